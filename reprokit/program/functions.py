@@ -1,0 +1,134 @@
+"""Which torch functions a program may name: the security boundary of the whole tool.
+
+A name is allowed when torch itself lists the function as overridable (`torch.overrides`) or when it creates a
+tensor from numbers, less everything that touches files, processes, raw memory, callbacks or Python objects. Names map
+to functions through one table built from torch's own namespaces; nothing is ever imported or evaluated by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional
+from torch import overrides
+
+_FACTORIES = frozenset(
+    """arange bartlett_window blackman_window empty empty_strided eye full hamming_window hann_window kaiser_window linspace logspace ones
+    rand randint randn randperm range scalar_tensor tril_indices triu_indices vander zeros normal complex polar""".split()
+)
+_TENSOR_ATTRIBUTES = ("data", "grad", "real", "imag", "T", "mT", "H", "mH")
+_WRITABLE_ATTRIBUTES = ("data", "grad")
+
+# Last name components that never belong into a program: files, processes, raw memory, callbacks, Python objects.
+_FORBIDDEN = frozenset(
+    """__array__ __array_wrap__ __cuda_array_interface__ __deepcopy__ __dir__ __dlpack__ __dlpack_device__ __hash__ __iter__ __reduce__ __reduce_ex__
+    __repr__ __setstate__ __format__ __torch_dispatch__ __new__ __init__ __init_subclass__ _make_subclass _make_wrapper_subclass _reduce_ex_internal _rev_view_func_unsafe _view_func
+    _view_func_unsafe apply_ as_subclass data_ptr from_file frombuffer from_numpy map2_ map_ module_load numpy register_hook register_post_accumulate_grad_hook
+    reinforce resize_as_sparse_ set_ share_memory_ is_shared storage storage_type untyped_storage _typed_storage tolist save load compile vmap
+    _sobol_engine_draw _sobol_engine_ff_ _sobol_engine_initialize_state_ _sobol_engine_scramble_ _cufft_set_plan_cache_max_size _unpack_dual
+    _register_hook_dict _backward_hooks _post_accumulate_grad_hooks _use_cudnn_rnn_flatten_weight""".split()
+)
+
+RANDOM = frozenset(
+    """alpha_dropout alpha_dropout_ bernoulli bernoulli_ binomial cauchy_ dropout dropout_ dropout1d dropout2d dropout3d exponential_
+    feature_alpha_dropout feature_alpha_dropout_ feature_dropout feature_dropout_ fractional_max_pool2d fractional_max_pool2d_with_indices
+    fractional_max_pool3d fractional_max_pool3d_with_indices geometric_ gumbel_softmax log_normal_ multinomial native_dropout normal normal_ poisson rand rand_like randint
+    randint_like randn randn_like randperm random_ rrelu rrelu_ uniform_ kaiming_normal_ kaiming_uniform_ trunc_normal_ xavier_uniform_ xavier_normal_ orthogonal_
+    lstm gru rnn_tanh rnn_relu scaled_dot_product_attention multi_head_attention_forward empty empty_like empty_strided new_empty""".split()
+)
+
+_IN_PLACE_OPERATORS = frozenset(
+    """__setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__
+    __ixor__ __ilshift__ __irshift__ __set__""".split()
+)
+
+
+class UnknownFunction(ValueError):
+    """A program names a function that it may not name, or that this torch does not have."""
+
+
+def function_named(name: str) -> Callable[..., Any]:
+    """The torch function with this public name; raises `UnknownFunction`."""
+    try:
+        return _by_name()[name]
+    except KeyError:
+        raise UnknownFunction(f"`{name}` is not a torch function that a program may call") from None
+
+
+def name_of(function: Callable[..., Any]) -> str | None:
+    """The public name of a torch function, or ``None`` when a program may not hold it."""
+    try:
+        return _by_function().get(function)
+    except TypeError:  # unhashable
+        return None
+
+
+def is_random(name: str) -> bool:
+    """Whether the function may draw from a random generator (or returns uninitialised memory)."""
+    return name.rpartition(".")[2] in RANDOM
+
+
+def is_factory(name: str) -> bool:
+    """Whether the function makes a tensor out of numbers only."""
+    return name.startswith("torch.") and name.count(".") == 1 and name[6:] in _FACTORIES
+
+
+def is_in_place(name: str) -> bool:
+    """Whether the function by its name writes into its first argument."""
+    last = name.rpartition(".")[2]
+    return last in _IN_PLACE_OPERATORS or (last.endswith("_") and not last.endswith("__"))
+
+
+@functools.cache
+def _by_function() -> dict[Callable[..., Any], str]:
+    table: dict[Callable[..., Any], str] = {}
+    for name, function in _candidates():
+        last = name.rpartition(".")[2]
+        attribute = name.split(".")[-2] if last in ("__get__", "__set__", "__delete__") else last
+        if attribute in _FORBIDDEN or last in _FORBIDDEN or not callable(function):
+            continue
+        table.setdefault(function, name)
+    return table
+
+
+@functools.cache
+def _by_name() -> dict[str, Callable[..., Any]]:
+    return {name: function for function, name in _by_function().items()}
+
+
+def _candidates() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name in _TENSOR_ATTRIBUTES:
+        yield f"torch.Tensor.{name}.__get__", getattr(torch.Tensor, name).__get__
+    for name in _WRITABLE_ATTRIBUTES:
+        yield f"torch.Tensor.{name}.__set__", getattr(torch.Tensor, name).__set__
+    for name in sorted(_FACTORIES):
+        yield f"torch.{name}", getattr(torch, name)
+    yield "torch.autograd.grad", torch.autograd.grad
+    for name in dir(torch._C._VariableFunctions):
+        if not name.startswith("__") and hasattr(torch, name) and name not in _FACTORIES:
+            yield f"torch.{name}", getattr(torch, name)
+    for function in overrides.get_testing_overrides():
+        name = _public_name(function)
+        if name is not None:
+            yield name, function
+
+
+def _public_name(function: Any) -> str | None:
+    name = overrides.resolve_name(function) or _search(function)
+    if name is None or name.endswith((".__get__", ".__set__", ".__delete__")):
+        return None
+    if name.startswith("torch.functional."):
+        short = name[len("torch.functional.") :]
+        return f"torch.{short}" if getattr(torch, short, None) is function else name
+    return name
+
+
+def _search(function: Any) -> str | None:
+    last = getattr(function, "__name__", "")
+    for namespace, prefix in ((torch, "torch"), (torch.nn.functional, "torch.nn.functional"), (torch.nn.init, "torch.nn.init")):
+        if getattr(namespace, last, None) is function:
+            return f"{prefix}.{last}"
+    return None

@@ -1,0 +1,232 @@
+"""The program: one training step as straight-line calls of public torch functions.
+
+A program is data. It names functions by their public names, refers to tensors by value number, and holds no
+code of the user's, so it can be stored, opened without executing anything, cut anywhere, and printed as Python.
+This module needs no torch: the tensors of a program's inputs travel beside it in a plain ``dict[int, Tensor]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+ZERO_GRAD = "torch.optim.Optimizer.zero_grad"
+BACKWARD = "torch.Tensor.backward"
+AUTOGRAD_BACKWARD = "torch.autograd.backward"
+AUTOGRAD_GRAD = "torch.autograd.grad"
+OPAQUE = "opaque"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor of the program, by its value number."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A torch constant by its public name, such as ``torch.float16`` or ``torch.channels_last``."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device by its text, such as ``cuda:0``."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A Python slice whose parts are ints, ``None`` or `Ref`."""
+
+    start: Any
+    stop: Any
+    step: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """One level of module nesting: dotted path inside its root (empty for the root itself), class name, n-th call."""
+
+    path: str
+    cls: str
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a call was written: the user's innermost line, and the line inside the library it went through."""
+
+    file: str
+    line: int
+    code: str = ""
+    function: str = ""
+    library: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """The thread's torch settings around a call.
+
+    ``autocast`` maps enabled device types to dtypes as pairs, ``("cpu", "torch.float16")``. ``rng`` is the state of
+    the random generator (a uint8 tensor among the inputs) right before a random call.
+    """
+
+    grad: bool = True
+    autocast: tuple[tuple[str, str], ...] = ()
+    inference: bool = False
+    rng: Ref | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call. ``outputs`` mirrors the structure of the result: `Ref` for tensors, ``None`` for anything else.
+
+    A result that is the same tensor object as an earlier value (in-place calls) carries that value's `Ref`.
+    ``phase`` is ``forward``, ``backward`` or ``optimizer``. Special targets besides torch functions:
+
+    * ``torch.optim.<Class>.step``: kwargs ``params`` and ``grads`` (lists per group; a grad of ``None`` means the one
+      that backward left), ``options`` (a dict per group), ``state`` (per group a list of dicts per parameter).
+    * `ZERO_GRAD`: args ``([params],)``; sets their ``.grad`` to ``None``.
+    * `OPAQUE`: a call that torch functions cannot express; it is not executed, its outputs are inputs of the program;
+      kwargs ``name`` and ``source`` describe it.
+    """
+
+    target: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    outputs: Any = None
+    scope: tuple[Scope, ...] = ()
+    site: Site | None = None
+    mode: Mode = Mode()
+    phase: str = "forward"
+
+    @property
+    def name(self) -> str:
+        """The last component of the target, ``softmax`` for ``torch.nn.functional.softmax``."""
+        return self.target.rpartition(".")[2]
+
+    @property
+    def is_differentiation(self) -> bool:
+        """Whether the call runs autograd."""
+        return self.target in (BACKWARD, AUTOGRAD_BACKWARD, AUTOGRAD_GRAD)
+
+    @property
+    def is_optimizer_step(self) -> bool:
+        """Whether the call is a whole step of an optimizer."""
+        return self.target.startswith("torch.optim.") and self.target.endswith(".step")
+
+    def input_refs(self) -> tuple[int, ...]:
+        """The value numbers read, in order, without repeats (the generator state included)."""
+        found = dict.fromkeys(ref.value for ref in iter_refs((self.args, self.kwargs)))
+        if self.mode.rng is not None:
+            found[self.mode.rng.value] = None
+        return tuple(found)
+
+    def output_refs(self) -> tuple[int, ...]:
+        """The value numbers written, in order."""
+        return tuple(dict.fromkeys(ref.value for ref in iter_refs(self.outputs)))
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor the program starts from.
+
+    ``role``: ``parameter``, ``buffer``, ``batch`` (anything else the step was given), ``random`` (the outcome of a random call), ``state``
+    (optimizer state), ``gradient``, ``rng``, or ``opaque``. ``requires_grad`` makes it a leaf.
+    ``name`` is the state-dict name, the argument's name, or a word for its role.
+    """
+
+    value: int
+    name: str
+    role: str = "batch"
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNote:
+    """What is known of a module that was entered: for printing, never for executing.
+
+    ``arguments`` holds the constructor arguments of torch's own layers; ``file``, ``line`` and ``source`` point to user classes.
+    """
+
+    cls: str
+    training: bool = True
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    file: str = ""
+    line: int = 0
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Straight-line calls over numbered tensors. Every value is an input or an output of an earlier call."""
+
+    calls: tuple[Call, ...]
+    inputs: tuple[Input, ...]
+    outputs: tuple[Ref, ...] = ()
+    modules: Mapping[str, ModuleNote] = field(default_factory=dict)
+
+    @property
+    def num_calls(self) -> int:
+        """Torch calls, not counting differentiation, `ZERO_GRAD` and the creation of inputs."""
+        return sum(not (call.is_differentiation or call.target == ZERO_GRAD) for call in self.calls)
+
+    def input(self, value: int) -> Input:
+        """The input with this value number; raises ``KeyError``."""
+        for item in self.inputs:
+            if item.value == value:
+                return item
+        raise KeyError(value)
+
+    def next_value(self) -> int:
+        """A value number that nothing uses yet."""
+        used = [item.value for item in self.inputs]
+        for call in self.calls:
+            used.extend(call.output_refs())
+        return max(used, default=-1) + 1
+
+    def pruned(self) -> Program:
+        """The same program without inputs that nothing reads."""
+        read = {value for call in self.calls for value in call.input_refs()} | {ref.value for ref in self.outputs}
+        return replace(self, inputs=tuple(item for item in self.inputs if item.value in read))
+
+
+def iter_refs(value: Any) -> Iterator[Ref]:
+    """Every `Ref` in nested arguments, in order."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from iter_refs(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from iter_refs(item)
+    elif isinstance(value, Slice):
+        yield from iter_refs((value.start, value.stop, value.step))
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested arguments with ``change`` applied to every leaf (`Ref`, `Symbol`, numbers, ...)."""
+    if isinstance(value, tuple):
+        return tuple(map_leaves(item, change) for item in value)
+    if isinstance(value, list):
+        return [map_leaves(item, change) for item in value]
+    if isinstance(value, Mapping):
+        return {key: map_leaves(item, change) for key, item in value.items()}
+    if isinstance(value, Slice):
+        return Slice(*(map_leaves(item, change) for item in (value.start, value.stop, value.step)))
+    return change(value)
+
+
+def substitute(value: Any, values: Mapping[int, Any]) -> Any:
+    """Nested arguments with the `Ref` of each listed value number replaced (by another `Ref` or a constant)."""
+
+    def change(leaf: Any) -> Any:
+        return values.get(leaf.value, leaf) if isinstance(leaf, Ref) else leaf
+
+    return map_leaves(value, change)

@@ -1,0 +1,272 @@
+"""Running a program: the interpreter, and the settings that make two runs give the same bits.
+
+``run`` executes the calls in order under the recorded thread modes and hands every intermediate step to an
+optional observer. It works on copies: the tensors given to it are never changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from reprokit.program.functions import UnknownFunction, function_named, is_in_place
+from reprokit.program.ir import OPAQUE, ZERO_GRAD, AUTOGRAD_BACKWARD, Call, Device, Mode, Program, Ref, Slice, Symbol, map_leaves
+
+Tensors = Mapping[int, torch.Tensor]
+
+
+class Observer(Protocol):
+    """What looks on while a program runs."""
+
+    def before(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called with the real arguments right before a call."""
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Called with all live values right after a call."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a run left behind.
+
+    ``values``: the tensors that were asked for, by value number. ``gradients``: ``.grad`` of the leaf inputs that got one.
+    ``error`` and ``error_call``: the exception a call raised and that call's index, or ``None``.
+    """
+
+    values: dict[int, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    inputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    error: Exception | None = None
+    error_call: int | None = None
+
+
+def run(program: Program, tensors: Tensors, *, observer: Observer | None = None, keep: frozenset[int] | None = None) -> Outcome:
+    """Execute ``program`` on copies of ``tensors``.
+
+    ``keep`` lists the value numbers to return (the program's outputs when ``None``). Values are dropped after
+    their last use. An exception of a call ends the run and is part of the outcome; a program that names
+    a function it may not name raises `UnknownFunction`. The thread's modes and RNG are given back.
+    """
+    kept = keep if keep is not None else frozenset(ref.value for ref in program.outputs)
+    outcome = Outcome(inputs=_leaves(program, tensors))
+    values = dict(outcome.inputs)
+    last_use = _last_uses(program, kept)
+    with _Modes() as modes:
+        for index, call in enumerate(program.calls):
+            if call.target == OPAQUE:
+                continue
+            modes.enter(call, values)
+            args, kwargs = bind_arguments(call, values)
+            if observer is not None:
+                observer.before(index, call, args, kwargs)
+            try:
+                result = execute(call, args, kwargs)
+            except UnknownFunction:
+                raise
+            except Exception as error:
+                outcome.error, outcome.error_call = error, index
+                break
+            assign(call.outputs, result, values)
+            del args, kwargs, result
+            if observer is not None:
+                observer.after(index, call, values)
+            for value in last_use.get(index, ()):
+                values.pop(value, None)
+    outcome.values = {value: values[value] for value in kept if value in values}
+    outcome.gradients = {v: t.grad for v, t in outcome.inputs.items() if t.is_leaf and t.requires_grad and t.grad is not None}
+    return outcome
+
+
+def execute(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Perform one call on real arguments."""
+    if call.is_optimizer_step:
+        return _step_optimizer(call.target, kwargs)
+    if call.target == ZERO_GRAD:
+        for parameter in args[0]:
+            parameter.grad = None
+        return None
+    if call.target == AUTOGRAD_BACKWARD:
+        return torch.autograd.backward(*args, **kwargs)
+    return function_named(call.target)(*args, **kwargs)
+
+
+def bind_arguments(call: Call, values: Mapping[int, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call's arguments with values in place of `Ref` and torch constants in place of `Symbol`."""
+
+    def resolve(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return values[leaf.value]
+        if isinstance(leaf, Symbol):
+            return symbol_named(leaf.name)
+        if isinstance(leaf, Device):
+            return torch.device(leaf.name)
+        return leaf
+
+    args, kwargs = map_leaves((call.args, dict(call.kwargs)), resolve)
+    return _real_slices(args), _real_slices(kwargs)
+
+
+def symbol_named(name: str) -> Any:
+    """The dtype, layout or memory format with this name; raises `UnknownFunction` for anything else."""
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
+        raise UnknownFunction(f"`{name}` is not a torch constant")
+    return found
+
+
+def assign(outputs: Any, result: Any, values: dict[int, torch.Tensor]) -> None:
+    """Store the tensors of ``result`` under the value numbers of the same structure ``outputs``."""
+    if isinstance(outputs, Ref):
+        values[outputs.value] = result
+    elif isinstance(outputs, (list, tuple)):
+        for part, item in zip(outputs, result, strict=True):
+            assign(part, item, values)
+    elif isinstance(outputs, dict):
+        for key, part in outputs.items():
+            assign(part, result[key], values)
+
+
+@contextlib.contextmanager
+def determinism(settings: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Run under recorded settings (`num_threads`, `deterministic_algorithms`, `matmul_precision`), then give them back."""
+    settings = settings or {}
+    before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision())
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        torch.set_num_threads(int(settings.get("num_threads", before[0])))
+        torch.use_deterministic_algorithms(bool(settings.get("deterministic_algorithms", before[1])), warn_only=True)
+        torch.set_float32_matmul_precision(str(settings.get("matmul_precision", before[2])))
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        torch.use_deterministic_algorithms(before[1], warn_only=warn_only)
+        torch.set_float32_matmul_precision(before[2])
+
+
+class _Modes:
+    """Grad, inference and autocast modes as calls ask for them, entered only when they change.
+
+    An autocast block stays open over neighbouring calls, because its cache of cast weights is shared between them.
+    """
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._current: tuple[Any, ...] | None = None
+        self._rng_before: dict[str, torch.Tensor] = {}
+
+    def __enter__(self) -> _Modes:
+        self._grad = torch.is_grad_enabled()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+        torch.set_grad_enabled(self._grad)
+        for device, state in self._rng_before.items():
+            _set_rng(device, state)
+
+    def enter(self, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Switch to the modes of ``call``."""
+        mode = call.mode
+        wanted = (mode.autocast, mode.inference)
+        if wanted != self._current:
+            self._stack.close()
+            self._stack = contextlib.ExitStack()
+            self._open(mode)
+            self._current = wanted
+        if torch.is_grad_enabled() != mode.grad:
+            torch.set_grad_enabled(mode.grad)
+        if mode.rng is not None:
+            self._restore_rng(values[mode.rng.value])
+
+    def _open(self, mode: Mode) -> None:
+        if mode.inference:
+            self._stack.enter_context(torch.inference_mode())
+        for device, dtype in mode.autocast:
+            self._stack.enter_context(torch.autocast(device, dtype=symbol_named(dtype)))
+
+    def _restore_rng(self, state: torch.Tensor) -> None:
+        device = "cuda" if state.numel() <= 64 else "cpu"  # a CUDA generator's state is 16 bytes, the CPU's 5056
+        self._rng_before.setdefault(device, _get_rng(device))
+        _set_rng(device, state)
+
+
+def _get_rng(device: str) -> torch.Tensor:
+    return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+
+
+def _set_rng(device: str, state: torch.Tensor) -> None:
+    if device == "cuda":
+        torch.cuda.set_rng_state(state.cpu())
+    else:
+        torch.set_rng_state(state.cpu())
+
+
+def _leaves(program: Program, tensors: Tensors) -> dict[int, torch.Tensor]:
+    shared = _shareable(program)
+    leaves = {}
+    for item in program.inputs:
+        tensor = tensors[item.value].detach()
+        if item.role != "rng" and not (shared and item.role == "parameter"):
+            tensor = _copy(tensor)
+        leaves[item.value] = tensor.requires_grad_() if item.requires_grad else tensor
+    return leaves
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, so that kernels take the same path."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return tensor.clone()
+    return tensor.clone(memory_format=torch.preserve_format)
+
+
+def _shareable(program: Program) -> bool:
+    """Whether parameters can be used without a copy, because nothing in the program can write into one."""
+    return not any(
+        call.is_optimizer_step or call.target == "torch.Tensor.data.__get__" or (is_in_place(call.target) and not call.mode.grad)
+        for call in program.calls
+    )
+
+
+def _last_uses(program: Program, kept: frozenset[int]) -> dict[int, list[int]]:
+    last: dict[int, int] = {}
+    for index, call in enumerate(program.calls):
+        for value in (*call.input_refs(), *call.output_refs()):
+            last[value] = index
+    uses: dict[int, list[int]] = {}
+    for value, index in last.items():
+        if value not in kept:
+            uses.setdefault(index, []).append(value)
+    return uses
+
+
+def _real_slices(value: Any) -> Any:
+    if isinstance(value, Slice):
+        return slice(value.start, value.stop, value.step)
+    if isinstance(value, tuple):
+        return tuple(_real_slices(item) for item in value)
+    if isinstance(value, list):
+        return [_real_slices(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _real_slices(item) for key, item in value.items()}
+    return value
+
+
+def _step_optimizer(target: str, kwargs: Mapping[str, Any]) -> None:
+    cls = getattr(torch.optim, target.split(".")[2], None)
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise UnknownFunction(f"`{target}` is not one of torch's optimizers")
+    optimizer = cls([{"params": list(group)} for group in kwargs["params"]])
+    for group, options, grads, states in zip(
+        optimizer.param_groups, kwargs["options"], kwargs["grads"], kwargs["state"], strict=True
+    ):
+        group.update(options)
+        for parameter, grad, state in zip(group["params"], grads, states, strict=True):
+            if grad is not None:
+                parameter.grad = grad
+            if state:
+                optimizer.state[parameter] = dict(state)
+    optimizer.step()
