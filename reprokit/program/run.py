@@ -22,8 +22,8 @@ Tensors = Mapping[int, torch.Tensor]
 class Observer(Protocol):
     """What looks on while a program runs."""
 
-    def before(self, index: int, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called with the real arguments right before a call."""
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Called with all live values right before a call."""
 
     def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Called with all live values right after a call."""
@@ -60,9 +60,9 @@ def run(program: Program, tensors: Tensors, *, observer: Observer | None = None,
             if call.target == OPAQUE:
                 continue
             modes.enter(call, values)
-            args, kwargs = bind_arguments(call, values)
             if observer is not None:
-                observer.before(index, call, args, kwargs)
+                observer.before(index, call, values)
+            args, kwargs = bind_arguments(call, values)
             try:
                 result = execute(call, args, kwargs)
             except UnknownFunction:

@@ -1,0 +1,1 @@
+"""Finding where the first bad value of a step was born."""

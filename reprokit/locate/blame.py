@@ -1,0 +1,239 @@
+"""Naming the origin of a failure: the first call, forward or backward, that turned good values into bad ones.
+
+A program is run under observation and the ways in which values are bad (NaN, +inf, -inf) are noted around every call. From what
+was seen to be bad (a loss, a gradient, a parameter) the notes are followed back against the data flow. Infinities
+somebody asked for, such as a mask filled with ``-inf``, are followed only when nothing else explains the failure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from reprokit.locate.failure import Failure, kind_of, module_of
+from reprokit.locate.gradient import blame_gradient
+from reprokit.locate.notes import Found, Notes
+from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
+from reprokit.program.functions import is_factory
+from reprokit.program.ir import Call, Program, Scope, iter_refs, map_leaves
+from reprokit.program.run import Outcome, Tensors
+
+__all__ = ["Failure", "locate"]
+
+GRAD_SCALER = Scope("<GradScaler>", "GradScaler")
+
+
+def locate(program: Program, tensors: Tensors) -> Failure | None:
+    """Run ``program`` and name the origin of its failure, or ``None`` when nothing goes wrong.
+
+    Watched, first one wins: exceptions; the tensors that differentiation starts from; the gradients it leaves on leaf
+    inputs; parameters after the optimizer; the program's outputs. Raises `UnknownFunction` for a program that names a function it may not name.
+    """
+    notes = Notes(program, watch=_watch)
+    outcome = notes.run(tensors)
+    if outcome.error is not None:
+        return _exception(program, outcome)
+    found = notes.found or _at_end(program, notes, outcome)
+    if found is None:
+        return None
+    if found.where == "gradient":
+        return _blame_gradient(program, tensors, notes, found)
+    return _Walk(program, tensors, notes).blame(found.value, found.way, found.index)
+
+
+def _watch(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tensor], *, after: bool) -> Found | None:
+    """What the watch sees around one call."""
+    if call.is_differentiation and not after:
+        return _bad_start(notes, index, call)
+    if call.is_differentiation and call.target != "torch.autograd.grad":
+        return _bad_leaf(notes, index)
+    if call.is_optimizer_step and after:
+        return _bad_parameter(notes, index, call, values)
+    return None
+
+
+def _bad_start(notes: Notes, index: int, call: Call) -> Found | None:
+    for value in _starts(call):
+        ways = notes.reads[index].get(value, frozenset())
+        if ways and not _is_overflow_of_scaler(notes, index, value):
+            return Found("start", value, _worst(ways), index)
+    return None
+
+
+def _is_overflow_of_scaler(notes: Notes, index: int, value: int) -> bool:
+    """Whether the bad loss is only a good loss times a grad scaler's factor, which is allowed to overflow."""
+    writer = notes.writer(value, index)
+    if writer is None or GRAD_SCALER not in notes.program.calls[writer].scope:
+        return False
+    return not any(notes.reads[writer].values())
+
+
+def _bad_leaf(notes: Notes, index: int) -> Found | None:
+    for value, leaf in notes.leaves.items():
+        if leaf.grad is not None:
+            ways = ways_of(leaf.grad)
+            if ways:
+                return Found("gradient", value, _worst(ways), index)
+    return None
+
+
+def _bad_parameter(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> Found | None:
+    for value in dict.fromkeys(ref.value for group in call.kwargs["params"] for ref in group):
+        ways = ways_of(values[value])
+        if ways:
+            return Found("parameter", value, _worst(ways), index + 1)
+    return None
+
+
+def _at_end(program: Program, notes: Notes, outcome: Outcome) -> Found | None:
+    end = len(program.calls)
+    for ref in program.outputs:
+        tensor = outcome.values.get(ref.value)
+        ways = ways_of(tensor) if tensor is not None else frozenset()
+        if ways:
+            return Found("output", ref.value, _worst(ways), end)
+    for item in program.inputs:
+        if item.role == "parameter" and notes.writer(item.value, end) is not None:
+            ways = ways_of(outcome.inputs[item.value])
+            if ways:
+                return Found("parameter", item.value, _worst(ways), end)
+    return None
+
+
+def _blame_gradient(program: Program, tensors: Tensors, notes: Notes, found: Found) -> Failure:
+    """Blame a bad gradient on a node, or on the forward when the node only passed on a NaN that was there before."""
+    failure = blame_gradient(program, tensors, found)
+    if failure.call_index is None:
+        return failure
+    index = failure.call_index
+    for flags in (notes.reads[index], notes.writes[index]):
+        for value, ways in flags.items():
+            if NAN in ways:
+                at = index if flags is notes.reads[index] else index + 1
+                return _Walk(program, tensors, notes).blame(value, NAN, at)
+    return failure
+
+
+class _Walk:
+    """Follows a bad value back to its origin."""
+
+    def __init__(self, program: Program, tensors: Tensors, notes: Notes) -> None:
+        self._program = program
+        self._tensors = tensors
+        self._notes = notes
+
+    def blame(self, value: int, way: str, at: int) -> Failure:
+        """The origin of ``value`` being bad in this way when call number ``at`` reads it."""
+        while True:
+            index = self._notes.writer(value, at)
+            if index is None:
+                return self._blame_input(value, way, at)
+            step = self._culprit(index, way)
+            if step is None:
+                return self._blame_call(index, value, way)
+            value, way, at = *step, index
+
+    def _culprit(self, index: int, way: str) -> tuple[int, str] | None:
+        """The input of a call that explains why its output is bad in this way."""
+        reads = self._notes.reads[index]
+        order = dict.fromkeys((way, NAN, PLUS, MINUS))
+        for wanted in order:
+            for value, ways in reads.items():
+                if wanted in ways and not self._is_wanted(value, wanted, index):
+                    return value, wanted
+        for value, ways in reads.items():
+            if way in ways:
+                return value, way
+        return None
+
+    def _is_wanted(self, value: int, way: str, at: int) -> bool:
+        """Whether somebody asked for this infinity: a constant, a mask fill, an input given like that."""
+        if way == NAN:
+            return False
+        index = self._notes.writer(value, at)
+        if index is None:
+            return self._program.input(value).role != "parameter"
+        bad = [(v, w) for v, ways in self._notes.reads[index].items() for w in ways]
+        if bad:
+            return all(self._is_wanted(v, w, index) for v, w in bad)
+        call = self._program.calls[index]
+        return is_factory(call.target) or _holds_infinity((call.args, dict(call.kwargs)))
+
+    def _blame_call(self, index: int, value: int, way: str) -> Failure:
+        call = self._program.calls[index]
+        if call.target == "torch.autograd.grad":
+            found = Found("gradient", value, way, index)
+            return _blame_gradient(self._program, self._tensors, self._notes, found)
+        phase = "optimizer" if call.is_optimizer_step else call.phase
+        failure = Failure(phase, kind_of(way), way, call.target, index, None, module_of(call), call.site, value)
+        return _with_place(failure, self._notes, index, value, way)
+
+    def _blame_input(self, value: int, way: str, at: int) -> Failure:
+        reader = self._program.calls[at] if at < len(self._program.calls) else None
+        failure = Failure(
+            reader.phase if reader is not None and not reader.is_differentiation else "forward",
+            kind_of(way),
+            way,
+            value=value,
+            site=reader.site if reader else None,
+            module=module_of(reader) if reader else None,
+            input_name=self._program.input(value).name,
+        )
+        return _with_place(failure, self._notes, None, value, way)
+
+
+def _with_place(failure: Failure, notes: Notes, index: int | None, value: int, way: str) -> Failure:
+    badness = notes.places.get((index, value))
+    if badness is None:
+        return failure
+    return replace(
+        failure,
+        element=badness.first.get(way),
+        num_bad=badness.count.get(way, 0),
+        num_elements=badness.num_elements,
+    )
+
+
+def _exception(program: Program, outcome: Outcome) -> Failure:
+    assert outcome.error is not None and outcome.error_call is not None
+    call = program.calls[outcome.error_call]
+    return Failure(
+        "backward" if call.is_differentiation else "optimizer" if call.is_optimizer_step else call.phase,
+        "exception",
+        call=call.target,
+        call_index=outcome.error_call,
+        module=module_of(call),
+        site=call.site,
+        exception=(type(outcome.error).__name__, str(outcome.error)),
+    )
+
+
+def _starts(call: Call) -> list[int]:
+    """The value numbers that a differentiation starts from."""
+    starts = call.args[0] if call.args else call.kwargs.get("tensors", call.kwargs.get("outputs"))
+    return [ref.value for ref in iter_refs(starts)]
+
+
+def _worst(ways: frozenset[str]) -> str:
+    return next(way for way in (NAN, PLUS, MINUS) if way in ways)
+
+
+def _holds_infinity(arguments: Any) -> bool:
+    found = False
+
+    def look(leaf: Any) -> Any:
+        nonlocal found
+        found = found or (isinstance(leaf, float) and math.isinf(leaf))
+        return leaf
+
+    map_leaves(arguments, look)
+    return found
+
+
+def num_checked_runs(failure: Failure) -> int:
+    """How many runs `locate` needed: one, and one more to look into a backward pass."""
+    return 2 if failure.phase == "backward" else 1

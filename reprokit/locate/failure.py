@@ -1,0 +1,67 @@
+"""What went wrong, where and in which way: the answer that the rest of reprokit works with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from reprokit.program.ir import Call, Site
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The origin of a failure in a program.
+
+    ``phase``: ``forward``, ``backward`` or ``optimizer``. ``kind``: ``nan``, ``inf`` or ``exception``; ``way`` tells ``+inf`` from ``-inf``.
+    ``call`` and ``call_index`` name the origin, ``None`` when an input of the program was bad already (then ``input_name`` says which).
+    ``value`` is, for forward, the origin's bad output; for backward, the input of the forward call whose gradient is
+    bad; for optimizer, the parameter that turned bad. ``element`` is the index of its first bad element.
+    """
+
+    phase: str
+    kind: str
+    way: str = ""
+    call: str | None = None
+    call_index: int | None = None
+    backward_node: str | None = None
+    module: str | None = None
+    site: Site | None = None
+    value: int | None = None
+    element: tuple[int, ...] | None = None
+    num_bad: int = 0
+    num_elements: int = 0
+    input_name: str | None = None
+    exception: tuple[str, str] | None = None
+
+
+def kind_of(way: str) -> str:
+    """``nan`` or ``inf``."""
+    return "nan" if way == "nan" else "inf"
+
+
+def module_of(call: Call) -> str | None:
+    """The innermost module a call ran in: its path, a root's class in angle brackets, or ``None`` for the loop itself."""
+    if not call.scope:
+        return None
+    level = call.scope[-1]
+    return level.path or f"<{level.cls}>"
+
+
+def to_plain(failure: Failure) -> dict[str, Any]:
+    """The failure as a dict of plain data."""
+    site = failure.site
+    plain = {name: getattr(failure, name) for name in Failure.__dataclass_fields__}
+    plain["site"] = [site.file, site.line, site.code, site.function, site.library] if site else None
+    return plain
+
+
+def from_plain(plain: dict[str, Any]) -> Failure:
+    """The inverse of `to_plain`; raises `TypeError` or `ValueError` on anything else."""
+    fields = dict(plain)
+    site = fields.get("site")
+    if site is not None:
+        file, line, code, function, library = site
+        fields["site"] = Site(file, line, code, function, tuple(library) if library else None)
+    for name in ("element", "exception"):
+        fields[name] = tuple(fields[name]) if fields.get(name) is not None else None
+    return Failure(**fields)

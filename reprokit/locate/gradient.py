@@ -1,0 +1,189 @@
+"""Blame inside a backward pass: the first autograd node whose incoming gradient is fine and whose outgoing one is not.
+
+Every node is owned by one call of the program. The bad gradient is followed from the leaf where it was seen against the
+flow of gradients, over the edges that really carried bad values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from reprokit.locate.failure import Failure, kind_of, module_of
+from reprokit.locate.notes import Found
+from reprokit.locate.ways import NAN, Badness, examine
+from reprokit.program.backward import Edge, Node, NodeOwners, edge_of, reachable
+from reprokit.program.ir import Call, Program, iter_refs
+from reprokit.program.run import Tensors, run
+
+
+@dataclass(slots=True)
+class _Passage:
+    """What went through a node: badness of the gradients that came in and went out, and when."""
+
+    order: int
+    incoming: bool
+    outgoing: list[Badness | None]
+
+
+class _Stop(Exception):
+    """Ends the run after the differentiation in question."""
+
+
+@dataclass
+class _GradientWatch:
+    """An observer that looks into one differentiation call."""
+
+    program: Program
+    index: int
+    owners: NodeOwners = field(default_factory=NodeOwners)
+    passages: dict[Node, _Passage] = field(default_factory=dict)
+    edges: dict[int, dict[int, Edge]] = field(default_factory=dict)
+    _handles: list[Any] = field(default_factory=list)
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Remember where the inputs' gradients would flow; hook the graph at the call in question."""
+        self.edges[index] = {
+            value: edge
+            for value in call.input_refs()
+            if value in values and (edge := edge_of(values[value])) is not None
+        }
+        if index == self.index:
+            starts = [edge[0] for edge in self.edges[index].values()]
+            for node in reachable(starts):
+                self._handles.append(node.register_hook(self._recorder(node)))
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Own the new nodes; stop after the call in question."""
+        if index == self.index:
+            for handle in self._handles:
+                handle.remove()
+            raise _Stop
+        self.owners.own_outputs(index, call, values)
+
+    def _recorder(self, node: Node) -> Callable[..., None]:
+        def record(grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> None:
+            incoming = any(g is not None and examine(g).ways for g in grad_outputs)
+            outgoing = [examine(g) if g is not None else None for g in grad_inputs]
+            self.passages[node] = _Passage(len(self.passages), bool(incoming), outgoing)
+
+        return record
+
+
+def blame_gradient(program: Program, tensors: Tensors, found: Found) -> Failure:
+    """The origin of a bad gradient that was seen after differentiation call ``found.index``.
+
+    ``found.value`` is the leaf with the bad ``.grad``, or the result of ``torch.autograd.grad`` that is bad.
+    """
+    watch = _GradientWatch(program, found.index)
+    try:
+        run(program, tensors, observer=watch)
+    except _Stop:
+        pass
+    target = _target_edge(program, watch, found)
+    crossing = _follow(watch, target) if target is not None else None
+    if crossing is None:
+        return _unexplained(program, watch, found)
+    node, slot, origin = crossing
+    return _failure(program, watch, origin, node, slot)
+
+
+def _target_edge(program: Program, watch: _GradientWatch, found: Found) -> Edge | None:
+    """The edge whose gradient was seen to be bad."""
+    call = program.calls[found.index]
+    wanted = found.value
+    if call.target == "torch.autograd.grad":
+        results = [ref.value for ref in iter_refs(call.outputs)]
+        inputs = [ref.value for ref in iter_refs(call.args[1] if len(call.args) > 1 else call.kwargs["inputs"])]
+        if wanted in results and len(results) == len(inputs):
+            wanted = inputs[results.index(wanted)]
+    for edges in watch.edges.values():
+        if wanted in edges:
+            return edges[wanted]
+    return None
+
+
+def _follow(watch: _GradientWatch, target: Edge) -> tuple[Node, int, Node] | None:
+    """From a bad edge back to the origin: (node and slot where the origin's call was left, the origin node)."""
+    senders: dict[Edge, list[tuple[Node, int]]] = {}
+    for node, passage in watch.passages.items():
+        for slot, edge in enumerate(node.next_functions):
+            if slot < len(passage.outgoing) and (out := passage.outgoing[slot]) is not None and out.ways:
+                senders.setdefault((edge[0], edge[1]), []).append((node, slot))
+    origins = _origins(watch, senders, target)
+    return min(origins, key=lambda item: watch.passages[item[2]].order) if origins else None
+
+
+def _origins(
+    watch: _GradientWatch, senders: Mapping[Edge, list[tuple[Node, int]]], target: Edge
+) -> list[tuple[Node, int, Node]]:
+    found: list[tuple[Node, int, Node]] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, int, Node, int]] = [(n, s, n, s) for n, s in senders.get(target, ())]
+    while stack:
+        exit_node, exit_slot, node, _ = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        sources = [pair for number in range(_num_inputs(node)) for pair in senders.get((node, number), ())]
+        if not watch.passages[node].incoming or not sources:
+            found.append((exit_node, exit_slot, node))
+            continue
+        for source, slot in sources:
+            same_call = watch.owners.owner(source) == watch.owners.owner(node)
+            stack.append((exit_node, exit_slot, source, slot) if same_call else (source, slot, source, slot))
+    return found
+
+
+def _num_inputs(node: Node) -> int:
+    """How many gradients can come into a node."""
+    metadata = getattr(node, "_input_metadata", None)
+    return len(metadata) if metadata is not None else 16
+
+
+def _failure(program: Program, watch: _GradientWatch, origin: Node, node: Node, slot: int) -> Failure:
+    badness = watch.passages[node].outgoing[slot]
+    ways = badness.ways if badness is not None else frozenset()
+    way = NAN if NAN in ways else min(ways)
+    index = watch.owners.owner(origin)
+    if index is None:
+        return Failure("backward", kind_of(way), way, backward_node=origin.name())
+    call = program.calls[index]
+    edge = node.next_functions[slot]
+    value = next((v for v, known in watch.edges[index].items() if known == (edge[0], edge[1])), None)
+    return Failure(
+        "backward",
+        kind_of(way),
+        way,
+        call.target,
+        index,
+        origin.name(),
+        module_of(call),
+        call.site,
+        value,
+        element=badness.first[way] if badness is not None else None,
+        num_bad=badness.count[way] if badness is not None else 0,
+        num_elements=badness.num_elements if badness is not None else 0,
+    )
+
+
+def _unexplained(program: Program, watch: _GradientWatch, found: Found) -> Failure:
+    """No node made it: finite contributions overflowed where they were added up, or the gradient was given bad."""
+    for index, edges in watch.edges.items():
+        if found.value in edges and index != found.index:
+            call = program.calls[index]
+            return Failure(
+                "backward",
+                kind_of(found.way),
+                found.way,
+                call.target,
+                index,
+                "AccumulateGrad",
+                module_of(call),
+                call.site,
+                found.value,
+            )
+    return Failure("backward", kind_of(found.way), found.way, backward_node="AccumulateGrad")

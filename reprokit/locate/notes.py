@@ -1,0 +1,134 @@
+"""Notes taken while a program runs: in which ways every value was bad before and after each call.
+
+The notes are small (sets of words, and places for bad values only); no tensor is kept alive by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+import torch
+
+from reprokit.locate.ways import Badness, examine, ways_of
+from reprokit.program.functions import is_in_place
+from reprokit.program.ir import Call, Program
+from reprokit.program.run import Outcome, Tensors, run
+
+Ways = frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the watch saw: ``where`` is ``start`` (of a differentiation), ``gradient``, ``parameter`` or ``output``."""
+
+    where: str
+    value: int
+    way: str
+    index: int
+
+
+class _Stop(Exception):
+    """Ends the run once the watch has seen enough."""
+
+
+@dataclass
+class Notes:
+    """An observer. ``watch`` is asked around every call; the first thing it finds ends the run."""
+
+    program: Program
+    watch: Callable[..., Found | None]
+    reads: dict[int, dict[int, Ways]] = field(default_factory=dict)
+    writes: dict[int, dict[int, Ways]] = field(default_factory=dict)
+    places: dict[tuple[int | None, int], Badness] = field(default_factory=dict)
+    leaves: dict[int, torch.Tensor] = field(default_factory=dict)
+    found: Found | None = None
+    _writers: dict[int, list[int]] = field(default_factory=dict)
+    _storages: dict[int, set[int]] = field(default_factory=dict)
+    _known: dict[int, tuple[int, Ways]] = field(default_factory=dict)
+    _inputs: set[int] = field(default_factory=set)
+
+    def run(self, tensors: Tensors) -> Outcome:
+        """Run the program, taking notes; ends early when the watch finds something."""
+        self._inputs = {item.value for item in self.program.inputs}
+        try:
+            return run(self.program, tensors, observer=self)
+        except _Stop:
+            return Outcome()
+
+    def writer(self, value: int, before: int) -> int | None:
+        """The index of the last call before ``before`` that wrote this value (or memory it shares)."""
+        written = [index for index in self._writers.get(value, ()) if index < before]
+        return written[-1] if written else None
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Note the ways of the inputs, and ask the watch."""
+        flags = {}
+        for value in call.input_refs():
+            tensor = values.get(value)
+            if tensor is None:
+                continue
+            self._note_memory(value, tensor)
+            ways = self._ways(value, tensor)
+            if ways:
+                flags[value] = ways
+                if value in self._inputs and not self._writers.get(value):
+                    self.places.setdefault((None, value), examine(tensor))
+            if tensor.requires_grad and tensor.is_leaf and value in self._inputs:
+                self.leaves[value] = tensor
+        self.reads[index] = flags
+        self._ask(index, call, values, after=False)
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Note the ways of what the call wrote, and ask the watch."""
+        flags = {}
+        for value in self._written(call, values):
+            tensor = values.get(value)
+            if tensor is None:
+                continue
+            self._writers.setdefault(value, []).append(index)
+            self._note_memory(value, tensor)
+            ways = self._ways(value, tensor)
+            if ways:
+                flags[value] = ways
+                self.places[index, value] = examine(tensor)
+        self.writes[index] = flags
+        self._ask(index, call, values, after=True)
+
+    def _ask(self, index: int, call: Call, values: Mapping[int, torch.Tensor], *, after: bool) -> None:
+        self.found = self.watch(self, index, call, values, after=after)
+        if self.found is not None:
+            raise _Stop
+
+    def _written(self, call: Call, values: Mapping[int, torch.Tensor]) -> list[int]:
+        """Outputs, and for in-place calls every value that shares memory with the target."""
+        written = dict.fromkeys(call.output_refs())
+        if call.is_optimizer_step:
+            written.update(dict.fromkeys(call.input_refs()))
+        elif is_in_place(call.target):
+            for target in call.input_refs()[:1]:
+                tensor = values.get(target)
+                shared = self._storages.get(_memory(tensor), {target}) if tensor is not None else ()
+                written.update(dict.fromkeys(sorted(shared)))
+        return list(written)
+
+    def _note_memory(self, value: int, tensor: torch.Tensor) -> None:
+        memory = _memory(tensor)
+        if memory:
+            self._storages.setdefault(memory, set()).add(value)
+
+    def _ways(self, value: int, tensor: torch.Tensor) -> Ways:
+        if tensor.is_inference():
+            return ways_of(tensor)
+        version = tensor._version
+        known = self._known.get(value)
+        if known is None or known[0] != version:
+            known = (version, ways_of(tensor))
+            self._known[value] = known
+        return known[1]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """The address of the tensor's storage, 0 when it has none."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return 0
+    return tensor.untyped_storage().data_ptr()

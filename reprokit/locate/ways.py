@@ -1,0 +1,72 @@
+"""In which ways a tensor is not finite: NaN, +inf, -inf are three different things.
+
+A float32 sum screens (it is finite for nearly every healthy tensor and costs one pass); a hit is confirmed element by
+element, because a sum of finite values may overflow by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+NAN, PLUS, MINUS = "nan", "+inf", "-inf"
+CLEAN: frozenset[str] = frozenset()
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Badness:
+    """Where a tensor is bad: per way the first index and the number of elements."""
+
+    ways: frozenset[str]
+    first: dict[str, tuple[int, ...]]
+    count: dict[str, int]
+    num_elements: int
+
+
+def ways_of(tensor: torch.Tensor) -> frozenset[str]:
+    """The ways in which ``tensor`` is not finite; empty for finite, integer and empty tensors."""
+    values = _real_values(tensor)
+    if values is None or is_finite_sum(values):
+        return CLEAN
+    return frozenset(way for way in (NAN, PLUS, MINUS) if bool(bad_mask(values, way).any()))
+
+
+def examine(tensor: torch.Tensor) -> Badness:
+    """Like `ways_of`, with places and counts."""
+    values = _real_values(tensor)
+    if values is None or is_finite_sum(values):
+        return Badness(CLEAN, {}, {}, tensor.numel())
+    first: dict[str, tuple[int, ...]] = {}
+    count: dict[str, int] = {}
+    for way in (NAN, PLUS, MINUS):
+        places = bad_mask(values, way).nonzero()
+        if len(places):
+            first[way] = tuple(int(i) for i in places[0][: tensor.dim()])
+            count[way] = len(places)
+    return Badness(frozenset(first), first, count, tensor.numel())
+
+
+def bad_mask(values: torch.Tensor, way: str) -> torch.Tensor:
+    """Where ``values`` is bad in this way."""
+    if way == NAN:
+        return torch.isnan(values)
+    return values == (float("inf") if way == PLUS else float("-inf"))
+
+
+def is_finite_sum(values: torch.Tensor) -> bool:
+    """Whether the float32 sum is finite, which means that every element is."""
+    dtype = torch.float32 if values.dtype in _HALVES else None
+    return bool(torch.isfinite(values.sum(dtype=dtype)))
+
+
+def _real_values(tensor: torch.Tensor) -> torch.Tensor | None:
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0 or tensor.is_meta:
+        return None
+    values = tensor.detach()
+    if values.layout is not torch.strided:
+        values = values.coalesce().values() if values.layout is torch.sparse_coo else values.values()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    return values if values.element_size() > 1 else values.float()

@@ -1,0 +1,198 @@
+"""The snapshot file: everything about one failed step, in a form that opening never executes.
+
+A file is one ``torch.save`` of dicts, lists, numbers, strings and tensors, read back with ``weights_only=True``. It is written to a
+temporary file beside its target, flushed to disk and renamed, so a killed process leaves the old file or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reprokit.errors import NewerFormat, NotASnapshot, SnapshotError, TruncatedSnapshot
+from reprokit.locate import failure as failures
+from reprokit.locate.failure import Failure
+from reprokit.program import plain
+from reprokit.program.ir import Program
+
+FORMAT = "reprokit"
+VERSION = 1
+
+
+@dataclass
+class Snapshot:
+    """One failed step: its program and tensors, the failure, and what surrounded it.
+
+    ``step`` and ``micro_step`` count from 0. ``fidelity`` is ``exact``, ``close`` or ``unfaithful``. ``settings`` are the determinism switches
+    that a replay needs. ``timeline`` has one dict per step: step, loss, learning rate, gradient norm, seconds.
+    """
+
+    program: Program
+    tensors: dict[int, torch.Tensor]
+    failure: Failure
+    step: int
+    micro_step: int
+    observed_at: str
+    fidelity: str = "exact"
+    fidelity_note: str | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
+    source: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    rng: dict[str, Any] = field(default_factory=dict)
+    timeline: list[dict[str, Any]] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+
+    @property
+    def num_elements(self) -> int:
+        """Elements over all inputs of the program, generator states not counted."""
+        return count_elements(self.program, self.tensors)
+
+    def summary(self) -> dict[str, Any]:
+        """What ``reprokit show --json`` prints."""
+        return {
+            "schema": 1,
+            "failure": {"step": self.step, "micro_step": self.micro_step, **self._describe_failure()},
+            "fidelity": self.fidelity,
+            **({"fidelity_note": self.fidelity_note} if self.fidelity != "exact" else {}),
+            "program": {"calls": self.program.num_calls, "elements": self.num_elements},
+            "environment": self.environment,
+            "git": self.source,
+            "rng": {name: _describe_state(state) for name, state in self.rng.items()},
+            "timeline": self.timeline,
+        }
+
+    def _describe_failure(self) -> dict[str, Any]:
+        failure = self.failure
+        site = failure.site
+        return {
+            "phase": failure.phase,
+            "kind": failure.kind,
+            "call": failure.call,
+            "backward_node": failure.backward_node,
+            "module": failure.module,
+            "site": {"file": site.file, "line": site.line, "code": site.code} if site else None,
+            "observed_at": self.observed_at,
+            "exception": {"type": failure.exception[0], "message": failure.exception[1]} if failure.exception else None,
+            "input": failure.input_name,
+            "element": list(failure.element) if failure.element is not None else None,
+            "num_bad": failure.num_bad,
+            "num_elements": failure.num_elements,
+        }
+
+
+def count_elements(program: Program, tensors: Mapping[int, torch.Tensor]) -> int:
+    """Elements over all inputs of a program, generator states not counted."""
+    return sum(tensors[item.value].numel() for item in program.inputs if item.role != "rng")
+
+
+def save(snapshot: Snapshot, path: Path | str) -> None:
+    """Write a snapshot; raises `OSError` when the disk says no, and leaves nothing half-written."""
+    content = {name: getattr(snapshot, name) for name in Snapshot.__dataclass_fields__}
+    content["program"] = plain.to_plain(snapshot.program)
+    content["failure"] = failures.to_plain(snapshot.failure)
+    content["tensors"] = {value: storable(tensor) for value, tensor in snapshot.tensors.items()}
+    write_file(path, "snapshot", content)
+
+
+def load(path: Path | str) -> Snapshot:
+    """Read a snapshot without executing anything from it; raises `SnapshotError`."""
+    content = read_file(path, "snapshot")
+    try:
+        content["program"] = plain.from_plain(content["program"])
+        content["failure"] = failures.from_plain(content["failure"])
+        return Snapshot(**{name: content[name] for name in Snapshot.__dataclass_fields__})
+    except (KeyError, TypeError, ValueError) as error:
+        raise SnapshotError(f"`{path}` is damaged: {error}", hint="capture it again") from error
+
+
+def storable(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain CPU tensor with storage of its own, so that a view does not drag its base into the file."""
+    plain_tensor = tensor.detach()
+    if type(plain_tensor) is not torch.Tensor:
+        plain_tensor = plain_tensor.as_subclass(torch.Tensor)
+    plain_tensor = plain_tensor.cpu()
+    if plain_tensor.layout is torch.strided:
+        storage = plain_tensor.untyped_storage()
+        if storage.nbytes() != plain_tensor.numel() * plain_tensor.element_size():
+            plain_tensor = plain_tensor.clone(memory_format=torch.preserve_format)
+    return plain_tensor
+
+
+def write_file(path: Path | str, kind: str, content: Mapping[str, Any]) -> None:
+    """Write plain data and tensors atomically, with the format's header."""
+    target = Path(path)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save({"format": FORMAT, "kind": kind, "version": VERSION, **content}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def read_file(path: Path | str, kind: str) -> dict[str, Any]:
+    """Read what `write_file` wrote; raises `SnapshotError` with a hint for anything else."""
+    target = Path(path)
+    if not target.exists():
+        raise SnapshotError(f"`{target}` does not exist", hint="`reprokit capture` prints where it wrote the snapshot")
+    if target.is_dir():
+        raise NotASnapshot(f"`{target}` is a folder, not a {kind}", hint="name the .pt file")
+    if target.stat().st_size == 0:
+        raise TruncatedSnapshot(f"`{target}` is empty", hint="capture it again")
+    content = _unpickle(target, kind)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise NotASnapshot(f"`{target}` was not written by reprokit", hint=f"give the {kind} file that reprokit wrote")
+    version = content.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        raise NewerFormat(f"`{target}` has format version {version}, this reprokit reads up to {VERSION}", hint="pip install -U torch-reprokit")
+    if content.get("kind") != kind:
+        raise NotASnapshot(f"`{target}` is a {content.get('kind')}, not a {kind}", hint=f"give the {kind} file")
+    return content
+
+
+def _unpickle(target: Path, kind: str) -> Any:
+    if not zipfile.is_zipfile(target):
+        with target.open("rb") as file:
+            started_as_zip = file.read(4) == b"PK\x03\x04"
+        if started_as_zip:
+            raise TruncatedSnapshot(f"`{target}` is cut off", hint="copy it again, or capture it again")
+        raise NotASnapshot(f"`{target}` was not written by reprokit", hint=f"give the {kind} file that reprokit wrote")
+    try:
+        return torch.load(target, weights_only=True, map_location="cpu")
+    except pickle.UnpicklingError as error:
+        raise NotASnapshot(
+            f"`{target}` holds more than plain data and tensors, so it was not opened", hint="reprokit never executes code from a file"
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise TruncatedSnapshot(f"`{target}` is damaged", hint="copy it again, or capture it again", note=str(error).split("\n")[0]) from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _describe_state(state: Any) -> Any:
+    """A generator state in a few words; the numbers themselves stay in the file."""
+    if isinstance(state, torch.Tensor):
+        return {"bytes": state.numel() * state.element_size()}
+    if isinstance(state, dict):
+        return {name: _describe_state(part) for name, part in state.items()}
+    if isinstance(state, (list, tuple)):
+        return {"items": len(state)}
+    return state
