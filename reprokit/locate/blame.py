@@ -18,7 +18,7 @@ from reprokit.locate.failure import Failure, kind_of, module_of
 from reprokit.locate.gradient import blame_gradient
 from reprokit.locate.notes import Found, Notes
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
-from reprokit.program.functions import is_factory
+from reprokit.program.functions import display_name, is_factory
 from reprokit.program.ir import Call, Program, Scope, iter_refs, map_leaves
 from reprokit.program.run import Outcome, Tensors
 
@@ -169,7 +169,7 @@ class _Walk:
             found = Found("gradient", value, way, index)
             return _blame_gradient(self._program, self._tensors, self._notes, found)
         phase = "optimizer" if call.is_optimizer_step else call.phase
-        failure = Failure(phase, kind_of(way), way, call.target, index, None, module_of(call), call.site, value)
+        failure = Failure(phase, kind_of(way), way, display_name(call.target), index, None, module_of(call), call.site, value)
         return _with_place(failure, self._notes, index, value, way)
 
     def _blame_input(self, value: int, way: str, at: int) -> Failure:
@@ -204,7 +204,7 @@ def _exception(program: Program, outcome: Outcome) -> Failure:
     return Failure(
         "backward" if call.is_differentiation else "optimizer" if call.is_optimizer_step else call.phase,
         "exception",
-        call=call.target,
+        call=display_name(call.target),
         call_index=outcome.error_call,
         module=module_of(call),
         site=call.site,

@@ -16,6 +16,7 @@ from reprokit.locate.failure import Failure, kind_of, module_of
 from reprokit.locate.notes import Found
 from reprokit.locate.ways import NAN, Badness, examine
 from reprokit.program.backward import Edge, Node, NodeOwners, edge_of, reachable
+from reprokit.program.functions import display_name
 from reprokit.program.ir import Call, Program, iter_refs
 from reprokit.program.run import Tensors, run
 
@@ -158,7 +159,7 @@ def _failure(program: Program, watch: _GradientWatch, origin: Node, node: Node, 
         "backward",
         kind_of(way),
         way,
-        call.target,
+        display_name(call.target),
         index,
         origin.name(),
         module_of(call),
@@ -179,7 +180,7 @@ def _unexplained(program: Program, watch: _GradientWatch, found: Found) -> Failu
                 "backward",
                 kind_of(found.way),
                 found.way,
-                call.target,
+                display_name(call.target),
                 index,
                 "AccumulateGrad",
                 module_of(call),

@@ -22,6 +22,10 @@ _FACTORIES = frozenset(
 _TENSOR_ATTRIBUTES = ("data", "grad", "real", "imag", "T", "mT", "H", "mH")
 _WRITABLE_ATTRIBUTES = ("data", "grad")
 
+# Overridable in fact, but missing from torch's own list.
+_UNLISTED_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "unflatten")
+_UNLISTED_FUNCTIONALS = ("elu_", "hardsigmoid", "hardswish", "hardtanh_", "leaky_relu_", "sigmoid", "tanh")
+
 # Last name components that never belong into a program: files, processes, raw memory, callbacks, Python objects.
 _FORBIDDEN = frozenset(
     """__array__ __array_wrap__ __cuda_array_interface__ __deepcopy__ __dir__ __dlpack__ __dlpack_device__ __hash__ __iter__ __reduce__ __reduce_ex__
@@ -66,6 +70,22 @@ def name_of(function: Callable[..., Any]) -> str | None:
         return None
 
 
+_OPERATORS = {
+    "__add__": "add", "__radd__": "add", "__iadd__": "add_", "__sub__": "sub", "__rsub__": "sub", "__isub__": "sub_",
+    "__mul__": "mul", "__rmul__": "mul", "__imul__": "mul_", "__div__": "div", "__truediv__": "div",
+    "__rtruediv__": "div", "__rdiv__": "div", "__itruediv__": "div_", "__idiv__": "div_",
+    "__floordiv__": "floor_divide", "__rfloordiv__": "floor_divide", "__ifloordiv__": "floor_divide_",
+    "__mod__": "remainder", "__rmod__": "remainder", "__imod__": "remainder_", "__pow__": "pow", "__rpow__": "pow",
+    "__ipow__": "pow_", "__matmul__": "matmul", "__rmatmul__": "matmul",
+}  # fmt: skip
+
+
+def display_name(name: str) -> str:
+    """The name a person would look for: operators by their function, ``torch.Tensor.div`` for ``__rtruediv__``."""
+    owner, _, last = name.rpartition(".")
+    return f"{owner}.{_OPERATORS.get(last, last)}"
+
+
 def is_random(name: str) -> bool:
     """Whether the function may draw from a random generator (or returns uninitialised memory)."""
     return name.rpartition(".")[2] in RANDOM
@@ -106,6 +126,10 @@ def _candidates() -> Iterator[tuple[str, Callable[..., Any]]]:
         yield f"torch.Tensor.{name}.__set__", getattr(torch.Tensor, name).__set__
     for name in sorted(_FACTORIES):
         yield f"torch.{name}", getattr(torch, name)
+    for name in _UNLISTED_METHODS:
+        yield f"torch.Tensor.{name}", getattr(torch.Tensor, name)
+    for name in _UNLISTED_FUNCTIONALS:
+        yield f"torch.nn.functional.{name}", getattr(torch.nn.functional, name)
     yield "torch.autograd.grad", torch.autograd.grad
     for name in dir(torch._C._VariableFunctions):
         if not name.startswith("__") and hasattr(torch, name) and name not in _FACTORIES:

@@ -55,11 +55,11 @@ def run(program: Program, tensors: Tensors, *, observer: Observer | None = None,
     outcome = Outcome(inputs=_leaves(program, tensors))
     values = dict(outcome.inputs)
     last_use = _last_uses(program, kept)
-    with _Modes() as modes:
+    with Modes() as modes:
         for index, call in enumerate(program.calls):
             if call.target == OPAQUE:
                 continue
-            modes.enter(call, values)
+            modes.enter(call.mode, values[call.mode.rng.value] if call.mode.rng is not None else None)
             if observer is not None:
                 observer.before(index, call, values)
             args, kwargs = bind_arguments(call, values)
@@ -147,7 +147,7 @@ def determinism(settings: Mapping[str, Any] | None = None) -> Iterator[None]:
         torch.set_float32_matmul_precision(before[2])
 
 
-class _Modes:
+class Modes:
     """Grad, inference and autocast modes as calls ask for them, entered only when they change.
 
     An autocast block stays open over neighbouring calls, because its cache of cast weights is shared between them.
@@ -158,7 +158,7 @@ class _Modes:
         self._current: tuple[Any, ...] | None = None
         self._rng_before: dict[str, torch.Tensor] = {}
 
-    def __enter__(self) -> _Modes:
+    def __enter__(self) -> Modes:
         self._grad = torch.is_grad_enabled()
         return self
 
@@ -168,9 +168,8 @@ class _Modes:
         for device, state in self._rng_before.items():
             _set_rng(device, state)
 
-    def enter(self, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Switch to the modes of ``call``."""
-        mode = call.mode
+    def enter(self, mode: Mode, rng: torch.Tensor | None = None) -> None:
+        """Switch to ``mode``, and put the generator into the state ``rng``."""
         wanted = (mode.autocast, mode.inference)
         if wanted != self._current:
             self._stack.close()
@@ -179,8 +178,8 @@ class _Modes:
             self._current = wanted
         if torch.is_grad_enabled() != mode.grad:
             torch.set_grad_enabled(mode.grad)
-        if mode.rng is not None:
-            self._restore_rng(values[mode.rng.value])
+        if rng is not None:
+            self._restore_rng(rng)
 
     def _open(self, mode: Mode) -> None:
         if mode.inference:

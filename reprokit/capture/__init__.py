@@ -1,0 +1,1 @@
+"""Watching a live training loop and saving its first failing step."""

@@ -1,0 +1,68 @@
+"""Counting iterations as a person would: one per attempted optimizer step, however many optimizers there are.
+
+An optimizer that takes over from another one (it holds the same parameters, or the other one is gone) goes on with its count; of
+several that live side by side, the one that has stepped most often counts.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from reprokit.capture.state import parameters_of
+
+
+class Iterations:
+    """``completed`` iterations, and ``micro_step`` differentiations made in the one that is running."""
+
+    def __init__(self) -> None:
+        self.completed = 0
+        self.micro_step = 0
+        self.total = 0
+        self._counts: dict[int, int] = {}
+        self._attempts: dict[int, int] = {}
+        self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self._parameters: dict[int, set[int]] = {}
+
+    def differentiated(self) -> None:
+        """The loop differentiates once more."""
+        self.micro_step += 1
+
+    def attempts(self, optimizer: torch.optim.Optimizer) -> int:
+        """How many steps of this very optimizer were attempted."""
+        return self._attempts.get(id(optimizer), 0) if self._is_known(optimizer) else 0
+
+    def attempted(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step of ``optimizer`` ended or was skipped by a grad scaler."""
+        key = id(optimizer)
+        if not self._is_known(optimizer):
+            self._counts[key] = self._inherited(optimizer)
+            self._attempts[key] = 0
+            self._optimizers[key] = weakref.ref(optimizer)
+            self._parameters[key] = {id(parameter) for parameter in parameters_of(optimizer)}
+        self._counts[key] += 1
+        self._attempts[key] += 1
+        self.total += 1
+        if self._counts[key] > self.completed:
+            self.completed = self._counts[key]
+            self.micro_step = 0
+
+    def updated_by_hand(self) -> None:
+        """The loop changed parameters without an optimizer."""
+        self.completed += 1
+        self.total += 1
+        self.micro_step = 0
+
+    def _is_known(self, optimizer: torch.optim.Optimizer) -> bool:
+        known = self._optimizers.get(id(optimizer))
+        return known is not None and known() is optimizer
+
+    def _inherited(self, optimizer: torch.optim.Optimizer) -> int:
+        own = {id(parameter) for parameter in parameters_of(optimizer)}
+        counts = [
+            count
+            for key, count in self._counts.items()
+            if self._optimizers[key]() is None or own & self._parameters[key] or key == id(optimizer)
+        ]
+        return max(counts, default=0)

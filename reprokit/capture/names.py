@@ -1,0 +1,71 @@
+"""Names for the tensors a program starts from, as the user knows them: state-dict names, argument names, variables."""
+
+from __future__ import annotations
+
+import inspect
+from types import FrameType
+from typing import Any
+
+import torch
+
+from reprokit.capture.structure import iter_tensors
+from reprokit.capture.tape import Entry
+from reprokit.program.sites import kind_of_file
+from reprokit.program.trace import Origin
+
+_MAX_FRAMES = 30
+
+
+class Names:
+    """Knows tensors by identity. The first name that was added wins; the largest root names the parameters."""
+
+    def __init__(self) -> None:
+        self._origins: dict[int, Origin] = {}
+        self._roots: list[torch.nn.Module] = []
+
+    def describe(self, tensor: torch.Tensor) -> Origin | None:
+        """The name and role of a tensor, or ``None``."""
+        return self._origins.get(id(tensor))
+
+    def add_root(self, module: torch.nn.Module) -> None:
+        """Parameters and buffers of a root module, by their state-dict names."""
+        self._roots.append(module)
+
+    def add_arguments(self, entry: Entry) -> None:
+        """What a root module was called with, by the names of its forward's parameters."""
+        if entry.kind != "module":
+            return
+        try:
+            bound = inspect.signature(entry.target.forward).bind(*entry.args, **entry.kwargs)
+        except (TypeError, ValueError):
+            return
+        for name, value in bound.arguments.items():
+            self._add_values(name, value)
+
+    def add_locals(self, frame: FrameType | None) -> None:
+        """Variables of the user's functions that are running, innermost first."""
+        for _ in range(_MAX_FRAMES):
+            if frame is None:
+                return
+            if kind_of_file(frame.f_code.co_filename) == "user":
+                for name, value in list(frame.f_locals.items()):
+                    if isinstance(value, (torch.Tensor, list, tuple, dict)) and not name.startswith("_"):
+                        self._add_values(name, value)
+            frame = frame.f_back
+
+    def _add_values(self, name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, item in list(value.items())[:64]:
+                if isinstance(item, torch.Tensor):
+                    self._origins.setdefault(id(item), Origin(str(key)))
+            return
+        for tensor in list(iter_tensors(value))[:64] if not isinstance(value, torch.Tensor) else [value]:
+            self._origins.setdefault(id(tensor), Origin(name))
+
+    def name_roots(self) -> None:
+        """Name parameters and buffers; to be called before other names are added."""
+        for module in sorted(self._roots, key=lambda root: -sum(1 for _ in root.parameters())):
+            for name, parameter in module.named_parameters():
+                self._origins.setdefault(id(parameter), Origin(name, "parameter"))
+            for name, buffer in module.named_buffers():
+                self._origins.setdefault(id(buffer), Origin(name, "buffer"))

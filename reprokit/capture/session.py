@@ -1,0 +1,497 @@
+"""A capture session: from installing the hooks to a snapshot on disk, and back to a world without reprokit.
+
+The session listens to the tape and the hooks, decides whether a step is bad, and on the first bad step replays it, locates
+the origin and saves. Nothing it does may stop, slow or change the training: an error of its own is said once and switches it off.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import random
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from reprokit.capture.counting import Iterations
+from reprokit.capture.hooks import Hooks
+from reprokit.capture.names import Names
+from reprokit.capture.replay import Replayed, replay
+from reprokit.capture.state import Copies, UpdateCopies, parameters_of
+from reprokit.capture.structure import is_leaf, iter_tensors
+from reprokit.capture.tape import Entry, Tape
+from reprokit.capture.watch import bad_tensor
+from reprokit.locate.blame import locate
+from reprokit.locate.failure import Failure, kind_of
+from reprokit.locate.ways import ways_of
+from reprokit.snapshot.format import Snapshot, save
+
+TIMELINE_STEPS = 100
+SETTLED_AFTER = 2  # optimizer steps after which every root module is taken to be known
+COLLAPSED_SCALE = 1.0
+SKIPPED_STREAK = 20
+
+
+class CaptureStop(SystemExit):
+    """Ends the user's script after a capture. As a `SystemExit` it passes ``except Exception`` and prints no traceback."""
+
+
+class Session:
+    """Watches a training loop and saves its first failing step.
+
+    Use as a context manager. ``output`` is the file to write (made from ``name`` and the step inside ``directory`` when ``None``); ``after`` says whether
+    the loop is stopped (`CaptureStop` is raised in it) or goes on unwatched. ``snapshots`` are the files written and ``results`` their summaries.
+    """
+
+    def __init__(
+        self,
+        output: Path | None = None,
+        *,
+        name: str = "training",
+        directory: Path | None = None,
+        after: Literal["stop", "continue"] = "stop",
+        command: Sequence[str] = (),
+        overwrite: bool = False,
+        quiet: bool = False,
+    ) -> None:
+        self.snapshots: list[Path] = []
+        self.results: list[dict[str, Any]] = []
+        self._output = output
+        self._name = name
+        self._directory = directory or Path.cwd()
+        self._after = after
+        self._command = list(command)
+        self._overwrite = overwrite
+        self._quiet = quiet
+        self._tape = Tape(on_differentiate=self._judge_start, on_module=self._meet_module, on_error=self._switch_off)
+        self._tape.on_hand_update = self._finish_hand_update
+        self._tape.parameters = self._parameters
+        self._hooks = Hooks(self)
+        self._names = Names()
+        self._roots: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self._buffers = Copies()
+        self._updates = UpdateCopies()
+        self._iterations = Iterations()
+        self._generators: dict[str, Any] | None = None
+        self._timeline: collections.deque[dict[str, Any]] = collections.deque(maxlen=TIMELINE_STEPS)
+        self._loss: float | None = None
+        self._started = time.perf_counter()
+        self._clipped: torch.Tensor | None = None
+        self._skipped = 0
+        self._stepping: contextlib.AbstractContextManager[None] | None = None
+        self._active = False
+        self._stopped = False
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Session:
+        self._hooks.install()
+        self._tape.install()
+        self._tape.__enter__()
+        self._active = True
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> bool:
+        self._leave()
+        self._tape.__exit__(exc_type, exc, traceback)
+        return False
+
+    def _leave(self) -> None:
+        """Take everything away; the mode itself is popped by ``__exit__``."""
+        self._active = False
+        self._hooks.remove()
+        self._tape.uninstall()
+        self._buffers.clear()
+        self._updates = UpdateCopies()
+
+    def _switch_off(self, error: Exception) -> None:
+        """Fail open: say it once, stop watching, let the training go on."""
+        if self._active:
+            self._leave()
+            self._say(f"switched off after an error of its own ({type(error).__name__}: {error}); training goes on")
+
+    def _say(self, text: str) -> None:
+        if not self._quiet:
+            print(f"reprokit: {text}", file=sys.stderr, flush=True)
+
+    def _guarded(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Run work of our own unless the session has ended; errors switch it off."""
+        if not self._active:
+            return None
+        return self._tape.guard(work, *args)
+
+    # -- what the loop does --------------------------------------------------------------------------------------
+
+    def _meet_module(self, module: torch.nn.Module) -> None:
+        """A root module is about to be called: note its buffers and the generators before it changes them."""
+        if self._generators is None:
+            self._generators = _python_generators()
+        known = self._roots.get(id(module))
+        if known is None or known() is not module:
+            self._roots[id(module)] = weakref.ref(module)
+            self._names.add_root(module)
+            self._buffers.add([buffer for buffer in module.buffers() if not buffer.is_inference()])
+
+    def _judge_start(self, entry: Entry) -> None:
+        """Asked before every differentiation: is the loss bad?"""
+        if not self._active:
+            return
+        bad = self._guarded(self._bad_start, entry)
+        if bad:
+            self._fail("loss", pending=entry)
+        self._iterations.differentiated()
+
+    def _bad_start(self, entry: Entry) -> bool:
+        starts = list(iter_tensors(entry.args[:1] or tuple(entry.kwargs.values())[:1]))
+        if entry.name == "torch.Tensor.backward" and starts and starts[0].numel() == 1:
+            self._loss = self._unscaled_loss(starts[0])
+        return any(ways_of(self._judged(tensor)) for tensor in starts)
+
+    def _judged(self, start: torch.Tensor) -> torch.Tensor:
+        """The tensor to judge: what the grad scaler was given, if the start is its product."""
+        for entry in reversed(self._tape.entries):
+            if entry.kind == "scale" and any(tensor is start for tensor in iter_tensors(entry.output)):
+                olds, news = iter_tensors(entry.args[1]), iter_tensors(entry.output)
+                return next(old for old, new in zip(olds, news, strict=True) if new is start)
+        return start
+
+    def _unscaled_loss(self, start: torch.Tensor) -> float:
+        return float(self._judged(start).detach())
+
+    def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `hooks.Listener`."""
+        if not self._active or not self._tape.is_outermost:
+            return function(*args, **kwargs)
+        return self._tape.differentiate(function, args, kwargs)
+
+    def around(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `hooks.Listener`."""
+        if not self._active:
+            return target(*args, **kwargs)
+        handle = getattr(self, f"_around_{kind}", self._perform)
+        return handle(kind, target, args, kwargs)
+
+    def _perform(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Perform as one thing and note it."""
+        outermost = self._tape.is_outermost
+        with self._tape.paused():
+            output = target(*args, **kwargs)
+        if outermost:
+            frame = sys._getframe(3)
+            entry = self._guarded(lambda: self._tape.note(kind, target, frame))
+            if entry is not None:
+                entry.args, entry.kwargs, entry.output = args, kwargs, output
+        return output
+
+    def _around_clip(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = self._perform(kind, target, args, kwargs)
+        self._clipped = output if isinstance(output, torch.Tensor) else None
+        return output
+
+    def _around_scaler_update(
+        self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with self._tape.paused():
+            return target(*args, **kwargs)
+
+    def _around_unscale(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = target(*args, **kwargs)
+        frame = sys._getframe(3)
+
+        def note() -> None:
+            inverse = float(args[2])
+            self._tape.note("unscale", target, frame).args = (None, args[1], inverse)
+
+        self._guarded(note)
+        return output
+
+    def _around_scaler_step(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A grad scaler's step: when it leaves the optimizer's step out, that is an attempt all the same."""
+        optimizer = args[1] if len(args) > 1 else kwargs["optimizer"]
+        before = self._iterations.attempts(optimizer)
+        output = target(*args, **kwargs)
+        if self._active and self._iterations.attempts(optimizer) == before:
+            self._skipped += 1
+            if self._is_collapsed(args[0]):
+                self._fail("gradient")
+            self._guarded(self._finish_step, optimizer)
+        else:
+            self._skipped = 0
+        return output
+
+    def _is_collapsed(self, scaler: torch.amp.GradScaler) -> bool:
+        """Whether skipping steps is no longer the scaler's normal search for a scale."""
+        return self._skipped >= SKIPPED_STREAK or (self._skipped > 1 and scaler.get_scale() < COLLAPSED_SCALE)
+
+    # -- optimizer steps -----------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """See `hooks.Listener`: judge the gradients, remember the state, get out of the way."""
+        if not self._active or not self._tape.is_outermost:
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None and self._guarded(self._bad_gradients, optimizer):
+            self._fail("gradient")
+        if not self._guarded(self._remember, optimizer):
+            return None
+        self._enter_step()
+        if closure is None:
+            return None
+        wrapped = self._watched_closure(optimizer, closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
+
+    def _remember(self, optimizer: torch.optim.Optimizer) -> bool:
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            self._updates.take(optimizer)
+        return True
+
+    def _enter_step(self) -> None:
+        self._exit_step()
+        self._stepping = self._tape.paused()
+        self._stepping.__enter__()
+
+    def _exit_step(self) -> None:
+        if self._stepping is not None:
+            self._stepping.__exit__(None, None, None)
+            self._stepping = None
+
+    def _watched_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The loop's closure with the tape on; from the second call in one step on, the tape starts over with it."""
+        calls = 0
+
+        def watched() -> Any:
+            nonlocal calls
+            calls += 1
+            if not self._active:
+                return closure()
+            self._exit_step()
+            if calls > 1:
+                self._guarded(self._restart)
+            try:
+                loss = closure()
+                if self._active and self._guarded(self._bad_gradients, optimizer):
+                    self._fail("gradient")
+            finally:
+                if self._active:
+                    self._enter_step()
+            return loss
+
+        return watched
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """See `hooks.Listener`: judge the parameters; a good step is forgotten."""
+        if not self._active or self._stepping is None:
+            return
+        self._exit_step()
+        frame = sys._getframe(3)
+        self._guarded(lambda: self._tape.note("optimizer", optimizer, frame))
+        if self._guarded(self._bad_parameters, optimizer):
+            self._fail("parameter", optimizer=optimizer)
+        self._guarded(self._finish_step, optimizer)
+
+    def _bad_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+            return False  # a fused kernel looks at the scaler's verdict itself
+        clipped, self._clipped = self._clipped, None
+        if clipped is not None and bool(torch.isfinite(clipped)):
+            return False
+        grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        return bad_tensor(grads) is not None
+
+    def _bad_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
+        return bad_tensor(parameters_of(optimizer)) is not None or bad_tensor(self._buffers.changed()) is not None
+
+    def _finish_step(self, optimizer: torch.optim.Optimizer) -> None:
+        now = time.perf_counter()
+        rate = optimizer.param_groups[0].get("lr")
+        self._timeline.append(
+            {
+                "step": self._iterations.completed,
+                "loss": self._loss,
+                "lr": float(rate) if rate is not None else None,
+                "seconds": round(now - self._started, 6),
+            }
+        )
+        self._started = now
+        self._iterations.attempted(optimizer)
+        if self._iterations.total == SETTLED_AFTER:
+            self._tape.settle()
+        self._restart()
+
+    def _finish_hand_update(self) -> None:
+        """The loop changed parameters itself, without an optimizer: that ends the step as well."""
+        self._iterations.updated_by_hand()
+        self._restart()
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for reference in self._roots.values():
+            module = reference()
+            if module is not None:
+                yield from module.parameters()
+
+    def _restart(self) -> None:
+        self._tape.restart()
+        self._buffers.refresh()
+        self._generators = None
+
+    # -- failure -------------------------------------------------------------------------------------------------
+
+    def _fail(
+        self, observed_at: str, *, pending: Entry | None = None, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """Save the step and end the session; raises `CaptureStop` unless the loop is to go on."""
+        frame = sys._getframe(1)
+        self._active = False
+        path = None
+        with self._tape.paused():
+            try:
+                snapshot = self._snapshot(observed_at, pending, optimizer, frame)
+                path = self._write(snapshot)
+                self.snapshots.append(path)
+                self.results.append({**snapshot.summary(), "path": str(path)})
+            except Exception as error:
+                self._say(f"could not save the failing step ({type(error).__name__}: {error}); training goes on")
+            finally:
+                self._leave()
+        if path is not None and self._after == "stop":
+            self._stopped = True
+            raise CaptureStop(3)
+
+    def _snapshot(
+        self, observed_at: str, pending: Entry | None, optimizer: torch.optim.Optimizer | None, frame: Any
+    ) -> Snapshot:
+        entries = [*self._tape.entries, *([pending] if pending is not None else [])]
+        self._names.name_roots()
+        for entry in entries:
+            self._names.add_arguments(entry)
+        self._names.add_locals(frame)
+        notes: list[str] = []
+        with self._restored(optimizer, notes):
+            replayed = replay(entries, self._tape.saved, self._names.describe, perform_last=pending is None)
+            failure = locate(replayed.program, replayed.tensors)
+        if failure is None:
+            failure = Failure(_phase_of(observed_at), self._observed_kind(pending))
+            notes.append("the failure did not occur again when the step was replayed")
+            replayed.is_close = False
+        notes += replayed.mismatches
+        return self._assemble(replayed, failure, observed_at, notes)
+
+    def _assemble(self, replayed: Replayed, failure: Failure, observed_at: str, notes: list[str]) -> Snapshot:
+        from reprokit.snapshot.environment import collect_environment
+        from reprokit.snapshot.rng import get_rng_state
+        from reprokit.snapshot.source import describe_source
+
+        script = Path(self._command[0]) if self._command else None
+        fidelity = "exact" if not notes else "close" if replayed.is_close else "unfaithful"
+        return Snapshot(
+            program=replayed.program,
+            tensors=replayed.tensors,
+            failure=failure,
+            step=self._iterations.completed,
+            micro_step=self._iterations.micro_step,
+            observed_at=observed_at,
+            fidelity=fidelity,
+            fidelity_note="; ".join(dict.fromkeys(notes)) or None,
+            environment=collect_environment(),
+            source=describe_source(script, self._command),
+            settings=_settings(),
+            rng=get_rng_state(),
+            timeline=[*self._timeline, {"step": self._iterations.completed, "loss": self._loss, "lr": None, "seconds": None}],
+            command=self._command,
+        )
+
+    def _observed_kind(self, pending: Entry | None) -> str:
+        ways = [way for tensor in iter_tensors(pending.args[:1]) for way in ways_of(tensor)] if pending else []
+        return kind_of("nan" if "nan" in ways or not ways else ways[0])
+
+    @contextlib.contextmanager
+    def _restored(self, optimizer: torch.optim.Optimizer | None, notes: list[str]) -> Iterator[None]:
+        """The state the step began with; afterwards buffers, gradients and generators are as they were."""
+        with torch.random.fork_rng(enabled=True), _python_generators_restored(self._generators):
+            grads = self._take_gradients()
+            if optimizer is not None and not self._updates.put_back():
+                notes.append("parameters from before the update were not kept, they did not fit into the memory limit")
+            current = self._buffers.put_back()
+            try:
+                yield
+            finally:
+                current.put_back()
+                for parameter, grad in grads:
+                    parameter.grad = grad
+
+    def _take_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        parameters = {id(p): p for root in self._roots.values() if (m := root()) is not None for p in m.parameters()}
+        for entry in self._tape.entries:
+            for tensor, _ in entry.versions:
+                if is_leaf(tensor):
+                    parameters[id(tensor)] = tensor
+            if entry.kind == "optimizer":
+                parameters.update((id(p), p) for p in parameters_of(entry.target))
+        taken = [(parameter, parameter.grad) for parameter in parameters.values()]
+        for parameter, _ in taken:
+            parameter.grad = None
+        return taken
+
+    def _write(self, snapshot: Snapshot) -> Path:
+        path = self._output or free_path(self._directory, f"{self._name}-step{snapshot.step}")
+        if path.exists() and not self._overwrite:
+            path = free_path(path.parent, path.name.removesuffix(".pt").removesuffix(".repro"))
+        save(snapshot, path)
+        return path
+
+
+def free_path(directory: Path, stem: str) -> Path:
+    """``<stem>.repro.pt`` in ``directory``, numbered when that name is taken."""
+    for number in range(10_000):
+        path = directory / (f"{stem}.repro.pt" if number == 0 else f"{stem}-{number}.repro.pt")
+        if not path.exists():
+            return path
+    raise FileExistsError(f"no free name for {stem} in {directory}")
+
+
+def _phase_of(observed_at: str) -> str:
+    return {"gradient": "backward", "parameter": "optimizer"}.get(observed_at, "forward")
+
+
+def _settings() -> dict[str, Any]:
+    """The switches a replay needs to give the same bits."""
+    return {
+        "num_threads": torch.get_num_threads(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def _python_generators() -> dict[str, Any]:
+    """The states of Python's and, where the program uses it, NumPy's generator."""
+    numpy = sys.modules.get("numpy")
+    states: dict[str, Any] = {"python": random.getstate()}
+    if numpy is not None and hasattr(numpy, "random"):
+        states["numpy"] = numpy.random.get_state()
+    return states
+
+
+@contextlib.contextmanager
+def _python_generators_restored(states: dict[str, Any] | None) -> Iterator[None]:
+    """Python's and NumPy's generators as they were in ``states``; afterwards as they are now."""
+    before = _python_generators()
+    try:
+        _set_python_generators(states or before)
+        yield
+    finally:
+        _set_python_generators(before)
+
+
+def _set_python_generators(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+
+

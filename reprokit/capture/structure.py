@@ -1,0 +1,82 @@
+"""Tensors inside nested structures: tuples, dicts, dataclasses, distributions, and any other object with attributes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+_MAX_DEPTH = 6
+_ATOMS = (str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
+_OPAQUE = (torch.nn.Module, torch.optim.Optimizer, torch.dtype, torch.device, torch.Generator, Enum)
+
+
+def iter_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    """Every tensor in ``value``, in an order that depends on its structure only."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, _ATOMS) or isinstance(value, _OPAQUE) or depth > _MAX_DEPTH:
+        return
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from iter_tensors(item, depth + 1)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from iter_tensors(item, depth + 1)
+    elif hasattr(value, "__dict__"):
+        for item in list(vars(value).values()):
+            yield from iter_tensors(item, depth + 1)
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: int = 0) -> Any:
+    """``value`` with every tensor changed; containers that hold a changed tensor are copied, everything else is shared."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, _ATOMS) or isinstance(value, _OPAQUE) or depth > _MAX_DEPTH:
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(item, change, depth + 1) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
+    if isinstance(value, Mapping):
+        return _map_mapping(value, change, depth)
+    if hasattr(value, "__dict__"):
+        return _map_attributes(value, change, depth)
+    return value
+
+
+def _map_mapping(value: Mapping[Any, Any], change: Callable[[torch.Tensor], torch.Tensor], depth: int) -> Any:
+    changed = {key: map_tensors(item, change, depth + 1) for key, item in value.items()}
+    if all(changed[key] is value[key] for key in changed):
+        return value
+    if type(value) is dict:
+        return changed
+    duplicate: Any = copy.copy(value)
+    for key, item in changed.items():
+        duplicate[key] = item
+    return duplicate
+
+
+def _map_attributes(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: int) -> Any:
+    attributes = vars(value)
+    changed = {name: map_tensors(item, change, depth + 1) for name, item in attributes.items()}
+    if all(changed[name] is attributes[name] for name in changed):
+        return value
+    duplicate = copy.copy(value)
+    vars(duplicate).update(changed)
+    return duplicate
+
+
+def is_leaf(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a leaf that needs gradients; a view that torch declared invalid is not."""
+    try:
+        return tensor.requires_grad and tensor.is_leaf
+    except RuntimeError:  # a view made without grad whose base was written with grad
+        return False

@@ -1,0 +1,433 @@
+"""Recording a step: every torch call it makes, as a program.
+
+A `Tracer` is a torch-function mode. It sees calls at the level a person writes them (``F.softmax``, ``Tensor.view``), each
+with its module scope, source line and thread modes. Tensors nobody in the step made become inputs with the value they
+had when they were first used. Random outcomes that carry no gradient become inputs too, so a program seldom draws numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional
+from torch.overrides import TorchFunctionMode
+
+from reprokit.program import functions
+from reprokit.program.ir import OPAQUE, Call, Device, Input, Mode, ModuleNote, Program, Ref, Scope, Site, Slice, Symbol
+from reprokit.program.sites import current_site, library_line, relative_path
+
+# Functionals that stand for a whole layer: recorded as the calls they are made of.
+_LAYERS = frozenset({"torch.nn.functional.multi_head_attention_forward", "torch.nn.functional.gumbel_softmax"})
+
+
+class CannotRecord(TypeError):
+    """An argument that a program cannot hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What is known of a tensor that a program starts from."""
+
+    name: str
+    role: str = "batch"
+
+
+class Tracer(TorchFunctionMode):
+    """Records calls while it is entered.
+
+    ``describe`` names tensors that the step did not make. Invariant: ``_values`` maps ``id`` of every tensor in ``_alive`` to its value
+    number, so ids are never reused. ``phase`` and ``outer_site`` are set by whoever drives the step, from the file ``driver``.
+    """
+
+    def __init__(self, describe: Callable[[torch.Tensor], Origin | None], driver: str = "") -> None:
+        super().__init__()
+        self._driver = driver
+        self.calls: list[Call] = []
+        self.inputs: list[Input] = []
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.modules: dict[str, ModuleNote] = {}
+        self.phase = "forward"
+        self.outer_site: Site | None = None
+        self.outer_scope: tuple[Scope, ...] = ()
+        self._describe = describe
+        self._values: dict[int, int] = {}
+        self._alive: list[torch.Tensor] = []
+        self._scopes: list[Scope] = []
+        self._paths: dict[int, str] = {}
+        self._counts: dict[int, int] = {}
+        self._names: dict[str, int] = {}
+        self._borrowed: dict[int, int] = {}
+        self._count = -1
+
+    # -- the result ----------------------------------------------------------------------------------------------
+
+    def program(self, outputs: tuple[int, ...] = ()) -> Program:
+        """What was recorded so far."""
+        return Program(tuple(self.calls), tuple(self.inputs), tuple(Ref(v) for v in outputs), dict(self.modules))
+
+    def value_of(self, tensor: torch.Tensor) -> int | None:
+        """The value number of a tensor, or ``None`` if the program does not know it."""
+        return self._values.get(id(tensor))
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Record one call and perform it."""
+        options = dict(kwargs or {})
+        if func is torch.Tensor.__iter__ and args[0].dim() > 0:
+            return iter(self.perform("torch.Tensor.unbind", torch.Tensor.unbind, (args[0], 0), {}))
+        name = functions.name_of(func)
+        if name in _LAYERS:
+            return self._expand(func, args, options)
+        if name is None:
+            return self._perform_unknown(func, args, options)
+        return self.perform(name, func, args, options)
+
+    def perform(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Perform ``func`` and record it under ``name``."""
+        in_place = bool(args) and functions.is_in_place(name)
+        if in_place:
+            self.save_before_write(args[0])
+        try:
+            call = self._begin(name, args, kwargs)
+        except CannotRecord:
+            return self._perform_unknown(func, args, kwargs)
+        random = functions.is_random(name)
+        state = _rng_state(args) if random else None
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            self.calls.append(call)
+            raise
+        if state is not None and not torch.equal(state, _rng_state(args)):
+            return self._end_random(call, args, result, state)
+        if not call.input_refs() and not functions.is_factory(name):
+            return self._outcome(result, "batch")
+        if not _holds_tensor(result) and not in_place and name != "torch.Tensor.backward":
+            return result
+        if name.endswith(".empty") or name.endswith("empty_like") or name.endswith("new_empty"):
+            return self._outcome(result, "batch")
+        self.calls.append(replace(call, outputs=self._bind(result)))
+        return result
+
+    def record(self, call: Call) -> None:
+        """Append a call that was performed elsewhere."""
+        self.calls.append(call)
+
+    def make_call(self, target: str, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Call:
+        """A call with encoded arguments and the modes of now; raises `CannotRecord`."""
+        return self._begin(target, args, dict(kwargs or {}))
+
+    def _begin(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        encoded_args, encoded_kwargs = self.encode(args), self.encode(kwargs)
+        return Call(
+            target,
+            encoded_args,
+            encoded_kwargs,
+            scope=tuple(self._scopes) or self.outer_scope,
+            site=self._site(),
+            mode=current_mode(),
+            phase=self.phase,
+        )
+
+    def _end_random(self, call: Call, args: tuple[Any, ...], result: Any, state: torch.Tensor) -> Any:
+        """A call that drew random numbers: keep the outcome, or the generator's state when gradients flow through it."""
+        if functions.is_in_place(call.target) and not args[0].requires_grad:
+            outcome = self._new_input(args[0].detach().clone(), Origin("random", "random"), requires_grad=False)
+            copy = Call("torch.Tensor.copy_", (call.args[0], Ref(outcome)), outputs=call.args[0], mode=call.mode)
+            self.calls.append(replace(copy, scope=call.scope, site=call.site, phase=call.phase))
+            return result
+        if not _requires_grad(result):
+            return self._outcome(result, "random")
+        rng = self._new_input(state, Origin("rng", "rng"), requires_grad=False)
+        mode = replace(call.mode, rng=Ref(rng))
+        self.calls.append(replace(call, mode=mode, outputs=self._bind(result)))
+        return result
+
+    def _outcome(self, result: Any, role: str) -> Any:
+        """Make the tensors of ``result`` inputs of the program."""
+        for tensor in _tensors(result):
+            if id(tensor) not in self._values:
+                self.adopt(tensor, Origin(role, role))
+        return result
+
+    def _perform_unknown(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A function that a program may not hold: what it returns is an input of the rest."""
+        result = func(*args, **kwargs)
+        return self._outcome(result, "opaque" if _requires_grad(result) else "batch")
+
+    def _expand(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a Python functional with its own override check answered ``no`` once, so that its inside is recorded."""
+        functional = torch.nn.functional
+        original = functional.has_torch_function
+
+        def answer_once(*_: Any) -> bool:
+            functional.has_torch_function = original  # type: ignore[assignment]
+            return False
+
+        functional.has_torch_function = answer_once  # type: ignore[assignment]
+        try:
+            with self:
+                return func(*args, **kwargs)
+        finally:
+            functional.has_torch_function = original  # type: ignore[assignment]
+
+    # -- values --------------------------------------------------------------------------------------------------
+
+    def encode(self, value: Any) -> Any:
+        """Arguments as a program holds them; raises `CannotRecord`."""
+        if isinstance(value, torch.Tensor):
+            return Ref(self.value(value))
+        if value is None or value is Ellipsis or type(value) in (bool, int, float, complex, str):
+            return value
+        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+            return Symbol(str(value))
+        if isinstance(value, torch.device):
+            return Device(str(value))
+        if isinstance(value, slice):
+            return Slice(*(self.encode(part) for part in (value.start, value.stop, value.step)))
+        if isinstance(value, tuple):
+            return tuple(self.encode(item) for item in value)
+        if isinstance(value, list):
+            return [self.encode(item) for item in value]
+        if isinstance(value, Mapping):
+            return {key: self.encode(item) for key, item in value.items()}
+        if isinstance(value, type) and value in (bool, int, float):
+            return Symbol({bool: "torch.bool", int: "torch.int64", float: "torch.float64"}[value])
+        return _encode_number(value)
+
+    def value(self, tensor: torch.Tensor) -> int:
+        """The value number of a tensor; one that is not known yet becomes an input."""
+        known = self._values.get(id(tensor))
+        return known if known is not None else self.adopt(tensor, self._describe(tensor) or Origin("input"))
+
+    def alias(self, tensor: torch.Tensor, value: int) -> None:
+        """Let a second tensor object stand for a value."""
+        self._values[id(tensor)] = value
+        self._alive.append(tensor)
+
+    def adopt(self, tensor: torch.Tensor, origin: Origin) -> int:
+        """Make a tensor an input, unless it is known already; its value number."""
+        known = self._values.get(id(tensor))
+        if known is not None:
+            return known
+        borrow = origin.role == "parameter" and tensor.layout is torch.strided
+        content = tensor.detach() if borrow else _copy(tensor)
+        value = self._new_input(content, origin, requires_grad=tensor.requires_grad)
+        self.alias(tensor, value)
+        if borrow:
+            self._borrowed[tensor.untyped_storage().data_ptr()] = value
+        return value
+
+    def _new_input(self, content: torch.Tensor, origin: Origin, *, requires_grad: bool) -> int:
+        value = self._next_value()
+        self.tensors[value] = content
+        self.inputs.append(Input(value, self._unique(origin.name), origin.role, requires_grad))
+        return value
+
+    def save_before_write(self, target: Any) -> None:
+        """Keep the value that a parameter had before the step writes into it."""
+        if isinstance(target, torch.Tensor) and target.layout is torch.strided:
+            value = self._borrowed.pop(target.untyped_storage().data_ptr(), None)
+            if value is not None:
+                self.tensors[value] = _copy(self.tensors[value])
+
+    def _bind(self, result: Any) -> Any:
+        """Value numbers for the tensors of a result, in its structure."""
+        if isinstance(result, torch.Tensor):
+            value = self._values.get(id(result))
+            if value is None:
+                value = self._next_value()
+                self.alias(result, value)
+            return Ref(value)
+        if isinstance(result, tuple):
+            return tuple(self._bind(item) for item in result)
+        if isinstance(result, list):
+            return [self._bind(item) for item in result]
+        return None
+
+    def _next_value(self) -> int:
+        self._count += 1
+        return self._count
+
+    def _unique(self, name: str) -> str:
+        number = self._names.get(name, 0)
+        self._names[name] = number + 1
+        return name if number == 0 else f"{name}_{number}"
+
+    # -- scopes --------------------------------------------------------------------------------------------------
+
+    def enter_module(self, module: torch.nn.Module) -> None:
+        """A module was entered."""
+        if not self._scopes:
+            self._paths = {id(part): path for path, part in module.named_modules()}
+        count = self._counts.get(id(module), 0)
+        self._counts[id(module)] = count + 1
+        path = self._paths.get(id(module), type(module).__name__)
+        self._scopes.append(Scope(path, type(module).__name__, count))
+        self.modules.setdefault(path or f"<{type(module).__name__}>", note_of(module))
+
+    def exit_module(self) -> None:
+        """The innermost module was left."""
+        if self._scopes:
+            self._scopes.pop()
+
+    def _site(self) -> Site | None:
+        frame = sys._getframe(2)
+        site = current_site(frame, self._driver)
+        if site is None and self.outer_site is not None:
+            return replace(self.outer_site, library=library_line(frame))
+        return site
+
+
+@contextlib.contextmanager
+def recording(tracer: Tracer) -> Iterator[Tracer]:
+    """Record everything that happens inside, with module scopes, opaque functions and without checkpointing."""
+    hooks = torch.nn.modules.module
+    handles = [
+        hooks.register_module_forward_pre_hook(lambda module, args: tracer.enter_module(module)),
+        hooks.register_module_forward_hook(lambda module, args, output: tracer.exit_module(), always_call=True),
+    ]
+    try:
+        with _opaque_functions(tracer), _no_checkpointing(), tracer:
+            yield tracer
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def _opaque_functions(tracer: Tracer) -> Iterator[None]:
+    """Record custom autograd functions as opaque calls instead of what their forward does inside."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            result = original.__get__(None, cls)(*args, **kwargs)
+        tensors = [item for item in args if isinstance(item, torch.Tensor)]
+        refs = tuple(Ref(tracer.value(item)) for item in tensors)
+        tracer._outcome(result, "opaque")
+        described = {"name": cls.__qualname__, "source": _source(cls)}
+        call = tracer.make_call(OPAQUE, (), described)
+        tracer.record(replace(call, args=refs, outputs=tracer._bind(result)))
+        return result
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _no_checkpointing() -> Iterator[None]:
+    """Let activation checkpointing run its function once, plainly: the values are the same and the calls are seen."""
+    module = torch.utils.checkpoint
+    saved = (module.CheckpointFunction, module._checkpoint_without_reentrant_generator)
+
+    class Plain:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+            del preserve_rng_state
+            return function(*args)
+
+    def generator(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    module.CheckpointFunction = Plain  # type: ignore[assignment, misc]
+    module._checkpoint_without_reentrant_generator = generator  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved  # type: ignore[misc]
+
+
+def note_of(module: torch.nn.Module) -> ModuleNote:
+    """What a context repro needs to know of a module: torch's own layers by their constructor arguments, user classes by place."""
+    cls = type(module)
+    if cls.__module__.startswith("torch.nn.modules"):
+        return ModuleNote(cls.__name__, module.training, _constructor_arguments(module))
+    try:
+        file, line = inspect.getsourcefile(cls) or "", inspect.getsourcelines(cls)[1]
+    except (OSError, TypeError):
+        file, line = "", 0
+    return ModuleNote(cls.__qualname__, module.training, {}, relative_path(file) if file else "", line)
+
+
+def _constructor_arguments(module: torch.nn.Module) -> dict[str, Any]:
+    """Those constructor arguments that the layer kept as attributes of plain types."""
+    found = {}
+    for name in inspect.signature(type(module).__init__).parameters:
+        value = getattr(module, name, None)
+        if name != "self" and isinstance(value, (bool, int, float, str, tuple, list)):
+            found[name] = value
+    if "bias" in inspect.signature(type(module).__init__).parameters and "bias" in module._parameters:
+        found["bias"] = module._parameters["bias"] is not None
+    return found
+
+
+def current_mode() -> Mode:
+    """The thread's torch settings of now."""
+    return Mode(torch.is_grad_enabled(), autocast_state(), torch.is_inference_mode_enabled())
+
+
+def autocast_state() -> tuple[tuple[str, str], ...]:
+    """The device types for which autocast is on, with their dtypes."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
+    return tuple(
+        (device, str(torch.get_autocast_dtype(device)))
+        for device in ("cpu", "cuda", "mps", "xpu")
+        if torch.is_autocast_enabled(device)
+    )
+
+
+def _rng_state(args: tuple[Any, ...]) -> torch.Tensor:
+    tensor = next((item for item in _tensors(args)), None)
+    if tensor is not None and tensor.is_cuda:
+        return torch.cuda.get_rng_state(tensor.device)
+    return torch.get_rng_state()
+
+
+def _encode_number(value: Any) -> Any:
+    """NumPy scalars, enums and number-like objects as plain numbers."""
+    if isinstance(value, (bool, int, float, str)):
+        return value.__class__.__mro__[-2](value) if type(value).__mro__[-2] in (int, float, str) else int(value)
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
+        return value.item()
+    raise CannotRecord(f"a program cannot hold a `{type(value).__name__}`")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _holds_tensor(value: Any) -> bool:
+    return next(_tensors(value), None) is not None
+
+
+def _requires_grad(value: Any) -> bool:
+    return any(tensor.requires_grad for tensor in _tensors(value))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach()
+    if plain.layout is not torch.strided:
+        return plain.clone()
+    return plain.clone(memory_format=torch.preserve_format)
+
