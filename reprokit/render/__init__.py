@@ -1,0 +1,1 @@
+"""Turning a reduction into what people read and run: the repro, the issue text, the report, a test."""

@@ -1,0 +1,201 @@
+"""One call of a program as the expression a person would have written for it.
+
+Operators instead of ``torch.Tensor.add``, methods and attributes on their tensor, ``F.`` for functionals, and no argument
+that only repeats a default. Defaults are trusted only where the function is written in Python and can be asked.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Ref
+from reprokit.render import expression
+from reprokit.render.expression import Expr
+from reprokit.render.names import exact_signature_of
+
+_METHOD = "torch.Tensor."
+_FUNCTIONAL = "torch.nn.functional."
+_BINARY = {
+    "add": "+",
+    "__add__": "+",
+    "sub": "-",
+    "__sub__": "-",
+    "mul": "*",
+    "__mul__": "*",
+    "div": "/",
+    "__truediv__": "/",
+    "__floordiv__": "//",
+    "remainder": "%",
+    "__mod__": "%",
+    "matmul": "@",
+    "__matmul__": "@",
+    "__pow__": "**",
+    "__lshift__": "<<",
+    "__rshift__": ">>",
+    "__and__": "&",
+    "__or__": "|",
+    "__xor__": "^",
+    "lt": "<",
+    "__lt__": "<",
+    "le": "<=",
+    "__le__": "<=",
+    "gt": ">",
+    "__gt__": ">",
+    "ge": ">=",
+    "__ge__": ">=",
+    "__eq__": "==",
+    "eq": "==",
+    "ne": "!=",
+    "__ne__": "!=",
+}
+_REFLECTED = {
+    "__radd__": "+",
+    "__rsub__": "-",
+    "__rmul__": "*",
+    "__rtruediv__": "/",
+    "__rfloordiv__": "//",
+    "__rmod__": "%",
+    "__rpow__": "**",
+    "__rmatmul__": "@",
+}
+_UNARY = {"neg": "-", "positive": "+", "__invert__": "~"}
+_AUGMENTED = {
+    "add_": "+=",
+    "__iadd__": "+=",
+    "sub_": "-=",
+    "__isub__": "-=",
+    "mul_": "*=",
+    "__imul__": "*=",
+    "div_": "/=",
+    "__itruediv__": "/=",
+    "floor_divide_": "//=",
+    "__ifloordiv__": "//=",
+    "remainder_": "%=",
+    "__imod__": "%=",
+    "__ipow__": "**=",
+    "__ilshift__": "<<=",
+    "__irshift__": ">>=",
+    "__iand__": "&=",
+    "__ior__": "|=",
+    "__ixor__": "^=",
+}
+
+Leaf = Callable[[Any], Expr]
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A call that has no value to name, such as ``x += 1`` or ``x[mask] = 0``."""
+
+    text: str
+
+
+def write_call(call: Call, leaf: Leaf) -> Expr | Statement:
+    """The call in Python; ``leaf`` writes a `Ref`."""
+    call = as_method(call)
+    if call.target.startswith(_METHOD) and call.args:
+        short = _operator(call, leaf) or _access(call, leaf)
+        if short is not None:
+            return short
+    arguments, keywords = _needed_arguments(call)
+    args = [expression.argument(value, leaf) for value in arguments]
+    kwargs = {name: expression.argument(value, leaf) for name, value in keywords.items()}
+    if call.target.startswith(_METHOD) and args and isinstance(call.args[0], Ref):
+        return expression.method(args[0], call.name, args[1:], kwargs)
+    return expression.call(callee(call.target), args, kwargs)
+
+
+def callee(target: str) -> str:
+    """How a function is named in a repro."""
+    return f"F.{target[len(_FUNCTIONAL) :]}" if target.startswith(_FUNCTIONAL) else target
+
+
+def as_method(call: Call) -> Call:
+    """``torch.autograd.backward`` of one tensor as that tensor's method."""
+    if call.target != AUTOGRAD_BACKWARD or not call.args:
+        return call
+    tensors, *rest = call.args
+    names = ("grad_tensors", "retain_graph", "create_graph")
+    if len(rest) > len(names):
+        return call
+    keywords = {**dict(zip(names, rest, strict=False)), **call.kwargs}
+    only = _only(tensors)
+    if not isinstance(only, Ref) or not keywords.keys() <= {*names, "inputs"}:
+        return call
+    keywords["gradient"] = _only(keywords.pop("grad_tensors", None))
+    gradient = () if keywords["gradient"] is None else (keywords["gradient"],)
+    del keywords["gradient"]
+    return Call(BACKWARD, (only, *gradient), keywords, None, call.scope, call.site, call.mode, call.phase)
+
+
+def _only(value: Any) -> Any:
+    return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+
+
+def _operator(call: Call, leaf: Leaf) -> Expr | Statement | None:
+    name = call.name
+    owner = call.args[0]
+    if not isinstance(owner, Ref):
+        return None
+    if name in _UNARY and len(call.args) == 1 and not call.kwargs:
+        return expression.unary(_UNARY[name], leaf(owner))
+    operand = _operand(call)
+    if operand is None:
+        return None
+    written = expression.argument(operand, leaf)
+    if name in _BINARY:
+        return expression.binary(_BINARY[name], leaf(owner), written)
+    if name in _REFLECTED and not isinstance(operand, Ref):
+        return expression.binary(_REFLECTED[name], written, leaf(owner))
+    if name in _AUGMENTED and call.outputs in (None, owner):
+        return Statement(f"{leaf(owner).text} {_AUGMENTED[name]} {written.text}")
+    return None
+
+
+def _operand(call: Call) -> Any:
+    """The second operand, if the call has exactly two and the second is a tensor or a number."""
+    values = [*call.args[1:], *call.kwargs.values()]
+    if len(values) != 1 or not call.kwargs.keys() <= {"other"}:
+        return None
+    is_number = isinstance(values[0], (int, float, complex)) and not isinstance(values[0], str)
+    return values[0] if is_number or isinstance(values[0], Ref) else None
+
+
+def _access(call: Call, leaf: Leaf) -> Expr | Statement | None:
+    """Indexing and attributes."""
+    if not isinstance(call.args[0], Ref) or call.kwargs:
+        return None
+    owner, rest = leaf(call.args[0]), call.args[1:]
+    if call.name == "__getitem__" and len(rest) == 1:
+        return expression.subscript(owner, rest[0], leaf)
+    if call.name == "__setitem__" and len(rest) == 2:
+        place = expression.subscript(owner, rest[0], leaf)
+        return Statement(f"{place.text} = {expression.argument(rest[1], leaf).text}")
+    name = call.target[len(_METHOD) :].partition(".")[0]
+    if call.name == "__get__" and not rest:
+        return expression.attribute(owner, name)
+    if call.name == "__set__" and len(rest) == 1:
+        return Statement(f"{expression.attribute(owner, name).text} = {expression.argument(rest[0], leaf).text}")
+    return None
+
+
+def _needed_arguments(call: Call) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments without those that only repeat a default."""
+    parameters = exact_signature_of(call.target)
+    keywords = {n: v for n, v in call.kwargs.items() if n != "_stacklevel" and not _is_default(v, parameters.get(n))}
+    arguments = list(call.args)
+    positional = list(parameters.values())
+    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in positional):
+        return arguments, keywords
+    while arguments and len(arguments) <= len(positional) and _is_default(arguments[-1], positional[len(arguments) - 1]):
+        arguments.pop()
+    return arguments, keywords
+
+
+def _is_default(value: Any, parameter: inspect.Parameter | None) -> bool:
+    if parameter is None or parameter.default is inspect.Parameter.empty:
+        return False
+    return type(value) is type(parameter.default) and isinstance(value, (bool, int, float, str, type(None))) and value == parameter.default

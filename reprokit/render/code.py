@@ -1,0 +1,286 @@
+"""A program as Python source: inputs as literals, then one statement per call, grouped under the modes they ran in.
+
+What runs is exactly what `program.run` runs. A value that only the very next call reads is written into that call
+when the line stays short. Tensors that no short expression describes are listed for a side file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from reprokit.program.functions import is_in_place
+from reprokit.program.ir import OPAQUE, ZERO_GRAD, Call, Input, Mode, Program, Ref, iter_refs
+from reprokit.program.run import Tensors
+from reprokit.render import calls, expression, names
+from reprokit.render.calls import Statement
+from reprokit.render.expression import Expr, fold
+from reprokit.render.literals import Literal, as_given, literal
+from reprokit.render.names import Names
+from reprokit.render.optimizers import write_step
+
+MAX_INLINE = 48
+SIDE_FILE = "repro_inputs.pt"
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A program in Python.
+
+    ``names`` has the variable of every value that has one, ``origins`` the text of every call's expression. ``side`` holds the tensors that
+    the side file must provide, by name.
+    """
+
+    imports: tuple[str, ...]
+    inputs: tuple[str, ...]
+    body: tuple[str, ...]
+    names: Mapping[int, str]
+    origins: Mapping[int, str]
+    side: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Line:
+    """A statement and the modes it needs."""
+
+    text: str
+    mode: Mode
+
+
+def write_program(
+    program: Program, tensors: Tensors, *, keep: Iterable[int] = (), retain: Iterable[int] = (), side_file: str = SIDE_FILE
+) -> Code:
+    """The program in Python.
+
+    ``keep`` lists values that must have a variable at the end, ``retain`` those intermediate values whose ``.grad`` must be kept.
+    """
+    return _Writer(program, tensors, frozenset(keep), frozenset(retain), side_file).write()
+
+
+class _Writer:
+    def __init__(self, program: Program, tensors: Tensors, keep: frozenset[int], retain: frozenset[int], side_file: str) -> None:
+        self._program = program
+        self._tensors = tensors
+        self._keep = keep | retain
+        self._retain = retain
+        self._side_file = side_file
+        self._names = Names()
+        self._side: dict[str, torch.Tensor] = {}
+        self._inlined: dict[int, Expr] = {}
+        self._lines: list[_Line] = []
+        self._origins: dict[int, str] = {}
+        self._uses = _count_uses(program)
+        self._plain_params = _only_optimized(program)
+
+    def write(self) -> Code:
+        self._name_random_states()
+        inputs = [line for item in self._needed_inputs() for line in self._write_input(item)]
+        for index, call in enumerate(self._program.calls):
+            self._write_call(index, call)
+        body = [piece for line in _under_modes(self._lines) for piece in fold(line)]
+        head, imports = self._head([*inputs, *body])
+        return Code(imports, (*head, *inputs), tuple(body), self._names.as_dict(), self._origins, self._side)
+
+    def _head(self, lines: list[str]) -> tuple[list[str], tuple[str, ...]]:
+        imports = ["import torch"]
+        if any(re.search(r"\bF\.", line) for line in lines):
+            imports.append("import torch.nn.functional as F")
+        if not self._side:
+            return [], tuple(imports)
+        load = f'saved = torch.load(Path(__file__).with_name("{self._side_file}"), weights_only=True)'
+        return [load], ("from pathlib import Path", "", *imports)
+
+    # -- inputs --------------------------------------------------------------------------------------------------
+
+    def _needed_inputs(self) -> list[Input]:
+        wanted = {ref.value for ref in self._program.outputs} | self._keep
+        return [
+            item for item in self._program.inputs if item.role != "rng" and (self._uses[item.value] or item.value in wanted)
+        ]
+
+    def _name_random_states(self) -> None:
+        for item in self._program.inputs:
+            if item.role == "rng":
+                name = self._names.give(item.value, "rng")
+                self._side[name] = self._tensors[item.value].detach().cpu()
+
+    def _write_input(self, item: Input) -> list[str]:
+        found = literal(self._tensors[item.value])
+        if found is not None and self._is_inlinable_input(item, found):
+            self._inlined[item.value] = Expr(found.text)
+            return []
+        name = self._names.give(item.value, names.name_for_input(item, self._program))
+        text = self._input_text(item, found, name)
+        lines = fold(f"{name} = {text}")
+        if found is not None and len(lines) > 12:
+            return [f"{name} = {self._input_text(item, None, name)}"]
+        return lines
+
+    def _input_text(self, item: Input, found: Literal | None, name: str) -> str:
+        if found is None:
+            self._side[name] = as_given(self._tensors[item.value])
+        text = found.text if found is not None else f'saved["{name}"]'
+        if item.value in self._plain_params:
+            return f"torch.nn.Parameter({text})"
+        if not item.requires_grad:
+            return text
+        return found.requiring_grad() if found is not None else f"{text}.requires_grad_()"
+
+    def _is_inlinable_input(self, item: Input, found: Literal) -> bool:
+        """Whether the input is only a gradient or optimizer state that reads best where it is used."""
+        if item.requires_grad or item.value in self._keep or self._uses[item.value] != 1 or len(found.text) > MAX_INLINE:
+            return False
+        user = next(call for call in self._program.calls if item.value in call.input_refs())
+        return (user.is_differentiation or user.is_optimizer_step) and item.value not in self._plain_params
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def _write_call(self, index: int, call: Call) -> None:
+        if call.target == OPAQUE:
+            return
+        mode = _needed_mode(call)
+        if call.mode.rng is not None:
+            setter = "torch.cuda.set_rng_state" if self._tensors[call.mode.rng.value].numel() <= 64 else "torch.set_rng_state"
+            self._add(f'{setter}(saved["{self._names[call.mode.rng.value]}"])', mode)
+        if call.is_optimizer_step:
+            for line in write_step(call, self._leaf, self._names, self._tensors):
+                self._add(line, mode)
+            return
+        if call.target == ZERO_GRAD:
+            self._write_zero_grad(call, mode)
+            return
+        written = calls.write_call(call, self._leaf)
+        self._origins[index] = written.text
+        if isinstance(written, Expr) and self._is_inlinable(index, call, written):
+            self._inlined[call.output_refs()[0]] = written
+            return
+        self._assign(call, written, mode)
+        for value in call.output_refs():
+            if value in self._retain:
+                self._add(f"{self._names[value]}.retain_grad()", mode)
+
+    def _leaf(self, value: Any) -> Expr:
+        if not isinstance(value, Ref):
+            raise TypeError(f"a program cannot hold `{type(value).__name__}`")
+        return self._inlined[value.value] if value.value in self._inlined else Expr(self._names[value.value])
+
+    def _add(self, text: str, mode: Mode) -> None:
+        self._lines.append(_Line(text, mode))
+
+    def _write_zero_grad(self, call: Call, mode: Mode) -> None:
+        owners = [self._leaf(ref).text for ref in iter_refs(call.args)]
+        if len(owners) <= 2:
+            for owner in owners:
+                self._add(f"{owner}.grad = None", mode)
+            return
+        self._add(f"for parameter in [{', '.join(owners)}]:\n    parameter.grad = None", mode)
+
+    def _is_inlinable(self, index: int, call: Call, written: Expr) -> bool:
+        """Whether only the next call reads the result, so that it can be written there."""
+        following = self._program.calls[index + 1] if index + 1 < len(self._program.calls) else None
+        if following is None or not isinstance(call.outputs, Ref) or len(written.text) > MAX_INLINE or is_in_place(call.target):
+            return False
+        value = call.outputs.value
+        is_special = following.target in (OPAQUE, ZERO_GRAD) or following.is_differentiation or following.is_optimizer_step
+        return (
+            not is_special
+            and not is_in_place(following.target)
+            and "inplace" not in {**call.kwargs, **following.kwargs}
+            and value not in self._keep
+            and value not in self._names
+            and self._uses[value] == 1
+            and value in following.input_refs()
+            and value not in following.output_refs()
+            and (call.mode.rng, following.mode.rng) == (None, None)
+            and _needed_mode(call) == _needed_mode(following)
+        )
+
+    def _assign(self, call: Call, written: Expr | Statement, mode: Mode) -> None:
+        target = self._target(call)
+        if isinstance(written, Statement) or target is None:
+            self._add(written.text, mode)
+        else:
+            self._add(f"{target} = {written.text}", mode)
+
+    def _target(self, call: Call) -> str | None:
+        """What stands left of the equals sign, or ``None`` when nothing needs to."""
+        outputs = call.outputs
+        if isinstance(outputs, Ref):
+            if outputs.value not in self._names:
+                return self._names.give(outputs.value, self._noun(outputs.value, names.name_for_output(call)))
+            return None if is_in_place(call.target) else self._names[outputs.value]
+        if not call.output_refs() or not isinstance(outputs, (list, tuple)):
+            return None
+        return self._unpacked(outputs, iter(names.names_for_parts(call, len(outputs))))
+
+    def _unpacked(self, outputs: Any, nouns: Iterator[str]) -> str:
+        parts = []
+        for part in outputs:
+            noun = next(nouns, "part")
+            if isinstance(part, (list, tuple)):
+                parts.append(f"({self._unpacked(part, iter(()))})")
+            elif not isinstance(part, Ref) or not (self._uses[part.value] or part.value in self._keep):
+                parts.append("_")
+            elif part.value in self._names:
+                parts.append(self._names[part.value])
+            else:
+                parts.append(self._names.give(part.value, noun))
+        return ", ".join(parts) + ("," if len(parts) == 1 else "")
+
+    def _noun(self, value: int, noun: str) -> str:
+        return "out" if value in self._keep and not self._uses[value] else noun
+
+
+def _count_uses(program: Program) -> Counter[int]:
+    """How often every value is read, repeats within a call included."""
+    uses: Counter[int] = Counter(ref.value for call in program.calls for ref in iter_refs((call.args, dict(call.kwargs))))
+    return uses
+
+
+def _only_optimized(program: Program) -> frozenset[int]:
+    """Values that optimizers step and that nothing differentiates: written as parameters."""
+    stepped = {ref.value for call in program.calls if call.is_optimizer_step for ref in iter_refs(call.kwargs["params"])}
+    others = [call for call in program.calls if not call.is_optimizer_step]
+    return frozenset(stepped - {value for call in others for value in call.input_refs()})
+
+
+def _needed_mode(call: Call) -> Mode:
+    """The call's modes, less those that make no difference to it."""
+    mode = replace(call.mode, rng=None)
+    sets_its_own = call.is_differentiation and call.target != "torch.autograd.grad"
+    if sets_its_own or call.is_optimizer_step or call.target == ZERO_GRAD:
+        return replace(mode, grad=not mode.inference)
+    return mode
+
+
+def _under_modes(lines: list[_Line]) -> Iterator[str]:
+    """The statements in ``with`` blocks; neighbours in the same autocast share one block, because its cache is shared."""
+    for (autocast, inference), block in groupby(lines, key=lambda line: (line.mode.autocast, line.mode.inference)):
+        group = list(block)
+        outer = [f'torch.autocast("{device}", dtype={dtype})' for device, dtype in autocast]
+        outer = ["torch.inference_mode()", *outer] if inference else outer
+        runs = [(grad, list(part)) for grad, part in groupby(group, key=lambda line: line.mode.grad)]
+        if outer and len(runs) == 1 and runs[0][0] == inference:
+            outer.append(_grad_mode(runs[0][0]))
+            runs = [(not inference, runs[0][1])]
+        if outer:
+            yield f"with {', '.join(outer)}:"
+        for grad, part in runs:
+            indent = "    " * bool(outer)
+            if grad == inference:
+                yield f"{indent}with {_grad_mode(grad)}:"
+                indent += "    "
+            for line in part:
+                yield from (indent + piece for piece in line.text.split("\n"))
+
+
+def _grad_mode(grad: bool) -> str:
+    return "torch.enable_grad()" if grad else "torch.no_grad()"
+
+

@@ -1,0 +1,235 @@
+"""Tensors as Python source: the shortest expression that builds exactly the same bits, dtype and strides.
+
+Every proposal is built next to its text and compared with the tensor bit for bit; the shortest that agrees wins. A
+tensor that would need more than `MAX_LITERALS` numbers has no expression and goes to a side file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from reprokit.render.expression import constant, float_text
+
+MAX_LITERALS = 64
+
+_INFERRED = {bool: torch.bool, int: torch.int64, float: torch.float32, complex: torch.complex64}
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """A call that builds a tensor, and what follows it, such as ``.t()``."""
+
+    function: str
+    arguments: tuple[str, ...]
+    suffix: str = ""
+
+    @property
+    def text(self) -> str:
+        """The expression."""
+        return f"torch.{self.function}({', '.join(self.arguments)}){self.suffix}"
+
+    def requiring_grad(self) -> str:
+        """The expression of the same tensor as a leaf that needs a gradient."""
+        if self.suffix:
+            return f"{self.text}.requires_grad_()"
+        return replace(self, arguments=(*self.arguments, "requires_grad=True")).text
+
+    def then(self, suffix: str) -> Literal:
+        """The same with something behind it."""
+        return replace(self, suffix=self.suffix + suffix)
+
+
+Proposal = tuple[Literal, Callable[[], torch.Tensor]]
+
+
+def literal(tensor: torch.Tensor, max_literals: int = MAX_LITERALS) -> Literal | None:
+    """The shortest exact expression for ``tensor``, or ``None`` when it takes too many numbers."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return None
+    dense = as_given(tensor)
+    if dense.is_contiguous():
+        return _contiguous(dense, max_literals)
+    return _permuted(dense, max_literals)
+
+
+def as_given(tensor: torch.Tensor) -> torch.Tensor:
+    """What a program gets for this input: a plain dense copy that keeps the order of the dimensions in memory."""
+    plain = tensor.detach().cpu()
+    if plain.layout is not torch.strided or plain.is_quantized:
+        return plain.clone()
+    return plain.resolve_conj().resolve_neg().clone(memory_format=torch.preserve_format)
+
+
+def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors agree in dtype, shape, strides and bits; any NaN equals any other."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.stride() != b.stride() and not (a.is_contiguous() and b.is_contiguous()):
+        return False
+    a, b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
+    if a.dtype.is_complex:
+        a, b = torch.view_as_real(a).reshape(-1), torch.view_as_real(b).reshape(-1)
+    differ = (a.view(torch.uint8) != b.view(torch.uint8)).view(a.numel(), -1).any(dim=1)
+    if not a.dtype.is_floating_point:
+        return not bool(differ.any())
+    wide_a, wide_b = a[differ].double(), b[differ].double()
+    return bool((wide_a.isnan() & wide_b.isnan()).all())
+
+
+def _permuted(tensor: torch.Tensor, max_literals: int) -> Literal | None:
+    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim))
+    base = tensor.permute(order)
+    if not base.is_contiguous():
+        return None
+    inverse = [order.index(dim) for dim in range(tensor.dim())]
+    found = _contiguous(base.contiguous(), max_literals)
+    if found is None or base.contiguous().permute(inverse).stride() != tensor.stride():
+        return None
+    moved = [dim for dim, place in enumerate(inverse) if dim != place]
+    if tensor.dim() == 2:
+        return found.then(".t()")
+    if len(moved) == 2:
+        return found.then(f".transpose({moved[0]}, {moved[1]})")
+    return found.then(f".permute({', '.join(map(str, inverse))})")
+
+
+def _contiguous(tensor: torch.Tensor, max_literals: int) -> Literal | None:
+    best: Literal | None = None
+    for proposal, build in _proposals(tensor, max_literals):
+        if best is not None and len(proposal.text) >= len(best.text):
+            continue
+        try:
+            agrees = is_same(build(), tensor)
+        except (RuntimeError, TypeError, NotImplementedError):  # some dtypes lack some functions
+            continue
+        if agrees:
+            best = proposal
+    return best
+
+
+def _proposals(tensor: torch.Tensor, max_literals: int) -> Iterator[Proposal]:
+    if tensor.numel() == 0:
+        yield _factory("empty", tensor)
+        return
+    first = tensor.reshape(-1)[0].item()
+    if tensor.numel() <= max_literals:
+        yield _listed(tensor)
+    if tensor.dim() > 0:
+        yield _factory("zeros", tensor)
+        yield _factory("ones", tensor)
+        yield _full(tensor, first)
+    yield from _ranges(tensor)
+    yield from _matrices(tensor)
+    yield from _repeated_rows(tensor, max_literals)
+
+
+def _factory(function: str, tensor: torch.Tensor) -> Proposal:
+    shape = tuple(tensor.shape)
+    sizes = tuple(str(size) for size in shape) or ("()",)
+    build = getattr(torch, function)
+    return Literal(function, (*sizes, *_dtype(tensor, torch.float32))), lambda: build(shape, dtype=tensor.dtype)
+
+
+def _full(tensor: torch.Tensor, value: Any) -> Proposal:
+    shape = tuple(tensor.shape)
+    arguments = (str(shape), number_text(value, tensor.dtype), *_dtype(tensor, _INFERRED[type(value)]))
+    return Literal("full", arguments), lambda: torch.full(shape, value, dtype=tensor.dtype)
+
+
+def _listed(tensor: torch.Tensor) -> Proposal:
+    values = tensor.tolist()
+    first = tensor.reshape(-1)[0].item()
+    arguments = (_nested(values, tensor.dtype), *_dtype(tensor, _INFERRED[type(first)]))
+    return Literal("tensor", arguments), lambda: torch.tensor(values, dtype=tensor.dtype)
+
+
+def _ranges(tensor: torch.Tensor) -> Iterator[Proposal]:
+    if tensor.numel() < 3 or tensor.dtype in (torch.bool,) or tensor.dtype.is_complex:
+        return
+    flat = tensor.reshape(-1)
+    start, step, count = flat[0].item(), flat[1].item() - flat[0].item(), tensor.numel()
+    stop = start + step * count
+    if step == 0 or start != int(start) or step != int(step):
+        return
+    is_float = tensor.dtype.is_floating_point
+    write = str if not is_float or tensor.dtype != torch.float32 else lambda number: float_text(float(number))
+    numbers = (int(start), int(stop), int(step))
+    shown = (numbers[1:2] if numbers[0] == 0 else numbers[:2]) if step == 1 else numbers
+    arguments = (*map(write, shown), *_dtype(tensor, torch.float32 if is_float else torch.int64))
+    suffix = "" if tensor.dim() == 1 else f".reshape({', '.join(map(str, tensor.shape))})"
+    yield Literal("arange", arguments, suffix), lambda: torch.arange(*numbers, dtype=tensor.dtype).reshape(tensor.shape)
+
+
+def _matrices(tensor: torch.Tensor) -> Iterator[Proposal]:
+    if tensor.dim() != 2 or min(tensor.shape) < 2:
+        return
+    rows, columns = tensor.shape
+    sizes = (str(rows),) if rows == columns else (str(rows), str(columns))
+    yield Literal("eye", (*sizes, *_dtype(tensor, torch.float32))), lambda: torch.eye(rows, columns, dtype=tensor.dtype)
+    yield from _triangles(tensor)
+
+
+def _triangles(tensor: torch.Tensor) -> Iterator[Proposal]:
+    """Causal masks and their like: one value on one side of a diagonal, zero on the other."""
+    for side, corner in (("tril", tensor[-1, 0]), ("triu", tensor[0, -1])):
+        full = _shortest_constant(tensor, corner)
+        for diagonal in (0, 1, -1):
+            suffix = f".{side}({diagonal or ''})"
+
+            def build(side: str = side, diagonal: int = diagonal, corner: torch.Tensor = corner) -> torch.Tensor:
+                filled: torch.Tensor = getattr(corner.expand(tensor.shape).clone(), side)(diagonal)
+                return filled
+
+            yield full.then(suffix), build
+
+
+def _shortest_constant(like: torch.Tensor, value: torch.Tensor) -> Literal:
+    filled = value.expand(like.shape).contiguous()
+    for function in ("zeros", "ones"):
+        proposal, build = _factory(function, filled)
+        if is_same(build(), filled):
+            return proposal
+    return _full(filled, value.item())[0]
+
+
+def _repeated_rows(tensor: torch.Tensor, max_literals: int) -> Iterator[Proposal]:
+    if tensor.dim() < 2 or tensor.shape[0] < 3 or tensor[0].numel() > max_literals:
+        return
+    row = tensor[0].clone()
+    found = _listed(row)[0]
+    times = (tensor.shape[0],) + (1,) * row.dim()
+    yield found.then(f".repeat({', '.join(map(str, times))})"), lambda: row.repeat(times)
+
+
+def _dtype(tensor: torch.Tensor, inferred: torch.dtype) -> tuple[str, ...]:
+    return () if tensor.dtype == inferred else (f"dtype={tensor.dtype}",)
+
+
+def _nested(values: Any, dtype: torch.dtype) -> str:
+    if isinstance(values, list):
+        return f"[{', '.join(_nested(value, dtype) for value in values)}]"
+    return number_text(values, dtype)
+
+
+def number_text(value: Any, dtype: torch.dtype) -> str:
+    """The shortest text of a number that becomes the same bits in this dtype."""
+    if isinstance(value, float):
+        return float_text(_shortest(value, dtype))
+    if isinstance(value, complex):
+        part = torch.float64 if dtype == torch.complex128 else torch.float32
+        return constant(complex(_shortest(value.real, part), _shortest(value.imag, part))).text
+    return repr(value)
+
+
+def _shortest(value: float, dtype: torch.dtype) -> float:
+    if value == 0 or value in (float("inf"), float("-inf")) or value != value:
+        return value
+    for digits in range(1, 17):
+        shorter = float(f"{value:.{digits}g}")
+        if torch.tensor(shorter, dtype=torch.float64).to(dtype).item() == value:
+            return shorter
+    return value

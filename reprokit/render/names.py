@@ -1,0 +1,208 @@
+"""Names for the variables of a repro: what the user called a tensor, or what the function it goes into calls it.
+
+Parameters and batch tensors keep the last part of their own name; anything else is named after the parameter of the
+first function that takes it (``weight``, ``target``), and results after what was done. Names are unique.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import inspect
+import keyword
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import overrides
+
+from reprokit.program.functions import UnknownFunction, function_named
+from reprokit.program.ir import Call, Input, Program, Ref, iter_refs
+
+_RESERVED = frozenset(keyword.kwlist) | frozenset(keyword.softkwlist) | frozenset(dir(builtins)) | {"torch", "F", "Path", "saved"}
+_ROLE_WORDS = frozenset({"batch", "buffer", "gradient", "input", "opaque", "parameter", "random", "rng", "state", "tensor", "value"})
+_ORDINARY = ("x", "y", "z", "w")
+_PLAIN_PARAMETERS = frozenset(
+    "self input inputs tensor tensors other args operands a b A B mat1 mat2 mat vec vec2 batch1 batch2 x1 x2 exponent value values".split()
+)
+_NOUNS = {
+    "add": "total",
+    "sum": "total",
+    "sub": "difference",
+    "mul": "product",
+    "div": "ratio",
+    "matmul": "product",
+    "linear": "hidden",
+    "pow": "power",
+    "neg": "negative",
+    "sub_": "difference",
+    "gt": "mask",
+    "lt": "mask",
+    "ge": "mask",
+    "le": "mask",
+    "eq": "mask",
+    "ne": "mask",
+    "softmax": "weights",
+    "log_softmax": "log_weights",
+    "where": "chosen",
+    "getitem": "part",
+    "select": "part",
+    "index_select": "rows",
+    "embedding": "rows",
+    "rsub": "difference",
+    "truediv": "ratio",
+    "rtruediv": "ratio",
+    "floordiv": "quotient",
+    "rpow": "power",
+    "get": "view",
+    "max": "largest",
+    "min": "smallest",
+    "abs": "magnitude",
+    "round": "rounded",
+    "all": "every",
+    "any": "some",
+}
+
+
+class Names:
+    """Hands out unique identifiers. Invariant: a value number keeps its name."""
+
+    def __init__(self, reserved: frozenset[str] = frozenset()) -> None:
+        self._taken = set(_RESERVED | reserved)
+        self._of: dict[int, str] = {}
+
+    def __getitem__(self, value: int) -> str:
+        return self._of[value]
+
+    def __contains__(self, value: int) -> bool:
+        return value in self._of
+
+    def as_dict(self) -> dict[int, str]:
+        """Every name, by value number."""
+        return dict(self._of)
+
+    def give(self, value: int, base: str) -> str:
+        """Name a value after ``base``; its name."""
+        self._of[value] = self.unique(base)
+        return self._of[value]
+
+    def unique(self, base: str) -> str:
+        """An identifier like ``base`` that nothing has yet."""
+        candidates = iter(_ORDINARY) if base in _ORDINARY else iter(())
+        for candidate in (*candidates, *self._numbered(base)):
+            if candidate not in self._taken:
+                self._taken.add(candidate)
+                return candidate
+        raise AssertionError("unreachable: numbering never ends")
+
+    def _numbered(self, base: str) -> Iterator[str]:
+        yield base
+        number = 2
+        while f"{base}{number}" in self._taken:
+            number += 1
+        yield f"{base}{number}"
+
+
+def name_for_input(item: Input, program: Program) -> str:
+    """A word for an input: its own name if that says anything, else the parameter that first takes it."""
+    own = identifier(item.name)
+    if own is not None and own not in _ROLE_WORDS:
+        return own
+    for call in program.calls:
+        parameter = parameter_taking(call, item.value)
+        if parameter is not None:
+            return parameter
+    return "x"
+
+
+def identifier(text: str) -> str | None:
+    """The last part of a dotted name as an identifier, or ``None`` when nothing readable is left."""
+    last = text.rpartition(".")[2]
+    word = re.sub(r"\W+", "_", last, flags=re.ASCII).strip("_").lower()
+    word = re.sub(r"^\d+_*", "", word)
+    if not word or re.fullmatch(r"v\d+", word) or (len(word) > 24):
+        return None
+    base = re.sub(r"_\d+$", "", word)
+    return None if base in _ROLE_WORDS else word
+
+
+def parameter_taking(call: Call, value: int) -> str | None:
+    """The name of the parameter of ``call`` that takes a value, ``x`` for a plain operand, ``None`` if none does."""
+    for name, argument in call.kwargs.items():
+        if any(ref.value == value for ref in iter_refs(argument)):
+            return _readable(name)
+    for position, argument in enumerate(call.args):
+        if any(ref.value == value for ref in iter_refs(argument)):
+            return _readable(_parameter_at(call.target, position)) if isinstance(argument, Ref) else "x"
+    return None
+
+
+def name_for_output(call: Call) -> str:
+    """A noun for the result of a call."""
+    word = call.name.strip("_")
+    if word.endswith("loss") or word in ("cross_entropy", "binary_cross_entropy", "kl_div", "binary_cross_entropy_with_logits"):
+        return "loss"
+    if word in _NOUNS:
+        return _NOUNS[word]
+    if word.startswith("is") or word.startswith("logical"):
+        return "mask"
+    return identifier(word) or "out"
+
+
+def names_for_parts(call: Call, count: int) -> list[str]:
+    """Nouns for the parts of a result with several tensors."""
+    fields = _return_fields(call.target)
+    if len(fields) == count:
+        return fields
+    return [identifier(call.name.strip("_")) or "part"] * count
+
+
+@functools.cache
+def signature_of(target: str) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a torch function, empty when unknown."""
+    try:
+        function = function_named(target)
+    except UnknownFunction:
+        return {}
+    for described in (function, _override(function)):
+        try:
+            return inspect.signature(described).parameters if described is not None else {}
+        except (TypeError, ValueError):
+            continue
+    return {}
+
+
+@functools.cache
+def exact_signature_of(target: str) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function written in Python, whose defaults can be relied on; empty for any other."""
+    try:
+        function = function_named(target)
+        parameters = inspect.signature(function).parameters if inspect.isfunction(function) else {}
+    except (UnknownFunction, TypeError, ValueError):
+        return {}
+    if list(parameters) == ["args", "kwargs"]:  # torch's boolean dispatch; the real one has an underscore before its name
+        real = getattr(inspect.getmodule(function), f"_{target.rpartition('.')[2]}", None)
+        return inspect.signature(real).parameters if inspect.isfunction(real) else {}
+    return parameters
+
+
+def _override(function: Any) -> Any:
+    return overrides.get_testing_overrides().get(function)
+
+
+def _parameter_at(target: str, position: int) -> str:
+    parameters = list(signature_of(target))
+    return parameters[position] if position < len(parameters) else "x"
+
+
+def _readable(parameter: str) -> str:
+    word = identifier(parameter)
+    return "x" if word is None or parameter in _PLAIN_PARAMETERS or word in _PLAIN_PARAMETERS else word
+
+
+def _return_fields(target: str) -> list[str]:
+    namespace, _, name = target.rpartition(".")
+    prefix = {"torch.linalg": "linalg_", "torch.special": "special_"}.get(namespace, "")
+    cls = getattr(torch.return_types, prefix + name, None)
+    return [field.lower() for field in getattr(cls, "__match_args__", ())]

@@ -1,0 +1,76 @@
+"""An optimizer's step as Python: gradients set by hand, the optimizer with its unusual options, its state, ``step()``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from reprokit.program.ir import Call, Ref
+from reprokit.program.run import Tensors
+from reprokit.render import expression
+from reprokit.render.expression import Expr
+from reprokit.render.literals import as_given, is_same
+from reprokit.render.names import Names
+
+Leaf = Callable[[Any], Expr]
+
+
+def write_step(call: Call, leaf: Leaf, names: Names, tensors: Tensors) -> Iterator[str]:
+    """The statements of a ``torch.optim.<Class>.step`` call."""
+    groups = list(zip(call.kwargs["params"], call.kwargs["grads"], call.kwargs["options"], call.kwargs["state"], strict=True))
+    for params, grads, _, _ in groups:
+        for param, grad in zip(params, grads, strict=True):
+            if grad is not None:
+                yield f"{leaf(param).text}.grad = {_gradient_text(param, grad, leaf, tensors)}"
+    opt = names.unique("opt")
+    cls = call.target.rpartition(".")[0]
+    yield f"{opt} = {_constructor(cls, [(params, options) for params, _, options, _ in groups], leaf).text}"
+    for params, _, _, states in groups:
+        for param, state in zip(params, states, strict=True):
+            if state:
+                yield f"{opt}.state[{leaf(param).text}] = {expression.argument(dict(state), leaf).text}"
+    yield f"{opt}.step()"
+
+
+def _gradient_text(param: Ref, grad: Ref, leaf: Leaf, tensors: Tensors) -> str:
+    written = leaf(grad)
+    if written.text.isidentifier() or grad.value not in tensors or param.value not in tensors:
+        return written.text
+    like, value = as_given(tensors[param.value]), as_given(tensors[grad.value])
+    for function in (torch.zeros_like, torch.ones_like):
+        if is_same(function(like), value):
+            return f"torch.{function.__name__}({leaf(param).text})"
+    return written.text
+
+
+def _constructor(cls: str, groups: list[tuple[Any, Mapping[str, Any]]], leaf: Leaf) -> Expr:
+    if len(groups) == 1:
+        params, options = groups[0]
+        return expression.call(cls, [expression.argument(params, leaf)], _written(_unusual(cls, options), leaf))
+    parts = [{"params": params, **_unusual(cls, options)} for params, options in groups]
+    return expression.call(cls, [expression.argument(parts, leaf)])
+
+
+def _written(options: Mapping[str, Any], leaf: Leaf) -> dict[str, Expr]:
+    return {name: expression.argument(value, leaf) for name, value in options.items()}
+
+
+def _unusual(cls: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that differ from the class's defaults."""
+    defaults = _defaults(cls.rpartition(".")[2])
+    return {name: value for name, value in options.items() if name in defaults and not _is_equal(value, defaults[name])}
+
+
+def _is_equal(value: Any, default: Any) -> bool:
+    if isinstance(value, (list, tuple)) and isinstance(default, (list, tuple)):
+        return list(value) == list(default)
+    return type(value) is type(default) and bool(value == default)
+
+
+@functools.cache
+def _defaults(name: str) -> Mapping[str, Any]:
+    cls: Any = getattr(torch.optim, name)
+    return dict(cls([torch.zeros(1)]).defaults)
