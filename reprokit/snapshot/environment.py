@@ -1,0 +1,127 @@
+"""What a run ran on: versions, devices, determinism switches, the environment variables that matter.
+
+Collected once, after a failure: ``collect_env`` asks the system for seconds, so it runs as a process of its own with a
+time limit. Nothing here raises; what cannot be found out is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import torch
+
+from reprokit.snapshot.redact import redact_text, select_variables
+
+COLLECT_SECONDS = 30.0
+_VERSIONS = (
+    "numpy",
+    "transformers",
+    "lightning",
+    "pytorch_lightning",
+    "accelerate",
+    "deepspeed",
+    "triton",
+    "torchvision",
+    "torchaudio",
+)
+
+
+def collect_environment(timeout: float = COLLECT_SECONDS) -> dict[str, Any]:
+    """Everything about the environment as plain data; ``collect_env`` is empty when it took longer than ``timeout`` seconds."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": redact_text(platform.platform()),
+        "machine": platform.machine(),
+        "libraries": _library_versions(),
+        "cuda": torch.version.cuda,
+        "cudnn": _cudnn_version(),
+        "devices": _device_names(),
+        "switches": collect_switches(),
+        "variables": select_variables(os.environ),
+        "collect_env": redact_text(_collect_env_text(timeout)),
+    }
+
+
+def collect_switches() -> dict[str, Any]:
+    """The global settings of torch that change the bits of a result."""
+    return {
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "cudnn_enabled": torch.backends.cudnn.enabled,
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "matmul_tf32": torch.get_float32_matmul_precision() != "highest",
+        "num_threads": torch.get_num_threads(),
+        "num_interop_threads": torch.get_num_interop_threads(),
+        "default_dtype": str(torch.get_default_dtype()),
+        "flush_denormal": _flushes_denormals(),
+        "anomaly_mode": torch.is_anomaly_enabled(),
+    }
+
+
+def _library_versions() -> dict[str, str]:
+    """Versions of libraries near torch that the program has imported."""
+    modules = ((name, sys.modules.get(name)) for name in _VERSIONS)
+    return {name: str(module.__version__) for name, module in modules if hasattr(module, "__version__")}
+
+
+def _cudnn_version() -> int | None:
+    if torch.version.cuda is None:
+        return None
+    with contextlib.suppress(Exception):
+        return int(torch.backends.cudnn.version() or 0) or None
+    return None
+
+
+def _device_names() -> list[str]:
+    """The accelerators in use; a device that the program never started is not started for this."""
+    if not torch.cuda.is_initialized():
+        return []
+    with contextlib.suppress(Exception):
+        return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return []
+
+
+def _flushes_denormals() -> bool:
+    """Whether subnormal numbers count as zero on the CPU; there is no getter, so a product tells."""
+    with torch._C.DisableTorchFunction():
+        return bool((torch.tensor(1e-30) * torch.tensor(1e-10) == 0).item())
+
+
+def _collect_env_text(timeout: float) -> str:
+    """The text of ``python -m torch.utils.collect_env``, in a session of its own so that a hanging tool can be ended too."""
+    command = [sys.executable, "-P", "-m", "torch.utils.collect_env"]
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except (OSError, ValueError):
+        return ""
+    with process:
+        try:
+            text, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            _end_group(process)
+            return ""
+    return text.strip() if process.returncode == 0 else ""
+
+
+def _end_group(process: subprocess.Popen[str]) -> None:
+    if hasattr(os, "killpg"):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()

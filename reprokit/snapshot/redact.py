@@ -1,0 +1,137 @@
+"""Taking secrets and personal names out of what is stored or printed: text, command lines, remotes, environment variables.
+
+A value is a secret when its own shape says so (a known key format), or when the word before it names a secret *and* the
+value could be one. Both are needed: ``--max-tokens 512``, ``pad_token_id`` and a git hash look like one only at a glance.
+Home folders become ``~``. Redacting twice gives the same as once.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from urllib.parse import urlsplit, urlunsplit
+
+REDACTED = "***"
+
+ALLOWED_VARIABLES = (
+    "ACCELERATE_*", "CUBLAS_*", "CUDA*", "CUDNN_*", "GOMP_*", "HIP_*", "HSA_*", "KMP_*", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+    "MIOPEN_*", "MKL_*", "NCCL*", "NVIDIA_TF32_OVERRIDE", "NVIDIA_VISIBLE_DEVICES", "OMP_*", "OPENBLAS_*", "PYTHONHASHSEED",
+    "PYTORCH_*", "RANK", "ROCR_*", "TOKENIZERS_PARALLELISM", "TORCH*", "TRITON_*", "WORLD_SIZE", "XLA_FLAGS",
+)  # fmt: skip
+
+_KNOWN_SECRET = re.compile(
+    r"""
+      \bhf_[A-Za-z0-9]{16,}                                  # Hugging Face
+    | \b(?:sk|rk|pk)-[A-Za-z0-9_-]{20,}                      # OpenAI, Anthropic and alike
+    | \b(?:sk|rk)_(?:live|test)_[A-Za-z0-9]{16,}             # Stripe
+    | \bgh[pousr]_[A-Za-z0-9]{20,} | \bgithub_pat_[A-Za-z0-9_]{20,}
+    | \bgl(?:pat|dt|rt|cbt)-[A-Za-z0-9_.-]{16,}              # GitLab
+    | \b(?:AKIA|ASIA)[0-9A-Z]{16}\b                          # AWS
+    | \bAIza[0-9A-Za-z_-]{30,}                               # Google
+    | \bxox[abeoprs]-[A-Za-z0-9-]{10,}                       # Slack
+    | \b(?:npm|pypi|dop_v1|nvapi|r8|gsk)[_-][A-Za-z0-9_-]{20,}
+    | \beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*  # JSON web token
+    """,
+    re.VERBOSE,
+)
+_PRIVATE_KEY = re.compile(r"-----BEGIN ([A-Z ]*PRIVATE KEY)-----.*?(?:-----END \1-----|\Z)", re.DOTALL)
+_BEARER = re.compile(r"\b(Bearer|Basic)\s+([A-Za-z0-9._~+/=-]{16,})")
+_USERINFO = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*://)[^\s/@'\"]*:?[^\s/@'\"]*@")
+
+_STRONG_WORDS = r"password|passwd|passphrase|secret|credentials?|(?:api|access|account|auth|private|secret|signing|encryption|license|wandb)[_-]?key"
+_WEAK_WORDS = r"token|auth|authorization|signature|sig|pat"
+_KEY = rf"(?<![A-Za-z0-9])(?P<key>[A-Za-z0-9_.\-]*?(?:(?P<strong>{_STRONG_WORDS})|(?<![A-Za-z])(?:{_WEAK_WORDS})))"
+_ASSIGNED = re.compile(
+    rf"{_KEY}(?P<between>[\"']?\s*(?:=|:)\s*|[\"']\s*,\s*)(?P<quote>[\"']?)(?P<value>[^\s\"',;&)}}\]]+)", re.IGNORECASE
+)
+_FLAGGED = re.compile(rf"(?<!\S)--?{_KEY}(?P<between>\s+)(?P<quote>[\"']?)(?P<value>[^\s\"'-][^\s\"']*)", re.IGNORECASE)
+_FLAG = re.compile(rf"--?{_KEY}", re.IGNORECASE)
+_NOT_SECRET = re.compile(
+    r"(?i)none|null|true|false|yes|no|auto|\*+|[-+]?[0-9.]{1,5}(?:e[-+]?[0-9]+)?|<[^>]*>|\[[^\]]*\]?|\$.*"
+)
+_TOKEN_SHAPE = re.compile(r"(?=[^0-9]*[0-9])(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9_\-+/=.~%]{12,}")
+
+_HOMES = re.compile(r"(?<![\w.~-])(?:/home/|/Users/|[A-Za-z]:\\+Users\\+)(?!\.)[^/\\\s\"':;,)>\]]+")
+
+
+def redact_text(text: str) -> str:
+    """Free text without credentials, home folders and this machine's name."""
+    text = _PRIVATE_KEY.sub(REDACTED, text)
+    text = _USERINFO.sub(rf"\g<1>{REDACTED}@", text)
+    text = _KNOWN_SECRET.sub(REDACTED, text)
+    text = _BEARER.sub(rf"\g<1> {REDACTED}", text)
+    text = _ASSIGNED.sub(_hide_value, text)
+    text = _FLAGGED.sub(_hide_value, text)
+    return _hide_places(text)
+
+
+def redact_argv(argv: Sequence[str]) -> list[str]:
+    """A command line without credentials: ``--token VALUE``, ``--token=VALUE`` and ``hub.token=VALUE`` alike."""
+    clean: list[str] = []
+    flag: re.Match[str] | None = None
+    for argument in argv:
+        if (
+            flag is not None
+            and not argument.startswith("-")
+            and _could_be_secret(argument, strong=bool(flag["strong"]))
+        ):
+            clean.append(REDACTED)
+        else:
+            clean.append(redact_text(argument))
+        flag = _FLAG.fullmatch(argument)
+    return clean
+
+
+def redact_remote(url: str) -> str:
+    """A remote's address without user name, password and query; a local folder becomes its last part."""
+    parts = urlsplit(url)
+    if not parts.scheme:
+        return redact_text(url) if ":" in url else Path(url).name
+    if parts.scheme == "file":
+        return Path(parts.path).name
+    host = parts.netloc.rpartition("@")[2]
+    return _KNOWN_SECRET.sub(REDACTED, urlunsplit((parts.scheme, host, parts.path, "", "")))
+
+
+def select_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that may matter to a run and hold nothing private, sorted by name."""
+    return {
+        name: redact_text(value)
+        for name, value in sorted(environment.items())
+        if any(fnmatch.fnmatchcase(name, allowed) for allowed in ALLOWED_VARIABLES) and not _FLAG.fullmatch(f"--{name}")
+    }
+
+
+def _hide_value(match: re.Match[str]) -> str:
+    if not _could_be_secret(match["value"], strong=bool(match["strong"])):
+        return match[0]
+    return match[0][: match.start("value") - match.start()] + REDACTED
+
+
+def _could_be_secret(value: str, *, strong: bool) -> bool:
+    """Whether ``value`` may be what its name promises; after a weak word such as ``token`` it must look like a key."""
+    if _NOT_SECRET.fullmatch(value) or value.startswith(REDACTED):
+        return False
+    return strong or _TOKEN_SHAPE.fullmatch(value) is not None
+
+
+def _hide_places(text: str) -> str:
+    """Home folders as ``~``, the machine's name as ``localhost``."""
+    home = str(Path.home())
+    if len(home) > 1:
+        text = re.sub(rf"(?<![\w.~/\\-]){re.escape(home)}(?![\w.-])", "~", text)
+    text = _HOMES.sub("~", text)
+    host = _distinctive_host()
+    return re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", "localhost", text) if host else text
+
+
+@functools.cache
+def _distinctive_host() -> str | None:
+    """This machine's name, or ``None`` when it is a plain word that may well stand in a text by itself."""
+    host = socket.gethostname()
+    is_distinctive = len(host) >= 4 and not host.startswith("localhost") and re.search(r"[0-9.-]", host)
+    return host if is_distinctive else None

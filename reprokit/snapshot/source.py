@@ -1,0 +1,84 @@
+"""Which code ran: the git commit, branch and uncommitted changes around a script, its remote, and the command line.
+
+Everything is optional: without a repository, without git, on a detached head or before the first commit, the rest is
+still told. Credentials are taken out before anything is stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from reprokit.snapshot.redact import redact_argv, redact_remote, redact_text
+
+if TYPE_CHECKING:
+    import git
+
+T = TypeVar("T")
+
+MAX_DIFF_CHARACTERS = 200_000
+GIT_SECONDS = 10.0
+
+
+def describe_source(path: Path | None, argv: Sequence[str]) -> dict[str, Any]:
+    """The command line and, when ``path`` (or the current folder) lies in a repository, its state; never raises."""
+    described: dict[str, Any] = {"command": redact_argv(argv)}
+    start = path.resolve().parent if path is not None and path.exists() else Path.cwd()
+    repository = _open_repository(start)
+    if repository is not None:
+        with repository:
+            described.update(_describe_repository(repository, path))
+    return described
+
+
+def _open_repository(folder: Path) -> git.Repo | None:
+    """The repository around ``folder``; ``None`` without one, and without a git program (GitPython then fails on import)."""
+    with contextlib.suppress(Exception):
+        import git
+
+        return git.Repo(folder, search_parent_directories=True)
+    return None
+
+
+def _describe_repository(repository: git.Repo, path: Path | None) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "commit": _attempt(lambda: repository.head.commit.hexsha),
+        "branch": _attempt(lambda: repository.active_branch.name),
+        "remote": _attempt(lambda: redact_remote(_remote_url(repository))),
+        "dirty": _attempt(repository.is_dirty),
+        "file": _attempt(lambda: _path_inside(repository, path)),
+    }
+    if described["dirty"] and described["commit"] is not None:
+        described.update(_attempt(lambda: _describe_changes(repository)) or {})
+    return described
+
+
+def _remote_url(repository: git.Repo) -> str:
+    """The address of ``origin``, else of the first remote; raises without one."""
+    remotes = {remote.name: remote for remote in repository.remotes}
+    remote = remotes.get("origin") or next(iter(remotes.values()))
+    return next(iter(remote.urls))
+
+
+def _describe_changes(repository: git.Repo) -> dict[str, Any]:
+    """The uncommitted changes of tracked files, cut to a bearable size."""
+    changes: str = repository.git.diff(
+        "HEAD", "--no-color", "--no-ext-diff", "--no-textconv", kill_after_timeout=GIT_SECONDS
+    )
+    shown = redact_text(changes[:MAX_DIFF_CHARACTERS])
+    return {"diff": shown, "diff_truncated": len(changes) > MAX_DIFF_CHARACTERS}
+
+
+def _path_inside(repository: git.Repo, path: Path | None) -> str | None:
+    top = repository.working_tree_dir
+    return path.resolve().relative_to(Path(top).resolve()).as_posix() if path is not None and top is not None else None
+
+
+def _attempt(question: Callable[[], T]) -> T | None:
+    """The answer, or ``None`` when the repository has none."""
+    try:
+        return question()
+    except Exception:
+        return None
