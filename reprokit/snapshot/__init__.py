@@ -1,1 +1,1 @@
-"""The snapshot file and what goes into it: format, environment, source, random state, and the redaction of all of these."""
+"""The snapshot file and what goes into it: environment, source, random state, and their redaction."""

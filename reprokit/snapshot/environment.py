@@ -19,24 +19,14 @@ import torch
 from reprokit.snapshot.redact import redact_text, select_variables
 
 COLLECT_SECONDS = 30.0
-_VERSIONS = (
-    "numpy",
-    "transformers",
-    "lightning",
-    "pytorch_lightning",
-    "accelerate",
-    "deepspeed",
-    "triton",
-    "torchvision",
-    "torchaudio",
-)
+_LIBRARIES = ("accelerate", "deepspeed", "lightning", "numpy", "pytorch_lightning", "transformers", "triton")
 
 
 def collect_environment(timeout: float = COLLECT_SECONDS) -> dict[str, Any]:
-    """Everything about the environment as plain data; ``collect_env`` is empty when it took longer than ``timeout`` seconds."""
+    """Everything about the environment as plain data; ``collect_env`` is empty when it takes over ``timeout`` s."""
     return {
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "platform": redact_text(platform.platform()),
         "machine": platform.machine(),
         "libraries": _library_versions(),
@@ -58,9 +48,9 @@ def collect_switches() -> dict[str, Any]:
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
         "cudnn_deterministic": torch.backends.cudnn.deterministic,
         "matmul_precision": torch.get_float32_matmul_precision(),
-        "matmul_tf32": torch.get_float32_matmul_precision() != "highest",
+        "matmul_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
         "num_threads": torch.get_num_threads(),
-        "num_interop_threads": torch.get_num_interop_threads(),
         "default_dtype": str(torch.get_default_dtype()),
         "flush_denormal": _flushes_denormals(),
         "anomaly_mode": torch.is_anomaly_enabled(),
@@ -69,21 +59,22 @@ def collect_switches() -> dict[str, Any]:
 
 def _library_versions() -> dict[str, str]:
     """Versions of libraries near torch that the program has imported."""
-    modules = ((name, sys.modules.get(name)) for name in _VERSIONS)
-    return {name: str(module.__version__) for name, module in modules if hasattr(module, "__version__")}
+    versions = {name: getattr(sys.modules.get(name), "__version__", None) for name in _LIBRARIES}
+    return {name: str(version) for name, version in versions.items() if version is not None}
 
 
 def _cudnn_version() -> int | None:
     if torch.version.cuda is None:
         return None
     with contextlib.suppress(Exception):
-        return int(torch.backends.cudnn.version() or 0) or None
+        version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        return version
     return None
 
 
 def _device_names() -> list[str]:
     """The accelerators in use; a device that the program never started is not started for this."""
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     with contextlib.suppress(Exception):
         return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -97,7 +88,7 @@ def _flushes_denormals() -> bool:
 
 
 def _collect_env_text(timeout: float) -> str:
-    """The text of ``python -m torch.utils.collect_env``, in a session of its own so that a hanging tool can be ended too."""
+    """The text of ``python -m torch.utils.collect_env``, run in a session of its own so that all of it can be ended."""
     command = [sys.executable, "-P", "-m", "torch.utils.collect_env"]
     try:
         process = subprocess.Popen(

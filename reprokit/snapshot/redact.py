@@ -1,7 +1,7 @@
-"""Taking secrets and personal names out of what is stored or printed: text, command lines, remotes, environment variables.
+"""Taking secrets and personal names out of what is stored or printed: text, command lines, remotes, variables.
 
 A value is a secret when its own shape says so (a known key format), or when the word before it names a secret *and* the
-value could be one. Both are needed: ``--max-tokens 512``, ``pad_token_id`` and a git hash look like one only at a glance.
+value could be one: ``--max-tokens 512``, ``pad_token_id`` and a git hash look like one only at a glance.
 Home folders become ``~``. Redacting twice gives the same as once.
 """
 
@@ -18,10 +18,12 @@ from urllib.parse import urlsplit, urlunsplit
 REDACTED = "***"
 
 ALLOWED_VARIABLES = (
-    "ACCELERATE_*", "CUBLAS_*", "CUDA*", "CUDNN_*", "GOMP_*", "HIP_*", "HSA_*", "KMP_*", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
-    "MIOPEN_*", "MKL_*", "NCCL*", "NVIDIA_TF32_OVERRIDE", "NVIDIA_VISIBLE_DEVICES", "OMP_*", "OPENBLAS_*", "PYTHONHASHSEED",
-    "PYTORCH_*", "RANK", "ROCR_*", "TOKENIZERS_PARALLELISM", "TORCH*", "TRITON_*", "WORLD_SIZE", "XLA_FLAGS",
-)  # fmt: skip
+    *("ACCELERATE_*", "CUBLAS_*", "CUDA*", "CUDNN_*", "NCCL*", "NVIDIA_TF32_OVERRIDE", "NVIDIA_VISIBLE_DEVICES"),
+    *("HIP_*", "HSA_*", "MIOPEN_*", "ROCR_*", "XLA_FLAGS"),
+    *("GOMP_*", "KMP_*", "MKL_*", "OMP_*", "OPENBLAS_*"),
+    *("PYTORCH_*", "TORCH*", "TRITON_*", "PYTHONHASHSEED", "TOKENIZERS_PARALLELISM"),
+    *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE"),
+)
 
 _KNOWN_SECRET = re.compile(
     r"""
@@ -42,7 +44,8 @@ _PRIVATE_KEY = re.compile(r"-----BEGIN ([A-Z ]*PRIVATE KEY)-----.*?(?:-----END \
 _BEARER = re.compile(r"\b(Bearer|Basic)\s+([A-Za-z0-9._~+/=-]{16,})")
 _USERINFO = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*://)[^\s/@'\"]*:?[^\s/@'\"]*@")
 
-_STRONG_WORDS = r"password|passwd|passphrase|secret|credentials?|(?:api|access|account|auth|private|secret|signing|encryption|license|wandb)[_-]?key"
+_KEY_OWNERS = r"api|access|account|auth|private|secret|signing|encryption|license|wandb"
+_STRONG_WORDS = rf"password|passwd|passphrase|secret|credentials?|(?:{_KEY_OWNERS})[_-]?key"
 _WEAK_WORDS = r"token|auth|authorization|signature|sig|pat"
 _KEY = rf"(?<![A-Za-z0-9])(?P<key>[A-Za-z0-9_.\-]*?(?:(?P<strong>{_STRONG_WORDS})|(?<![A-Za-z])(?:{_WEAK_WORDS})))"
 _ASSIGNED = re.compile(

@@ -1,7 +1,7 @@
 """The state of every random generator a training loop may draw from, as plain data and tensors.
 
 Only generators that the program has already touched are read: NumPy's when NumPy is imported, an accelerator's when it
-is initialised. Reading draws nothing and starts no device.
+is initialised. Reading draws nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def get_rng_state() -> dict[str, Any]:
-    """The states of Python's, NumPy's, torch's CPU and every accelerator's generator; survives ``weights_only`` loading."""
+    """The states of the generators of Python, NumPy, torch and every accelerator, loadable with ``weights_only``."""
     state: dict[str, Any] = {"python": _python_state(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -34,7 +34,7 @@ def describe_source(path: Path | None, argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _open_repository(folder: Path) -> git.Repo | None:
-    """The repository around ``folder``; ``None`` without one, and without a git program (GitPython then fails on import)."""
+    """The repository around ``folder``; ``None`` without one, or without git (GitPython then fails on import)."""
     with contextlib.suppress(Exception):
         import git
 

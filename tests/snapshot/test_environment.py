@@ -1,0 +1,69 @@
+"""The environment is collected as plain data, within its time, and without raising."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from reprokit.snapshot import environment
+from reprokit.snapshot.environment import collect_environment, collect_switches
+
+
+def test_versions_and_text() -> None:
+    collected = collect_environment()
+    assert collected["torch"] == torch.__version__
+    assert collected["python"] == platform.python_version()
+    assert "PyTorch version" in collected["collect_env"]
+    json.dumps(collected)
+
+
+def test_loads_as_plain_data(tmp_path: Path) -> None:
+    collected = collect_environment(timeout=0)
+    torch.save(collected, tmp_path / "environment.pt")
+    assert torch.load(tmp_path / "environment.pt", weights_only=True) == collected
+
+
+def test_time_limit() -> None:
+    started = time.perf_counter()
+    assert collect_environment(timeout=0.05)["collect_env"] == ""
+    assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize("executable", ["", "/nowhere/python", "/bin/false"])
+def test_without_a_working_interpreter(monkeypatch: pytest.MonkeyPatch, executable: str) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    assert collect_environment()["collect_env"] == ""
+
+
+def test_modules_beside_the_script_do_not_shadow_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit(1)\n")
+    monkeypatch.chdir(tmp_path)
+    assert "PyTorch version" in environment._collect_env_text(60)
+
+
+def test_switches_tell_what_is_set() -> None:
+    before = torch.get_num_threads()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_num_threads(1)
+    try:
+        switches = collect_switches()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(before)
+    assert switches["deterministic_algorithms"]
+    assert switches["deterministic_warn_only"]
+    assert switches["num_threads"] == 1
+
+
+def test_variables_by_allowlist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    monkeypatch.setenv("MY_OWN_SETTING", "private")
+    variables = collect_environment(timeout=0)["variables"]
+    assert variables["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert "MY_OWN_SETTING" not in variables

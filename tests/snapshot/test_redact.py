@@ -1,0 +1,150 @@
+"""Redaction hides secrets and personal names and leaves ordinary text alone."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reprokit.snapshot import redact
+from reprokit.snapshot.redact import REDACTED, redact_argv, redact_remote, redact_text, select_variables
+
+ALPHANUMERIC = string.ascii_letters + string.digits
+HEX_KEY = "0123456789abcdef0123456789abcdef01234567"
+HF_TOKEN = "hf_" + "aB3dE6gH9jK2mN5pQ8sT"
+PASSWORD_FLAGS = ["--password", "--db-password", "--api-key", "--wandb_api_key", "--client-secret", "-password"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["train.py", "--max-tokens", "512"],
+        ["train.py", "--max-token", "512"],
+        ["train.py", "--pad_token_id=50256", "--pad-token", "<pad>"],
+        ["train.py", "--commit", "0123456789abcdef0123456789abcdef01234567"],
+        ["train.py", "--tokenizer", "bert-base-uncased-whole-word-2019"],
+        ["train.py", "--token-dropout", "0.15", "--secret-weight", "0.5"],
+        ["train.py", "--use-auth-token", "true", "--author", "somebody123456789"],
+        ["train.py", "--lr", "3e-4", "model.token_embedding=learned_positions_2d", "--key", "value"],
+        ["train.py", "--password", "--verbose"],
+    ],
+)
+def test_ordinary_command_lines_stay(argv: list[str]) -> None:
+    assert redact_argv(argv) == argv
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["train.py", "--hub-token", HEX_KEY],
+        ["train.py", f"--hub_token={HEX_KEY}"],
+        ["train.py", f"hub.token={HEX_KEY}"],
+        ["train.py", f"+wandb.api_key={HEX_KEY}"],
+        ["train.py", "--note", f"HF_TOKEN={HEX_KEY}"],
+        ["train.py", "--config", f'{{"token": "{HEX_KEY}"}}'],
+        ["train.py", "--header", f"Authorization: Bearer {HEX_KEY}"],
+        ["train.py", "--data", f"https://me:{HEX_KEY}@example.org/data"],
+    ],
+)
+def test_keys_in_command_lines_go(argv: list[str]) -> None:
+    clean = " ".join(redact_argv(argv))
+    assert HEX_KEY not in clean
+    assert REDACTED in clean
+
+
+def test_a_known_key_format_needs_no_name() -> None:
+    assert redact_text(f"login({HF_TOKEN})") == f"login({REDACTED})"
+    assert redact_text("key AKIAABCDEFGHIJKLMNOP here") == f"key {REDACTED} here"
+
+
+def test_private_keys_go_whole() -> None:
+    key = "-----BEGIN RSA PRIVATE KEY-----\nMIIabc\n-----END RSA PRIVATE KEY-----"
+    assert redact_text(f"before\n{key}\nafter") == f"before\n{REDACTED}\nafter"
+    assert "MIIabc" not in redact_text(key.removesuffix("-----END RSA PRIVATE KEY-----"))
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("https://github.com/org/repo.git", "https://github.com/org/repo.git"),
+        ("https://me:abc@github.com/org/repo.git", "https://github.com/org/repo.git"),
+        ("https://oauth2:abc@gitlab.example/org/repo?token=1#x", "https://gitlab.example/org/repo"),
+        ("ssh://git@example.org:22/org/repo", "ssh://example.org:22/org/repo"),
+        ("git@github.com:org/repo.git", "git@github.com:org/repo.git"),
+        ("/home/ada/work/repo", "repo"),
+        ("file:///home/ada/work/repo", "repo"),
+    ],
+)
+def test_remotes(url: str, expected: str) -> None:
+    assert redact_remote(url) == expected
+
+
+def test_home_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: Path("/srv/people/ada"))
+    assert redact_text('File "/srv/people/ada/train.py"') == 'File "~/train.py"'
+    assert redact_text("/home/grace/x and /Users/grace/x") == "~/x and ~/x"
+    assert redact_text("/data/home/x stays") == "/data/home/x stays"
+    assert redact_text("/srv/people/adam/x") == "/srv/people/adam/x"
+
+
+@pytest.mark.parametrize(
+    ("host", "text", "expected"),
+    [
+        ("gpu-node-17", "on gpu-node-17:29500", "on localhost:29500"),
+        ("train", "the train loop", "the train loop"),
+    ],
+)
+def test_the_name_of_the_machine(monkeypatch: pytest.MonkeyPatch, host: str, text: str, expected: str) -> None:
+    monkeypatch.setattr(redact.socket, "gethostname", lambda: host)
+    redact._distinctive_host.cache_clear()
+    assert redact_text(text) == expected
+    redact._distinctive_host.cache_clear()
+
+
+def test_only_allowed_variables() -> None:
+    environment = {
+        "TORCH_LOGS": "graph",
+        "OMP_NUM_THREADS": "4",
+        "RANK": "0",
+        "PYTHONHASHSEED": "0",
+        "TORCH_HUB_TOKEN": "short",
+        "HF_TOKEN": HF_TOKEN,
+        "HOME": "/home/ada",
+        "MASTER_ADDR": "10.0.0.1",
+    }
+    assert list(select_variables(environment)) == ["OMP_NUM_THREADS", "PYTHONHASHSEED", "RANK", "TORCH_LOGS"]
+
+
+@given(st.text())
+def test_redacting_twice_is_redacting_once(text: str) -> None:
+    once = redact_text(text)
+    assert redact_text(once) == once
+
+
+@given(
+    st.sampled_from(["token=", "--api-key ", "password: ", "https://u:", "HF_TOKEN=", '"secret": "']),
+    st.text(ALPHANUMERIC + " \n\"'=:-/@", max_size=60),
+    st.text(ALPHANUMERIC + " \n\"'=:-/@", max_size=60),
+)
+def test_redacting_twice_near_secrets(name: str, before: str, after: str) -> None:
+    once = redact_text(before + name + after)
+    assert redact_text(once) == once
+
+
+@given(
+    st.sampled_from(PASSWORD_FLAGS),
+    st.text(ALPHANUMERIC, min_size=8, max_size=40).filter(lambda value: not value.isdigit()),
+    st.booleans(),
+)
+def test_a_password_never_survives(flag: str, value: str, joined: bool) -> None:
+    argv = ["train.py", f"{flag}={value}"] if joined else ["train.py", flag, value]
+    assert value not in " ".join(redact_argv(argv)[1:]).replace(flag, "")
+
+
+@given(st.integers(), st.floats(allow_nan=False), st.text("0123456789abcdef", min_size=40, max_size=40))
+def test_numbers_and_hashes_stay(number: int, rate: float, commit: str) -> None:
+    argv = ["--max-tokens", str(number), "--lr", str(rate), "--commit", commit, f"eos_token_id={number}"]
+    assert redact_argv(argv) == argv

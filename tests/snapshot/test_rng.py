@@ -1,0 +1,54 @@
+"""Random states go to a file and back, and draw the same numbers afterwards."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from reprokit.snapshot.rng import get_rng_state, set_rng_state
+
+
+def draw() -> list[Any]:
+    return [random.random(), random.gauss(0, 1), numpy.random.rand(), numpy.random.randn(), torch.rand(3).tolist()]
+
+
+def test_round_trip() -> None:
+    random.gauss(0, 1)  # leaves a second number waiting
+    numpy.random.randn()
+    state = get_rng_state()
+    first = draw()
+    set_rng_state(state)
+    assert draw() == first
+
+
+def test_survives_a_file_of_plain_data(tmp_path: Path) -> None:
+    state = get_rng_state()
+    first = draw()
+    torch.save(state, tmp_path / "state.pt")
+    set_rng_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert draw() == first
+
+
+def test_reading_draws_nothing() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(2)
+    torch.manual_seed(0)
+    get_rng_state()
+    assert torch.equal(torch.rand(2), expected)
+
+
+def test_a_state_from_a_program_without_numpy() -> None:
+    state = get_rng_state()
+    del state["numpy"]
+    numpy.random.seed(1)
+    before = numpy.random.get_state()[1].tolist()
+    set_rng_state(state)
+    assert numpy.random.get_state()[1].tolist() == before
+
+
+def test_states_of_devices_that_are_not_here_are_left_out() -> None:
+    set_rng_state({**get_rng_state(), "cuda": [torch.zeros(16, dtype=torch.uint8)] * 64})
