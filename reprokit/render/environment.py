@@ -1,0 +1,39 @@
+"""The Jinja environment and where the templates are: in the installed package, else beside the repository's root."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from reprokit.errors import UsageError
+
+
+@functools.cache
+def template_folder() -> Path:
+    """The folder with the templates; raises `UsageError` when the installation has none."""
+    package = Path(__file__).resolve().parent.parent
+    for folder in (package / "templates", package.parent / "templates"):
+        if folder.is_dir():
+            return folder
+    raise UsageError("the templates are missing from this installation", hint="pip install --force-reinstall torch-reprokit")
+
+
+@functools.cache
+def jinja_environment(folder: Path | None = None) -> jinja2.Environment:
+    """An environment for the templates in ``folder`` (the tool's own by default); HTML is escaped, a missing name is an error."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader([folder, template_folder()] if folder is not None else [template_folder()]),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=jinja2.select_autoescape(("html", "html.j2")),
+    )
+
+
+def render_template(name: str, folder: Path | None = None, **context: Any) -> str:
+    """The text of a template."""
+    return jinja_environment(folder).get_template(name).render(**context)

@@ -1,0 +1,88 @@
+"""The sentences about a failure that every rendering shares: what fails, what was observed, what was expected."""
+
+from __future__ import annotations
+
+from reprokit.locate.failure import Failure
+
+_OPERATORS = {
+    "add": "addition",
+    "sub": "subtraction",
+    "rsub": "subtraction",
+    "mul": "multiplication",
+    "div": "division",
+    "truediv": "division",
+    "rtruediv": "division",
+    "floordiv": "floor division",
+    "matmul": "matmul",
+    "pow": "power",
+    "rpow": "power",
+    "neg": "negation",
+    "getitem": "indexing",
+    "setitem": "index assignment",
+}
+
+
+def kind_words(failure: Failure) -> str:
+    """``nan``, ``inf``, ``-inf`` or the exception's type."""
+    if failure.exception is not None:
+        return failure.exception[0]
+    return {"+inf": "inf", "-inf": "-inf"}.get(failure.way, "nan")
+
+
+def short_call(failure: Failure) -> str:
+    """The origin in a word or two: ``softmax``, ``division``, ``Adam.step``."""
+    if failure.call is None:
+        return failure.input_name or "an input"
+    parts = failure.call.split(".")
+    if failure.call.startswith("torch.optim."):
+        return ".".join(parts[2:])
+    name = parts[-2] if parts[-1] in ("__get__", "__set__") else parts[-1]
+    return _OPERATORS.get(name.strip("_"), name)
+
+
+def headline(failure: Failure) -> str:
+    """One line without punctuation at its end: ``softmax returns nan``."""
+    call, kind = short_call(failure), kind_words(failure)
+    if failure.kind == "exception":
+        return f"{call} raises {kind}"
+    if failure.call is None:
+        return f"{call} is {kind} before the first call"
+    if failure.phase == "backward":
+        return f"gradient of {call} is {kind}"
+    if failure.phase == "optimizer" and failure.call.startswith("torch.optim."):
+        return f"{call} makes a parameter {kind}"
+    return f"{call} returns {kind}"
+
+
+def observed(failure: Failure) -> str:
+    """What happens, as a sentence."""
+    name, kind = f"`{failure.call or short_call(failure)}`", kind_words(failure)
+    if failure.exception is not None:
+        first_line = (failure.exception[1].strip().splitlines() or [""])[0]
+        return f"{name} raises `{kind}`" + (f": {first_line}" if first_line else ".")
+    if failure.call is None:
+        return f"The input {name} is already {kind} before the first call reads it."
+    if failure.phase == "backward":
+        node = f" ({failure.backward_node})" if failure.backward_node else ""
+        return f"The backward pass of {name}{node} turns a good gradient into {kind}, while its forward result is fine."
+    if failure.phase == "optimizer":
+        return f"{name} turns a finite parameter with a finite gradient into {kind}."
+    return f"{name} returns {kind} although none of its inputs is {kind}."
+
+
+def expected(failure: Failure) -> str:
+    """What should happen instead, as a sentence that claims no more than is known."""
+    if failure.kind == "exception":
+        return "The call returns, or the error says which of its arguments is wrong."
+    if failure.call is None:
+        return "Inputs are free of such values, or are rejected where they enter."
+    if failure.phase == "backward":
+        return "A finite gradient, as the forward result is finite."
+    if failure.phase == "optimizer":
+        return "A finite parameter after the step."
+    return "A finite result, or an error that says why there is none."
+
+
+def phase_words(failure: Failure) -> str:
+    """Where in the step it happens."""
+    return {"forward": "in the forward pass", "backward": "in the backward pass", "optimizer": "in the optimizer step"}[failure.phase]
