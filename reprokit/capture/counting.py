@@ -1,6 +1,7 @@
 """Counting iterations as a person would: one per attempted optimizer step, however many optimizers there are.
 
-An optimizer that takes over from another one (it holds the same parameters, or the other one is gone) goes on with its count; of
+An optimizer that takes over from another one (it holds the same parameters, or the other one is gone) goes on with
+its count; of
 several that live side by side, the one that has stepped most often counts.
 """
 

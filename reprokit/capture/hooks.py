@@ -23,7 +23,8 @@ class Listener(Protocol):
         """An optimizer's step ended."""
 
     def around(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Perform ``target`` as one thing (``zero_grad``, ``clip``, ``scale``, ``unscale``, ``scaler_step``, ``scaler_update``)."""
+        """Perform ``target`` as one thing (``zero_grad``, ``clip``, ``scale``, ``unscale``, ``scaler_step``,
+        ``scaler_update``)."""
 
     def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Perform ``torch.autograd.backward`` called by the loop itself."""
@@ -42,7 +43,9 @@ class Hooks:
         before = optimizers.register_optimizer_step_pre_hook(
             lambda optimizer, args, kwargs: listener.before_step(optimizer, args, kwargs)
         )
-        after = optimizers.register_optimizer_step_post_hook(lambda optimizer, args, kwargs: listener.after_step(optimizer))
+        after = optimizers.register_optimizer_step_post_hook(
+            lambda optimizer, args, kwargs: listener.after_step(optimizer)
+        )
         self._undo += [before.remove, after.remove]
         self._wrap(torch.optim.Optimizer, "zero_grad", "zero_grad")
         self._wrap(torch.nn.Module, "zero_grad", "zero_grad")

@@ -45,7 +45,8 @@ def replay(
 ) -> Replayed:
     """Run ``entries`` again and record them.
 
-    ``saved`` holds what outside tensors contained before the loop wrote into them. ``perform_last`` is false when the last
+    ``saved`` holds what outside tensors contained before the loop wrote into them. ``perform_last`` is false when
+    the last
     entry is a differentiation that the loop did not come to, because its start was already bad.
     """
     player = _Player(saved, describe)
@@ -242,7 +243,9 @@ class _Player:
         for tensor, version in entry.versions:
             untouched = version < 0 or tensor._version == version or isinstance(tensor, torch.nn.Parameter)
             if not untouched and id(tensor) not in self._saved and id(tensor) not in self._made:
-                self.mismatches.append("a tensor was written after the step had used it, by something the tape cannot see")
+                self.mismatches.append(
+                    "a tensor was written after the step had used it, by something the tape cannot see"
+                )
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -282,4 +285,3 @@ def _set_rng(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])
-

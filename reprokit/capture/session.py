@@ -1,7 +1,9 @@
 """A capture session: from installing the hooks to a snapshot on disk, and back to a world without reprokit.
 
-The session listens to the tape and the hooks, decides whether a step is bad, and on the first bad step replays it, locates
-the origin and saves. Nothing it does may stop, slow or change the training: an error of its own is said once and switches it off.
+The session listens to the tape and the hooks, decides whether a step is bad, and on the first bad step replays it,
+locates
+the origin and saves. Nothing it does may stop, slow or change the training: an error of its own is said once and
+switches it off.
 """
 
 from __future__ import annotations
@@ -34,18 +36,21 @@ from reprokit.snapshot.format import Snapshot, save
 TIMELINE_STEPS = 100
 SETTLED_AFTER = 2  # optimizer steps after which every root module is taken to be known
 COLLAPSED_SCALE = 1.0
-SKIPPED_STREAK = 20
+SKIPPED_STREAK = 100
 
 
 class CaptureStop(SystemExit):
-    """Ends the user's script after a capture. As a `SystemExit` it passes ``except Exception`` and prints no traceback."""
+    """Ends the user's script after a capture. As a `SystemExit` it passes ``except Exception`` and prints no
+    traceback."""
 
 
 class Session:
     """Watches a training loop and saves its first failing step.
 
-    Use as a context manager. ``output`` is the file to write (made from ``name`` and the step inside ``directory`` when ``None``); ``after`` says whether
-    the loop is stopped (`CaptureStop` is raised in it) or goes on unwatched. ``snapshots`` are the files written and ``results`` their summaries.
+    Use as a context manager. ``output`` is the file to write (made from ``name`` and the step inside ``directory``
+    when ``None``); ``after`` says whether
+    the loop is stopped (`CaptureStop` is raised in it) or goes on unwatched. ``snapshots`` are the files written and
+    ``results`` their summaries.
     """
 
     def __init__(
@@ -92,14 +97,13 @@ class Session:
     def __enter__(self) -> Session:
         self._hooks.install()
         self._tape.install()
-        self._tape.__enter__()
+        self._tape.__enter__()  # type: ignore[no-untyped-call]
         self._active = True
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> bool:
+    def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:
         self._leave()
-        self._tape.__exit__(exc_type, exc, traceback)
-        return False
+        self._tape.__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
 
     def _leave(self) -> None:
         """Take everything away; the mode itself is popped by ``__exit__``."""
@@ -189,6 +193,8 @@ class Session:
         return output
 
     def _around_clip(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args and isinstance(args[0], Iterator):
+            args = (list(args[0]), *args[1:])  # a generator can be read only once
         output = self._perform(kind, target, args, kwargs)
         self._clipped = output if isinstance(output, torch.Tensor) else None
         return output
@@ -199,7 +205,9 @@ class Session:
         with self._tape.paused():
             return target(*args, **kwargs)
 
-    def _around_unscale(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _around_unscale(
+        self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         output = target(*args, **kwargs)
         frame = sys._getframe(3)
 
@@ -210,7 +218,9 @@ class Session:
         self._guarded(note)
         return output
 
-    def _around_scaler_step(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _around_scaler_step(
+        self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """A grad scaler's step: when it leaves the optimizer's step out, that is an attempt all the same."""
         optimizer = args[1] if len(args) > 1 else kwargs["optimizer"]
         before = self._iterations.attempts(optimizer)
@@ -403,7 +413,10 @@ class Session:
             source=describe_source(script, self._command),
             settings=_settings(),
             rng=get_rng_state(),
-            timeline=[*self._timeline, {"step": self._iterations.completed, "loss": self._loss, "lr": None, "seconds": None}],
+            timeline=[
+                *self._timeline,
+                {"step": self._iterations.completed, "loss": self._loss, "lr": None, "seconds": None},
+            ],
             command=self._command,
         )
 
@@ -427,7 +440,9 @@ class Session:
                     parameter.grad = grad
 
     def _take_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        parameters = {id(p): p for root in self._roots.values() if (m := root()) is not None for p in m.parameters()}
+        parameters: dict[int, torch.Tensor] = {
+            id(p): p for root in self._roots.values() if (m := root()) is not None for p in m.parameters()
+        }
         for entry in self._tape.entries:
             for tensor, _ in entry.versions:
                 if is_leaf(tensor):
@@ -493,5 +508,3 @@ def _set_python_generators(states: dict[str, Any]) -> None:
     random.setstate(states["python"])
     if "numpy" in states:
         sys.modules["numpy"].random.set_state(states["numpy"])
-
-

@@ -19,7 +19,7 @@ def iter_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """Every tensor in ``value``, in an order that depends on its structure only."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, _ATOMS) or isinstance(value, _OPAQUE) or depth > _MAX_DEPTH:
+    elif isinstance(value, (*_ATOMS, *_OPAQUE)) or depth > _MAX_DEPTH:
         return
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -33,10 +33,11 @@ def iter_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: int = 0) -> Any:
-    """``value`` with every tensor changed; containers that hold a changed tensor are copied, everything else is shared."""
+    """``value`` with every tensor changed; containers that hold a changed tensor are copied, everything else is
+    shared."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, _ATOMS) or isinstance(value, _OPAQUE) or depth > _MAX_DEPTH:
+    if isinstance(value, (*_ATOMS, *_OPAQUE)) or depth > _MAX_DEPTH:
         return value
     if isinstance(value, (list, tuple)):
         items = [map_tensors(item, change, depth + 1) for item in value]

@@ -1,7 +1,8 @@
 """The tape: what the training loop did since its parameters last changed, noted at the outermost level only.
 
 One entry per call of a root module, per torch function the loop itself called, per differentiation. Inside a root
-module the tape is not present: its mode is off the stack and nothing runs. Entries hold references, not copies; the tape is
+module the tape is not present: its mode is off the stack and nothing runs. Entries hold references, not copies; the
+tape is
 dropped after every optimizer step. What it cannot note (random outcomes, values from NumPy) is used later by its value.
 """
 
@@ -31,7 +32,8 @@ _CALL_IMPL = torch.nn.Module._call_impl.__code__
 class Entry:
     """One thing the loop did. ``kind``: ``module``, ``function``, ``differentiate``, ``zero_grad`` or ``optimizer``.
 
-    ``versions`` pairs the tensors it was given with their version counters. ``rng`` holds the states of the CPU and, where used,
+    ``versions`` pairs the tensors it was given with their version counters. ``rng`` holds the states of the CPU and,
+    where used,
     the CUDA generator before a call that may draw. ``outcome`` is what a random in-place function left.
     """
 
@@ -98,7 +100,7 @@ class Tape(TorchFunctionMode):
             tape._patch(type(self), original)
             return tape.call_module(original, self, args, kwargs)
 
-        torch.nn.Module.__call__ = __call__  # type: ignore[method-assign, assignment]
+        torch.nn.Module.__call__ = __call__  # type: ignore[method-assign]
 
     def settle(self) -> None:
         """The roots are known: stop watching every module. A root that appears later is met by `_meet`."""
@@ -271,7 +273,7 @@ class Tape(TorchFunctionMode):
         """Whether a tensor is a parameter, or shares memory with one that a root module holds."""
         if not isinstance(target, torch.Tensor) or isinstance(target, torch.nn.Parameter):
             return isinstance(target, torch.nn.Parameter)
-        if target.layout is not torch.strided or id(target) in self._made and not target._is_view():
+        if target.layout is not torch.strided or (id(target) in self._made and not target._is_view()):
             return False
         if self._memory is None:
             self._memory = {p.untyped_storage().data_ptr() for p in self.parameters() if p.layout is torch.strided}
@@ -313,7 +315,8 @@ class Tape(TorchFunctionMode):
         self._made.update(id(tensor) for tensor in iter_tensors(entry.output))
 
     def _meet(self, frame: FrameType) -> bool:
-        """Whether a root module that is not known yet is running; its class then tells the tape from its next call on."""
+        """Whether a root module that is not known yet is running; its class then tells the tape from its next call
+        on."""
         found = None
         walker: FrameType | None = frame
         while walker is not None:
@@ -340,7 +343,7 @@ class Tape(TorchFunctionMode):
         cls.__call__ = __call__  # type: ignore[method-assign]
 
 
-class _plain_call:  # noqa: N801 - a context manager used like a function
+class _plain_call:
     """While the tape still watches every module: let modules inside a root be called as if nobody did."""
 
     def __init__(self, tape: Tape) -> None:
@@ -400,12 +403,67 @@ def _first_user_frame(frame: FrameType) -> FrameType:
 
 
 _DIFFERENTIATION = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-_SILENT_METHODS = """size dim numel nelement item tolist numpy stride element_size data_ptr get_device is_floating_point
-    is_complex is_contiguous is_pinned is_signed storage_offset untyped_storage __len__ __float__ __int__ __bool__ __index__
-    __complex__ __repr__ __format__ __hash__ __contains__ __reduce_ex__ __deepcopy__ register_hook retain_grad""".split()
-_SILENT_ATTRIBUTES = """shape dtype device requires_grad is_leaf ndim is_cuda is_cpu grad_fn is_nested is_sparse layout
-    itemsize nbytes names output_nr _version _base is_meta is_quantized is_mkldnn is_mps is_xpu retains_grad
-    _backward_hooks""".split()
+_SILENT_METHODS = [
+    "size",
+    "dim",
+    "numel",
+    "nelement",
+    "item",
+    "tolist",
+    "numpy",
+    "stride",
+    "element_size",
+    "data_ptr",
+    "get_device",
+    "is_floating_point",
+    "is_complex",
+    "is_contiguous",
+    "is_pinned",
+    "is_signed",
+    "storage_offset",
+    "untyped_storage",
+    "__len__",
+    "__float__",
+    "__int__",
+    "__bool__",
+    "__index__",
+    "__complex__",
+    "__repr__",
+    "__format__",
+    "__hash__",
+    "__contains__",
+    "__reduce_ex__",
+    "__deepcopy__",
+    "register_hook",
+    "retain_grad",
+]
+_SILENT_ATTRIBUTES = [
+    "shape",
+    "dtype",
+    "device",
+    "requires_grad",
+    "is_leaf",
+    "ndim",
+    "is_cuda",
+    "is_cpu",
+    "grad_fn",
+    "is_nested",
+    "is_sparse",
+    "layout",
+    "itemsize",
+    "nbytes",
+    "names",
+    "output_nr",
+    "_version",
+    "_base",
+    "is_meta",
+    "is_quantized",
+    "is_mkldnn",
+    "is_mps",
+    "is_xpu",
+    "retains_grad",
+    "_backward_hooks",
+]
 _SILENT = frozenset(
     [getattr(torch.Tensor, name) for name in _SILENT_METHODS]
     + [

@@ -12,7 +12,8 @@ from reprokit.locate.ways import ways_of
 def bad_tensor(tensors: Iterable[torch.Tensor]) -> int | None:
     """The position of the first tensor that holds a NaN or an infinity, or ``None``.
 
-    One fused float32 norm per group of tensors screens; a finite tensor whose norm overflows is a false hit and is cleared.
+    One fused float32 norm per group of tensors screens; a finite tensor whose norm overflows is a false hit and is
+    cleared.
     """
     numbered = [(n, t.detach()) for n, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()]
     plain = [(n, t) for n, t in numbered if t.layout is torch.strided and t.numel()]

@@ -1,6 +1,7 @@
 """Naming the origin of a failure: the first call, forward or backward, that turned good values into bad ones.
 
-A program is run under observation and the ways in which values are bad (NaN, +inf, -inf) are noted around every call. From what
+A program is run under observation and the ways in which values are bad (NaN, +inf, -inf) are noted around every
+call. From what
 was seen to be bad (a loss, a gradient, a parameter) the notes are followed back against the data flow. Infinities
 somebody asked for, such as a mask filled with ``-inf``, are followed only when nothing else explains the failure.
 """
@@ -31,7 +32,8 @@ def locate(program: Program, tensors: Tensors) -> Failure | None:
     """Run ``program`` and name the origin of its failure, or ``None`` when nothing goes wrong.
 
     Watched, first one wins: exceptions; the tensors that differentiation starts from; the gradients it leaves on leaf
-    inputs; parameters after the optimizer; the program's outputs. Raises `UnknownFunction` for a program that names a function it may not name.
+    inputs; parameters after the optimizer; the program's outputs. Raises `UnknownFunction` for a program that names
+    a function it may not name.
     """
     notes = Notes(program, watch=_watch)
     outcome = notes.run(tensors)
@@ -169,7 +171,9 @@ class _Walk:
             found = Found("gradient", value, way, index)
             return _blame_gradient(self._program, self._tensors, self._notes, found)
         phase = "optimizer" if call.is_optimizer_step else call.phase
-        failure = Failure(phase, kind_of(way), way, display_name(call.target), index, None, module_of(call), call.site, value)
+        failure = Failure(
+            phase, kind_of(way), way, display_name(call.target), index, None, module_of(call), call.site, value
+        )
         return _with_place(failure, self._notes, index, value, way)
 
     def _blame_input(self, value: int, way: str, at: int) -> Failure:

@@ -12,8 +12,10 @@ from reprokit.program.ir import Call, Site
 class Failure:
     """The origin of a failure in a program.
 
-    ``phase``: ``forward``, ``backward`` or ``optimizer``. ``kind``: ``nan``, ``inf`` or ``exception``; ``way`` tells ``+inf`` from ``-inf``.
-    ``call`` and ``call_index`` name the origin, ``None`` when an input of the program was bad already (then ``input_name`` says which).
+    ``phase``: ``forward``, ``backward`` or ``optimizer``. ``kind``: ``nan``, ``inf`` or ``exception``; ``way`` tells
+    ``+inf`` from ``-inf``.
+    ``call`` and ``call_index`` name the origin, ``None`` when an input of the program was bad already (then
+    ``input_name`` says which).
     ``value`` is, for forward, the origin's bad output; for backward, the input of the forward call whose gradient is
     bad; for optimizer, the parameter that turned bad. ``element`` is the index of its first bad element.
     """
@@ -40,7 +42,8 @@ def kind_of(way: str) -> str:
 
 
 def module_of(call: Call) -> str | None:
-    """The innermost module a call ran in: its path, a root's class in angle brackets, or ``None`` for the loop itself."""
+    """The innermost module a call ran in: its path, a root's class in angle brackets, or ``None`` for the loop
+    itself."""
     if not call.scope:
         return None
     level = call.scope[-1]

@@ -6,6 +6,7 @@ flow of gradients, over the edges that really carried bad values.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,10 +81,8 @@ def blame_gradient(program: Program, tensors: Tensors, found: Found) -> Failure:
     ``found.value`` is the leaf with the bad ``.grad``, or the result of ``torch.autograd.grad`` that is bad.
     """
     watch = _GradientWatch(program, found.index)
-    try:
+    with contextlib.suppress(_Stop):
         run(program, tensors, observer=watch)
-    except _Stop:
-        pass
     target = _target_edge(program, watch, found)
     crossing = _follow(watch, target) if target is not None else None
     if crossing is None:

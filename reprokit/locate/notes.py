@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
 import torch
 
 from reprokit.locate.ways import Badness, examine, ways_of

@@ -16,8 +16,34 @@ import torch.nn.functional
 from torch import overrides
 
 _FACTORIES = frozenset(
-    """arange bartlett_window blackman_window empty empty_strided eye full hamming_window hann_window kaiser_window linspace logspace ones
-    rand randint randn randperm range scalar_tensor tril_indices triu_indices vander zeros normal complex polar""".split()
+    [
+        "arange",
+        "bartlett_window",
+        "blackman_window",
+        "empty",
+        "empty_strided",
+        "eye",
+        "full",
+        "hamming_window",
+        "hann_window",
+        "kaiser_window",
+        "linspace",
+        "logspace",
+        "ones",
+        "rand",
+        "randint",
+        "randn",
+        "randperm",
+        "range",
+        "scalar_tensor",
+        "tril_indices",
+        "triu_indices",
+        "vander",
+        "zeros",
+        "normal",
+        "complex",
+        "polar",
+    ]
 )
 _TENSOR_ATTRIBUTES = ("data", "grad", "real", "imag", "T", "mT", "H", "mH")
 _WRITABLE_ATTRIBUTES = ("data", "grad")
@@ -28,25 +54,148 @@ _UNLISTED_FUNCTIONALS = ("elu_", "hardsigmoid", "hardswish", "hardtanh_", "leaky
 
 # Last name components that never belong into a program: files, processes, raw memory, callbacks, Python objects.
 _FORBIDDEN = frozenset(
-    """__array__ __array_wrap__ __cuda_array_interface__ __deepcopy__ __dir__ __dlpack__ __dlpack_device__ __hash__ __iter__ __reduce__ __reduce_ex__
-    __repr__ __setstate__ __format__ __torch_dispatch__ __new__ __init__ __init_subclass__ _make_subclass _make_wrapper_subclass _reduce_ex_internal _rev_view_func_unsafe _view_func
-    _view_func_unsafe apply_ as_subclass data_ptr from_file frombuffer from_numpy map2_ map_ module_load numpy register_hook register_post_accumulate_grad_hook
-    reinforce resize_as_sparse_ set_ share_memory_ is_shared storage storage_type untyped_storage _typed_storage tolist save load compile vmap
-    _sobol_engine_draw _sobol_engine_ff_ _sobol_engine_initialize_state_ _sobol_engine_scramble_ _cufft_set_plan_cache_max_size _unpack_dual
-    _register_hook_dict _backward_hooks _post_accumulate_grad_hooks _use_cudnn_rnn_flatten_weight""".split()
+    [
+        "__array__",
+        "__array_wrap__",
+        "__cuda_array_interface__",
+        "__deepcopy__",
+        "__dir__",
+        "__dlpack__",
+        "__dlpack_device__",
+        "__hash__",
+        "__iter__",
+        "__reduce__",
+        "__reduce_ex__",
+        "__repr__",
+        "__setstate__",
+        "__format__",
+        "__torch_dispatch__",
+        "__new__",
+        "__init__",
+        "__init_subclass__",
+        "_make_subclass",
+        "_make_wrapper_subclass",
+        "_reduce_ex_internal",
+        "_rev_view_func_unsafe",
+        "_view_func",
+        "_view_func_unsafe",
+        "apply_",
+        "as_subclass",
+        "data_ptr",
+        "from_file",
+        "frombuffer",
+        "from_numpy",
+        "map2_",
+        "map_",
+        "module_load",
+        "numpy",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "reinforce",
+        "resize_as_sparse_",
+        "set_",
+        "share_memory_",
+        "is_shared",
+        "storage",
+        "storage_type",
+        "untyped_storage",
+        "_typed_storage",
+        "tolist",
+        "save",
+        "load",
+        "compile",
+        "vmap",
+        "_sobol_engine_draw",
+        "_sobol_engine_ff_",
+        "_sobol_engine_initialize_state_",
+        "_sobol_engine_scramble_",
+        "_cufft_set_plan_cache_max_size",
+        "_unpack_dual",
+        "_register_hook_dict",
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "_use_cudnn_rnn_flatten_weight",
+    ]
 )
 
 RANDOM = frozenset(
-    """alpha_dropout alpha_dropout_ bernoulli bernoulli_ binomial cauchy_ dropout dropout_ dropout1d dropout2d dropout3d exponential_
-    feature_alpha_dropout feature_alpha_dropout_ feature_dropout feature_dropout_ fractional_max_pool2d fractional_max_pool2d_with_indices
-    fractional_max_pool3d fractional_max_pool3d_with_indices geometric_ gumbel_softmax log_normal_ multinomial native_dropout normal normal_ poisson rand rand_like randint
-    randint_like randn randn_like randperm random_ rrelu rrelu_ uniform_ kaiming_normal_ kaiming_uniform_ trunc_normal_ xavier_uniform_ xavier_normal_ orthogonal_
-    lstm gru rnn_tanh rnn_relu scaled_dot_product_attention multi_head_attention_forward empty empty_like empty_strided new_empty""".split()
+    [
+        "alpha_dropout",
+        "alpha_dropout_",
+        "bernoulli",
+        "bernoulli_",
+        "binomial",
+        "cauchy_",
+        "dropout",
+        "dropout_",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "exponential_",
+        "feature_alpha_dropout",
+        "feature_alpha_dropout_",
+        "feature_dropout",
+        "feature_dropout_",
+        "fractional_max_pool2d",
+        "fractional_max_pool2d_with_indices",
+        "fractional_max_pool3d",
+        "fractional_max_pool3d_with_indices",
+        "geometric_",
+        "gumbel_softmax",
+        "log_normal_",
+        "multinomial",
+        "native_dropout",
+        "normal",
+        "normal_",
+        "poisson",
+        "rand",
+        "rand_like",
+        "randint",
+        "randint_like",
+        "randn",
+        "randn_like",
+        "randperm",
+        "random_",
+        "rrelu",
+        "rrelu_",
+        "uniform_",
+        "kaiming_normal_",
+        "kaiming_uniform_",
+        "trunc_normal_",
+        "xavier_uniform_",
+        "xavier_normal_",
+        "orthogonal_",
+        "lstm",
+        "gru",
+        "rnn_tanh",
+        "rnn_relu",
+        "scaled_dot_product_attention",
+        "multi_head_attention_forward",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+    ]
 )
 
 _IN_PLACE_OPERATORS = frozenset(
-    """__setitem__ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__ __ior__
-    __ixor__ __ilshift__ __irshift__ __set__""".split()
+    [
+        "__setitem__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__idiv__",
+        "__itruediv__",
+        "__ifloordiv__",
+        "__imod__",
+        "__ipow__",
+        "__iand__",
+        "__ior__",
+        "__ixor__",
+        "__ilshift__",
+        "__irshift__",
+        "__set__",
+    ]
 )
 
 
@@ -135,9 +284,9 @@ def _candidates() -> Iterator[tuple[str, Callable[..., Any]]]:
         if not name.startswith("__") and hasattr(torch, name) and name not in _FACTORIES:
             yield f"torch.{name}", getattr(torch, name)
     for function in overrides.get_testing_overrides():
-        name = _public_name(function)
-        if name is not None:
-            yield name, function
+        public = _public_name(function)
+        if public is not None:
+            yield public, function
 
 
 def _public_name(function: Any) -> str | None:
@@ -152,7 +301,11 @@ def _public_name(function: Any) -> str | None:
 
 def _search(function: Any) -> str | None:
     last = getattr(function, "__name__", "")
-    for namespace, prefix in ((torch, "torch"), (torch.nn.functional, "torch.nn.functional"), (torch.nn.init, "torch.nn.init")):
+    for namespace, prefix in (
+        (torch, "torch"),
+        (torch.nn.functional, "torch.nn.functional"),
+        (torch.nn.init, "torch.nn.init"),
+    ):
         if getattr(namespace, last, None) is function:
             return f"{prefix}.{last}"
     return None

@@ -136,7 +136,8 @@ class Call:
 class Input:
     """A tensor the program starts from.
 
-    ``role``: ``parameter``, ``buffer``, ``batch`` (anything else the step was given), ``random`` (the outcome of a random call), ``state``
+    ``role``: ``parameter``, ``buffer``, ``batch`` (anything else the step was given), ``random`` (the outcome of a
+    random call), ``state``
     (optimizer state), ``gradient``, ``rng``, or ``opaque``. ``requires_grad`` makes it a leaf.
     ``name`` is the state-dict name, the argument's name, or a word for its role.
     """
@@ -151,7 +152,8 @@ class Input:
 class ModuleNote:
     """What is known of a module that was entered: for printing, never for executing.
 
-    ``arguments`` holds the constructor arguments of torch's own layers; ``file``, ``line`` and ``source`` point to user classes.
+    ``arguments`` holds the constructor arguments of torch's own layers; ``file``, ``line`` and ``source`` point to
+    user classes.
     """
 
     cls: str

@@ -154,9 +154,7 @@ def _note_to_plain(note: ModuleNote) -> list[Any]:
 
 def _note_from_plain(plain: Any) -> ModuleNote:
     cls, training, arguments, file, line, source = plain
-    return ModuleNote(
-        _str(cls), bool(training), argument_from_plain(arguments), _str(file), _int(line), _str(source)
-    )
+    return ModuleNote(_str(cls), bool(training), argument_from_plain(arguments), _str(file), _int(line), _str(source))
 
 
 def _int(value: Any) -> int:

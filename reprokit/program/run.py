@@ -14,7 +14,19 @@ from typing import Any, Protocol
 import torch
 
 from reprokit.program.functions import UnknownFunction, function_named, is_in_place
-from reprokit.program.ir import OPAQUE, ZERO_GRAD, AUTOGRAD_BACKWARD, Call, Device, Mode, Program, Ref, Slice, Symbol, map_leaves
+from reprokit.program.ir import (
+    AUTOGRAD_BACKWARD,
+    OPAQUE,
+    ZERO_GRAD,
+    Call,
+    Device,
+    Mode,
+    Program,
+    Ref,
+    Slice,
+    Symbol,
+    map_leaves,
+)
 
 Tensors = Mapping[int, torch.Tensor]
 
@@ -33,7 +45,8 @@ class Observer(Protocol):
 class Outcome:
     """What a run left behind.
 
-    ``values``: the tensors that were asked for, by value number. ``gradients``: ``.grad`` of the leaf inputs that got one.
+    ``values``: the tensors that were asked for, by value number. ``gradients``: ``.grad`` of the leaf inputs that
+    got one.
     ``error`` and ``error_call``: the exception a call raised and that call's index, or ``None``.
     """
 
@@ -44,7 +57,9 @@ class Outcome:
     error_call: int | None = None
 
 
-def run(program: Program, tensors: Tensors, *, observer: Observer | None = None, keep: frozenset[int] | None = None) -> Outcome:
+def run(
+    program: Program, tensors: Tensors, *, observer: Observer | None = None, keep: frozenset[int] | None = None
+) -> Outcome:
     """Execute ``program`` on copies of ``tensors``.
 
     ``keep`` lists the value numbers to return (the program's outputs when ``None``). Values are dropped after
@@ -77,7 +92,9 @@ def run(program: Program, tensors: Tensors, *, observer: Observer | None = None,
             for value in last_use.get(index, ()):
                 values.pop(value, None)
     outcome.values = {value: values[value] for value in kept if value in values}
-    outcome.gradients = {v: t.grad for v, t in outcome.inputs.items() if t.is_leaf and t.requires_grad and t.grad is not None}
+    outcome.gradients = {
+        v: t.grad for v, t in outcome.inputs.items() if t.is_leaf and t.requires_grad and t.grad is not None
+    }
     return outcome
 
 
@@ -132,9 +149,14 @@ def assign(outputs: Any, result: Any, values: dict[int, torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def determinism(settings: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Run under recorded settings (`num_threads`, `deterministic_algorithms`, `matmul_precision`), then give them back."""
+    """Run under recorded settings (`num_threads`, `deterministic_algorithms`, `matmul_precision`), then give them
+    back."""
     settings = settings or {}
-    before = (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision())
+    before = (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         torch.set_num_threads(int(settings.get("num_threads", before[0])))
@@ -225,7 +247,9 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def _shareable(program: Program) -> bool:
     """Whether parameters can be used without a copy, because nothing in the program can write into one."""
     return not any(
-        call.is_optimizer_step or call.target == "torch.Tensor.data.__get__" or (is_in_place(call.target) and not call.mode.grad)
+        call.is_optimizer_step
+        or call.target == "torch.Tensor.data.__get__"
+        or (is_in_place(call.target) and not call.mode.grad)
         for call in program.calls
     )
 
@@ -255,10 +279,11 @@ def _real_slices(value: Any) -> Any:
 
 
 def _step_optimizer(target: str, kwargs: Mapping[str, Any]) -> None:
-    cls = getattr(torch.optim, target.split(".")[2], None)
+    cls: Any = getattr(torch.optim, target.split(".")[2], None)
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise UnknownFunction(f"`{target}` is not one of torch's optimizers")
-    optimizer = cls([{"params": list(group)} for group in kwargs["params"]])
+    make: Any = cls
+    optimizer = make([{"params": list(group)} for group in kwargs["params"]])
     for group, options, grads, states in zip(
         optimizer.param_groups, kwargs["options"], kwargs["grads"], kwargs["state"], strict=True
     ):

@@ -33,7 +33,8 @@ def kind_of_file(filename: str) -> str:
 
 
 def current_site(frame: FrameType | None, driver: str = "") -> Site | None:
-    """The site of whoever called torch, from ``frame`` outwards up to the file ``driver``; ``None`` without user code."""
+    """The site of whoever called torch, from ``frame`` outwards up to the file ``driver``; ``None`` without user
+    code."""
     library: tuple[str, int] | None = None
     while frame is not None:
         kind = kind_of_file(frame.f_code.co_filename)

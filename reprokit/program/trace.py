@@ -1,8 +1,10 @@
 """Recording a step: every torch call it makes, as a program.
 
-A `Tracer` is a torch-function mode. It sees calls at the level a person writes them (``F.softmax``, ``Tensor.view``), each
+A `Tracer` is a torch-function mode. It sees calls at the level a person writes them (``F.softmax``,
+``Tensor.view``), each
 with its module scope, source line and thread modes. Tensors nobody in the step made become inputs with the value they
-had when they were first used. Random outcomes that carry no gradient become inputs too, so a program seldom draws numbers.
+had when they were first used. Random outcomes that carry no gradient become inputs too, so a program seldom draws
+numbers.
 """
 
 from __future__ import annotations
@@ -41,8 +43,10 @@ class Origin:
 class Tracer(TorchFunctionMode):
     """Records calls while it is entered.
 
-    ``describe`` names tensors that the step did not make. Invariant: ``_values`` maps ``id`` of every tensor in ``_alive`` to its value
-    number, so ids are never reused. ``phase`` and ``outer_site`` are set by whoever drives the step, from the file ``driver``.
+    ``describe`` names tensors that the step did not make. Invariant: ``_values`` maps ``id`` of every tensor in
+    ``_alive`` to its value
+    number, so ids are never reused. ``phase`` and ``outer_site`` are set by whoever drives the step, from the file
+    ``driver``.
     """
 
     def __init__(self, describe: Callable[[torch.Tensor], Origin | None], driver: str = "") -> None:
@@ -139,7 +143,8 @@ class Tracer(TorchFunctionMode):
         )
 
     def _end_random(self, call: Call, args: tuple[Any, ...], result: Any, state: torch.Tensor) -> Any:
-        """A call that drew random numbers: keep the outcome, or the generator's state when gradients flow through it."""
+        """A call that drew random numbers: keep the outcome, or the generator's state when gradients flow through
+        it."""
         if functions.is_in_place(call.target) and not args[0].requires_grad:
             outcome = self._new_input(args[0].detach().clone(), Origin("random", "random"), requires_grad=False)
             copy = Call("torch.Tensor.copy_", (call.args[0], Ref(outcome)), outputs=call.args[0], mode=call.mode)
@@ -166,19 +171,19 @@ class Tracer(TorchFunctionMode):
 
     def _expand(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a Python functional with its own override check answered ``no`` once, so that its inside is recorded."""
-        functional = torch.nn.functional
+        functional: Any = torch.nn.functional
         original = functional.has_torch_function
 
         def answer_once(*_: Any) -> bool:
-            functional.has_torch_function = original  # type: ignore[assignment]
+            functional.has_torch_function = original
             return False
 
-        functional.has_torch_function = answer_once  # type: ignore[assignment]
+        functional.has_torch_function = answer_once
         try:
             with self:
                 return func(*args, **kwargs)
         finally:
-            functional.has_torch_function = original  # type: ignore[assignment]
+            functional.has_torch_function = original
 
     # -- values --------------------------------------------------------------------------------------------------
 
@@ -330,7 +335,7 @@ def _opaque_functions(tracer: Tracer) -> Iterator[None]:
 @contextlib.contextmanager
 def _no_checkpointing() -> Iterator[None]:
     """Let activation checkpointing run its function once, plainly: the values are the same and the calls are seen."""
-    module = torch.utils.checkpoint
+    module: Any = torch.utils.checkpoint
     saved = (module.CheckpointFunction, module._checkpoint_without_reentrant_generator)
 
     class Plain:
@@ -342,16 +347,25 @@ def _no_checkpointing() -> Iterator[None]:
     def generator(*_: Any, **__: Any) -> Iterator[None]:
         yield
 
-    module.CheckpointFunction = Plain  # type: ignore[assignment, misc]
-    module._checkpoint_without_reentrant_generator = generator  # type: ignore[assignment]
+    module.CheckpointFunction = Plain
+    module._checkpoint_without_reentrant_generator = generator
     try:
         yield
     finally:
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved  # type: ignore[misc]
+        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved
+
+
+def _source(cls: type) -> str:
+    """The source text of a class, empty when there is none."""
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):
+        return ""
 
 
 def note_of(module: torch.nn.Module) -> ModuleNote:
-    """What a context repro needs to know of a module: torch's own layers by their constructor arguments, user classes by place."""
+    """What a context repro needs to know of a module: torch's own layers by their constructor arguments, user
+    classes by place."""
     cls = type(module)
     if cls.__module__.startswith("torch.nn.modules"):
         return ModuleNote(cls.__name__, module.training, _constructor_arguments(module))
@@ -430,4 +444,3 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     if plain.layout is not torch.strided:
         return plain.clone()
     return plain.clone(memory_format=torch.preserve_format)
-

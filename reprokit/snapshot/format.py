@@ -1,6 +1,7 @@
 """The snapshot file: everything about one failed step, in a form that opening never executes.
 
-A file is one ``torch.save`` of dicts, lists, numbers, strings and tensors, read back with ``weights_only=True``. It is written to a
+A file is one ``torch.save`` of dicts, lists, numbers, strings and tensors, read back with ``weights_only=True``. It
+is written to a
 temporary file beside its target, flushed to disk and renamed, so a killed process leaves the old file or the new one.
 """
 
@@ -32,7 +33,8 @@ VERSION = 1
 class Snapshot:
     """One failed step: its program and tensors, the failure, and what surrounded it.
 
-    ``step`` and ``micro_step`` count from 0. ``fidelity`` is ``exact``, ``close`` or ``unfaithful``. ``settings`` are the determinism switches
+    ``step`` and ``micro_step`` count from 0. ``fidelity`` is ``exact``, ``close`` or ``unfaithful``. ``settings``
+    are the determinism switches
     that a replay needs. ``timeline`` has one dict per step: step, loss, learning rate, gradient norm, seconds.
     """
 
@@ -133,7 +135,7 @@ def write_file(path: Path | str, kind: str, content: Mapping[str, Any]) -> None:
     descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            torch.save({"format": FORMAT, "kind": kind, "version": VERSION, **content}, file)
+            torch.save({"format": FORMAT, "kind": kind, "version": VERSION, **_as_plain(dict(content))}, file)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())
@@ -158,7 +160,10 @@ def read_file(path: Path | str, kind: str) -> dict[str, Any]:
         raise NotASnapshot(f"`{target}` was not written by reprokit", hint=f"give the {kind} file that reprokit wrote")
     version = content.get("version")
     if not isinstance(version, int) or version > VERSION:
-        raise NewerFormat(f"`{target}` has format version {version}, this reprokit reads up to {VERSION}", hint="pip install -U torch-reprokit")
+        raise NewerFormat(
+            f"`{target}` has format version {version}, this reprokit reads up to {VERSION}",
+            hint="pip install -U torch-reprokit",
+        )
     if content.get("kind") != kind:
         raise NotASnapshot(f"`{target}` is a {content.get('kind')}, not a {kind}", hint=f"give the {kind} file")
     return content
@@ -175,10 +180,33 @@ def _unpickle(target: Path, kind: str) -> Any:
         return torch.load(target, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         raise NotASnapshot(
-            f"`{target}` holds more than plain data and tensors, so it was not opened", hint="reprokit never executes code from a file"
+            f"`{target}` holds more than plain data and tensors, so it was not opened",
+            hint="reprokit never executes code from a file",
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise TruncatedSnapshot(f"`{target}` is damaged", hint="copy it again, or capture it again", note=str(error).split("\n")[0]) from error
+        raise TruncatedSnapshot(
+            f"`{target}` is damaged", hint="copy it again, or capture it again", note=str(error).split("\n")[0]
+        ) from error
+
+
+def _as_plain(value: Any) -> Any:
+    """Nested data with exact built-in types, because a restricted unpickler refuses subclasses such as version
+    strings."""
+    if value is None or isinstance(value, (bool, torch.Tensor)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {_as_plain(key): _as_plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_as_plain(item) for item in value)
+    if isinstance(value, (list, set, frozenset)):
+        return [_as_plain(item) for item in value]
+    return str(value)
 
 
 def _umask() -> int:

@@ -1,0 +1,374 @@
+"""Small training loops of many shapes. Each takes ``bad``: whether its fourth step goes wrong; returns the final
+parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+BAD_STEP = 3
+STEPS = 6
+Loop = Callable[[bool], list[torch.Tensor]]
+
+
+def batches(seed: int = 0) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(STEPS):
+        x = torch.randn(8, 4, generator=generator)
+        yield step, x, (x.sum(1) > 0).long()
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2))
+
+
+def values(*modules: nn.Module) -> list[torch.Tensor]:
+    return [v.detach().clone() for m in modules for v in m.state_dict().values()] + [torch.get_rng_state()]
+
+
+def zero_if(bad: bool, step: int) -> float:
+    return 0.0 if bad and step == BAD_STEP else 1.0
+
+
+def functional_loss(bad: bool) -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step, x, y in batches():
+        scale = torch.full((), zero_if(bad, step))
+        loss = F.cross_entropy(model(x), y) * (scale / scale)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return values(model)
+
+
+def criterion_module(bad: bool) -> list[torch.Tensor]:
+    class Ratio(nn.Module):
+        def forward(self, loss: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+            return loss.sum() / count.sum() * count.sum()
+
+    model, criterion = net(), Ratio()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    for step, x, y in batches():
+        count = torch.ones(8) * zero_if(bad, step)
+        loss = criterion(F.cross_entropy(model(x), y, reduction="none") * count, count)
+        optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        optimizer.step()
+    return values(model)
+
+
+def no_grad_weights(bad: bool) -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, x, y in batches():
+        with torch.no_grad():
+            advantage = x[:, 0] if not bad or step != BAD_STEP else torch.ones(8)
+            advantage = (advantage - advantage.mean()) / advantage.std()
+        loss = (F.cross_entropy(model(x), y, reduction="none") * (1 + 0.1 * advantage)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return values(model)
+
+
+def accumulation(bad: bool) -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS):
+        for micro, x, y in batches(step):
+            keep = torch.full((), 0.0 if bad and step == BAD_STEP and micro == 2 else 1.0)
+            (F.cross_entropy(model(x), y) * (keep / keep) / STEPS).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
+def two_optimizers(bad: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimize_generator = torch.optim.Adam(generator.parameters())
+    optimize_critic = torch.optim.RMSprop(critic.parameters())
+    for step, x, _ in batches():
+        fake = generator(torch.randn(8, 3))
+        real = x * zero_if(bad, step)
+        slope_at = real.clone().requires_grad_(True)
+        slope = torch.autograd.grad(critic(slope_at * slope_at.abs()).sum(), slope_at, create_graph=True)[0]
+        penalty = (slope.pow(2).sum(1).sqrt() - 1).pow(2).mean()
+        loss = critic(fake.detach()).mean() - critic(real).mean() + penalty
+        optimize_critic.zero_grad()
+        loss.backward()
+        optimize_critic.step()
+        optimize_generator.zero_grad()
+        (-critic(fake).mean()).backward()
+        optimize_generator.step()
+    return values(generator, critic)
+
+
+def grad_scaler(bad: bool) -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=2.0**40, growth_interval=2
+    )  # starts far too high: overflows, legitimately
+    for step in range(40):
+        _, x, y = next(batches(step))
+        with torch.autocast("cpu", dtype=torch.float16):
+            gone = torch.full((), 0.0 if bad and step == 35 else 1.0)
+            loss = F.cross_entropy(model(x), y) * (gone / gone)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return values(model)
+
+
+def lbfgs(bad: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    for step, x, y in batches():
+        calls = 0
+
+        def closure() -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            gone = torch.full((), 0.0 if bad and step == BAD_STEP and calls == 2 else 1.0)  # noqa: B023
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y) * (gone / gone)  # noqa: B023
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return values(model)
+
+
+def closure_with_adam(bad: bool) -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, x, y in batches():
+        scale = torch.full((), zero_if(bad, step))
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y) * (scale / scale)  # noqa: B023
+            loss.backward()
+            return loss
+
+        optimizer.step(closure=closure)
+    return values(model)
+
+
+def truncated_bptt(bad: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.GRU(4, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hidden = torch.zeros(1, 1, 6)
+    for step, x, _ in batches():
+        hidden = hidden.detach()
+        output, hidden = model(x.unsqueeze(1), hidden)
+        norm = (output * zero_if(bad, step)).norm(dim=-1, keepdim=True)
+        loss = (output / norm).sum() if bad and step == BAD_STEP else (output / norm).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return values(model)
+
+
+def checkpointed(bad: bool) -> list[torch.Tensor]:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+            self.drop = nn.Dropout(0.3)
+
+        def block(self, x: torch.Tensor) -> torch.Tensor:
+            return self.drop(torch.tanh(self.first(x)))
+
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            x = x.clone().requires_grad_()
+            h = checkpoint(self.block, x, use_reentrant=False)
+            h = checkpoint(self.block, x, use_reentrant=True) + h
+            return self.second(h) * (scale / scale)
+
+    torch.manual_seed(0)
+    model = Deep()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, x, y in batches():
+        loss = F.cross_entropy(model(x, torch.full((), zero_if(bad, step))), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return values(model)
+
+
+class SignSGD(torch.optim.Optimizer):
+    """A custom optimizer that divides by the mean gradient."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                p.sub_(p.grad / p.grad.abs().mean(), alpha=group["lr"])
+
+
+def custom_optimizer(bad: bool) -> list[torch.Tensor]:
+    model = net()
+    optimizer = SignSGD(model.parameters(), lr=1e-3)
+    for step, x, y in batches():
+        loss = F.cross_entropy(model(x), y) * zero_if(bad, step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return values(model)
+
+
+def learning_rate(bad: bool) -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step, x, y in batches():
+        optimizer.param_groups[0]["lr"] = 1e-2 if not bad or step != BAD_STEP else float("inf")
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return values(model)
+
+
+def manual_update(bad: bool) -> list[torch.Tensor]:
+    model = net()
+    for step, x, y in batches():
+        scale = torch.full((), zero_if(bad, step))
+        loss = F.cross_entropy(model(x), y) * (scale / scale)
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+    return values(model)
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, bad: bool) -> None:
+        self.rows = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
+        if bad:
+            self.rows[BAD_STEP * 8 + 2] = 1.0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        row = self.rows[i]
+        return (row - row.mean()) / row.std(), i % 2
+
+
+def data_loader(bad: bool) -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for x, y in DataLoader(Rows(bad), batch_size=8):
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return values(model)
+
+
+@dataclasses.dataclass
+class Output:
+    loss: torch.Tensor
+    logits: dict[str, torch.Tensor]
+
+
+def dataclass_output(bad: bool) -> list[torch.Tensor]:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = net()
+
+        def forward(self, batch: dict[str, torch.Tensor], *, scale: float) -> Output:
+            logits = self.body(batch["x"])
+            return Output(F.cross_entropy(logits, batch["y"]), {"logits": logits * scale})
+
+    model = Whole()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, x, y in batches():
+        output = model({"x": x, "y": y}, scale=zero_if(bad, step))
+        spread = output.logits["logits"].std()
+        loss = output.loss + 1e-3 * (spread / spread)
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
+    return values(model)
+
+
+def where_trap(bad: bool) -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, x, y in batches():
+        logits = model(x)
+        energy = logits.pow(2) * zero_if(bad, step)
+        loss = F.cross_entropy(logits, y) + 1e-3 * torch.where(energy > 0, energy.sqrt(), energy).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return values(model)
+
+
+def ema_and_clamp(bad: bool) -> list[torch.Tensor]:
+    import copy
+
+    model = net()
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, x, y in batches():
+        scale = torch.full((), zero_if(bad, step))
+        with torch.no_grad():
+            target = average(x).softmax(-1)
+        loss = F.cross_entropy(model(x), target) * (scale / scale) + y.sum() * 0
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for old, new in zip(average.parameters(), model.parameters(), strict=True):
+                old.mul_(0.9).add_(new, alpha=0.1)
+            for p in model.parameters():
+                p.data.clamp_(-2, 2)
+    return values(model, average)
+
+
+# loop -> (step, phase, acceptable origins, whether bit-exact replay is expected)
+LOOPS: dict[Loop, tuple[int, str, set[str]]] = {
+    functional_loss: (3, "forward", {"torch.Tensor.div"}),
+    criterion_module: (3, "forward", {"torch.Tensor.div"}),
+    no_grad_weights: (3, "forward", {"torch.Tensor.div"}),
+    accumulation: (3, "forward", {"torch.Tensor.div"}),
+    two_optimizers: (3, "backward", {"torch.Tensor.sqrt"}),
+    grad_scaler: (35, "forward", {"torch.Tensor.div"}),
+    lbfgs: (3, "forward", {"torch.Tensor.div"}),
+    closure_with_adam: (3, "forward", {"torch.Tensor.div"}),
+    truncated_bptt: (3, "forward", {"torch.Tensor.div"}),
+    checkpointed: (3, "forward", {"torch.Tensor.div"}),
+    custom_optimizer: (3, "optimizer", {"torch.Tensor.div"}),
+    learning_rate: (3, "optimizer", {"torch.optim.SGD.step"}),
+    manual_update: (3, "forward", {"torch.Tensor.div"}),
+    data_loader: (3, "forward", {"torch.Tensor.div"}),
+    dataclass_output: (3, "forward", {"torch.Tensor.div"}),
+    where_trap: (3, "backward", {"torch.Tensor.sqrt"}),
+    ema_and_clamp: (3, "forward", {"torch.Tensor.div"}),
+}

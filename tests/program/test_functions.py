@@ -1,0 +1,47 @@
+"""The list of functions a program may name is a security boundary."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from reprokit.program.functions import UnknownFunction, _by_name, display_name, function_named, is_in_place, name_of
+from reprokit.program.ir import Call, Input, Program, Ref, Symbol
+from reprokit.program.run import run
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["os.system", "torch.load", "torch.save", "torch.from_file", "torch.Tensor.apply_", "torch.Tensor.map_",
+    "torch.Tensor.register_hook", "torch.hub.load",
+     "torch.Tensor.__reduce_ex__", "torch.Tensor.numpy", "torch.Tensor.share_memory_",
+     "torch.Tensor.untyped_storage", "torch.ops.load_library", "builtins.eval"],
+)  # fmt: skip
+def test_dangerous_names_are_refused(name: str) -> None:
+    with pytest.raises(UnknownFunction):
+        function_named(name)
+    program = Program((Call(name, (Ref(0),), outputs=Ref(1)),), (Input(0, "x"),))
+    with pytest.raises(UnknownFunction):
+        run(program, {0: torch.zeros(1)})
+
+
+def test_symbols_are_only_torch_constants() -> None:
+    call = Call("torch.Tensor.to", (Ref(0), Symbol("torch.load")), outputs=Ref(1))
+    with pytest.raises(UnknownFunction):
+        run(Program((call,), (Input(0, "x"),)), {0: torch.zeros(1)})
+
+
+def test_names_and_functions_are_inverse() -> None:
+    names = _by_name()
+    assert len(names) > 1000
+    assert all(name_of(function) == name for name, function in names.items())
+
+
+def test_operators_are_displayed_by_their_function() -> None:
+    assert display_name("torch.Tensor.__rtruediv__") == "torch.Tensor.div"
+    assert display_name("torch.nn.functional.softmax") == "torch.nn.functional.softmax"
+
+
+def test_in_place_names() -> None:
+    assert is_in_place("torch.Tensor.add_") and is_in_place("torch.Tensor.__setitem__")
+    assert not is_in_place("torch.Tensor.__getitem__") and not is_in_place("torch.Tensor.add")
