@@ -1,0 +1,244 @@
+"""Running somebody's script or module as ``__main__``, exactly as Python itself would.
+
+A new module object takes the name ``__main__`` and keeps it: classes of the script can be pickled until the very end,
+and spawned workers find the script again. Whatever the script raises leaves here unchanged; `hide_own_frames` sees to
+it that the traceback shows the script's frames only. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib.abc
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType, TracebackType
+from typing import Any
+
+from reprokit.errors import UsageError
+
+_OWN_FOLDER = str(Path(__file__).resolve().parent.parent) + os.sep
+_DISPATCH = os.path.join("torch", "overrides.py")
+_launcher = ModuleType("__main__")  # what was `__main__` before; kept alive, as its frames still run
+
+
+def run_script(path: str, argv: Sequence[str]) -> None:
+    """Run ``python path *argv``; returns when the script ends and raises what it raises, `SystemExit` included."""
+    source = read_script(path)
+    filename = os.path.join(os.getcwd(), path)
+    sys.argv[:] = [path, *argv]
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
+    module = _new_main(filename, SourceFileLoader("__main__", filename), spec=None, package=None)
+    _execute(compile(source, filename, "exec", dont_inherit=True), module)
+
+
+def run_module(name: str, argv: Sequence[str]) -> None:
+    """Run ``python -m name *argv``; returns when the module ends and raises what it raises, `SystemExit` included."""
+    sys.argv[:] = ["-m", *argv]
+    _set_first_path(os.getcwd())
+    spec, code = _find_module(name)
+    filename = spec.origin or name
+    sys.argv[0] = filename
+    module = _new_main(filename, spec.loader, spec=spec, package=spec.parent)
+    _execute(code, module)
+
+
+def read_script(path: str) -> bytes:
+    """The source of a script; raises `UsageError` when there is none to read."""
+    if os.path.isdir(path):
+        raise UsageError(f"`{path}` is a folder", hint="name the script, or use `-m` for a package")
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        raise UsageError(f"`{path}` does not exist", hint="check the path of the training script") from None
+    except OSError as error:
+        raise UsageError(f"cannot read `{path}`: {(error.strerror or str(error)).lower()}") from None
+
+
+@contextlib.contextmanager
+def hide_own_frames() -> Iterator[None]:
+    """Let an exception pass, and have it shown later as if reprokit were not there.
+
+    The interpreter itself reports it in the end, so that exit codes and signals come out as usual; only the hook that
+    it reports through (the script's own one, if it set one) is given a shorter traceback.
+    """
+    try:
+        yield
+    except BaseException as error:
+        _shorten_when_shown(error)
+        raise
+
+
+def show_exception(error: BaseException) -> None:
+    """Report an exception the way the interpreter would, without frames of reprokit."""
+    peel(error)
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def peel(error: BaseException) -> None:
+    """Take reprokit's frames out of the tracebacks of an exception and of those it came from."""
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        current = waiting.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        current.__traceback__ = _without_own_frames(current.__traceback__)
+        waiting += [current.__cause__, current.__context__]
+        if isinstance(current, BaseExceptionGroup):
+            waiting += current.exceptions
+
+
+def when_imported(name: str, then: Callable[[], None]) -> None:
+    """Call ``then`` right after the first import of a module, at once if it is imported already.
+
+    So that a script may set ``OMP_NUM_THREADS`` and the like before *it* imports torch, as it could without reprokit.
+    """
+    if name in sys.modules:
+        then()
+    else:
+        sys.meta_path.insert(0, _Awaited(name, then))
+
+
+class _Awaited(importlib.abc.MetaPathFinder):
+    """Finds one module by asking the other finders, and adds a last act to its import. Removes itself when used."""
+
+    def __init__(self, name: str, then: Callable[[], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec that the other finders give, with a loader that calls ``then`` at its end."""
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            self._extend(spec.loader)
+        return spec
+
+    def _extend(self, loader: Any) -> None:
+        load = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            load(module)
+            self._then()
+
+        loader.exec_module = exec_module
+
+
+def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
+    """The spec and code that ``python -m name`` runs: the module, or a package's ``__main__``."""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+            if spec is None:
+                raise UsageError(f"`{name}` is a package without `__main__`", hint="name one of its modules")
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        spec = None
+    except ValueError:
+        spec = None
+    if spec is None:
+        raise UsageError(
+            f"no module named `{name}`", hint="`-m` looks in the current folder and among installed packages"
+        )
+    get_code = getattr(spec.loader, "get_code", None)
+    code = get_code(spec.name) if get_code is not None else None
+    if code is None:
+        raise UsageError(f"`{name}` is not written in Python, so it cannot be run")
+    return spec, code
+
+
+def _new_main(filename: str, loader: object, *, spec: ModuleSpec | None, package: str | None) -> ModuleType:
+    """A fresh ``__main__`` with the names that Python gives it, already in ``sys.modules``."""
+    global _launcher
+    module = ModuleType("__main__")
+    module.__dict__.update(
+        __annotations__={},
+        __builtins__=builtins,
+        __cached__=spec.cached if spec is not None else None,
+        __file__=filename,
+        __loader__=loader,
+        __package__=package,
+        __spec__=spec,
+    )
+    _launcher = sys.modules["__main__"]
+    sys.modules["__main__"] = module
+    return module
+
+
+def _execute(code: CodeType, module: ModuleType) -> None:
+    exec(code, module.__dict__)
+
+
+def _set_first_path(folder: str) -> None:
+    """Replace the entry that Python made for reprokit's own start by the one it makes for a script."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def _shorten_when_shown(error: BaseException) -> None:
+    shown_by = sys.excepthook
+
+    def show(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+        if value is error:
+            peel(value)
+            traceback = value.__traceback__
+        shown_by(kind, value, traceback)
+
+    sys.excepthook = show
+
+
+def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """The same traceback without reprokit and without what led torch to it."""
+    kept: list[TracebackType] = []
+    has_detour = False
+    entries = list(_entries(traceback))
+    for entry in entries[_num_leading(entries) :]:
+        if _is_own(entry.tb_frame):
+            has_detour = True
+            while kept and kept[-1].tb_frame.f_code.co_filename.endswith(_DISPATCH):
+                kept.pop()
+            continue
+        if has_detour and kept and kept[-1].tb_frame.f_code is entry.tb_frame.f_code:
+            kept.pop()  # torch's function asked the tape first and was then called again by it
+        has_detour = False
+        kept.append(entry)
+    return _linked(kept)
+
+
+def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _num_leading(entries: list[TracebackType]) -> int:
+    """How many entries come before the code that was launched."""
+    codes = [entry.tb_frame.f_code for entry in entries]
+    for function in (run_script, run_module):
+        if function.__code__ in codes:
+            return codes.index(function.__code__) + 1
+    return 0
+
+
+def _is_own(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_OWN_FOLDER)
+
+
+def _linked(entries: list[TracebackType]) -> TracebackType | None:
+    linked: TracebackType | None = None
+    for entry in reversed(entries):
+        linked = TracebackType(linked, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return linked

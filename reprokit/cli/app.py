@@ -1,0 +1,89 @@
+"""The command ``reprokit``: parse into a plan, execute it, turn an error into text and an exit code."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import click
+
+import reprokit
+from reprokit.cli import capture, demo, render, show, shrink, verify
+from reprokit.cli.console import say, say_error
+from reprokit.cli.settings import read_settings
+from reprokit.errors import Interrupted, ReprokitError, UsageError
+
+ISSUES = "https://github.com/reprokit/reprokit/issues"
+
+
+class Plan(Protocol):
+    """What a command line asks for."""
+
+    def execute(self) -> int:
+        """Do it; the exit code."""
+
+
+@click.group(
+    no_args_is_help=False,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "auto_envvar_prefix": "REPROKIT",
+        "max_content_width": 100,
+    },
+    epilog="Start with: reprokit capture train.py",
+)
+@click.version_option(reprokit.__version__, prog_name="reprokit")
+def app() -> None:
+    """From a training script that fails to the smallest standalone program that fails the same way."""
+
+
+for _command in (capture.command, show.command, shrink.command, verify.command, render.command, demo.command):
+    app.add_command(_command)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code. Under ``capture`` the script's own exceptions pass through."""
+    try:
+        plan = _parse(list(sys.argv[1:] if argv is None else argv))
+        if plan is None:
+            return 0
+        return plan.execute() if isinstance(plan, capture.Capture) else _execute(plan)
+    except ReprokitError as error:
+        say_error(error)
+        return error.exit_code
+
+
+def _parse(argv: list[str]) -> Plan | None:
+    """The plan that a command line asks for; ``None`` when click has answered it already, as for ``--help``."""
+    try:
+        settings = read_settings(app, Path.cwd())
+        plan = app.main(argv, prog_name="reprokit", standalone_mode=False, default_map=settings)
+    except click.UsageError as error:
+        raise _usage_error(error) from None
+    except click.Abort:
+        raise Interrupted("interrupted") from None
+    return None if isinstance(plan, int) else plan
+
+
+def _usage_error(error: click.UsageError) -> UsageError:
+    """Click's complaint as one of ours."""
+    message = error.format_message().rstrip(".").replace("'", "`")
+    path = error.ctx.command_path if error.ctx is not None else "reprokit"
+    return UsageError(message[:1].lower() + message[1:], hint=f"see `{path} --help`")
+
+
+def _execute(plan: Plan) -> int:
+    """Execute a plan that runs only our own code, where anything unexpected is our fault."""
+    try:
+        return plan.execute()
+    except ReprokitError:
+        raise
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted") from None
+    except Exception:
+        traceback.print_exc()
+        say(f"this is an error in reprokit itself; please report the lines above at {ISSUES}")
+        return 1

@@ -1,0 +1,189 @@
+"""``reprokit capture``: run a script as Python would and save its first failing step.
+
+Silent while training is healthy: one line at the start says where the snapshot would go. What was captured is said at
+the very end of the process, after any traceback and the script's own exit functions, so that it cannot be missed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+
+from reprokit.capture import launch
+from reprokit.cli.console import Verbosity, common_options, print_json, say, shown_command, shown_path
+from reprokit.cli.outputs import check_file, check_folder
+from reprokit.errors import UsageError
+
+if TYPE_CHECKING:
+    from reprokit.capture.session import Session
+
+EXIT_CAPTURED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A script or module to run, and what to do at its first failure."""
+
+    target: str
+    is_module: bool
+    argv: tuple[str, ...]
+    output: Path | None
+    overwrite: bool
+    after: Literal["stop", "continue"]
+    json: bool
+    verbosity: Verbosity
+
+    def execute(self) -> int:
+        """Run the script; its own exit code or exception, unless a failure was captured and stopped it."""
+        self._check()
+        say(f"watching `{self.target}`; a failing step goes to {self._place()}", self.verbosity)
+        watch = Watch(self)
+        atexit.register(watch.tell)
+        try:
+            with launch.hide_own_frames(), contextlib.ExitStack() as stack:
+                launch.when_imported("torch", lambda: watch.start(stack))
+                self._run()
+        except BaseException as error:
+            if not watch.has_stopped:
+                raise
+            if not isinstance(error, SystemExit):
+                launch.show_exception(error)
+        return EXIT_CAPTURED if watch.has_stopped else 0
+
+    def file(self) -> Path | None:
+        """The file that was asked for, with the process's rank under torchrun."""
+        if self.output is None:
+            return None
+        stem, suffix = _split_suffix(self.output.name)
+        return self.output.absolute().with_name(f"{stem}{_rank_suffix()}{suffix}")
+
+    @property
+    def name(self) -> str:
+        """What an automatic file name begins with."""
+        stem = self.target.rpartition(".")[2] if self.is_module else Path(self.target).stem
+        return f"{stem}{_rank_suffix()}"
+
+    @property
+    def command(self) -> list[str]:
+        """The script's own command line."""
+        return [*(["-m"] if self.is_module else []), self.target, *self.argv]
+
+    def _run(self) -> None:
+        if self.is_module:
+            launch.run_module(self.target, self.argv)
+        else:
+            launch.run_script(self.target, self.argv)
+
+    def _check(self) -> None:
+        if not self.is_module:
+            launch.read_script(self.target)
+        output = self.file()
+        if output is not None:
+            check_file(output, overwrite=self.overwrite)
+        else:
+            check_folder(Path.cwd())
+
+    def _place(self) -> str:
+        output = self.file()
+        return shown_path(output) if output is not None else f"{self.name}-step<N>.repro.pt"
+
+
+class Watch:
+    """The capture session of one run: begins when the script has imported torch, tells its result at the process's end."""
+
+    def __init__(self, plan: Capture) -> None:
+        self._plan = plan
+        self._folder = Path.cwd()
+        self._process = os.getpid()
+        self._session: Session | None = None
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a failure was captured that ends the run."""
+        return self._session is not None and bool(self._session.snapshots) and self._plan.after == "stop"
+
+    def start(self, stack: contextlib.ExitStack) -> None:
+        """Begin to watch; if that fails, say so and let the script run."""
+        plan = self._plan
+        try:
+            from reprokit.capture.session import Session
+            from reprokit.snapshot.redact import redact_argv
+
+            session = Session(
+                plan.file(),
+                name=plan.name,
+                directory=self._folder,
+                after=plan.after,
+                command=redact_argv(plan.command),
+                overwrite=plan.overwrite,
+                quiet=plan.verbosity is Verbosity.QUIET,
+            )
+            self._session = stack.enter_context(session)
+        except Exception as error:
+            say(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
+
+    def tell(self) -> None:
+        """Say what was captured and what to do next; forked children stay silent."""
+        if self._session is None or os.getpid() != self._process:
+            return
+        with contextlib.suppress(OSError, ValueError):  # the script may have closed its streams
+            for path, result in zip(self._session.snapshots, self._session.results, strict=True):
+                if self._plan.json:
+                    print_json({**result, "path": str(path)})
+                self._tell_one(path, result["failure"])
+
+    def _tell_one(self, path: Path, failure: dict[str, object]) -> None:
+        origin = failure["call"] or failure["input"]
+        shown = shown_path(path, self._folder)
+        say(f"captured {failure['kind']} from `{origin}` at step {failure['step']} -> {shown}", self._plan.verbosity)
+        say(f"next: {shown_command('reprokit', 'shrink', shown)}", self._plan.verbosity)
+
+
+@click.command("capture", context_settings={"allow_interspersed_args": False})
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Where to write the snapshot.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite FILE if it exists.")
+@click.option(
+    "--after-capture",
+    type=click.Choice(["stop", "continue"]),
+    default="stop",
+    show_default=True,
+    help="Stop the script with exit code 3, or let it go on unwatched.",
+)
+@click.option("-m", "--module", is_flag=True, help="Run a module, as `python -m` does.")
+@click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="(SCRIPT | -m MODULE) [ARGS]...")
+@common_options
+def command(
+    output: Path | None,
+    force: bool,
+    after_capture: Literal["stop", "continue"],
+    module: bool,
+    target: tuple[str, ...],
+    verbosity: str | None,
+    json: bool,
+) -> Capture:
+    """Run a training script and save its first failing step.
+
+    Everything after the script's name belongs to the script.
+    """
+    if not target:
+        kind = "module" if module else "script"
+        raise UsageError(f"no {kind} given", hint="reprokit capture train.py [ARGS]...")
+    level = Verbosity(verbosity or "normal")
+    return Capture(target[0], module, target[1:], output, force, after_capture, json, level)
+
+
+def _rank_suffix() -> str:
+    """``.rank<R>`` under torchrun, where each process writes a file of its own."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    return f".rank{os.environ.get('RANK', '0')}" if world_size.isdigit() and int(world_size) > 1 else ""
+
+
+def _split_suffix(name: str) -> tuple[str, str]:
+    suffix = ".repro.pt" if name.endswith(".repro.pt") else Path(name).suffix
+    return name.removesuffix(suffix), suffix

@@ -1,0 +1,123 @@
+"""``reprokit demo``: the public commands, one after the other, on a bundled training script that fails."""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from reprokit.cli.capture import EXIT_CAPTURED
+from reprokit.cli.console import Verbosity, common_options, print_json, say, shown_command, shown_path
+from reprokit.cli.outputs import make_folder
+from reprokit.errors import ReprokitError
+
+EXAMPLE = "masked_attention.py"
+SNAPSHOT = "snapshot.repro.pt"
+RESULTS = "results"
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """Where the demonstration is to take place."""
+
+    folder: Path | None
+    json: bool
+    verbosity: Verbosity
+
+    def execute(self) -> int:
+        """Capture, shrink, render and verify; says every command and, in the end, every path."""
+        started = time.perf_counter()
+        folder = self.folder or free_folder(Path("reprokit-demo"))
+        make_folder(folder, overwrite=False)
+        shutil.copy(find_example(), folder / EXAMPLE)
+        self._run(folder, EXIT_CAPTURED, "capture", "-o", SNAPSHOT, EXAMPLE)
+        shrunk = self._run(folder, 0, "shrink", "-o", RESULTS, "--json", SNAPSHOT)
+        verified = self._run(folder, 0, "verify", "--json", f"{RESULTS}/repro.py")
+        self._tell(folder, shrunk, verified, time.perf_counter() - started)
+        return 0
+
+    def _run(self, folder: Path, expected: int, *words: str) -> dict[str, Any]:
+        """One command in a process of its own; its JSON, empty when it was not asked for."""
+        shown = [word for word in words if word != "--json"]
+        say(f"$ {shown_command('reprokit', *shown)}", self.verbosity)
+        done = subprocess.run(
+            [sys.executable, "-m", "reprokit", *words],
+            cwd=folder,
+            env=_environment(os.environ),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if self.verbosity is Verbosity.QUIET else None,
+            text=True,
+        )
+        if done.returncode != expected:
+            raise ReprokitError(
+                f"`reprokit {words[0]}` ended with exit code {done.returncode} instead of {expected}",
+                hint=f"run it by hand in `{folder}`",
+                note=done.stderr.strip() if done.stderr else None,
+            )
+        if "--json" in words:
+            result: dict[str, Any] = json_format.loads(done.stdout.splitlines()[-1])
+            return result
+        if done.stdout and self.verbosity is not Verbosity.QUIET:
+            click.echo(done.stdout, err=True, nl=False)
+        return {}
+
+    def _tell(self, folder: Path, shrunk: dict[str, Any], verified: dict[str, Any], seconds: float) -> None:
+        results = folder / RESULTS
+        files = {
+            "script": folder / EXAMPLE,
+            "snapshot": folder / SNAPSHOT,
+            "repro": results / "repro.py",
+            "issue": results / "issue.md",
+            "report": results / "report.html",
+            "test": results / "test_repro.py",
+        }
+        if self.json:
+            paths = {name: str(path.absolute()) for name, path in files.items()}
+            print_json({"schema": 1, **paths, "shrink": shrunk, "verify": verified, "seconds": round(seconds, 1)})
+        if self.verbosity is not Verbosity.QUIET:
+            click.echo("\n" + files["repro"].read_text(encoding="utf-8"), err=True)
+        say(f"done in {seconds:.0f} s; the results:", self.verbosity)
+        for name, path in files.items():
+            say(f"  {name:<9} {shown_path(path)}", self.verbosity)
+
+
+@click.command("demo", short_help="Capture, shrink and verify a bundled example.")
+@click.option("--dir", "folder", type=click.Path(path_type=Path), metavar="DIR", help="A folder for the files.")
+@common_options
+def command(folder: Path | None, verbosity: str | None, json: bool) -> Demo:
+    """Capture, shrink, render and verify a bundled example, in under a minute."""
+    return Demo(folder, json, Verbosity(verbosity or "normal"))
+
+
+def find_example() -> Path:
+    """The bundled script: inside the installed package, or beside it in a checkout."""
+    for folder in (_PACKAGE / "examples", _PACKAGE.parent / "examples"):
+        if (folder / EXAMPLE).is_file():
+            return folder / EXAMPLE
+    raise ReprokitError(f"the example `{EXAMPLE}` is missing", hint="install torch-reprokit again")
+
+
+def free_folder(folder: Path) -> Path:
+    """``folder``, or the first numbered variant of it that does not exist."""
+    number = 1
+    free = folder
+    while free.exists():
+        number += 1
+        free = folder.with_name(f"{folder.name}-{number}")
+    return free
+
+
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment for the commands: they run in another folder and must still find this package."""
+    paths = [str(_PACKAGE.parent), *filter(None, [variables.get("PYTHONPATH")])]
+    return {**variables, "PYTHONPATH": os.pathsep.join(paths)}

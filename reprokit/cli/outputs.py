@@ -1,0 +1,44 @@
+"""Checks of where results will go, made before any work starts."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from reprokit.errors import UsageError
+
+
+def check_file(path: Path, *, overwrite: bool) -> None:
+    """Raise `UsageError` unless a file can be written at ``path``."""
+    if path.is_dir():
+        raise UsageError(f"`{path}` is a folder", hint="name the file to write, for example with -o run.repro.pt")
+    if path.exists() and not overwrite:
+        raise UsageError(f"`{path}` exists already", hint="choose another name, or overwrite it with -f")
+    check_folder(path.parent)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise `UsageError` unless files can be made in ``folder``; found out by making one: permissions do not tell all."""
+    if not folder.exists():
+        raise UsageError(f"the folder `{folder}` does not exist", hint="create it first")
+    if not folder.is_dir():
+        raise UsageError(f"`{folder}` is not a folder")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(f"cannot write into `{folder}`: {reason}", hint="choose another place with -o") from None
+
+
+def make_folder(folder: Path, *, overwrite: bool) -> None:
+    """Make a folder for results; raises `UsageError` when it holds something already, unless ``overwrite``."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"`{folder}` is not a folder", hint="choose another one with -o")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        raise UsageError(
+            f"the folder `{folder}` is not empty", hint="choose another one with -o, or write into it with -f"
+        )
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    check_folder(existing)
+    folder.mkdir(parents=True, exist_ok=True)
