@@ -6,5 +6,7 @@ script. Importing this package does not import torch.
 
 from __future__ import annotations
 
+from reprokit import capture
+
 __version__ = "0.1.0"
-__all__ = ["__version__"]
+__all__ = ["__version__", "capture"]

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -40,8 +40,14 @@ SKIPPED_STREAK = 100
 
 
 class CaptureStop(SystemExit):
-    """Ends the user's script after a capture. As a `SystemExit` it passes ``except Exception`` and prints no
-    traceback."""
+    """Ends the user's script after a capture.
+
+    As a `SystemExit` it passes ``except Exception``, runs ``finally`` blocks and prints no traceback.
+    """
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(3)
+        self.session = session
 
 
 class Session:
@@ -52,6 +58,8 @@ class Session:
     the loop is stopped (`CaptureStop` is raised in it) or goes on unwatched. ``snapshots`` are the files written and
     ``results`` their summaries.
     """
+
+    _watchers: ClassVar[list[Session]] = []
 
     def __init__(
         self,
@@ -74,6 +82,7 @@ class Session:
         self._overwrite = overwrite
         self._quiet = quiet
         self._tape = Tape(on_differentiate=self._judge_start, on_module=self._meet_module, on_error=self._switch_off)
+        self._tape.is_watched = lambda: self._is_watching
         self._tape.on_hand_update = self._finish_hand_update
         self._tape.parameters = self._parameters
         self._hooks = Hooks(self)
@@ -95,23 +104,39 @@ class Session:
     # -- life ----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
+        self._watchers.append(self)
         self._hooks.install()
         self._tape.install()
-        self._tape.__enter__()  # type: ignore[no-untyped-call]
+        self._tape.enter_stack()
         self._active = True
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:
         self._leave()
-        self._tape.__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
+        self._tape.leave_stack()
 
     def _leave(self) -> None:
-        """Take everything away; the mode itself is popped by ``__exit__``."""
+        """Take everything away; the mode itself leaves torch's stack in ``__exit__``."""
         self._active = False
+        if self in self._watchers:
+            self._watchers.remove(self)
+            if self._watchers:
+                self._watchers[-1]._resume()
+        self._exit_step()
         self._hooks.remove()
         self._tape.uninstall()
         self._buffers.clear()
         self._updates = UpdateCopies()
+
+    def _resume(self) -> None:
+        """A capture inside this one has ended: what happened meanwhile was not noted, so the step starts anew."""
+        self._exit_step()
+        self._restart()
+
+    @property
+    def _is_watching(self) -> bool:
+        """Whether the session is on, is the innermost one, and no session is just replaying a step."""
+        return self._active and self._watchers[-1] is self and not Tape.replays
 
     def _switch_off(self, error: Exception) -> None:
         """Fail open: say it once, stop watching, let the training go on."""
@@ -125,7 +150,7 @@ class Session:
 
     def _guarded(self, work: Callable[..., Any], *args: Any) -> Any:
         """Run work of our own unless the session has ended; errors switch it off."""
-        if not self._active:
+        if not self._is_watching:
             return None
         return self._tape.guard(work, *args)
 
@@ -143,7 +168,7 @@ class Session:
 
     def _judge_start(self, entry: Entry) -> None:
         """Asked before every differentiation: is the loss bad?"""
-        if not self._active:
+        if not self._is_watching:
             return
         bad = self._guarded(self._bad_start, entry)
         if bad:
@@ -169,13 +194,13 @@ class Session:
 
     def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `hooks.Listener`."""
-        if not self._active or not self._tape.is_outermost:
+        if not self._is_watching or not self._tape.is_outermost:
             return function(*args, **kwargs)
         return self._tape.differentiate(function, args, kwargs)
 
     def around(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `hooks.Listener`."""
-        if not self._active:
+        if not self._is_watching:
             return target(*args, **kwargs)
         handle = getattr(self, f"_around_{kind}", self._perform)
         return handle(kind, target, args, kwargs)
@@ -225,7 +250,7 @@ class Session:
         optimizer = args[1] if len(args) > 1 else kwargs["optimizer"]
         before = self._iterations.attempts(optimizer)
         output = target(*args, **kwargs)
-        if self._active and self._iterations.attempts(optimizer) == before:
+        if self._is_watching and self._iterations.attempts(optimizer) == before:
             self._skipped += 1
             if self._is_collapsed(args[0]):
                 self._fail("gradient")
@@ -242,7 +267,7 @@ class Session:
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """See `hooks.Listener`: judge the gradients, remember the state, get out of the way."""
-        if not self._active or not self._tape.is_outermost:
+        if not self._is_watching or not self._tape.is_outermost:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None and self._guarded(self._bad_gradients, optimizer):
@@ -279,17 +304,17 @@ class Session:
         def watched() -> Any:
             nonlocal calls
             calls += 1
-            if not self._active:
+            if not self._is_watching:
                 return closure()
             self._exit_step()
             if calls > 1:
                 self._guarded(self._restart)
             try:
                 loss = closure()
-                if self._active and self._guarded(self._bad_gradients, optimizer):
+                if self._is_watching and self._guarded(self._bad_gradients, optimizer):
                     self._fail("gradient")
             finally:
-                if self._active:
+                if self._is_watching:
                     self._enter_step()
             return loss
 
@@ -297,7 +322,7 @@ class Session:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """See `hooks.Listener`: judge the parameters; a good step is forgotten."""
-        if not self._active or self._stepping is None:
+        if not self._is_watching or self._stepping is None:
             return
         self._exit_step()
         frame = sys._getframe(3)
@@ -361,6 +386,7 @@ class Session:
         self._active = False
         path = None
         with self._tape.paused():
+            Tape.replays += 1
             try:
                 snapshot = self._snapshot(observed_at, pending, optimizer, frame)
                 path = self._write(snapshot)
@@ -369,10 +395,11 @@ class Session:
             except Exception as error:
                 self._say(f"could not save the failing step ({type(error).__name__}: {error}); training goes on")
             finally:
+                Tape.replays -= 1
                 self._leave()
         if path is not None and self._after == "stop":
             self._stopped = True
-            raise CaptureStop(3)
+            raise CaptureStop(self)
 
     def _snapshot(
         self, observed_at: str, pending: Entry | None, optimizer: torch.optim.Optimizer | None, frame: Any

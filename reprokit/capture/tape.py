@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -57,8 +57,10 @@ class Tape(TorchFunctionMode):
 
     ``on_differentiate(entry)`` is asked before a differentiation runs, ``on_module(module)`` before a root module does,
     ``on_error`` when the tape itself fails. Invariant: while ``_depth`` is above 0 the loop is inside something that is
-    noted as a whole, and nothing is added.
+    noted as a whole, and nothing is added. ``replays`` counts the replays that run right now, in any session.
     """
+
+    replays: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -84,6 +86,7 @@ class Tape(TorchFunctionMode):
         self._original_call: Any = None
         self._memory: set[int] | None = None
         self._hand_updated = False
+        self.is_watched: Callable[[], bool] = lambda: True
         self.on_hand_update: Callable[[], None] = lambda: None
         self.parameters: Callable[[], Iterable[torch.Tensor]] = tuple
 
@@ -101,6 +104,18 @@ class Tape(TorchFunctionMode):
             return tape.call_module(original, self, args, kwargs)
 
         torch.nn.Module.__call__ = __call__  # type: ignore[method-assign]
+
+    def enter_stack(self) -> None:
+        """Put the mode on top of torch's stack of function modes."""
+        torch._C._push_on_torch_function_stack(self)
+
+    def leave_stack(self) -> None:
+        """Take the mode off torch's stack, wherever on it the loop's own modes have left it."""
+        height = torch._C._len_torch_function_stack()
+        modes = [torch._C._pop_torch_function_stack() for _ in range(height)]
+        for mode in reversed(modes):
+            if mode is not self:
+                torch._C._push_on_torch_function_stack(mode)
 
     def settle(self) -> None:
         """The roots are known: stop watching every module. A root that appears later is met by `_meet`."""
@@ -132,7 +147,7 @@ class Tape(TorchFunctionMode):
     @property
     def is_outermost(self) -> bool:
         """Whether the loop itself is running, on the thread that is watched."""
-        return self.enabled and self._depth == 0 and threading.get_ident() == self._thread
+        return self._depth == 0 and self.enabled and self.is_watched() and threading.get_ident() == self._thread
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Whether an entry of the tape produced this tensor object."""
