@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from reprokit.capture import launch
-from reprokit.cli.console import Verbosity, common_options, print_json, say, shown_command, shown_path
+from reprokit.capture.block import captured_lines, shown_path
+from reprokit.cli.console import Verbosity, common_options, print_json, say
 from reprokit.cli.outputs import check_file, check_folder
 from reprokit.errors import UsageError
 
@@ -95,7 +96,7 @@ class Capture:
 
 
 class Watch:
-    """The capture session of one run: begins when the script has imported torch, tells its result at the process's end."""
+    """The session of one run: begins when the script has imported torch, tells its result at the process's end."""
 
     def __init__(self, plan: Capture) -> None:
         self._plan = plan
@@ -136,13 +137,8 @@ class Watch:
             for path, result in zip(self._session.snapshots, self._session.results, strict=True):
                 if self._plan.json:
                     print_json({**result, "path": str(path)})
-                self._tell_one(path, result["failure"])
-
-    def _tell_one(self, path: Path, failure: dict[str, object]) -> None:
-        origin = failure["call"] or failure["input"]
-        shown = shown_path(path, self._folder)
-        say(f"captured {failure['kind']} from `{origin}` at step {failure['step']} -> {shown}", self._plan.verbosity)
-        say(f"next: {shown_command('reprokit', 'shrink', shown)}", self._plan.verbosity)
+                for line in captured_lines(path, result, self._folder):
+                    say(line, self._plan.verbosity)
 
 
 @click.command("capture", context_settings={"allow_interspersed_args": False})

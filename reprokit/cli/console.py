@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
 from enum import Enum
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -56,12 +54,6 @@ def say_error(error: ReprokitError) -> None:
 def print_json(result: Mapping[str, Any]) -> None:
     """A result as one line of JSON on stdout."""
     print(json.dumps(result, ensure_ascii=False, allow_nan=True), flush=True)
-
-
-def shown_path(path: Path, start: Path | None = None) -> str:
-    """A path as a person would type it in ``start`` (the current folder): relative when that is shorter."""
-    relative = os.path.relpath(path, start)
-    return relative if not relative.startswith("..") else str(path)
 
 
 def shown_command(*words: str) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 
 import click
 
+from reprokit.capture.block import shown_path
 from reprokit.cli.capture import EXIT_CAPTURED
-from reprokit.cli.console import Verbosity, common_options, print_json, say, shown_command, shown_path
+from reprokit.cli.console import Verbosity, common_options, print_json, say, shown_command
 from reprokit.cli.outputs import make_folder
 from reprokit.errors import ReprokitError
 

@@ -18,7 +18,7 @@ def check_file(path: Path, *, overwrite: bool) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise `UsageError` unless files can be made in ``folder``; found out by making one: permissions do not tell all."""
+    """Raise `UsageError` unless a file can be made in ``folder``; tries it, as permissions do not tell all."""
     if not folder.exists():
         raise UsageError(f"the folder `{folder}` does not exist", hint="create it first")
     if not folder.is_dir():

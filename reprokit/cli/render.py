@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from reprokit.cli.console import Verbosity, common_options, print_json, say, shown_path
+from reprokit.capture.block import shown_path
+from reprokit.cli.console import Verbosity, common_options, print_json, say
 from reprokit.cli.outputs import check_file
 
 

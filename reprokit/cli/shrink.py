@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reprokit.cli.console import Verbosity, common_options, print_json, say, shown_command, shown_path
+from reprokit.capture.block import shown_path
+from reprokit.cli.console import Verbosity, common_options, print_json, say, shown_command
 from reprokit.cli.outputs import make_folder
 from reprokit.errors import Flaky, Interrupted, NotReproduced, ReprokitError
 

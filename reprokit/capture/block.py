@@ -1,0 +1,73 @@
+"""``with reprokit.capture():`` — what ``reprokit capture`` does for a script, around a block of one's own code.
+
+Also the words in which a capture is told, which both share. This module imports torch only when a block is entered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from reprokit.errors import UsageError
+
+if TYPE_CHECKING:
+    from reprokit.capture.session import Session
+
+
+@contextlib.contextmanager
+def capture(
+    output: str | os.PathLike[str] | None = None,
+    *,
+    name: str = "training",
+    after: Literal["stop", "continue"] = "stop",
+    overwrite: bool = False,
+    quiet: bool = False,
+) -> Iterator[Session]:
+    """Watch the training loop in this block and save its first failing step.
+
+    Writes ``output``, or ``<name>-step<N>.repro.pt`` in the current folder. With ``after="stop"`` the failure ends the
+    loop with a `SystemExit` of code 3; with ``"continue"`` the loop goes on unwatched. The session's ``snapshots`` are
+    the files written.
+    """
+    from reprokit.capture.session import Session
+    from reprokit.snapshot.redact import redact_argv
+
+    path = Path(output).absolute() if output is not None else None
+    if path is not None and path.exists() and not overwrite:
+        raise UsageError(f"`{path}` exists already", hint="choose another name, or pass overwrite=True")
+    session = Session(path, name=name, after=after, command=redact_argv(sys.argv), overwrite=overwrite, quiet=quiet)
+    try:
+        with session:
+            yield session
+    finally:
+        if not quiet:
+            for written, result in zip(session.snapshots, session.results, strict=True):
+                for line in captured_lines(written, result, Path.cwd()):
+                    print(f"reprokit: {line}", file=sys.stderr, flush=True)
+
+
+def captured_lines(path: Path, result: Mapping[str, Any], start: Path) -> list[str]:
+    """What was captured, where it is, and the command to go on with; paths as seen from the folder ``start``."""
+    failure = result["failure"]
+    shown = shown_path(path, start)
+    if failure["exception"]:
+        what = f"{failure['exception']['type']} from `{failure['call']}`"
+    elif failure["call"] is None:
+        what = f"{failure['kind']} that was already in `{failure['input']}`"
+    else:
+        what = f"{failure['kind']} from `{failure['call']}`"
+    return [
+        f"captured {what} at step {failure['step']} -> {shown}",
+        f"next: {shlex.join(['reprokit', 'shrink', shown])}",
+    ]
+
+
+def shown_path(path: Path, start: Path | None = None) -> str:
+    """A path as a person would type it in ``start`` (the current folder): relative when it lies inside."""
+    relative = os.path.relpath(path, start)
+    return relative if not relative.startswith("..") else str(path)
