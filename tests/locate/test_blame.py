@@ -1,0 +1,224 @@
+"""The origin of a failure, over small programs written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from reprokit.locate.blame import GRAD_SCALER, locate
+from reprokit.locate.failure import Failure, from_plain, to_plain
+from reprokit.locate.ways import ways_of
+from reprokit.program.ir import Call, Input, Program, Ref, Symbol
+from reprokit.program.trace import Origin, Tracer, recording
+
+INF = float("inf")
+
+
+def program(calls: Sequence[Call], names: Sequence[str | Input], outputs: Sequence[int] = ()) -> Program:
+    inputs = [item if isinstance(item, Input) else Input(n, item) for n, item in enumerate(names)]
+    return Program(tuple(calls), tuple(inputs), tuple(map(Ref, outputs)))
+
+
+def call(target: str, *args: Any, to: Any = None, **kwargs: Any) -> Call:
+    return Call(target, args, kwargs, outputs=to)
+
+
+def found(made: Program, *tensors: torch.Tensor) -> Failure:
+    failure = locate(made, dict(enumerate(tensors)))
+    assert failure is not None
+    return failure
+
+
+def test_a_healthy_program_has_no_failure() -> None:
+    made = program([call("torch.exp", Ref(0), to=Ref(1))], ["x"], [1])
+    assert locate(made, {0: torch.zeros(2)}) is None
+
+
+def test_a_wanted_infinity_is_not_blamed() -> None:
+    made = program(
+        [
+            call("torch.Tensor.masked_fill", Ref(0), Ref(1), -INF, to=Ref(2)),
+            call("torch.nn.functional.softmax", Ref(2), -1, to=Ref(3)),
+            call("torch.Tensor.sum", Ref(3), to=Ref(4)),
+        ],
+        ["scores", "mask"],
+        [4],
+    )
+    assert locate(made, {0: torch.zeros(2, 3), 1: torch.tensor([[False] * 3, [True, True, False]])}) is None
+    failure = found(made, torch.zeros(2, 3), torch.tensor([[False] * 3, [True] * 3]))
+    assert (failure.call, failure.kind, failure.phase) == ("torch.nn.functional.softmax", "nan", "forward")
+    assert (failure.element, failure.num_bad, failure.num_elements) == ((1, 0), 3, 6)
+
+
+def test_an_overflow_upstream_of_a_nan_is_the_origin() -> None:
+    made = program(
+        [
+            call("torch.nn.functional.linear", Ref(0), Ref(1), to=Ref(2)),
+            call("torch.rsqrt", Ref(2), to=Ref(3)),
+            call("torch.Tensor.mul", Ref(2), Ref(3), to=Ref(4)),
+        ],
+        ["x", "weight"],
+        [4],
+    )
+    big = torch.full((1, 300), 300.0, dtype=torch.float16)
+    failure = found(made, big, big)
+    assert (failure.call, failure.kind, failure.way) == ("torch.nn.functional.linear", "inf", "+inf")
+
+
+def test_an_infinity_that_turns_sign_is_blamed_on_the_call_that_let_it_out() -> None:
+    made = program(
+        [
+            call("torch.Tensor.masked_fill", Ref(0), Ref(1), -INF, to=Ref(2)),
+            call("torch.nn.functional.cross_entropy", Ref(2), Ref(3 + 10), label_smoothing=0.1, to=Ref(4)),
+        ],
+        ["logits", "mask", Input(13, "target")],
+        [4],
+    )
+    tensors = {0: torch.zeros(1, 3), 1: torch.tensor([[True, False, False]]), 13: torch.tensor([1])}
+    failure = locate(made, tensors)
+    assert failure is not None and (failure.call, failure.way) == ("torch.nn.functional.cross_entropy", "+inf")
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_bad_data_is_reported_as_the_input_that_was_bad(position: int) -> None:
+    made = program([call("torch.Tensor.mul", Ref(0), Ref(1), to=Ref(2))], ["image", "weight"], [2])
+    tensors = [torch.ones(2, 2), torch.ones(2, 2)]
+    tensors[position][1, 0] = float("nan")
+    failure = found(made, *tensors)
+    assert failure.call is None and failure.input_name == ["image", "weight"][position]
+    assert failure.element == (1, 0)
+
+
+def test_an_absorbed_infinity_is_not_followed() -> None:
+    made = program(
+        [
+            call("torch.Tensor.pow", Ref(0), -0.5, to=Ref(1)),
+            call("torch.Tensor.__eq__", Ref(1), INF, to=Ref(2)),
+            call("torch.Tensor.masked_fill", Ref(1), Ref(2), 0.0, to=Ref(3)),
+            call("torch.Tensor.__rtruediv__", Ref(3), 0.0, to=Ref(4)),
+        ],
+        ["degree"],
+        [4],
+    )
+    failure = found(made, torch.tensor([0.0, 4.0]))
+    assert (failure.call, failure.call_index) == ("torch.Tensor.div", 3)
+
+
+def recorded(compute: Any, **inputs: torch.Tensor) -> Failure:
+    names = {id(tensor): Origin(name) for name, tensor in inputs.items()}
+    tracer = Tracer(lambda tensor: names.get(id(tensor)))
+    with recording(tracer):
+        compute(**inputs)
+    failure = locate(tracer.program(), tracer.tensors)
+    assert failure is not None
+    return failure
+
+
+def test_where_trap_in_backward() -> None:
+    def compute(x: torch.Tensor) -> None:
+        torch.where(x > 0, torch.log(x), x).sum().backward()
+
+    failure = recorded(compute, x=torch.tensor([1.0, 0.0], requires_grad=True))
+    assert (failure.phase, failure.call, failure.backward_node) == ("backward", "torch.log", "LogBackward0")
+    assert (failure.kind, failure.element, failure.num_bad) == ("nan", (1,), 1)
+    assert failure.site is not None and "torch.log(x)" in failure.site.code
+
+
+def test_double_backward() -> None:
+    def compute(x: torch.Tensor, w: torch.Tensor) -> None:
+        (g,) = torch.autograd.grad((w * x.pow(2)).sum(), x, create_graph=True)
+        g.pow(2).sum().sqrt().backward()
+
+    failure = recorded(compute, x=torch.zeros(2, requires_grad=True), w=torch.ones(2, requires_grad=True))
+    assert (failure.phase, failure.call) == ("backward", "torch.Tensor.sqrt")
+
+
+def test_a_nan_that_the_loss_never_sees_is_a_forward_failure() -> None:
+    def compute(x: torch.Tensor, w: torch.Tensor) -> None:
+        rows = torch.softmax(x.masked_fill(x > 1, -INF), -1) @ w
+        rows[1:].sum().backward()
+
+    x = torch.tensor([[2.0, 2.0], [0.0, 1.0]])
+    failure = recorded(compute, x=x, w=torch.ones(2, 2, requires_grad=True))
+    assert (failure.phase, failure.call) == ("forward", "torch.softmax")
+
+
+def test_gradients_that_overflow_where_they_are_added_up() -> None:
+    def compute(x: torch.Tensor) -> None:
+        (x * 60000.0).sum().backward()
+        (x * 60000.0).sum().backward()
+
+    failure = recorded(compute, x=torch.zeros(1, dtype=torch.float16, requires_grad=True))
+    assert (failure.phase, failure.kind, failure.backward_node) == ("backward", "inf", "AccumulateGrad")
+
+
+def test_a_scaled_loss_may_overflow() -> None:
+    scaled = Call("torch.Tensor.mul", (Ref(0), Ref(1)), outputs=Ref(2), scope=(GRAD_SCALER,))
+    made = program([scaled, call("torch.Tensor.backward", Ref(2))], [Input(0, "loss", requires_grad=True), "scale"])
+    assert locate(made, {0: torch.tensor(1e30), 1: torch.tensor(1.0)}) is None
+    failure = locate(made, {0: torch.tensor(1e30), 1: torch.tensor(1e30)})
+    assert failure is None or failure.phase == "backward"  # the loss itself is fine
+
+
+def test_the_optimizer() -> None:
+    step = Call(
+        "torch.optim.Adam.step",
+        kwargs={"params": [[Ref(0)]], "grads": [[Ref(1)]], "options": [{"lr": 1e-3}], "state": [[{}]]},
+    )
+    made = program([step], [Input(0, "w", "parameter", True), Input(1, "g", "gradient")])
+    half = torch.ones(1, dtype=torch.float16)
+    failure = found(made, half, torch.zeros_like(half))
+    assert (failure.phase, failure.call, failure.value) == ("optimizer", "torch.optim.Adam.step", 0)
+    assert locate(made, {0: half, 1: torch.ones_like(half)}) is None
+
+
+def test_an_exception_is_a_failure() -> None:
+    made = program([call("torch.linalg.inv", Ref(0), to=Ref(1))], ["matrix"], [1])
+    failure = found(made, torch.zeros(2, 2))
+    assert (failure.kind, failure.call, failure.exception) == (
+        "exception",
+        "torch.linalg.inv",
+        ("_LinAlgError", failure.exception[1] if failure.exception else ""),
+    )
+
+
+def test_module_names_follow_the_contract() -> None:
+    class Inner(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x / (x - x)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Inner()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](x)
+
+    def compute(x: torch.Tensor) -> None:
+        Outer()(x).sum().backward()
+
+    x = torch.zeros(1, requires_grad=True)
+    assert recorded(compute, x=x).module == "layers.0"
+    assert recorded(lambda x: Inner()(x).sum().backward(), x=x).module == "<Inner>"
+    assert recorded(lambda x: (x / (x - x)).sum().backward(), x=x).module is None
+
+
+def test_failures_are_plain_data_and_back() -> None:
+    made = program([call("torch.Tensor.to", Ref(0), Symbol("torch.float16"), to=Ref(1))], ["x"], [1])
+    failure = found(made, torch.tensor([1e9]))
+    assert from_plain(to_plain(failure)) == failure
+
+
+@pytest.mark.parametrize(
+    ("values", "ways"),
+    [([1.0], set()), ([3e38, 3e38], set()), ([float("nan")], {"nan"}), ([INF, -INF], {"+inf", "-inf"}), ([], set())],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.bfloat16])
+def test_ways(values: list[float], ways: set[str], dtype: torch.dtype) -> None:
+    assert ways_of(torch.tensor(values, dtype=dtype)) == ways
+    assert ways_of(torch.zeros(3, dtype=torch.int64)) == set()
