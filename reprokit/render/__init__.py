@@ -1,1 +1,127 @@
-"""Turning a reduction into what people read and run: the repro, the issue text, the report, a test."""
+"""Turning a reduction into what people read and run: the repro, the issue text, the report, a test.
+
+`render_all` writes everything that ``reprokit shrink`` leaves behind, `render_one` a single text from a file on disk.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reprokit.errors import SnapshotError, UsageError
+
+if TYPE_CHECKING:
+    from reprokit.render.script import Script
+    from reprokit.render.sources import Source
+    from reprokit.render.verify import VerifyResult
+    from reprokit.shrink.reduction import Reduction
+    from reprokit.snapshot.format import Snapshot
+
+__all__ = ["KINDS", "render_all", "render_one"]
+
+KINDS = ("repro", "issue", "report", "test")
+TIMES = 20
+
+
+def render_all(reduction: Reduction, snapshot: Snapshot, out_dir: Path, *, times: int = TIMES) -> dict[str, Any]:
+    """Write ``repro.py``, verify it, write ``issue.md``, ``report.html`` and ``test_repro.py``; a summary of the repro."""
+    from reprokit.render.issue import write_issue
+    from reprokit.render.report import write_report
+    from reprokit.render.sources import reduction_script
+    from reprokit.render.verify import verify
+
+    script = reduction_script(reduction, snapshot)
+    path = script.write(out_dir)
+    result = verify(path, times)
+    texts = {
+        "issue.md": write_issue(snapshot, script, result, reduction=reduction),
+        "report.html": write_report(snapshot, script, result, reduction=reduction),
+        "test_repro.py": write_test(reduction),
+    }
+    for name, text in texts.items():
+        (out_dir / name).write_text(text, encoding="utf-8")
+    return {
+        "path": str(path),
+        "lines": script.num_lines,
+        "files": script.files,
+        "verified": result.verified if result.fails else f"0/{times}",
+    }
+
+
+def render_one(source: Path, kind: str, template: str | None = None, out: Path | None = None) -> Path | str:
+    """One text from a snapshot, a reduction or a folder of results: its path if written to ``out``, else itself."""
+    from reprokit.render.sources import open_source
+
+    opened = open_source(source)
+    script = opened.script()
+    if kind == "repro":
+        return _write_repro(script, source, out)
+    text = _text(opened, script, kind, template, source)
+    if out is None:
+        return text
+    out.write_text(text, encoding="utf-8")
+    return out
+
+
+def write_test(subject: Reduction | Snapshot) -> str:
+    """A pytest file that runs the ``repro.py`` beside it."""
+    from reprokit.render.environment import render_template
+    from reprokit.render.script import REPRO_FILE
+    from reprokit.render.wording import headline
+
+    words = headline(subject.failure)
+    name = re.sub(r"\W+", "_", words.lower(), flags=re.ASCII).strip("_") or "repro"
+    return render_template("test_repro.py.j2", headline=words, repro=REPRO_FILE, name=name)
+
+
+def _write_repro(script: Script, source: Path, out: Path | None) -> Path | str:
+    if out is None:
+        if script.side:
+            raise UsageError(
+                f"the repro of `{source}` needs a file of tensors beside it",
+                hint="choose a folder with -o, to write both there",
+            )
+        return script.text
+    if out.is_dir():
+        return script.write(out)
+    if script.side:
+        raise UsageError(
+            f"the repro of `{source}` needs a file of tensors beside it", hint="name an existing folder with -o"
+        )
+    out.write_text(script.text, encoding="utf-8")
+    return out
+
+
+def _text(opened: Source, script: Script, kind: str, template: str | None, source: Path) -> str:
+    from reprokit.render.issue import write_issue
+    from reprokit.render.report import write_report
+
+    if kind not in KINDS:
+        raise UsageError(f"cannot render as `{kind}`", hint=f"one of {', '.join(KINDS)}")
+    snapshot = opened.snapshot
+    if kind == "test":
+        return write_test(opened.reduction or _required(snapshot, source))
+    result = _verified(script)
+    if kind == "report":
+        return write_report(_required(snapshot, source), script, result, reduction=opened.reduction)
+    return write_issue(
+        _required(snapshot, source), script, result, reduction=opened.reduction, template=template or "pytorch"
+    )
+
+
+def _verified(script: Script) -> VerifyResult:
+    from reprokit.render.verify import verify
+
+    with tempfile.TemporaryDirectory(prefix="reprokit-") as folder:
+        return verify(script.write(Path(folder)), TIMES)
+
+
+def _required(snapshot: Snapshot | None, source: Path) -> Snapshot:
+    if snapshot is None:
+        raise SnapshotError(
+            f"`{source}` holds a reduction, and the snapshot it came from is not beside it",
+            hint="keep the snapshot next to the folder that `reprokit shrink` wrote",
+        )
+    return snapshot

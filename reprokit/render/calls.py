@@ -1,7 +1,7 @@
 """One call of a program as the expression a person would have written for it.
 
-Operators instead of ``torch.Tensor.add``, methods and attributes on their tensor, ``F.`` for functionals, and no argument
-that only repeats a default. Defaults are trusted only where the function is written in Python and can be asked.
+Operators instead of ``torch.Tensor.add``, methods and attributes on their tensor, ``F.`` for functionals, and no
+argument that only repeats a default. Defaults are trusted only where the function is written in Python.
 """
 
 from __future__ import annotations
@@ -190,7 +190,9 @@ def _needed_arguments(call: Call) -> tuple[list[Any], dict[str, Any]]:
     positional = list(parameters.values())
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in positional):
         return arguments, keywords
-    while arguments and len(arguments) <= len(positional) and _is_default(arguments[-1], positional[len(arguments) - 1]):
+    while (
+        arguments and len(arguments) <= len(positional) and _is_default(arguments[-1], positional[len(arguments) - 1])
+    ):
         arguments.pop()
     return arguments, keywords
 
@@ -198,4 +200,8 @@ def _needed_arguments(call: Call) -> tuple[list[Any], dict[str, Any]]:
 def _is_default(value: Any, parameter: inspect.Parameter | None) -> bool:
     if parameter is None or parameter.default is inspect.Parameter.empty:
         return False
-    return type(value) is type(parameter.default) and isinstance(value, (bool, int, float, str, type(None))) and value == parameter.default
+    return (
+        type(value) is type(parameter.default)
+        and isinstance(value, (bool, int, float, str, type(None)))
+        and value == parameter.default
+    )

@@ -40,7 +40,9 @@ def find_subject(program: Program, tensors: Tensors, failure: Failure) -> Subjec
             raise NotReproduced(f"the program does not raise `{_exception_name(failure)}` when it is run again")
         return None
     if outcome.error is not None:
-        raise NotReproduced(f"the program raises `{type(outcome.error).__name__}` when it is run again", note=str(outcome.error))
+        raise NotReproduced(
+            f"the program raises `{type(outcome.error).__name__}` when it is run again", note=str(outcome.error)
+        )
     found = [subject for subject in _subjects(failure, wanted, outcome) if subject.way]
     if found:
         return next((subject for subject in found if subject.way == failure.way), found[0])
@@ -62,7 +64,10 @@ def write_check(subject: Subject, failure: Failure, code: Code) -> list[str]:
     name = code.names[subject.value]
     text = f"{name}.grad" if subject.is_gradient else name
     shown = f"{name}.data" if failure.phase == "optimizer" and not subject.is_gradient else text
-    return [f'print("{text} =", {shown})', f"assert not {_question(subject.tensor, subject.way)}({text}).any(), {message(subject, failure, code)}"]
+    return [
+        f'print("{text} =", {shown})',
+        f"assert not {_question(subject.tensor, subject.way)}({text}).any(), {message(subject, failure, code)}",
+    ]
 
 
 def message(subject: Subject, failure: Failure, code: Code) -> str:
@@ -74,10 +79,16 @@ def message(subject: Subject, failure: Failure, code: Code) -> str:
         about = f"after {failure.call.split('.')[2]}.step(), {name}"
     else:
         origin = code.origins.get(failure.call_index) if failure.call_index is not None else None
-        about = origin if origin is not None and len(origin) <= _MAX_MESSAGE and "=" not in origin.split("(")[0] else name
+        about = (
+            origin if origin is not None and len(origin) <= _MAX_MESSAGE and "=" not in origin.split("(")[0] else name
+        )
     verb = "is" if _is_all_bad(subject.tensor, subject.way) else "contains"
     text = f"{about} {verb} {_WORDS[subject.way]}"
-    return f"'{text}'" if '"' in text and "'" not in text and "\\" not in text else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return (
+        f"'{text}'"
+        if '"' in text and "'" not in text and "\\" not in text
+        else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    )
 
 
 def _question(tensor: torch.Tensor, way: str) -> str:
@@ -113,7 +124,9 @@ def _subjects(failure: Failure, wanted: list[int], outcome: Outcome) -> list[Sub
         ways = (failure.way, "nan", "+inf", "-inf")
         return Subject(value, is_gradient, tensor, next((way for way in ways if is_bad(tensor, way)), ""))
 
-    values = [subject(value, False, outcome.values[value]) for value in dict.fromkeys(wanted) if value in outcome.values]
+    values = [
+        subject(value, False, outcome.values[value]) for value in dict.fromkeys(wanted) if value in outcome.values
+    ]
     order = sorted(outcome.gradients, key=lambda value: (value != failure.value, value))
     gradients = [subject(value, True, outcome.gradients[value]) for value in order]
     return gradients + values if failure.phase == "backward" else values + gradients

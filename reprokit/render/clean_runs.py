@@ -2,7 +2,8 @@
 
 It loads torch once and forks for every run, because a fresh `import torch` costs seconds. Nothing of reprokit can be
 imported in it or in its children. Arguments: folder that holds torch, seconds allowed per run, script, number of runs,
-number of processes at a time, side files. Each run gets a new folder with the script and its side files. Prints one JSON line per run.
+number of processes at a time, side files. Each run gets a new folder with the script and its side files, and is
+reported as one line of JSON.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import OPAQUE, ZERO_GRAD, Call, Input, Mode, Program, Ref, iter_refs
 from reprokit.program.run import Tensors
-from reprokit.render import calls, expression, names
+from reprokit.render import calls, names
 from reprokit.render.calls import Statement
 from reprokit.render.expression import Expr, fold
 from reprokit.render.literals import Literal, as_given, literal
@@ -26,6 +26,7 @@ from reprokit.render.names import Names
 from reprokit.render.optimizers import write_step
 
 MAX_INLINE = 48
+MAX_INPUT_LINES = 24
 SIDE_FILE = "repro_inputs.pt"
 
 
@@ -33,8 +34,8 @@ SIDE_FILE = "repro_inputs.pt"
 class Code:
     """A program in Python.
 
-    ``names`` has the variable of every value that has one, ``origins`` the text of every call's expression. ``side`` holds the tensors that
-    the side file must provide, by name.
+    ``names`` has the variable of every value that has one, ``origins`` the text of every call's expression. ``side``
+    holds the tensors that the side file must provide, by name.
     """
 
     imports: tuple[str, ...]
@@ -53,22 +54,16 @@ class _Line:
     mode: Mode
 
 
-def write_program(
-    program: Program, tensors: Tensors, *, keep: Iterable[int] = (), retain: Iterable[int] = (), side_file: str = SIDE_FILE
-) -> Code:
-    """The program in Python.
-
-    ``keep`` lists values that must have a variable at the end, ``retain`` those intermediate values whose ``.grad`` must be kept.
-    """
-    return _Writer(program, tensors, frozenset(keep), frozenset(retain), side_file).write()
+def write_program(program: Program, tensors: Tensors, *, keep: Iterable[int] = (), side_file: str = SIDE_FILE) -> Code:
+    """The program in Python; ``keep`` lists values that must have a variable at the end."""
+    return _Writer(program, tensors, frozenset(keep), side_file).write()
 
 
 class _Writer:
-    def __init__(self, program: Program, tensors: Tensors, keep: frozenset[int], retain: frozenset[int], side_file: str) -> None:
+    def __init__(self, program: Program, tensors: Tensors, keep: frozenset[int], side_file: str) -> None:
         self._program = program
         self._tensors = tensors
-        self._keep = keep | retain
-        self._retain = retain
+        self._keep = keep
         self._side_file = side_file
         self._names = Names()
         self._side: dict[str, torch.Tensor] = {}
@@ -101,7 +96,9 @@ class _Writer:
     def _needed_inputs(self) -> list[Input]:
         wanted = {ref.value for ref in self._program.outputs} | self._keep
         return [
-            item for item in self._program.inputs if item.role != "rng" and (self._uses[item.value] or item.value in wanted)
+            item
+            for item in self._program.inputs
+            if item.role != "rng" and (self._uses[item.value] or item.value in wanted)
         ]
 
     def _name_random_states(self) -> None:
@@ -118,7 +115,7 @@ class _Writer:
         name = self._names.give(item.value, names.name_for_input(item, self._program))
         text = self._input_text(item, found, name)
         lines = fold(f"{name} = {text}")
-        if found is not None and len(lines) > 12:
+        if found is not None and len(lines) > MAX_INPUT_LINES:
             return [f"{name} = {self._input_text(item, None, name)}"]
         return lines
 
@@ -134,7 +131,12 @@ class _Writer:
 
     def _is_inlinable_input(self, item: Input, found: Literal) -> bool:
         """Whether the input is only a gradient or optimizer state that reads best where it is used."""
-        if item.requires_grad or item.value in self._keep or self._uses[item.value] != 1 or len(found.text) > MAX_INLINE:
+        if (
+            item.requires_grad
+            or item.value in self._keep
+            or self._uses[item.value] != 1
+            or len(found.text) > MAX_INLINE
+        ):
             return False
         user = next(call for call in self._program.calls if item.value in call.input_refs())
         return (user.is_differentiation or user.is_optimizer_step) and item.value not in self._plain_params
@@ -146,7 +148,11 @@ class _Writer:
             return
         mode = _needed_mode(call)
         if call.mode.rng is not None:
-            setter = "torch.cuda.set_rng_state" if self._tensors[call.mode.rng.value].numel() <= 64 else "torch.set_rng_state"
+            setter = (
+                "torch.cuda.set_rng_state"
+                if self._tensors[call.mode.rng.value].numel() <= 64
+                else "torch.set_rng_state"
+            )
             self._add(f'{setter}(saved["{self._names[call.mode.rng.value]}"])', mode)
         if call.is_optimizer_step:
             for line in write_step(call, self._leaf, self._names, self._tensors):
@@ -161,9 +167,6 @@ class _Writer:
             self._inlined[call.output_refs()[0]] = written
             return
         self._assign(call, written, mode)
-        for value in call.output_refs():
-            if value in self._retain:
-                self._add(f"{self._names[value]}.retain_grad()", mode)
 
     def _leaf(self, value: Any) -> Expr:
         if not isinstance(value, Ref):
@@ -184,10 +187,17 @@ class _Writer:
     def _is_inlinable(self, index: int, call: Call, written: Expr) -> bool:
         """Whether only the next call reads the result, so that it can be written there."""
         following = self._program.calls[index + 1] if index + 1 < len(self._program.calls) else None
-        if following is None or not isinstance(call.outputs, Ref) or len(written.text) > MAX_INLINE or is_in_place(call.target):
+        if (
+            following is None
+            or not isinstance(call.outputs, Ref)
+            or len(written.text) > MAX_INLINE
+            or is_in_place(call.target)
+        ):
             return False
         value = call.outputs.value
-        is_special = following.target in (OPAQUE, ZERO_GRAD) or following.is_differentiation or following.is_optimizer_step
+        is_special = (
+            following.target in (OPAQUE, ZERO_GRAD) or following.is_differentiation or following.is_optimizer_step
+        )
         return (
             not is_special
             and not is_in_place(following.target)
@@ -239,13 +249,17 @@ class _Writer:
 
 def _count_uses(program: Program) -> Counter[int]:
     """How often every value is read, repeats within a call included."""
-    uses: Counter[int] = Counter(ref.value for call in program.calls for ref in iter_refs((call.args, dict(call.kwargs))))
+    uses: Counter[int] = Counter(
+        ref.value for call in program.calls for ref in iter_refs((call.args, dict(call.kwargs)))
+    )
     return uses
 
 
 def _only_optimized(program: Program) -> frozenset[int]:
     """Values that optimizers step and that nothing differentiates: written as parameters."""
-    stepped = {ref.value for call in program.calls if call.is_optimizer_step for ref in iter_refs(call.kwargs["params"])}
+    stepped = {
+        ref.value for call in program.calls if call.is_optimizer_step for ref in iter_refs(call.kwargs["params"])
+    }
     others = [call for call in program.calls if not call.is_optimizer_step]
     return frozenset(stepped - {value for call in others for value in call.input_refs()})
 
@@ -260,7 +274,7 @@ def _needed_mode(call: Call) -> Mode:
 
 
 def _under_modes(lines: list[_Line]) -> Iterator[str]:
-    """The statements in ``with`` blocks; neighbours in the same autocast share one block, because its cache is shared."""
+    """The statements in ``with`` blocks; neighbours in the same autocast share one block, because they share its cache."""
     for (autocast, inference), block in groupby(lines, key=lambda line: (line.mode.autocast, line.mode.inference)):
         group = list(block)
         outer = [f'torch.autocast("{device}", dtype={dtype})' for device, dtype in autocast]
@@ -282,5 +296,3 @@ def _under_modes(lines: list[_Line]) -> Iterator[str]:
 
 def _grad_mode(grad: bool) -> str:
     return "torch.enable_grad()" if grad else "torch.no_grad()"
-
-

@@ -18,12 +18,14 @@ def template_folder() -> Path:
     for folder in (package / "templates", package.parent / "templates"):
         if folder.is_dir():
             return folder
-    raise UsageError("the templates are missing from this installation", hint="pip install --force-reinstall torch-reprokit")
+    raise UsageError(
+        "the templates are missing from this installation", hint="pip install --force-reinstall torch-reprokit"
+    )
 
 
 @functools.cache
 def jinja_environment(folder: Path | None = None) -> jinja2.Environment:
-    """An environment for the templates in ``folder`` (the tool's own by default); HTML is escaped, a missing name is an error."""
+    """An environment for the templates in ``folder`` and the tool's own; HTML is escaped, a missing name an error."""
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, template_folder()] if folder is not None else [template_folder()]),
         undefined=jinja2.StrictUndefined,
@@ -34,6 +36,6 @@ def jinja_environment(folder: Path | None = None) -> jinja2.Environment:
     )
 
 
-def render_template(name: str, folder: Path | None = None, **context: Any) -> str:
+def render_template(name: str, folder: Path | None = None, /, **context: Any) -> str:
     """The text of a template."""
     return jinja_environment(folder).get_template(name).render(**context)

@@ -1,7 +1,7 @@
 """Python expressions as text that knows how tightly it binds, so that parentheses appear exactly where they must.
 
-The precedence table is the one of the language reference, section 6.17. Also here: how plain arguments (numbers, slices,
-dtypes) are written, and how a line that is too long is folded. Needs no torch.
+The precedence table is the one of the language reference, section 6.17. Also here: how plain arguments (numbers,
+slices, dtypes) are written, and how a line that is too long is folded. Needs no torch.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def subscript(owner: Expr, index: Any, leaf: Callable[[Any], Expr]) -> Expr:
 
 def _index(item: Any, leaf: Callable[[Any], Expr]) -> str:
     if isinstance(item, Slice):
-        start, stop, step = ("" if part is None else argument(part, leaf).text for part in (item.start, item.stop, item.step))
+        start, stop, step = (
+            "" if part is None else argument(part, leaf).text for part in (item.start, item.stop, item.step)
+        )
         return f"{start}:{stop}:{step}" if step else f"{start}:{stop}"
     return argument(item, leaf).text
 
@@ -162,7 +164,12 @@ def float_text(value: float) -> str:
 
 
 def _complex(value: complex) -> Expr:
-    if math.isfinite(value.real) and math.isfinite(value.imag) and str(value.real) != "-0.0" and str(value.imag) != "-0.0":
+    if (
+        math.isfinite(value.real)
+        and math.isfinite(value.imag)
+        and str(value.real) != "-0.0"
+        and str(value.imag) != "-0.0"
+    ):
         text = repr(value)
         return Expr(text, Rank.UNARY if text.startswith("-") else Rank.ATOM)
     return call("complex", [Expr(float_text(value.real)), Expr(float_text(value.imag))])

@@ -15,6 +15,7 @@ import torch
 from reprokit.render.expression import constant, float_text
 
 MAX_LITERALS = 64
+_LARGE = 65_536
 
 _INFERRED = {bool: torch.bool, int: torch.int64, float: torch.float32, complex: torch.complex64}
 
@@ -81,13 +82,14 @@ def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _permuted(tensor: torch.Tensor, max_literals: int) -> Literal | None:
-    order = sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride(dim), dim))
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
     base = tensor.permute(order)
     if not base.is_contiguous():
         return None
     inverse = [order.index(dim) for dim in range(tensor.dim())]
     found = _contiguous(base.contiguous(), max_literals)
-    if found is None or base.contiguous().permute(inverse).stride() != tensor.stride():
+    if found is None or base.contiguous().permute(inverse).stride() != strides:
         return None
     moved = [dim for dim, place in enumerate(inverse) if dim != place]
     if tensor.dim() == 2:
@@ -115,6 +117,8 @@ def _proposals(tensor: torch.Tensor, max_literals: int) -> Iterator[Proposal]:
     if tensor.numel() == 0:
         yield _factory("empty", tensor)
         return
+    if _is_surely_irregular(tensor):
+        return
     first = tensor.reshape(-1)[0].item()
     if tensor.numel() <= max_literals:
         yield _listed(tensor)
@@ -125,6 +129,15 @@ def _proposals(tensor: torch.Tensor, max_literals: int) -> Iterator[Proposal]:
     yield from _ranges(tensor)
     yield from _matrices(tensor)
     yield from _repeated_rows(tensor, max_literals)
+
+
+def _is_surely_irregular(tensor: torch.Tensor) -> bool:
+    """Whether the beginning of a large tensor already shows that no short expression makes it."""
+    if tensor.numel() <= _LARGE or (tensor.dim() > 1 and tensor[0].numel() <= MAX_LITERALS):
+        return False
+    beginning = tensor.reshape(-1)[:256]
+    magnitudes = (beginning.abs() if beginning.is_complex() else beginning).double().nan_to_num()
+    return len(magnitudes.diff().unique()) > 8
 
 
 def _factory(function: str, tensor: torch.Tensor) -> Proposal:

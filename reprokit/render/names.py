@@ -20,11 +20,19 @@ from torch import overrides
 from reprokit.program.functions import UnknownFunction, function_named
 from reprokit.program.ir import Call, Input, Program, Ref, iter_refs
 
-_RESERVED = frozenset(keyword.kwlist) | frozenset(keyword.softkwlist) | frozenset(dir(builtins)) | {"torch", "F", "Path", "saved"}
-_ROLE_WORDS = frozenset({"batch", "buffer", "gradient", "input", "opaque", "parameter", "random", "rng", "state", "tensor", "value"})
+_RESERVED = (
+    frozenset(keyword.kwlist)
+    | frozenset(keyword.softkwlist)
+    | frozenset(dir(builtins))
+    | {"torch", "F", "Path", "saved"}
+)
+_ROLE_WORDS = frozenset(
+    {"batch", "buffer", "gradient", "input", "opaque", "parameter", "random", "rng", "state", "tensor", "value"}
+)
 _ORDINARY = ("x", "y", "z", "w")
 _PLAIN_PARAMETERS = frozenset(
-    "self input inputs tensor tensors other args operands a b A B mat1 mat2 mat vec vec2 batch1 batch2 x1 x2 exponent value values".split()
+    """self input inputs tensor tensors other args operands a b A B mat1 mat2 mat vec vec2 batch1 batch2 x1 x2
+    exponent value values""".split()
 )
 _NOUNS = {
     "add": "total",
@@ -141,7 +149,12 @@ def parameter_taking(call: Call, value: int) -> str | None:
 def name_for_output(call: Call) -> str:
     """A noun for the result of a call."""
     word = call.name.strip("_")
-    if word.endswith("loss") or word in ("cross_entropy", "binary_cross_entropy", "kl_div", "binary_cross_entropy_with_logits"):
+    if word.endswith("loss") or word in (
+        "cross_entropy",
+        "binary_cross_entropy",
+        "kl_div",
+        "binary_cross_entropy_with_logits",
+    ):
         return "loss"
     if word in _NOUNS:
         return _NOUNS[word]
@@ -181,7 +194,10 @@ def exact_signature_of(target: str) -> Mapping[str, inspect.Parameter]:
         parameters = inspect.signature(function).parameters if inspect.isfunction(function) else {}
     except (UnknownFunction, TypeError, ValueError):
         return {}
-    if list(parameters) == ["args", "kwargs"]:  # torch's boolean dispatch; the real one has an underscore before its name
+    if list(parameters) == [
+        "args",
+        "kwargs",
+    ]:  # torch's boolean dispatch; the real one has an underscore before its name
         real = getattr(inspect.getmodule(function), f"_{target.rpartition('.')[2]}", None)
         return inspect.signature(real).parameters if inspect.isfunction(real) else {}
     return parameters

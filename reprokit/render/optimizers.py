@@ -1,4 +1,4 @@
-"""An optimizer's step as Python: gradients set by hand, the optimizer with its unusual options, its state, ``step()``."""
+"""An optimizer's step as Python: gradients set by hand, the optimizer with its unusual options, its state, a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ Leaf = Callable[[Any], Expr]
 
 def write_step(call: Call, leaf: Leaf, names: Names, tensors: Tensors) -> Iterator[str]:
     """The statements of a ``torch.optim.<Class>.step`` call."""
-    groups = list(zip(call.kwargs["params"], call.kwargs["grads"], call.kwargs["options"], call.kwargs["state"], strict=True))
+    groups = list(
+        zip(call.kwargs["params"], call.kwargs["grads"], call.kwargs["options"], call.kwargs["state"], strict=True)
+    )
     for params, grads, _, _ in groups:
         for param, grad in zip(params, grads, strict=True):
             if grad is not None:

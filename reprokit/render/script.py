@@ -52,7 +52,14 @@ class Script:
         return path
 
 
-def write_script(program: Program, tensors: Tensors, failure: Failure, *, num_calls_before: int | None = None, torch_version: str | None = None) -> Script:
+def write_script(
+    program: Program,
+    tensors: Tensors,
+    failure: Failure,
+    *,
+    num_calls_before: int | None = None,
+    torch_version: str | None = None,
+) -> Script:
     """The repro of a program that fails; raises `NotReproduced` when it does not."""
     subject = find_subject(program, tensors, failure)
     code = write_program(program, tensors, keep=[subject.value] if subject is not None else [])
@@ -71,6 +78,8 @@ def _header(program: Program, failure: Failure, num_calls_before: int | None, ve
     what = redact_text(headline(failure)).replace("\n", " ")
     lines = [f"{what[0].upper()}{what[1:]} {phase_words(failure)} (torch {version})."]
     if num_calls_before is not None:
-        lines.append(f"Reduced mechanically by reprokit from a training step of {num_calls_before} torch calls to {program.num_calls}.")
+        lines.append(
+            f"Reduced mechanically by reprokit from {num_calls_before} torch calls of a training step to {program.num_calls}."
+        )
     lines.append("Ends with exit code 1 while the bug is there, and with 0 once it is gone.")
     return lines

@@ -1,7 +1,7 @@
 """Verifying a repro: does it end the same way every time, in clean processes without reprokit?
 
-Where the system can fork, one clean interpreter loads torch and forks for every run (`clean_runs`); elsewhere every run is
-an interpreter of its own. Two runs agree when exit code, output and last line of the error output are the same.
+Where the system can fork, one clean interpreter loads torch and forks for every run (`clean_runs`); elsewhere every run
+is an interpreter of its own. Two runs agree when exit code, output and last line of the error output are the same.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from reprokit.errors import ReprokitError, UsageError
 
 CLEAN_RUNS = Path(__file__).with_name("clean_runs.py")
 SECONDS_PER_RUN = 120.0
-_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TEMP", "TMP", "SYSTEMROOT", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH",
-              "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS")  # fmt: skip
+_PASSED_ON = (
+    "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TEMP", "TMP", "SYSTEMROOT", "LD_LIBRARY_PATH",
+    "DYLD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
+)  # fmt: skip
 _RUN_ALONE = """
 import runpy, sys
 sys.modules["reprokit"] = None
@@ -102,7 +104,9 @@ def verify(path: Path | str, times: int = 20, *, seconds_per_run: float = SECOND
     """Run a repro ``times`` times. ``path`` is a script, or a snapshot or reduction whose repro is rendered first."""
     source = Path(path)
     if not source.is_file():
-        raise UsageError(f"`{source}` does not exist", hint="give a repro.py, or the .pt file of a snapshot or reduction")
+        raise UsageError(
+            f"`{source}` does not exist", hint="give a repro.py, or the .pt file of a snapshot or reduction"
+        )
     if times < 1:
         raise UsageError(f"cannot verify {times} times", hint="--times takes a number from 1 up")
     if source.suffix == ".py":
@@ -152,10 +156,29 @@ def _forked_runs(script: Path, times: int, seconds: float) -> Iterator[Run]:
     """Runs forked from one clean interpreter; fewer than asked when that interpreter dies."""
     at_once = max(1, min(2, os.cpu_count() or 1))
     side = [str(path) for path in side_files(script)]
-    command = [sys.executable, "-I", str(CLEAN_RUNS), _torch_folder(), str(seconds), str(script), str(times), str(at_once), *side]
-    with tempfile.TemporaryDirectory(prefix="reprokit-") as folder, subprocess.Popen(
-        command, cwd=folder, env=_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+    command = [
+        sys.executable,
+        "-I",
+        str(CLEAN_RUNS),
+        _torch_folder(),
+        str(seconds),
+        str(script),
+        str(times),
+        str(at_once),
+        *side,
+    ]
+    with (
+        tempfile.TemporaryDirectory(prefix="reprokit-") as folder,
+        subprocess.Popen(
+            command,
+            cwd=folder,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        ) as process,
+    ):
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -174,7 +197,13 @@ def _interpreter_run(script: Path, seconds: float) -> Run:
         command = [sys.executable, "-I", "-c", _RUN_ALONE, _torch_folder(), script.name]
         try:
             done = subprocess.run(
-                command, cwd=folder, env=_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds
+                command,
+                cwd=folder,
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=seconds,
             )
         except subprocess.TimeoutExpired:
             return Run(None, "", "")
@@ -197,7 +226,7 @@ def _environment() -> dict[str, str]:
 
 
 def _torch_folder() -> str:
-    """The folder that holds torch, for interpreters that would not find it in isolation (a user's own site-packages)."""
+    """The folder that holds torch, which may be one that isolated interpreters leave out (a user's site-packages)."""
     import torch
 
     return str(Path(torch.__file__).parent.parent)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from reprokit.locate.failure import Failure
 
 _OPERATORS = {
@@ -59,7 +61,7 @@ def observed(failure: Failure) -> str:
     name, kind = f"`{failure.call or short_call(failure)}`", kind_words(failure)
     if failure.exception is not None:
         first_line = (failure.exception[1].strip().splitlines() or [""])[0]
-        return f"{name} raises `{kind}`" + (f": {first_line}" if first_line else ".")
+        return f"{name} raises `{kind}`" + (f": {code_span(first_line)}" if first_line else ".")
     if failure.call is None:
         return f"The input {name} is already {kind} before the first call reads it."
     if failure.phase == "backward":
@@ -85,4 +87,18 @@ def expected(failure: Failure) -> str:
 
 def phase_words(failure: Failure) -> str:
     """Where in the step it happens."""
-    return {"forward": "in the forward pass", "backward": "in the backward pass", "optimizer": "in the optimizer step"}[failure.phase]
+    return {"forward": "in the forward pass", "backward": "in the backward pass", "optimizer": "in the optimizer step"}[
+        failure.phase
+    ]
+
+
+def code_span(text: str) -> str:
+    """Inline code, with more backticks around it than it holds in a row."""
+    ticks = "`" * (longest_run(text, "`") + 1)
+    padding = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{ticks}{padding}{' '.join(text.split())}{padding}{ticks}"
+
+
+def longest_run(text: str, character: str) -> int:
+    """How often a character follows itself at most."""
+    return max((len(run) for run in re.findall(re.escape(character) + "+", text)), default=0)
