@@ -1,0 +1,305 @@
+"""``python X`` and ``python -m reprokit capture X`` differ in nothing that a script or its caller can see."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+SCRIPTS = {
+    "plain": "print('hello')",
+    "names": """
+        import sys
+        print(__name__, __file__, __package__, __spec__, __doc__, __cached__, __annotations__)
+        print(type(__loader__).__name__, __builtins__, sorted(globals()))
+        print(sys.argv, sys.path, sys.modules["__main__"].__dict__ is globals())
+    """,
+    "exit_code": "import sys; sys.exit(7)",
+    "exit_none": "import sys; sys.exit()",
+    "exit_text": "import sys; sys.exit('no data')",
+    "exit_large": "import sys; sys.exit(256 + 9)",
+    "exit_odd": "import sys; sys.exit([1, 2])",
+    "exception": """
+        def outer(x):
+            return inner(x)
+        def inner(x):
+            return 1 / x
+        print("before")
+        outer(0)
+    """,
+    "chained": """
+        def load(path):
+            try:
+                open(path)
+            except OSError as error:
+                raise RuntimeError("no data") from error
+        try:
+            load("nowhere")
+        finally:
+            print("cleaned up")
+    """,
+    "during_handling": """
+        try:
+            {}["x"]
+        except KeyError:
+            [][1]
+    """,
+    "group": """
+        def fail():
+            raise ValueError("one")
+        errors = []
+        for _ in range(2):
+            try:
+                fail()
+            except ValueError as error:
+                errors.append(error)
+        raise ExceptionGroup("several", errors)
+    """,
+    "syntax_error": "print('never')\nif True print(1)",
+    "keyboard_interrupt": "raise KeyboardInterrupt",
+    "generator_exit": "raise GeneratorExit",
+    "eof": "input()",
+    "argparse_bad": """
+        import argparse
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--lr", type=float)
+        parser.parse_args(["--lr", "fast"])
+    """,
+    "argparse": """
+        import argparse
+        parser = argparse.ArgumentParser()
+        parser.add_argument("words", nargs="*")
+        parser.add_argument("-o", "--output")
+        parser.add_argument("--json", action="store_true")
+        print(parser.parse_args())
+    """,
+    "guard": """
+        def main():
+            print("main ran")
+        if __name__ == "__main__":
+            main()
+    """,
+    "beside": "import beside\nprint(beside.VALUE, beside.__file__)",
+    "pickle": """
+        import pickle
+        class Point:
+            def __init__(self, x):
+                self.x = x
+        text = pickle.dumps(Point(3))
+        print(pickle.loads(text).x, Point.__module__, text)
+    """,
+    "pickle_at_exit": """
+        import atexit, pickle
+        class Point:
+            pass
+        atexit.register(lambda: print(len(pickle.dumps(Point())) > 0, __name__))
+    """,
+    "atexit": """
+        import atexit, sys
+        atexit.register(print, "goodbye")
+        sys.exit(3)
+    """,
+    "excepthook": """
+        import sys
+        def hook(kind, value, traceback):
+            depth = 0
+            while traceback is not None:
+                depth, traceback = depth + 1, traceback.tb_next
+            print("hook", kind.__name__, value, depth)
+        sys.excepthook = hook
+        def fail():
+            raise ValueError("x")
+        fail()
+    """,
+    "thread": """
+        import threading, time
+        def work():
+            time.sleep(0.2)
+            print("worker done")
+        threading.Thread(target=work).start()
+        print("main done")
+    """,
+    "coding": "# -*- coding: latin-1 -*-\nprint(len('\xe4'))",
+    "future": """
+        from __future__ import annotations
+        def f(x: undefined) -> also_undefined: ...
+        print(f.__annotations__)
+    """,
+    "no_future": """
+        def f(x: int): ...
+        print(f.__annotations__)
+    """,
+    "spawn": """
+        import multiprocessing
+        class Item:
+            def __init__(self, x):
+                self.x = x
+        def double(item):
+            return Item(item.x * 2)
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                print([item.x for item in pool.map(double, [Item(1), Item(2)])])
+    """,
+    "warning": "import warnings\nwarnings.warn('careful')",
+    "inspect": """
+        import inspect
+        def f():
+            return 1
+        print(inspect.getsource(f), inspect.getfile(f), len(inspect.stack()) > 0)
+    """,
+    "environment_before_torch": """
+        import os, sys
+        assert "torch" not in sys.modules
+        os.environ["OMP_NUM_THREADS"] = "2"
+        import torch
+        print(torch.get_num_threads(), torch.__spec__.loader.__class__.__name__, vars(torch.__spec__.loader))
+    """,
+    "torch_error": """
+        import torch
+        import torch.nn.functional as F
+        def loss_of(x):
+            return F.cross_entropy(x, torch.tensor([7]))
+        x = torch.zeros(1, 3, requires_grad=True)
+        loss_of(x)
+    """,
+    "torch_error_in_module": """
+        import torch
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(4, 1))
+        model(torch.zeros(1, 2))
+    """,
+    "torch_error_in_backward": """
+        import torch
+        x = torch.zeros(2, requires_grad=True)
+        (x * 2).backward()
+    """,
+    "workers": """
+        import torch
+        from torch.utils.data import DataLoader, Dataset
+        class Squares(Dataset):
+            def __len__(self):
+                return 4
+            def __getitem__(self, index):
+                return torch.tensor(index**2)
+        if __name__ == "__main__":
+            loader = DataLoader(Squares(), batch_size=2, num_workers=1, multiprocessing_context="spawn")
+            for batch in loader:
+                print(batch.tolist())
+    """,
+    "training": """
+        import torch
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Dropout(0.5), torch.nn.Linear(5, 1))
+        optimizer = torch.optim.Adam(model.parameters())
+        for step in range(5):
+            loss = model(torch.randn(4, 3)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print(step, loss.item().hex())
+        print([p.sum().item().hex() for p in model.parameters()], torch.rand(1).item())
+    """,
+}
+
+
+def outcome(result: subprocess.CompletedProcess[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr without the tool's own lines."""
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("reprokit: watching ")]
+    return result.returncode, result.stdout, "\n".join(lines)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs_as_under_python(name: str, run_python: Run, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "beside.py").write_text("VALUE = 5\n")
+    encoding = "latin-1" if name == "coding" else "utf-8"
+    (tmp_path / "folder" / "script.py").write_text(dedent(SCRIPTS[name]).lstrip("\n"), encoding=encoding)
+    words = ["./folder/script.py", "--json", "-o", "x", "--", "-q"]
+    expected = run_python(*words, OMP_NUM_THREADS="")
+    actual = run_python("-m", "reprokit", "capture", *words, OMP_NUM_THREADS="")
+    assert outcome(actual) == outcome(expected)
+    assert actual.stderr.startswith("reprokit: watching ")
+
+
+def test_quiet_adds_nothing_at_all(run_python: Run, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys\nprint(1)\nprint(2, file=sys.stderr)\n")
+    result = run_python("-m", "reprokit", "capture", "-q", "script.py")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "1\n", "2\n")
+
+
+MODULES = {
+    "package": {
+        "package/__init__.py": "print('package', __name__)",
+        "package/__main__.py": "from . import part\nimport sys\nprint(__name__, __package__, __spec__, sys.argv)",
+        "package/part.py": "print(__name__)",
+    },
+    "package.part": {
+        "package/__init__.py": "",
+        "package/part.py": "import sys\nprint(__file__, __package__, __spec__.name, sys.argv, sys.path)\nsys.exit(4)",
+    },
+    "single": {"single.py": "import pickle\nclass A: pass\nprint(pickle.dumps(A()), __package__ == '', __cached__)"},
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_runs_as_under_python(name: str, run_python: Run, tmp_path: Path) -> None:
+    for path, text in MODULES[name].items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    expected = run_python("-m", name, "a", "--b")
+    actual = run_python("-m", "reprokit", "capture", "-m", name, "a", "--b")
+    assert outcome(actual) == outcome(expected)
+
+
+def test_a_module_that_raises_shows_its_own_frames_only(run_python: Run, tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text("def f():\n    raise ValueError('x')\nf()\n")
+    result = run_python("-m", "reprokit", "capture", "-q", "-m", "failing")
+    assert result.returncode == 1
+    assert result.stderr.count("File ") == 2
+    assert "reprokit" not in result.stderr
+
+
+def test_a_module_whose_import_fails_is_told_apart_from_one_that_is_missing(run_python: Run, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("import no_such_dependency\n")
+    (tmp_path / "package" / "__main__.py").write_text("")
+    result = run_python("-m", "reprokit", "capture", "-q", "-m", "package")
+    assert result.returncode == 1
+    assert "ModuleNotFoundError: No module named 'no_such_dependency'" in result.stderr
+
+
+@pytest.mark.parametrize("flag", ["-P", "-I"])
+def test_a_safe_path_stays_safe(flag: str, run_python: Run, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys\nprint(sys.path)\n")
+    root = str(Path(__file__).resolve().parents[2])
+    code = f"import sys; sys.path.append({root!r}); from reprokit.cli import main; main(['capture', '-q', 'script.py'])"
+    expected = run_python(flag, "script.py").stdout
+    actual = run_python(flag, "-c", code).stdout
+    assert actual.replace(f", {root!r}]", "]") == expected
+
+
+def test_a_null_byte_is_an_error_of_the_script(run_python: Run, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('never')\n\0")
+    result = run_python("-m", "reprokit", "capture", "-q", "script.py")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("SyntaxError: source code string cannot contain null bytes")
+
+
+def test_a_failing_excepthook_hides_nothing(run_python: Run, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import sys\nsys.excepthook = None\nraise ValueError('the cause')\n")
+    result = run_python("-m", "reprokit", "capture", "-q", "script.py")
+    assert result.returncode == 1
+    assert result.stderr.rstrip().endswith("ValueError: the cause")
+
+
+def test_interrupting_ends_as_under_python(run_python: Run, tmp_path: Path) -> None:
+    script = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)\n"
+    (tmp_path / "script.py").write_text(script)
+    expected = run_python("script.py")
+    actual = run_python("-m", "reprokit", "capture", "script.py")
+    assert expected.returncode == -2
+    assert outcome(actual) == outcome(expected)
