@@ -1,6 +1,7 @@
 """Watching a live training loop and saving its first failing step.
 
-The package is callable: ``with reprokit.capture(): ...`` watches the loop inside the block. Importing it does not import
+The package is callable: ``with reprokit.capture(): ...`` watches the loop inside the block. Importing it does not
+import
 torch; calling it does.
 """
 
@@ -27,8 +28,10 @@ def watch(
 ) -> Iterator[Session]:
     """Watch the training loop inside a ``with`` block.
 
-    At the first non-finite value a snapshot is written to ``output`` (default: ``<name>-step<N>.repro.pt`` in the current
-    folder). With ``after="stop"`` the block is left at that point and the program goes on behind it; with ``"continue"``
+    At the first non-finite value a snapshot is written to ``output`` (default: ``<name>-step<N>.repro.pt`` in the
+    current
+    folder). With ``after="stop"`` the block is left at that point and the program goes on behind it; with
+    ``"continue"``
     training goes on unwatched. Yields the session; its ``snapshots`` are the files written. Raises `UsageError` when
     ``output`` exists and ``overwrite`` is false.
     """

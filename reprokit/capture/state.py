@@ -6,7 +6,8 @@ copy is reused from step to step, so the memory is taken once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +27,17 @@ class Copies:
 
     def take(self, tensors: list[torch.Tensor]) -> None:
         """Remember the contents of ``tensors``, using the memory of the last copy where it is of the same tensors."""
-        if len(tensors) == len(self._tensors) and all(a is b for a, b in zip(tensors, self._tensors, strict=True)):
-            self._refresh()
+        if len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors)):
+            self._overwrite(range(len(tensors)))
             return
         self._tensors = tensors
         self._contents = [_copy(tensor) for tensor in tensors]
         self._versions = [tensor._version for tensor in tensors]
+
+    def fits(self, tensors: list[torch.Tensor], limit: int) -> bool:
+        """Whether a copy of ``tensors`` takes at most ``limit`` bytes; as many as last time are taken to be the
+        same."""
+        return len(tensors) == len(self._tensors) or sum(t.numel() * t.element_size() for t in tensors) <= limit
 
     def add(self, tensors: list[torch.Tensor]) -> None:
         """Remember more tensors."""
@@ -43,8 +49,12 @@ class Copies:
                 self._versions.append(tensor._version)
 
     def refresh(self) -> None:
-        """Remember the contents of now for the same tensors."""
-        self._refresh()
+        """Remember the contents of now for the same tensors; those that nothing wrote are left alone."""
+        numbers = [n for n, (t, v) in enumerate(zip(self._tensors, self._versions, strict=True)) if t._version != v]
+        if numbers:
+            self._overwrite(numbers)
+            for number in numbers:
+                self._versions[number] = self._tensors[number]._version
 
     def changed(self) -> list[torch.Tensor]:
         """The tensors that were written since they were remembered."""
@@ -64,11 +74,16 @@ class Copies:
         """Forget everything."""
         self._tensors, self._contents, self._versions = [], [], []
 
-    def _refresh(self) -> None:
-        for number, tensor in enumerate(self._tensors):
-            if tensor._version != self._versions[number]:
-                self._contents[number] = _updated(self._contents[number], tensor)
-                self._versions[number] = tensor._version
+    def _overwrite(self, numbers: Sequence[int]) -> None:
+        """Copy tensors into the memory of their old copies, in one call where torch can."""
+        contents = [self._contents[number] for number in numbers]
+        tensors = [self._tensors[number] for number in numbers]
+        try:
+            with torch.no_grad():
+                torch._foreach_copy_(contents, tensors)
+        except RuntimeError:  # a shape or layout has changed
+            for number in numbers:
+                self._contents[number] = _copy(self._tensors[number])
 
 
 class UpdateCopies:
@@ -85,10 +100,11 @@ class UpdateCopies:
         """Remember the state before a step of ``optimizer``."""
         tensors = list(state_tensors(optimizer))
         self._optimizer = None
-        if sum(tensor.numel() * tensor.element_size() for tensor in tensors) > self._limit:
+        copies = self._copies.setdefault(id(optimizer), Copies())
+        if not copies.fits(tensors, self._limit):
             self._copies.clear()
             return
-        self._copies.setdefault(id(optimizer), Copies()).take(tensors)
+        copies.take(tensors)
         self._absent = [p for p in parameters_of(optimizer) if p not in optimizer.state]
         self._numbers = {
             id(p): {key: value for key, value in state.items() if isinstance(value, (bool, int, float))}
@@ -127,8 +143,3 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach()
     return plain.clone() if plain.layout is not torch.strided else plain.clone(memory_format=torch.preserve_format)
-
-
-def _updated(content: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    same = content.shape == tensor.shape and content.dtype == tensor.dtype and content.device == tensor.device
-    return content.copy_(tensor.detach()) if same and content.layout is torch.strided else _copy(tensor)

@@ -165,15 +165,13 @@ class Tape(TorchFunctionMode):
         return entry
 
     def guard(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Do the tape's own work; an error in it must never reach the loop."""
-        self._depth += 1
+        """Do reprokit's own work, unseen by the tape; an error in it must never reach the loop."""
         try:
-            return work(*args)
+            with self.paused():
+                return work(*args)
         except Exception as error:
             self._on_error(error)
             return None
-        finally:
-            self._depth -= 1
 
     # -- functions the loop calls --------------------------------------------------------------------------------
 
