@@ -26,7 +26,7 @@ TIMES = 20
 
 
 def render_all(reduction: Reduction, snapshot: Snapshot, out_dir: Path, *, times: int = TIMES) -> dict[str, Any]:
-    """Write ``repro.py``, verify it, write ``issue.md``, ``report.html`` and ``test_repro.py``; a summary of the repro."""
+    """Write ``repro.py``, verify it, write issue, report and test beside it; a summary of the repro."""
     from reprokit.render.issue import write_issue
     from reprokit.render.report import write_report
     from reprokit.render.sources import reduction_script

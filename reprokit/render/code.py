@@ -274,7 +274,7 @@ def _needed_mode(call: Call) -> Mode:
 
 
 def _under_modes(lines: list[_Line]) -> Iterator[str]:
-    """The statements in ``with`` blocks; neighbours in the same autocast share one block, because they share its cache."""
+    """The statements in ``with`` blocks; neighbours in the same autocast share a block, as they share its cache."""
     for (autocast, inference), block in groupby(lines, key=lambda line: (line.mode.autocast, line.mode.inference)):
         group = list(block)
         outer = [f'torch.autocast("{device}", dtype={dtype})' for device, dtype in autocast]

@@ -74,6 +74,8 @@ def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     a, b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
     if a.dtype.is_complex:
         a, b = torch.view_as_real(a).reshape(-1), torch.view_as_real(b).reshape(-1)
+    if a.numel() == 0:
+        return True
     differ = (a.view(torch.uint8) != b.view(torch.uint8)).view(a.numel(), -1).any(dim=1)
     if not a.dtype.is_floating_point:
         return not bool(differ.any())
@@ -137,7 +139,7 @@ def _is_surely_irregular(tensor: torch.Tensor) -> bool:
         return False
     beginning = tensor.reshape(-1)[:256]
     magnitudes = (beginning.abs() if beginning.is_complex() else beginning).double().nan_to_num()
-    return len(magnitudes.diff().unique()) > 8
+    return len(set(magnitudes.diff().tolist())) > 8
 
 
 def _factory(function: str, tensor: torch.Tensor) -> Proposal:
@@ -164,6 +166,8 @@ def _ranges(tensor: torch.Tensor) -> Iterator[Proposal]:
     if tensor.numel() < 3 or tensor.dtype in (torch.bool,) or tensor.dtype.is_complex:
         return
     flat = tensor.reshape(-1)
+    if not bool(torch.isfinite(flat[:2]).all()):
+        return
     start, step, count = flat[0].item(), flat[1].item() - flat[0].item(), tensor.numel()
     stop = start + step * count
     if step == 0 or start != int(start) or step != int(step):

@@ -31,9 +31,9 @@ _ROLE_WORDS = frozenset(
 )
 _ORDINARY = ("x", "y", "z", "w")
 _PLAIN_PARAMETERS = frozenset(
-    """self input inputs tensor tensors other args operands a b A B mat1 mat2 mat vec vec2 batch1 batch2 x1 x2
-    exponent value values""".split()
-)
+    ["self", "input", "inputs", "tensor", "tensors", "other", "args", "operands", "a", "b", "A", "B", "mat", "mat1",
+     "mat2", "vec", "vec2", "batch1", "batch2", "x1", "x2", "exponent", "value", "values"]
+)  # fmt: skip
 _NOUNS = {
     "add": "total",
     "sum": "total",

@@ -78,8 +78,7 @@ def _header(program: Program, failure: Failure, num_calls_before: int | None, ve
     what = redact_text(headline(failure)).replace("\n", " ")
     lines = [f"{what[0].upper()}{what[1:]} {phase_words(failure)} (torch {version})."]
     if num_calls_before is not None:
-        lines.append(
-            f"Reduced mechanically by reprokit from {num_calls_before} torch calls of a training step to {program.num_calls}."
-        )
+        was, now = num_calls_before, program.num_calls
+        lines.append(f"Reduced mechanically by reprokit from {was} torch calls of a training step to {now}.")
     lines.append("Ends with exit code 1 while the bug is there, and with 0 once it is gone.")
     return lines

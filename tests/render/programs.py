@@ -1,0 +1,78 @@
+"""Programs for the tests, recorded from functions or built by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reprokit.locate.blame import locate
+from reprokit.program.ir import Call, Input, Program, Ref
+from reprokit.program.trace import Tracer
+from reprokit.render.code import SIDE_FILE, Code
+from reprokit.snapshot.format import Snapshot
+
+Case = tuple[Program, dict[int, torch.Tensor]]
+
+
+def record(function: Callable[[], Any]) -> tuple[Program, dict[int, torch.Tensor]]:
+    """The program of a function, with every result kept as an output."""
+    tracer = Tracer(lambda tensor: None)
+    with tracer:
+        function()
+    values = dict.fromkeys(value for call in tracer.calls for value in call.output_refs())
+    return tracer.program(tuple(values)), tracer.tensors
+
+
+def execute(code: Code, folder: Path) -> dict[str, Any]:
+    """Run written code; its variables."""
+    if code.side:
+        torch.save(dict(code.side), folder / SIDE_FILE)
+    variables: dict[str, Any] = {"__file__": str(folder / "repro.py"), "__name__": "repro"}
+    exec(compile("\n".join((*code.imports, *code.inputs, *code.body)), "repro.py", "exec"), variables)
+    return variables
+
+
+def one_call(target: str, *args: Any, tensors: dict[int, torch.Tensor], **kwargs: Any) -> Case:
+    """A program of one call whose result is the output; inputs are the tensors that are given."""
+    call = Call(target, args, kwargs, Ref(99))
+    return Program((call,), tuple(Input(value, "input") for value in tensors), (Ref(99),)), tensors
+
+
+def masked_softmax() -> Case:
+    """A softmax over nothing but ``-inf``."""
+    return one_call("torch.nn.functional.softmax", Ref(0), dim=0, tensors={0: torch.tensor([float("-inf")])})
+
+
+def square_root_at_zero() -> Case:
+    """A square root whose gradient is infinite."""
+    forward = Call("torch.sqrt", (Ref(0),), {}, Ref(1))
+    backward = Call("torch.autograd.backward", ([Ref(1)], [Ref(2)]), phase="backward")
+    inputs = (Input(0, "distance", requires_grad=True), Input(2, "gradient", "gradient"))
+    return Program((forward, backward), inputs), {0: torch.zeros(1), 2: torch.ones(1)}
+
+
+def half_precision_adam(**options: Any) -> Case:
+    """Adam without a gradient in half precision, where eps vanishes."""
+    kwargs = {"params": [[Ref(0)]], "grads": [[Ref(1)]], "options": [{"lr": 1e-3, **options}], "state": [[{}]]}
+    step = Call("torch.optim.Adam.step", (), kwargs, phase="optimizer")
+    inputs = (Input(0, "fc.weight", "parameter", True), Input(1, "gradient", "gradient"))
+    return Program((step,), inputs), {0: torch.ones(1).half(), 1: torch.zeros(1).half()}
+
+
+def failing_cholesky() -> Case:
+    """A call that raises."""
+    return one_call("torch.linalg.cholesky", Ref(0), tensors={0: -torch.eye(2)})
+
+
+def snapshot_of(case: Case, **fields: Any) -> Snapshot:
+    """A snapshot of a program that fails."""
+    program, tensors = case
+    failure = locate(program, tensors)
+    assert failure is not None
+    timeline = [{"step": step, "loss": 2.0 / (step + 1), "lr": 1e-3, "seconds": 0.01} for step in range(8)]
+    snapshot = Snapshot(program, tensors, failure, 8, 0, "loss", timeline=timeline, environment={"torch": "2.13.0"})
+    return replace(snapshot, **fields)
