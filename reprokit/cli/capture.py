@@ -59,10 +59,10 @@ class Capture:
 
     def file(self) -> Path | None:
         """The file that was asked for, with the process's rank under torchrun."""
-        if self.output is None:
-            return None
+        if self.output is None or self.output.is_dir():
+            return self.output
         stem, suffix = _split_suffix(self.output.name)
-        return self.output.absolute().with_name(f"{stem}{_rank_suffix()}{suffix}")
+        return self.output.with_name(f"{stem}{_rank_suffix()}{suffix}")
 
     @property
     def name(self) -> str:
@@ -101,6 +101,8 @@ class Watch:
     def __init__(self, plan: Capture) -> None:
         self._plan = plan
         self._folder = Path.cwd()
+        output = plan.file()
+        self._output = output.absolute() if output is not None else None
         self._process = os.getpid()
         self._session: Session | None = None
 
@@ -117,7 +119,7 @@ class Watch:
             from reprokit.snapshot.redact import redact_argv
 
             session = Session(
-                plan.file(),
+                self._output,
                 name=plan.name,
                 directory=self._folder,
                 after=plan.after,

@@ -22,7 +22,7 @@ def check_folder(folder: Path) -> None:
     if not folder.exists():
         raise UsageError(f"the folder `{folder}` does not exist", hint="create it first")
     if not folder.is_dir():
-        raise UsageError(f"`{folder}` is not a folder")
+        raise UsageError(f"`{folder}` is not a folder", hint="choose another place with -o")
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass

@@ -1,0 +1,36 @@
+# Two commands set everything up on a fresh machine: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint types tests clean
+
+demo: $(VENV)/.installed
+	$(BIN)/reprokit demo
+
+test: lint types tests
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+tests: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e .
+	touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

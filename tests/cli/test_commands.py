@@ -1,0 +1,321 @@
+"""The command line as a whole: help, errors in one line with a hint, exit codes, settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from reprokit.cli import main
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+COMMANDS = ["capture", "show", "shrink", "verify", "render", "demo"]
+NAN_SCRIPT = """\
+import torch
+
+torch.manual_seed(0)
+weight = torch.ones(3, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for step in range(5):
+    scale = torch.tensor(0.0 if step == 3 else 1.0)
+    loss = (weight / scale * scale).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(step)
+"""
+
+
+def assert_one_error(result: subprocess.CompletedProcess[str], text: str, exit_code: int = 2) -> None:
+    """One line of error, one of hint, nothing else."""
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("reprokit: watching ")]
+    assert result.returncode == exit_code, result.stderr
+    assert len(lines) in (2, 3), result.stderr
+    assert lines[0].startswith("reprokit: error: ")
+    assert text in lines[0]
+    assert lines[1].startswith("hint: ")
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["--version"], *([command, "-h"] for command in COMMANDS)])
+def test_help_and_version_without_torch(words: list[str], run_python: Run) -> None:
+    code = f"import sys; from reprokit.cli import main; assert main({words!r}) == 0; assert 'torch' not in sys.modules"
+    result = run_python("-c", code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+
+
+def test_help_is_fast(run_reprokit: Run) -> None:
+    def seconds() -> float:
+        started = time.perf_counter()
+        run_reprokit("--help")
+        return time.perf_counter() - started
+
+    assert min(seconds() for _ in range(5)) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([], "missing command"),
+        (["shrunk"], "no such command `shrunk`"),
+        (["capture"], "no script given"),
+        (["capture", "-m"], "no module given"),
+        (["capture", "--after-capture", "explode", "x.py"], "invalid value"),
+        (["capture", "--colour", "x.py"], "no such option"),
+        (["capture", "nowhere.py"], "`nowhere.py` does not exist"),
+        (["capture", "."], "`.` is a folder"),
+        (["capture", "-m", "no_such_module_here"], "no module named `no_such_module_here`"),
+        (["capture", "-m", "no_such.module_here"], "no module named `no_such.module_here`"),
+        (["show"], "missing argument"),
+        (["verify", "nowhere.py"], "`nowhere.py` does not exist"),
+        (["verify", "--times", "0", "x.py"], "invalid value"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line(words: list[str], text: str, run_reprokit: Run) -> None:
+    assert_one_error(run_reprokit(*words), text)
+
+
+@pytest.mark.parametrize("command", ["show", "shrink", "render"])
+def test_a_snapshot_that_is_missing(command: str, run_reprokit: Run, tmp_path: Path) -> None:
+    assert_one_error(run_reprokit(command, "nowhere.pt"), "`nowhere.pt` does not exist", exit_code=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_that_exists(run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('ran')\n")
+    (tmp_path / "out.pt").write_text("precious")
+    assert_one_error(run_reprokit("capture", "-o", "out.pt", "script.py"), "exists already")
+    assert (tmp_path / "out.pt").read_text() == "precious"
+    assert run_reprokit("capture", "-f", "-o", "out.pt", "script.py").stdout == "ran\n"
+    assert (tmp_path / "out.pt").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("output", "text"),
+    [("nowhere/out.pt", "does not exist"), ("script.py/out.pt", "is not a folder"), (".", "is a folder")],
+)
+def test_an_output_that_cannot_be_written(output: str, text: str, run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('ran')\n")
+    assert_one_error(run_reprokit("capture", "-o", output, "script.py"), text)
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs a folder in which nobody may write")
+def test_a_folder_that_forbids_writing(run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('ran')\n")
+    assert_one_error(run_reprokit("capture", "-o", "/proc/self/out.pt", "script.py"), "cannot write into")
+
+
+def test_a_syntax_error_is_shown_as_python_shows_it(run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("if True\n    print(1)\n")
+    result = run_reprokit("capture", "-q", "script.py")
+    assert result.returncode == 1
+    assert result.stderr.endswith("SyntaxError: expected ':'\n")
+    assert "reprokit" not in result.stderr
+
+
+def test_a_failure_is_captured(run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NAN_SCRIPT)
+    result = run_reprokit("capture", "--json", "train.py")
+    assert result.returncode == 3, result.stderr
+    *printed, summary = result.stdout.splitlines()
+    assert printed == ["0", "1", "2"]
+    assert json.loads(summary)["path"] == str(tmp_path / "train-step3.repro.pt")
+    first, *_, captured, following = result.stderr.splitlines()
+    assert first == "reprokit: watching `train.py`; a failing step goes to train-step<N>.repro.pt"
+    assert captured.startswith("reprokit: captured ")
+    assert captured.endswith(" -> train-step3.repro.pt")
+    assert following == "reprokit: next: reprokit shrink train-step3.repro.pt"
+
+
+def test_the_path_is_the_last_thing_said(run_reprokit: Run, tmp_path: Path) -> None:
+    ending = "import atexit, os, sys\natexit.register(lambda: print('bye', file=sys.stderr))\n"
+    (tmp_path / "train.py").write_text(ending + NAN_SCRIPT + "os.chdir('/')\n")
+    result = run_reprokit("capture", "train.py")
+    assert [line.split(":")[0] for line in result.stderr.splitlines()] == ["reprokit", "bye", "reprokit", "reprokit"]
+
+
+def test_going_on_after_a_capture(run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NAN_SCRIPT + "import sys; sys.exit(6)\n")
+    result = run_reprokit("capture", "--after-capture", "continue", "train.py")
+    assert result.returncode == 6, result.stderr
+    assert result.stdout.split() == ["0", "1", "2", "3", "4"]
+    assert (tmp_path / "train-step3.repro.pt").is_file()
+
+
+def test_a_loop_that_swallows_everything_still_ends_with_code_3(run_reprokit: Run, tmp_path: Path) -> None:
+    body = "".join(f"    {line}\n" for line in NAN_SCRIPT.splitlines())
+    (tmp_path / "train.py").write_text(f"try:\n{body}except BaseException as error:\n    print(type(error).__name__)\n")
+    result = run_reprokit("capture", "train.py")
+    assert result.returncode == 3
+    assert result.stdout.split()[-1] == "CaptureStop"
+
+
+def test_automatic_names_never_overwrite(run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NAN_SCRIPT)
+    for _ in range(2):
+        assert run_reprokit("capture", "-q", "train.py").returncode == 3
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["train-step3-1.repro.pt", "train-step3.repro.pt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["train.py"], "train.rank1-step3.repro.pt"),
+        (["-o", "x.repro.pt", "train.py"], "x.rank1.repro.pt"),
+        (["-o", "x.pt", "-m", "train"], "x.rank1.pt"),
+        (["-m", "train"], "train.rank1-step3.repro.pt"),
+    ],
+)
+def test_each_rank_has_its_own_file(words: list[str], name: str, run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NAN_SCRIPT)
+    result = run_reprokit("capture", *words, WORLD_SIZE="2", RANK="1")
+    assert result.returncode == 3, result.stderr
+    assert (tmp_path / name).is_file()
+
+
+def test_secrets_of_the_command_line_stay_out_of_the_file(run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NAN_SCRIPT)
+    run_reprokit("capture", "-o", "x.pt", "train.py", "--api-key", "abcdef1234567890", HF_TOKEN="hf_" + "a1" * 15)
+    content = (tmp_path / "x.pt").read_bytes()
+    assert b"abcdef1234567890" not in content
+    assert b"a1a1a1a1" not in content
+
+
+def test_show(run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NAN_SCRIPT)
+    run_reprokit("capture", "-o", "x.pt", "train.py")
+    shown = run_reprokit("show", "x.pt")
+    assert shown.returncode == 0
+    assert shown.stdout == ""
+    assert "train.py:8" in shown.stderr
+    assert shown.stderr.rstrip().endswith("next: reprokit shrink x.pt")
+    as_json = run_reprokit("show", "--json", "x.pt")
+    assert as_json.stderr == ""
+    summary = json.loads(as_json.stdout)
+    assert summary["schema"] == 1
+    assert summary["failure"]["step"] == 3
+    assert summary["failure"]["site"]["file"] == "train.py"
+    assert set(summary) >= {"failure", "fidelity", "program", "environment", "git", "rng", "timeline"}
+    assert "collect_env" not in shown.stderr
+    assert "PyTorch version" in run_reprokit("show", "-v", "x.pt").stderr
+
+
+BROKEN = {
+    "empty": (b"", "is empty"),
+    "text": (b"not a snapshot at all", "was not written by reprokit"),
+    "cut": (b"PK\x03\x04" + bytes(100), "is cut off"),
+}
+
+
+@pytest.mark.parametrize("command", ["show", "shrink"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_files_that_are_not_snapshots(name: str, command: str, run_reprokit: Run, tmp_path: Path) -> None:
+    content, text = BROKEN[name]
+    (tmp_path / "x.pt").write_bytes(content)
+    assert_one_error(run_reprokit(command, "x.pt"), text, exit_code=1)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("{'weights': torch.zeros(2)}", "was not written by reprokit"),
+        ("{'format': 'reprokit', 'kind': 'snapshot', 'version': 99}", "has format version 99"),
+        ("{'format': 'reprokit', 'kind': 'reduction', 'version': 1}", "is a reduction, not a snapshot"),
+        ("{'format': 'reprokit', 'kind': 'snapshot', 'version': 1}", "is damaged"),
+        ("print", "holds more than plain data"),
+    ],
+)
+def test_files_of_torch_that_are_not_snapshots(
+    content: str, text: str, run_python: Run, run_reprokit: Run, tmp_path: Path
+) -> None:
+    run_python("-c", f"import torch; torch.save({content}, 'x.pt')")
+    assert_one_error(run_reprokit("show", "x.pt"), text, exit_code=1)
+
+
+def test_a_snapshot_that_was_cut_off(run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NAN_SCRIPT)
+    run_reprokit("capture", "-o", "x.pt", "train.py")
+    whole = (tmp_path / "x.pt").read_bytes()
+    for size in (len(whole) // 2, len(whole) - 10):
+        (tmp_path / "cut.pt").write_bytes(whole[:size])
+        assert_one_error(run_reprokit("show", "cut.pt"), "is cut off", exit_code=1)
+
+
+def test_shrink_refuses_a_folder_with_something_in_it(run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NAN_SCRIPT)
+    run_reprokit("capture", "-o", "x.pt", "train.py")
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "precious.txt").write_text("")
+    assert_one_error(run_reprokit("shrink", "x.pt"), "the folder `x` is not empty")
+
+
+def test_an_unexpected_error_is_reported_as_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("reprokit.cli.show.Show.execute", lambda self: 1 / 0)
+    assert main(["show", "x.pt"]) == 1
+    error = capsys.readouterr().err
+    assert "ZeroDivisionError" in error
+    assert error.splitlines()[-1].startswith("reprokit: this is an error in reprokit itself; please report")
+
+
+def test_interrupting_our_own_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(self: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("reprokit.cli.show.Show.execute", interrupt)
+    assert main(["show", "x.pt"]) == 130
+    assert capsys.readouterr().err == "reprokit: error: interrupted\n"
+
+
+def test_settings_file_environment_and_command_line(run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NAN_SCRIPT)
+    (tmp_path / "pyproject.toml").write_text(
+        '[tool.reprokit.capture]\nafter-capture = "continue"\noutput = "file.pt"\n'
+    )
+    assert run_reprokit("capture", "train.py").returncode == 0
+    assert (tmp_path / "file.pt").is_file()
+    assert run_reprokit("capture", "train.py", REPROKIT_CAPTURE_OUTPUT="variable.pt").returncode == 0
+    assert (tmp_path / "variable.pt").is_file()
+    words = ["capture", "--after-capture", "stop", "-o", "line.pt", "train.py"]
+    assert run_reprokit(*words, REPROKIT_CAPTURE_OUTPUT="other.pt").returncode == 3
+    assert (tmp_path / "line.pt").is_file()
+    assert not (tmp_path / "other.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[tool.reprokit.capture]\ncolour = 1\n", "sets `colour`"),
+        ("[tool.reprokit.shoot]\nx = 1\n", "settings for `shoot`"),
+    ],
+)
+def test_settings_that_mean_nothing(text: str, complaint: str, run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+    assert_one_error(run_reprokit("show", "x.pt"), complaint)
+
+
+@pytest.mark.parametrize("text", ["[tool.other]\n", "not toml at all [", "[tool]\nreprokit = 3\n"])
+def test_a_project_file_of_others_is_none_of_our_business(text: str, run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+    (tmp_path / "script.py").write_text("print('ran')\n")
+    assert run_reprokit("capture", "-q", "script.py").stdout == "ran\n"
+
+
+def test_shell_completion(run_reprokit: Run) -> None:
+    assert "_REPROKIT_COMPLETE" in run_reprokit(_REPROKIT_COMPLETE="bash_source").stdout
+
+
+def test_the_installed_command_is_this_one(tmp_path: Path) -> None:
+    program = Path(sys.executable).with_name("reprokit")
+    if not program.exists():
+        pytest.skip("the package is not installed in this environment")
+    done = subprocess.run([program, "--version"], cwd=tmp_path, env=os.environ, capture_output=True, text=True)
+    assert done.stdout.startswith("reprokit, version ")
