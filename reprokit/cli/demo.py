@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json as json_format
-import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ EXAMPLE = "masked_attention.py"
 SNAPSHOT = "snapshot.repro.pt"
 RESULTS = "results"
 _PACKAGE = Path(__file__).resolve().parent.parent
+_START = "import sys; sys.path.append(sys.argv.pop(1)); from reprokit.cli import main; sys.exit(main())"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +51,8 @@ class Demo:
         shown = [word for word in words if word != "--json"]
         say(f"$ {shown_command('reprokit', *shown)}", self.verbosity)
         done = subprocess.run(
-            [sys.executable, "-m", "reprokit", *words],
+            [sys.executable, "-c", _START, str(_PACKAGE.parent), *words],
             cwd=folder,
-            env=_environment(os.environ),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if self.verbosity is Verbosity.QUIET else None,
             text=True,
@@ -116,9 +114,3 @@ def free_folder(folder: Path) -> Path:
         number += 1
         free = folder.with_name(f"{folder.name}-{number}")
     return free
-
-
-def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment for the commands: they run in another folder and must still find this package."""
-    paths = [str(_PACKAGE.parent), *filter(None, [variables.get("PYTHONPATH")])]
-    return {**variables, "PYTHONPATH": os.pathsep.join(paths)}

@@ -1,0 +1,31 @@
+"""The demonstration runs the public commands and leaves every file it names."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def test_the_demo_in_under_a_minute(run_reprokit: Run, tmp_path: Path) -> None:
+    result = run_reprokit("demo", "--json", "--dir", "shown")
+    assert result.returncode == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert summary["shrink"]["verdict"] == "reduced"
+    assert summary["verify"]["agreed"] == summary["verify"]["times"] == 20
+    assert summary["seconds"] < 60
+    for name in ("script", "snapshot", "repro", "issue", "report", "test"):
+        assert Path(summary[name]).is_file()
+        assert Path(summary[name]).name in result.stderr
+    assert "$ reprokit capture -o snapshot.repro.pt masked_attention.py" in result.stderr
+
+
+def test_the_demo_overwrites_nothing(run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious.txt").write_text("")
+    result = run_reprokit("demo", "--dir", "mine")
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[0] == "reprokit: error: the folder `mine` is not empty"
