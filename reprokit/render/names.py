@@ -30,10 +30,12 @@ _ROLE_WORDS = frozenset(
     {"batch", "buffer", "gradient", "input", "opaque", "parameter", "random", "rng", "state", "tensor", "value"}
 )
 _ORDINARY = ("x", "y", "z", "w")
-_PLAIN_PARAMETERS = frozenset(
-    ["self", "input", "inputs", "tensor", "tensors", "other", "args", "operands", "a", "b", "A", "B", "mat", "mat1",
-     "mat2", "vec", "vec2", "batch1", "batch2", "x1", "x2", "exponent", "value", "values"]
-)  # fmt: skip
+# fmt: off
+_PLAIN_PARAMETERS = frozenset((
+    "self", "instance", "obj", "input", "inputs", "tensor", "tensors", "other", "args", "operands", "a", "b", "A", "B",
+    "mat", "mat1", "mat2", "vec", "vec2", "batch1", "batch2", "x1", "x2", "exponent", "value", "values",
+))
+# fmt: on
 _NOUNS = {
     "add": "total",
     "sum": "total",

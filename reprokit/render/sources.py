@@ -36,15 +36,23 @@ class Source:
 
 def open_source(path: Path) -> Source:
     """The reduction or snapshot at ``path``; raises `SnapshotError`."""
-    from reprokit.shrink import reduction as reductions
     from reprokit.snapshot import format as snapshots
 
-    file = path / REDUCTION_FILE if path.is_dir() else path
+    if path.is_dir():
+        return _open_reduction(path / REDUCTION_FILE)
     try:
-        reduction = reductions.load(file)
-    except NotASnapshot:
-        return Source(None, snapshots.load(file))
-    return Source(reduction, _snapshot_beside(file.parent))
+        return Source(None, snapshots.load(path))
+    except NotASnapshot as error:
+        try:
+            return _open_reduction(path)
+        except NotASnapshot:
+            raise error from None
+
+
+def _open_reduction(file: Path) -> Source:
+    from reprokit.shrink import reduction as reductions
+
+    return Source(reductions.load(file), _snapshot_beside(file.parent))
 
 
 def _snapshot_beside(folder: Path) -> Snapshot | None:

@@ -1,0 +1,127 @@
+"""The repro script: it shows the failure, checks for it in the way that failed, and says so in its header."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from reprokit.errors import NotReproduced
+from reprokit.locate.blame import locate
+from reprokit.program.ir import Call, Input, Program, Ref
+from reprokit.render.script import Script, write_script
+from tests.render.programs import (
+    Case,
+    failing_cholesky,
+    half_precision_adam,
+    masked_softmax,
+    one_call,
+    square_root_at_zero,
+)
+
+
+def script_of(case: Case) -> Script:
+    failure = locate(*case)
+    assert failure is not None
+    return write_script(*case, failure, num_calls_before=70)
+
+
+def run_script(script: Script, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = script.write(folder)
+    return subprocess.run([sys.executable, "-I", str(path)], cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def overflow() -> Case:
+    half = torch.full((1, 1), 300.0).half()
+    return one_call("torch.nn.functional.linear", Ref(0), Ref(1), tensors={0: half, 1: half})
+
+
+def mixed_infinities() -> Case:
+    return one_call("torch.Tensor.mul", Ref(0), 2.0, tensors={0: torch.tensor([3e38, float("-inf")])})
+
+
+@pytest.mark.parametrize(
+    ("case", "assertion", "printed"),
+    [
+        (masked_softmax(), 'assert not torch.isnan(out).any(), "F.softmax(x, dim=0) is nan"', "out = tensor([nan])\n"),
+        (
+            square_root_at_zero(),
+            'assert not torch.isinf(distance.grad).any(), "distance.grad is inf"',
+            "distance.grad = tensor([inf])\n",
+        ),
+        (
+            half_precision_adam(),
+            'assert not torch.isnan(weight).any(), "after Adam.step(), weight is nan"',
+            "weight = tensor([nan], dtype=torch.float16)\n",
+        ),
+        (
+            overflow(),
+            'assert not torch.isinf(out).any(), "F.linear(x, weight) is inf"',
+            "out = tensor([[inf]], dtype=torch.float16)\n",
+        ),
+        (
+            mixed_infinities(),
+            'assert not torch.isposinf(out).any(), "x * 2.0 contains inf"',
+            "out = tensor([inf, -inf])\n",
+        ),
+    ],
+)
+def test_ends_with_a_plain_check(tmp_path: Path, case: Case, assertion: str, printed: str) -> None:
+    script = script_of(case)
+    assert script.text.splitlines()[-1] == assertion
+    done = run_script(script, tmp_path)
+    assert (done.returncode, done.stdout) == (1, printed)
+    assert done.stderr.splitlines()[-1].startswith("AssertionError: ")
+    assert script.num_lines <= 10
+    assert script.files == ["repro.py"]
+
+
+def test_is_fine_once_the_bug_is_gone(tmp_path: Path) -> None:
+    script = script_of(masked_softmax())
+    fixed = Script(script.text.replace('float("-inf")', "0.0"))
+    assert run_script(fixed, tmp_path).returncode == 0
+
+
+def test_an_exception_is_left_to_itself(tmp_path: Path) -> None:
+    script = script_of(failing_cholesky())
+    assert "assert" not in script.text
+    done = run_script(script, tmp_path)
+    assert done.returncode == 1
+    assert "LinAlgError" in done.stderr.splitlines()[-1]
+
+
+def test_header_says_what_and_how() -> None:
+    header = [line for line in script_of(masked_softmax()).text.splitlines() if line.startswith("#")]
+    assert header[0] == f"# Softmax returns nan in the forward pass (torch {torch.__version__})."
+    assert "mechanically by reprokit from 70 torch calls" in header[1]
+
+
+def test_many_numbers_go_beside_the_script(tmp_path: Path) -> None:
+    values = torch.randn(100)
+    values[7] = -1.0
+    script = script_of(one_call("torch.log", Ref(0), tensors={0: values}))
+    assert script.files == ["repro.py", "repro_inputs.pt"]
+    assert run_script(script, tmp_path).returncode == 1
+
+
+def test_a_gradient_that_changes_its_way_is_still_found() -> None:
+    calls = (
+        Call("torch.sigmoid", (Ref(0),), {}, Ref(1)),
+        Call("torch.Tensor.__rsub__", (Ref(1), 1), {}, Ref(2)),
+        Call("torch.Tensor.__pow__", (Ref(2), 0.5), {}, Ref(3)),
+        Call("torch.Tensor.backward", (Ref(3),), phase="backward"),
+    )
+    program = Program(calls, (Input(0, "logit", requires_grad=True),))
+    script = script_of((program, {0: torch.tensor(100.0)}))
+    assert script.text.splitlines()[-1] == 'assert not torch.isnan(logit.grad).any(), "logit.grad is nan"'
+
+
+def test_a_program_that_works_has_no_repro() -> None:
+    program, tensors = masked_softmax()
+    failure = locate(program, tensors)
+    assert failure is not None
+    with pytest.raises(NotReproduced):
+        write_script(program, {0: torch.zeros(1)}, failure)
