@@ -9,9 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 Run = Callable[..., subprocess.CompletedProcess[str]]
+
+settings.register_profile("reprokit", deadline=None)  # how long an example takes depends on what else the machine does
+settings.load_profile("reprokit")
 
 
 @pytest.fixture

@@ -319,3 +319,31 @@ def test_the_installed_command_is_this_one(tmp_path: Path) -> None:
         pytest.skip("the package is not installed in this environment")
     done = subprocess.run([program, "--version"], cwd=tmp_path, env=os.environ, capture_output=True, text=True)
     assert done.stdout.startswith("reprokit, version ")
+
+
+DISTRIBUTED_SCRIPT = """\
+import torch
+import torch.distributed
+
+torch.distributed.init_process_group("gloo")
+rank = torch.distributed.get_rank()
+weight = torch.ones(3, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for step in range(3):
+    scale = torch.tensor(0.0 if step == rank else 1.0)
+    loss = (weight / scale * scale).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_under_torchrun(run_python: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DISTRIBUTED_SCRIPT)
+    words = ["--standalone", "--nproc-per-node", "2", "-m", "reprokit", "capture"]
+    result = run_python("-m", "torch.distributed.run", *words, "--after-capture", "continue", "train.py")
+    assert result.returncode == 0, result.stderr
+    names = sorted(path.name for path in tmp_path.glob("*.pt"))
+    assert names == ["train.rank0-step0.repro.pt", "train.rank1-step1.repro.pt"]

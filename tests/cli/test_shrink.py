@@ -1,0 +1,150 @@
+"""``reprokit shrink`` around the reducer: what it writes, says and returns for every way a reduction can end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from reprokit.cli import main
+from reprokit.cli.shrink import default_folder
+from reprokit.errors import Flaky, NotReproduced
+
+SUMMARY = {
+    "schema": 1,
+    "verdict": "reduced",
+    "calls": 2,
+    "elements": 5,
+    "checks": 11,
+    "verdicts": {"same": 6, "other": 1, "passes": 4, "invalid": 0},
+    "seconds": 0.31,
+    "reproduces": "5/5",
+    "before": {"calls": 70, "elements": 41230},
+    "one_minimal": True,
+}
+
+
+class FakeReduction:
+    """A reduction that can be summed up and saved."""
+
+    def summary(self) -> dict[str, Any]:
+        return dict(SUMMARY)
+
+    def save(self, path: Path) -> None:
+        path.write_text("a reduction")
+
+
+@pytest.fixture
+def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+    """The reducer, renderer and snapshot replaced; ``reducer.shrink`` can be set."""
+    monkeypatch.chdir(tmp_path)
+    fake = SimpleNamespace(shrink=lambda: FakeReduction(), options={})
+
+    def shrink(snapshot: object, **options: Any) -> FakeReduction:
+        fake.options = options
+        options["on_event"]("an event")
+        return fake.shrink()
+
+    def render_all(reduction: object, snapshot: object, folder: Path) -> dict[str, Any]:
+        (folder / "repro.py").write_text("")
+        return {"path": str(folder / "repro.py"), "lines": 7, "files": ["repro.py"], "verified": "20/20"}
+
+    modules = {
+        "reprokit.shrink": {},
+        "reprokit.shrink.reducer": {"shrink": shrink},
+        "reprokit.shrink.reduction": {"load": lambda path: FakeReduction()},
+        "reprokit.snapshot.format": {"load": lambda path: object()},
+        "reprokit.render": {"render_all": render_all},
+    }
+    for name, content in modules.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    return fake
+
+
+def failing(error: BaseException) -> Callable[[], FakeReduction]:
+    def shrink() -> FakeReduction:
+        raise error
+
+    return shrink
+
+
+def test_the_result_is_written_and_told(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["shrink", "train-step7.repro.pt", "--json", "--max-time", "60", "--jobs", "2"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {
+        **SUMMARY,
+        "repro": {"path": "train-step7/repro.py", "lines": 7, "files": ["repro.py"], "verified": "20/20"},
+    }
+    assert "41,230" in said.err
+    assert "6 same, 1 other, 4 passes" in said.err
+    assert said.err.splitlines()[-1] == "reprokit: next: python train-step7/repro.py"
+    assert Path("train-step7", "reduction.pt").is_file()
+    wanted = {"out_dir": Path("train-step7"), "level": "op", "max_time": 60.0, "jobs": 2, "resume": False}
+    assert {name: reducer.options[name] for name in wanted} == wanted
+
+
+def test_quiet(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["shrink", "-q", "x.pt"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_verbose_tells_every_event(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["shrink", "-v", "x.pt"])
+    assert "reprokit: an event" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "verdict"),
+    [
+        (NotReproduced("it did not fail again", hint="look at the fidelity"), 4, "not_reproduced"),
+        (Flaky("it failed in 2 of 5 runs", hint="set a seed", note="2/5"), 5, "flaky"),
+    ],
+)
+def test_what_cannot_be_reduced(
+    error: Exception, exit_code: int, verdict: str, reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reducer.shrink = failing(error)
+    assert main(["shrink", "--json", "x.pt"]) == exit_code
+    said = capsys.readouterr()
+    assert json.loads(said.out)["verdict"] == verdict
+    assert said.err.startswith(f"reprokit: error: {error}\nhint: ")
+
+
+def test_interrupted_with_a_best_so_far(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    def shrink() -> FakeReduction:
+        FakeReduction().save(Path("x", "reduction.pt"))
+        raise KeyboardInterrupt
+
+    reducer.shrink = shrink
+    assert main(["shrink", "x.pt"]) == 130
+    assert Path("x", "repro.py").is_file()
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_interrupted_before_anything_was_found(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    reducer.shrink = failing(KeyboardInterrupt())
+    assert main(["shrink", "x.pt"]) == 130
+    assert capsys.readouterr().err == "reprokit: error: interrupted\n"
+
+
+@pytest.mark.parametrize(("flags", "exit_code"), [([], 2), (["-f"], 0), (["--resume"], 0)])
+def test_a_folder_in_use(flags: list[str], exit_code: int, reducer: SimpleNamespace) -> None:
+    Path("x").mkdir()
+    Path("x", "note.txt").write_text("mine")
+    assert main(["shrink", *flags, "x.pt"]) == exit_code
+    assert Path("x", "note.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "folder"),
+    [("train-step7.repro.pt", "train-step7"), ("/data/x.pt", "x"), ("snapshot", "snapshot.shrunk")],
+)
+def test_the_default_folder(snapshot: str, folder: str) -> None:
+    assert default_folder(Path(snapshot)) == Path(folder)
