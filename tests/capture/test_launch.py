@@ -234,7 +234,7 @@ def test_quiet_adds_nothing_at_all(run_python: Run, tmp_path: Path) -> None:
 MODULES = {
     "package": {
         "package/__init__.py": "print('package', __name__)",
-        "package/__main__.py": "from . import part\nimport sys\nprint(__name__, __package__, __spec__, sys.argv)",
+        "package/__main__.py": "from . import part\nimport sys\nprint(__name__, __spec__.name, sys.argv, sys.path[0])",
         "package/part.py": "print(__name__)",
     },
     "package.part": {
