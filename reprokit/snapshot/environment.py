@@ -12,6 +12,7 @@ import platform
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,21 +41,16 @@ def collect_environment(timeout: float = COLLECT_SECONDS) -> dict[str, Any]:
 
 
 def collect_switches() -> dict[str, Any]:
-    """The global settings of torch that change the bits of a result."""
-    return {
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
-        "cudnn_enabled": torch.backends.cudnn.enabled,
-        "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "cudnn_deterministic": torch.backends.cudnn.deterministic,
-        "matmul_precision": torch.get_float32_matmul_precision(),
-        "matmul_tf32": torch.backends.cuda.matmul.allow_tf32,
-        "cudnn_tf32": torch.backends.cudnn.allow_tf32,
-        "num_threads": torch.get_num_threads(),
-        "default_dtype": str(torch.get_default_dtype()),
-        "flush_denormal": _flushes_denormals(),
-        "anomaly_mode": torch.is_anomaly_enabled(),
-    }
+    """The global settings of torch that change the bits of a result.
+
+    Torch refuses to answer the older of two questions about the same switch once the newer has been used, so a
+    question that raises is left out.
+    """
+    answers: dict[str, Any] = {}
+    for name, question in _SWITCHES.items():
+        with contextlib.suppress(Exception):
+            answers[name] = question()
+    return answers
 
 
 def _library_versions() -> dict[str, str]:
@@ -116,3 +112,23 @@ def _end_group(process: subprocess.Popen[str]) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
     process.kill()
+
+
+_SWITCHES: dict[str, Callable[[], Any]] = {
+    "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+    "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled,
+    "cudnn_enabled": lambda: torch.backends.cudnn.enabled,
+    "cudnn_benchmark": lambda: torch.backends.cudnn.benchmark,
+    "cudnn_deterministic": lambda: torch.backends.cudnn.deterministic,
+    "cudnn_tf32": lambda: torch.backends.cudnn.allow_tf32,
+    "matmul_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
+    "matmul_precision": torch.get_float32_matmul_precision,
+    "fp32_precision": lambda: torch.backends.fp32_precision,
+    "fp32_precision_cuda_matmul": lambda: torch.backends.cuda.matmul.fp32_precision,
+    "fp32_precision_cudnn_conv": lambda: torch.backends.cudnn.conv.fp32_precision,
+    "fp32_precision_mkldnn_matmul": lambda: torch.backends.mkldnn.matmul.fp32_precision,
+    "num_threads": torch.get_num_threads,
+    "default_dtype": lambda: str(torch.get_default_dtype()),
+    "flush_denormal": _flushes_denormals,
+    "anomaly_mode": torch.is_anomaly_enabled,
+}

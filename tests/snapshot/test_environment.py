@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import platform
+import subprocess
 import sys
+import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,6 +62,19 @@ def test_switches_tell_what_is_set() -> None:
     assert switches["deterministic_algorithms"]
     assert switches["deterministic_warn_only"]
     assert switches["num_threads"] == 1
+
+
+def test_switches_that_torch_refuses_to_tell(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    code = """
+        import torch
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        from reprokit.snapshot.environment import collect_switches
+        switches = collect_switches()
+        assert switches["fp32_precision_cuda_matmul"] == "tf32"
+        assert "num_threads" in switches
+    """
+    result = run_python("-c", textwrap.dedent(code))
+    assert result.returncode == 0, result.stderr
 
 
 def test_variables_by_allowlist(monkeypatch: pytest.MonkeyPatch) -> None:
