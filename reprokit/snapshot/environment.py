@@ -7,6 +7,7 @@ time limit. Nothing here raises; what cannot be found out is left out.
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import platform
 import signal
@@ -114,6 +115,11 @@ def _end_group(process: subprocess.Popen[str]) -> None:
     process.kill()
 
 
+def _backend_switch(name: str) -> Callable[[], Any]:
+    """A question for a switch that not every torch from 2.6 on has."""
+    return lambda: operator.attrgetter(name)(torch.backends)
+
+
 _SWITCHES: dict[str, Callable[[], Any]] = {
     "deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
     "deterministic_warn_only": torch.is_deterministic_algorithms_warn_only_enabled,
@@ -123,10 +129,10 @@ _SWITCHES: dict[str, Callable[[], Any]] = {
     "cudnn_tf32": lambda: torch.backends.cudnn.allow_tf32,
     "matmul_tf32": lambda: torch.backends.cuda.matmul.allow_tf32,
     "matmul_precision": torch.get_float32_matmul_precision,
-    "fp32_precision": lambda: torch.backends.fp32_precision,
-    "fp32_precision_cuda_matmul": lambda: torch.backends.cuda.matmul.fp32_precision,
-    "fp32_precision_cudnn_conv": lambda: torch.backends.cudnn.conv.fp32_precision,
-    "fp32_precision_mkldnn_matmul": lambda: torch.backends.mkldnn.matmul.fp32_precision,
+    "fp32_precision": _backend_switch("fp32_precision"),
+    "fp32_precision_cuda_matmul": _backend_switch("cuda.matmul.fp32_precision"),
+    "fp32_precision_cudnn_conv": _backend_switch("cudnn.conv.fp32_precision"),
+    "fp32_precision_mkldnn_matmul": _backend_switch("mkldnn.matmul.fp32_precision"),
     "num_threads": torch.get_num_threads,
     "default_dtype": lambda: str(torch.get_default_dtype()),
     "flush_denormal": _flushes_denormals,
