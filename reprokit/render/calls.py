@@ -7,14 +7,14 @@ argument that only repeats a default. Defaults are trusted only where the functi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Ref
 from reprokit.render import expression
 from reprokit.render.expression import Expr
-from reprokit.render.names import exact_signature_of
+from reprokit.render.names import exact_signature_of, signature_of
 
 _METHOD = "torch.Tensor."
 _FUNCTIONAL = "torch.nn.functional."
@@ -184,24 +184,24 @@ def _access(call: Call, leaf: Leaf) -> Expr | Statement | None:
 
 def _needed_arguments(call: Call) -> tuple[list[Any], dict[str, Any]]:
     """The arguments without those that only repeat a default."""
-    parameters = exact_signature_of(call.target)
+    parameters = exact_signature_of(call.target) or _optional_parameters(call.target)
     keywords = {n: v for n, v in call.kwargs.items() if n != "_stacklevel" and not _is_default(v, parameters.get(n))}
     arguments = list(call.args)
     positional = list(parameters.values())
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in positional):
         return arguments, keywords
-    while (
-        arguments and len(arguments) <= len(positional) and _is_default(arguments[-1], positional[len(arguments) - 1])
-    ):
+    while 0 < len(arguments) <= len(positional) and _is_default(arguments[-1], positional[len(arguments) - 1]):
         arguments.pop()
     return arguments, keywords
 
 
+def _optional_parameters(target: str) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a builtin as torch describes them; of the defaults only ``None`` can be relied on."""
+    described = signature_of(target)
+    return {n: p if p.default is None else p.replace(default=inspect.Parameter.empty) for n, p in described.items()}
+
+
 def _is_default(value: Any, parameter: inspect.Parameter | None) -> bool:
-    if parameter is None or parameter.default is inspect.Parameter.empty:
+    if parameter is None or parameter.default is inspect.Parameter.empty or type(value) is not type(parameter.default):
         return False
-    return (
-        type(value) is type(parameter.default)
-        and isinstance(value, (bool, int, float, str, type(None)))
-        and value == parameter.default
-    )
+    return isinstance(value, (bool, int, float, str, type(None))) and bool(value == parameter.default)

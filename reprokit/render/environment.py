@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 
 from reprokit.errors import UsageError
+from reprokit.snapshot.redact import redact_text
 
 
 @functools.cache
@@ -26,7 +27,7 @@ def template_folder() -> Path:
 @functools.cache
 def jinja_environment(folder: Path | None = None) -> jinja2.Environment:
     """An environment for the templates in ``folder`` and the tool's own; HTML is escaped, a missing name an error."""
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, template_folder()] if folder is not None else [template_folder()]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -34,6 +35,8 @@ def jinja_environment(folder: Path | None = None) -> jinja2.Environment:
         keep_trailing_newline=True,
         autoescape=jinja2.select_autoescape(("html", "html.j2")),
     )
+    environment.filters["redact"] = redact_text
+    return environment
 
 
 def render_template(name: str, folder: Path | None = None, /, **context: Any) -> str:

@@ -1,0 +1,298 @@
+"""The texts for people: issue, report and test, from a snapshot and a reduction of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from reprokit.errors import UsageError
+from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
+from reprokit.render import render_all, render_one, write_test
+from reprokit.render.charts import loss_chart
+from reprokit.render.environment import jinja_environment, template_folder
+from reprokit.render.issue import MAX_CHARACTERS, cut, fence, title, write_issue
+from reprokit.render.outline import outline
+from reprokit.render.report import write_report
+from reprokit.render.sources import reduction_script, snapshot_script
+from reprokit.render.verify import VerifyResult
+from reprokit.render.wording import code_span, headline, observed
+from reprokit.snapshot.format import Snapshot, save
+from tests.render.programs import (
+    failing_cholesky,
+    half_precision_adam,
+    masked_softmax,
+    snapshot_of,
+    square_root_at_zero,
+)
+
+VERIFIED = VerifyResult(
+    20, 20, 1, "exit code 1: AssertionError", "out = tensor([nan])\n", "Traceback\nAssertionError\n", 1.0
+)
+
+
+def attention_step() -> Snapshot:
+    """A small step with a fully masked row, eight calls before the loss."""
+    scope = (Scope("", "Net"), Scope("layers.1.attention", "Attention"))
+    calls = [Call("torch.Tensor.mul", (Ref(0), 1.0), {}, Ref(10), scope, Site("train.py", 20, "x = x * 1.0"))]
+    for number in range(6):
+        calls.append(
+            Call("torch.Tensor.add", (Ref(10 + number), 0.0), {}, Ref(11 + number), scope, Site("train.py", 21))
+        )
+    site = Site("train.py", 31, "p = F.softmax(s, dim=-1)  # <b>&")
+    calls += [
+        Call("torch.Tensor.masked_fill", (Ref(16), Ref(1), float("-inf")), {}, Ref(20), scope, Site("train.py", 30)),
+        Call("torch.nn.functional.softmax", (Ref(20),), {"dim": -1}, Ref(21), scope, site),
+        Call("torch.Tensor.sum", (Ref(21),), {}, Ref(22), (), Site("train.py", 40)),
+        Call("torch.Tensor.backward", (Ref(22),), phase="backward"),
+    ]
+    program = Program(tuple(calls), (Input(0, "x", requires_grad=True), Input(1, "mask")), (Ref(21),))
+    mask = torch.tensor([[False, True], [True, True]])
+    return snapshot_of((program, {0: torch.ones(2, 2), 1: mask}))
+
+
+def reduced(snapshot: Snapshot, **fields: Any) -> Any:
+    """A reduction of the snapshot to one call."""
+    small = snapshot_of(masked_softmax())
+    content = {
+        "program": small.program,
+        "tensors": small.tensors,
+        "failure": small.failure,
+        "checks": 11,
+        "verdicts": {"same": 6, "other": 1, "passes": 4, "invalid": 0},
+        "seconds": 0.3,
+        "reproduces": "5/5",
+        "explain": [{"input": "x", "free": False}],
+        "before": {"calls": snapshot.program.num_calls, "elements": snapshot.num_elements},
+        "one_minimal": True,
+        "log": ["cut to softmax", "one element"],
+        "summary": lambda: {"calls": 1, "elements": 1},
+    }
+    return SimpleNamespace(**{**content, **fields})
+
+
+# -- issue ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", ["pytorch", "generic"])
+def test_the_issue_says_it_all_on_the_first_screen(template: str) -> None:
+    snapshot = attention_step()
+    reduction = reduced(snapshot)
+    text = write_issue(snapshot, reduction_script(reduction), VERIFIED, reduction=reduction, template=template)
+    screen = text.partition("<details>")[0]
+    assert text.startswith("# softmax returns nan (float32, CPU, 2.13.0)\n")
+    for words in ("**Observed:**", "**Expected:**", "```python", "python repro.py", "out = tensor([nan])"):
+        assert words in screen
+    assert "failed 20 of 20 runs" in screen
+    assert "your own words" in screen
+    assert "mechanically by reprokit from 10 torch calls to 1, in 11 checks" in screen
+    assert "`layers.1.attention`" in screen and "`train.py:31`" in screen
+    assert len(screen.splitlines()) <= 50
+    assert "cut to softmax" in text
+
+
+def test_the_form_of_pytorch_has_its_headings() -> None:
+    snapshot = attention_step()
+    text = write_issue(snapshot, snapshot_script(snapshot), VERIFIED, template="pytorch")
+    headings = [line for line in text.splitlines() if line.startswith("### ")]
+    assert headings == ["### 🐛 Describe the bug", "### Versions"]
+
+
+def test_a_template_of_the_users_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.md.j2"
+    path.write_text("{{ title }} / {{ rate }}")
+    snapshot = attention_step()
+    text = write_issue(snapshot, snapshot_script(snapshot), VERIFIED, template=str(path))
+    assert text == f"{title(snapshot)} / It failed 20 of 20 runs in the same way, each in a process of its own."
+    with pytest.raises(UsageError, match="no issue template `nothing`"):
+        write_issue(snapshot, snapshot_script(snapshot), VERIFIED, template="nothing")
+
+
+def test_long_parts_are_cut_where_it_shows() -> None:
+    snapshot = attention_step()
+    reduction = reduced(snapshot, log=["a line of the log"] * 10_000)
+    long = replace(VERIFIED, output="x" * 100_000)
+    text = write_issue(snapshot, reduction_script(reduction), long, reduction=reduction)
+    assert len(text) <= MAX_CHARACTERS
+    assert text.count("... cut here") == 2
+    assert text.count("<details>") == text.count("</details>")
+
+
+def test_secrets_are_hidden_again() -> None:
+    secret = "hf_" + "a1B2" * 8
+    snapshot = attention_step()
+    snapshot.environment["collect_env"] = f"token {secret}"
+    reduction = reduced(snapshot, log=[f"token {secret}"])
+    leaky = replace(VERIFIED, output=secret, error_output=secret)
+    script = reduction_script(reduction)
+    assert secret not in write_issue(snapshot, script, leaky, reduction=reduction)
+    assert secret not in write_report(snapshot, script, leaky, reduction=reduction)
+
+
+def test_backticks_never_end_a_fence() -> None:
+    assert fence("no ticks") == "```"
+    assert fence("a ```` b") == "`````"
+    assert code_span("a `b` c") == "``a `b` c``"
+    assert code_span("`b`") == "`` `b` ``"
+
+
+def test_cutting_says_how_much() -> None:
+    assert cut("short", 100) == "short"
+    assert len(cut("x" * 1000, 200)) <= 200
+    assert "860 characters left out" in cut("x" * 1000, 200)
+
+
+def test_headlines() -> None:
+    words = [
+        headline(snapshot_of(case).failure) for case in (masked_softmax(), square_root_at_zero(), failing_cholesky())
+    ]
+    assert words == ["softmax returns nan", "gradient of sqrt is inf", "cholesky raises _LinAlgError"]
+    assert headline(snapshot_of(half_precision_adam()).failure) == "Adam.step makes a parameter nan"
+    assert observed(snapshot_of(failing_cholesky()).failure).startswith(
+        "`torch.linalg.cholesky` raises `_LinAlgError`: `"
+    )
+
+
+# -- report --------------------------------------------------------------------------------------------------------
+
+
+class Checker(HTMLParser):
+    """Collects addresses of other files, and checks that tags are closed."""
+
+    VOID = frozenset({"meta", "line", "polyline", "br"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in self.VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in self.VOID
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+
+def test_the_report_is_one_file_and_well_formed() -> None:
+    snapshot = attention_step()
+    snapshot.source.update({"command": ["train.py", "--lr", "3e-4"], "commit": "0" * 40, "diff": "+<x>"})
+    reduction = reduced(snapshot)
+    html = write_report(snapshot, reduction_script(reduction), VERIFIED, reduction=reduction)
+    checker = Checker()
+    checker.feed(html)
+    assert checker.stack == [] and checker.addresses == []
+    assert "prefers-color-scheme: dark" in html and 'name="viewport"' in html
+    assert "http" not in html.replace("http-equiv", "")
+    assert "# &lt;b&gt;&amp;" in html and "+&lt;x&gt;" in html
+    for words in (
+        "softmax returns nan",
+        "layers.1.attention",
+        "train.py:31",
+        "failed at step 8",
+        "2 calls before",
+        "1-minimal",
+    ):
+        assert words in html
+
+
+@pytest.mark.parametrize("case", [square_root_at_zero, half_precision_adam, failing_cholesky, masked_softmax])
+def test_every_kind_of_failure_has_a_report(case: Any) -> None:
+    snapshot = snapshot_of(case(), timeline=[])
+    assert "<h1>" in write_report(snapshot, snapshot_script(snapshot), VERIFIED)
+
+
+def test_the_outline_measures_around_the_origin() -> None:
+    snapshot = attention_step()
+    found = outline(snapshot.program, snapshot.tensors, snapshot.failure)
+    assert (found.num_before, found.num_after) == (2, 0)
+    assert [row.index for row in found.rows if row.is_origin] == [8]
+    row = next(row for row in found.rows if row.is_origin)
+    assert row.text == "weights = F.softmax(masked_fill, dim=-1)"
+    (_, measured), *_ = row.results
+    assert measured is not None and (measured.num_nan, measured.shape, measured.low, measured.high) == (
+        2,
+        (2, 2),
+        0.0,
+        1.0,
+    )
+    (name, operand), *_ = found.operands
+    assert (name, operand.num_inf) == ("masked_fill", 3)
+
+
+def test_the_chart_skips_what_is_not_finite() -> None:
+    losses = [1000.0, 10.0, float("nan"), 1.0, None]
+    chart = loss_chart([{"step": step, "loss": loss} for step, loss in enumerate(losses)], 4)
+    assert chart is not None and chart.is_logarithmic
+    assert len(chart.points) == 3 and chart.failure_x > chart.points[-1][0]
+    assert loss_chart([{"step": 0, "loss": 1.0}], 1) is None
+
+
+# -- everything ----------------------------------------------------------------------------------------------------
+
+
+def test_all_of_it_is_written_and_runs(tmp_path: Path) -> None:
+    snapshot = attention_step()
+    made = render_all(reduced(snapshot), snapshot, tmp_path, times=3)
+    assert made == {"path": str(tmp_path / "repro.py"), "lines": 6, "files": ["repro.py"], "verified": "3/3"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["issue.md", "report.html", "repro.py", "test_repro.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_repro.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "1 failed" in done.stdout and "AssertionError: F.softmax(x, dim=0) is nan" in done.stdout
+
+
+def test_one_text_from_a_snapshot(tmp_path: Path) -> None:
+    save(snapshot_of(masked_softmax()), tmp_path / "snapshot.pt")
+    repro = render_one(tmp_path / "snapshot.pt", "repro")
+    assert isinstance(repro, str) and "F.softmax(x, dim=0)" in repro
+    assert render_one(tmp_path / "snapshot.pt", "test", out=tmp_path / "test_it.py") == tmp_path / "test_it.py"
+    assert "def test_softmax_returns_nan" in (tmp_path / "test_it.py").read_text()
+    assert render_one(tmp_path / "snapshot.pt", "repro", out=tmp_path) == tmp_path / "repro.py"
+    issue = render_one(tmp_path / "snapshot.pt", "issue", template="generic")
+    assert isinstance(issue, str) and "failed 20 of 20 runs" in issue
+    with pytest.raises(UsageError, match="cannot render as `poem`"):
+        render_one(tmp_path / "snapshot.pt", "poem")
+
+
+def test_a_repro_with_a_side_file_needs_a_folder(tmp_path: Path) -> None:
+    values = torch.randn(100).abs()
+    values[3] = -1.0
+    program = Program((Call("torch.log", (Ref(0),), {}, Ref(1)),), (Input(0, "x"),), (Ref(1),))
+    save(snapshot_of((program, {0: values})), tmp_path / "snapshot.pt")
+    with pytest.raises(UsageError, match="beside it"):
+        render_one(tmp_path / "snapshot.pt", "repro")
+    render_one(tmp_path / "snapshot.pt", "repro", out=tmp_path)
+    assert (tmp_path / "repro_inputs.pt").exists()
+
+
+def test_the_test_is_named_after_the_failure() -> None:
+    assert "def test_adam_step_makes_a_parameter_nan():" in write_test(snapshot_of(half_precision_adam()))
+
+
+def test_templates_are_strict_and_escape_html() -> None:
+    environment = jinja_environment()
+    assert environment.is_async is False
+    assert environment.undefined.__name__ == "StrictUndefined"
+    assert environment.get_template("report.html.j2").environment.autoescape("report.html.j2")  # type: ignore[operator]
+    assert {path.name for path in template_folder().iterdir()} >= {
+        "repro.py.j2",
+        "report.html.j2",
+        "test_repro.py.j2",
+        "issue",
+    }
