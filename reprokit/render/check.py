@@ -16,6 +16,7 @@ from reprokit.locate.ways import bad_mask
 from reprokit.program.ir import AUTOGRAD_GRAD, Program, iter_refs
 from reprokit.program.run import Outcome, Tensors, run
 from reprokit.render.code import Code
+from reprokit.render.expression import quoted
 
 _MAX_MESSAGE = 70
 _WORDS = {"nan": "nan", "+inf": "inf", "-inf": "-inf"}
@@ -72,23 +73,20 @@ def write_check(subject: Subject, failure: Failure, code: Code) -> list[str]:
 
 def message(subject: Subject, failure: Failure, code: Code) -> str:
     """The assertion's message as a string literal, such as ``"F.softmax(x, dim=0) is nan"``."""
+    verb = "is" if _is_all_bad(subject.tensor, subject.way) else "contains"
+    text = f"{_about(subject, failure, code)} {verb} {_WORDS[subject.way]}"
+    return f"'{text}'" if '"' in text and "'" not in text and "\\" not in text else quoted(text)
+
+
+def _about(subject: Subject, failure: Failure, code: Code) -> str:
+    """What the message is about: the expression if it is short, else the variable."""
     name = code.names[subject.value]
     if subject.is_gradient:
-        about = f"{name}.grad"
-    elif failure.phase == "optimizer" and failure.call is not None and failure.call.startswith("torch.optim."):
-        about = f"after {failure.call.split('.')[2]}.step(), {name}"
-    else:
-        origin = code.origins.get(failure.call_index) if failure.call_index is not None else None
-        about = (
-            origin if origin is not None and len(origin) <= _MAX_MESSAGE and "=" not in origin.split("(")[0] else name
-        )
-    verb = "is" if _is_all_bad(subject.tensor, subject.way) else "contains"
-    text = f"{about} {verb} {_WORDS[subject.way]}"
-    return (
-        f"'{text}'"
-        if '"' in text and "'" not in text and "\\" not in text
-        else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    )
+        return f"{name}.grad"
+    if failure.phase == "optimizer" and failure.call is not None and failure.call.startswith("torch.optim."):
+        return f"after {failure.call.split('.')[2]}.step(), {name}"
+    expression = code.expressions.get(subject.value, name)
+    return expression if len(expression) <= _MAX_MESSAGE else name
 
 
 def _question(tensor: torch.Tensor, way: str) -> str:
@@ -107,9 +105,12 @@ def _is_all_bad(tensor: torch.Tensor, way: str) -> bool:
 
 
 def _candidates(program: Program, failure: Failure) -> Iterator[int]:
-    if failure.value is not None:
+    """Values that may show the failure, likeliest first; an input that was bad already shows in what it leads to."""
+    if failure.value is not None and failure.call is not None:
         yield failure.value
     yield from (ref.value for ref in program.outputs)
+    if failure.value is not None:
+        yield failure.value
     for call in program.calls:
         if call.target == AUTOGRAD_GRAD:
             yield from (ref.value for ref in iter_refs(call.outputs))

@@ -34,15 +34,15 @@ SIDE_FILE = "repro_inputs.pt"
 class Code:
     """A program in Python.
 
-    ``names`` has the variable of every value that has one, ``origins`` the text of every call's expression. ``side``
-    holds the tensors that the side file must provide, by name.
+    ``names`` has the variable of every value that has one, ``expressions`` what a value was last assigned.
+    ``side`` holds the tensors that the side file must provide, by name.
     """
 
     imports: tuple[str, ...]
     inputs: tuple[str, ...]
     body: tuple[str, ...]
     names: Mapping[int, str]
-    origins: Mapping[int, str]
+    expressions: Mapping[int, str]
     side: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -69,7 +69,7 @@ class _Writer:
         self._side: dict[str, torch.Tensor] = {}
         self._inlined: dict[int, Expr] = {}
         self._lines: list[_Line] = []
-        self._origins: dict[int, str] = {}
+        self._expressions: dict[int, str] = {}
         self._uses = _count_uses(program)
         self._plain_params = _only_optimized(program)
 
@@ -80,7 +80,7 @@ class _Writer:
             self._write_call(index, call)
         body = [piece for line in _under_modes(self._lines) for piece in fold(line)]
         head, imports = self._head([*inputs, *body])
-        return Code(imports, (*head, *inputs), tuple(body), self._names.as_dict(), self._origins, self._side)
+        return Code(imports, (*head, *inputs), tuple(body), self._names.as_dict(), self._expressions, self._side)
 
     def _head(self, lines: list[str]) -> tuple[list[str], tuple[str, ...]]:
         imports = ["import torch"]
@@ -162,7 +162,8 @@ class _Writer:
             self._write_zero_grad(call, mode)
             return
         written = calls.write_call(call, self._leaf)
-        self._origins[index] = written.text
+        if isinstance(written, Expr) and isinstance(call.outputs, Ref):
+            self._expressions[call.outputs.value] = written.text
         if isinstance(written, Expr) and self._is_inlinable(index, call, written):
             self._inlined[call.output_refs()[0]] = written
             return

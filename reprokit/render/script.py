@@ -76,7 +76,7 @@ def write_script(
 
 def _header(program: Program, failure: Failure, num_calls_before: int | None, version: str) -> list[str]:
     what = redact_text(headline(failure)).replace("\n", " ")
-    lines = [f"{what[0].upper()}{what[1:]} {phase_words(failure)} (torch {version})."]
+    lines = [f"{what} {phase_words(failure)} (torch {version})."]
     if num_calls_before is not None:
         was, now = num_calls_before, program.num_calls
         lines.append(f"Reduced mechanically by reprokit from {was} torch calls of a training step to {now}.")

@@ -95,7 +95,7 @@ def test_an_exception_is_left_to_itself(tmp_path: Path) -> None:
 
 def test_header_says_what_and_how() -> None:
     header = [line for line in script_of(masked_softmax()).text.splitlines() if line.startswith("#")]
-    assert header[0] == f"# Softmax returns nan in the forward pass (torch {torch.__version__})."
+    assert header[0] == f"# softmax returns nan in the forward pass (torch {torch.__version__})."
     assert "mechanically by reprokit from 70 torch calls" in header[1]
 
 
@@ -125,3 +125,9 @@ def test_a_program_that_works_has_no_repro() -> None:
     assert failure is not None
     with pytest.raises(NotReproduced):
         write_script(program, {0: torch.zeros(1)}, failure)
+
+
+def test_an_input_that_was_bad_already_is_shown_by_what_it_leads_to() -> None:
+    script = script_of(one_call("torch.Tensor.mul", Ref(0), 2.0, tensors={0: torch.tensor([float("nan")])}))
+    assert script.text.splitlines()[0].startswith("# input is nan before the first call")
+    assert script.text.splitlines()[-1] == 'assert not torch.isnan(out).any(), "x * 2.0 is nan"'
