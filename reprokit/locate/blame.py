@@ -61,6 +61,8 @@ def _watch(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tens
 def _bad_start(notes: Notes, index: int, call: Call) -> Found | None:
     for value in _starts(call):
         ways = notes.reads[index].get(value, frozenset())
+        if _gives_gradients(call):
+            ways &= {NAN}  # not a loss: an infinity in it may be wanted, and the gradient decides
         if ways and not _is_overflow_of_scaler(notes, index, value):
             return Found("start", value, _worst(ways), index)
     return None
@@ -220,6 +222,14 @@ def _starts(call: Call) -> list[int]:
     """The value numbers that a differentiation starts from."""
     starts = call.args[0] if call.args else call.kwargs.get("tensors", call.kwargs.get("outputs"))
     return [ref.value for ref in iter_refs(starts)]
+
+
+def _gives_gradients(call: Call) -> bool:
+    """Whether the differentiation is handed gradients to start with."""
+    position = 2 if call.target == "torch.autograd.grad" else 1
+    given = call.args[position] if len(call.args) > position else None
+    names = ("gradient", "grad_tensors", "grad_outputs")
+    return given is not None or any(call.kwargs.get(name) is not None for name in names)
 
 
 def _worst(ways: frozenset[str]) -> str:

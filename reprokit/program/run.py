@@ -80,12 +80,12 @@ def run(
             args, kwargs = bind_arguments(call, values)
             try:
                 result = execute(call, args, kwargs)
+                assign(call.outputs, result, values)
             except UnknownFunction:
                 raise
             except Exception as error:
                 outcome.error, outcome.error_call = error, index
                 break
-            assign(call.outputs, result, values)
             del args, kwargs, result
             if observer is not None:
                 observer.after(index, call, values)
@@ -136,10 +136,15 @@ def symbol_named(name: str) -> Any:
 
 
 def assign(outputs: Any, result: Any, values: dict[int, torch.Tensor]) -> None:
-    """Store the tensors of ``result`` under the value numbers of the same structure ``outputs``."""
+    """Store the tensors of ``result`` under the value numbers of the same structure ``outputs``; `TypeError` if it
+    differs."""
     if isinstance(outputs, Ref):
+        if not isinstance(result, torch.Tensor):
+            raise TypeError(f"the call returned `{type(result).__name__}` where the program expects a tensor")
         values[outputs.value] = result
     elif isinstance(outputs, (list, tuple)):
+        if not isinstance(result, (list, tuple)) or len(result) != len(outputs):
+            raise TypeError(f"the call returned `{type(result).__name__}`, the program expects {len(outputs)} values")
         for part, item in zip(outputs, result, strict=True):
             assign(part, item, values)
     elif isinstance(outputs, dict):

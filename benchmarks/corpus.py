@@ -1,0 +1,293 @@
+"""Run the whole tool over a folder of failing training scripts and score it against what an expert found.
+
+    python benchmarks/corpus.py CORPUS [--case NAME ...] [--jobs N] [--out DIR] [--json FILE] [--compare FILE]
+
+Every case is a folder with ``train.py`` and ``case.json``. For each one the public commands are run: capture, show,
+shrink,
+and then ``repro.py`` by itself, three times, in an empty folder with a clean interpreter. A table goes to stderr, a
+JSON summary
+to stdout. A command that fails is part of the score, never the end of the benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+JSON = dict[str, Any]
+REPRO_RUNS = 3
+
+# What is counted in the summary: field of `Row` -> heading.
+CHECKS = {
+    "captured": "captured",
+    "step": "step",
+    "phase": "phase",
+    "blame": "blame",
+    "module": "module",
+    "kind": "kind",
+    "exact": "exact",
+    "repro": "repro",
+    "calls_ok": "calls",
+    "elements_ok": "elems",
+    "one_minimal": "1-min",
+    "no_side_file": "alone",
+}
+
+
+@dataclass
+class Row:
+    """The score of one case. ``None`` means not reached or not applicable."""
+
+    case: str
+    captured: bool = False
+    step: bool = False
+    phase: bool = False
+    blame: bool = False
+    module: bool | None = None
+    kind: bool = False
+    exact: bool = False
+    repro: bool = False
+    calls_ok: bool = False
+    elements_ok: bool = False
+    one_minimal: bool = False
+    no_side_file: bool = False
+    calls: int | None = None
+    elements: int | None = None
+    lines: int | None = None
+    checks: int | None = None
+    capture_seconds: float = 0.0
+    shrink_seconds: float = 0.0
+    origin: str = ""
+    errors: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A command that ended: exit code, output, seconds."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    def json(self) -> JSON | None:
+        """The last line of stdout that is a JSON object."""
+        for line in reversed(self.stdout.splitlines()):
+            if line.startswith("{"):
+                try:
+                    return dict(json.loads(line))
+                except ValueError:
+                    continue
+        try:
+            return dict(json.loads(self.stdout[self.stdout.index("{") :]))
+        except ValueError:
+            return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; exit code 0 when every case went through all commands."""
+    options = _parse(argv)
+    folders = sorted(path.parent for path in options.corpus.glob("*/case.json"))
+    if options.case:
+        folders = [folder for folder in folders if folder.name in options.case]
+    if not folders:
+        print(f"no cases in `{options.corpus}`", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="corpus-") as scratch:
+        out = options.out or Path(scratch)
+        with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+            rows = list(pool.map(lambda folder: run_case(folder, out / folder.name, options.timeout), folders))
+    summary = summarise(rows)
+    print(table(rows), file=sys.stderr)
+    print(json.dumps(summary, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(summary, indent=1))
+    if options.compare:
+        print(compare(json.loads(options.compare.read_text()), summary), file=sys.stderr)
+    return 0 if not any(row.errors for row in rows) else 1
+
+
+def run_case(folder: Path, work: Path, timeout: float) -> Row:
+    """Run all commands on a copy of one case."""
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.copytree(folder, work)
+    case: JSON = json.loads((folder / "case.json").read_text())
+    captured = _reprokit(["capture", "--json", "-o", "snap.pt", "train.py"], work, timeout)
+    if not (work / "snap.pt").exists():
+        return Row(folder.name, capture_seconds=captured.seconds, errors=[f"capture: {_last(captured)}"])
+    shown = _reprokit(["show", "--json", "snap.pt"], work, timeout)
+    shrunk = _reprokit(["shrink", "--json", "-o", "out", "snap.pt"], work, timeout)
+    repros = _run_repro(work / "out", shrunk.json(), timeout)
+    row = score(folder.name, case, shown.json(), shrunk.json(), repros)
+    row.capture_seconds, row.shrink_seconds = round(captured.seconds, 2), round(shrunk.seconds, 2)
+    commands = {"show": shown, "shrink": shrunk}
+    row.errors += [f"{name}: {_last(done)}" for name, done in commands.items() if done.code != 0]
+    return row
+
+
+def score(case_id: str, case: JSON, shown: JSON | None, shrunk: JSON | None, repros: Sequence[Finished]) -> Row:
+    """The row of a case, from what the commands printed."""
+    row = Row(case_id)
+    if shown is not None:
+        _score_failure(row, case, shown)
+    if shrunk is not None:
+        _score_reduction(row, case, shrunk)
+    is_stable = len({(done.stdout, done.code) for done in repros}) == 1
+    row.repro = len(repros) == REPRO_RUNS and is_stable and all(done.code == 1 for done in repros)
+    return row
+
+
+def _score_failure(row: Row, case: JSON, shown: JSON) -> None:
+    failure = shown["failure"]
+    row.captured = True
+    row.origin = f"{failure['call']} in {failure['module']}"
+    row.step = failure["step"] == case["first_bad_step"]
+    row.phase = failure["phase"] == {"loss": "forward"}.get(case["phase"], case["phase"])
+    row.kind = failure["kind"] == case["kind"]
+    row.blame = is_accepted(failure["call"], case["accept_calls"])
+    if case.get("culprit_module"):
+        row.module = is_inside(failure["module"], case["culprit_module"])
+    row.exact = shown["fidelity"] == "exact"
+
+
+def _score_reduction(row: Row, case: JSON, shrunk: JSON) -> None:
+    row.calls, row.elements, row.checks = shrunk.get("calls"), shrunk.get("elements"), shrunk.get("checks")
+    row.calls_ok = row.calls is not None and row.calls <= case["minimal_ops"]
+    row.elements_ok = row.elements is not None and row.elements <= 2 * case["minimal_numel"]
+    row.one_minimal = bool(shrunk.get("one_minimal"))
+    repro = shrunk.get("repro") or {}
+    row.lines = repro.get("lines")
+    row.no_side_file = len(repro.get("files", ())) == 1
+
+
+def is_accepted(call: str | None, accepted: Sequence[str]) -> bool:
+    """Whether the origin's name is one of the right answers, compared by last components."""
+    return call is not None and any(f".{call}".endswith(f".{name}") for name in accepted)
+
+
+def is_inside(module: str | None, culprit: str) -> bool:
+    """Whether the tool's module is the culprit or inside it; ``(root)`` is a name in angle brackets."""
+    if module is None:
+        return False
+    if culprit == "(root)":
+        return module.startswith("<")
+    return module == culprit or module.startswith(f"{culprit}.")
+
+
+def summarise(rows: Sequence[Row]) -> JSON:
+    """Counts, medians and all rows."""
+    counts = {}
+    for name in CHECKS:
+        values = [getattr(row, name) for row in rows if getattr(row, name) is not None]
+        counts[name] = f"{sum(values)}/{len(values)}"
+    return {
+        "cases": len(rows),
+        "counts": counts,
+        "medians": {
+            name: _median([getattr(row, name) for row in rows])
+            for name in ("lines", "checks", "calls", "elements", "capture_seconds", "shrink_seconds")
+        },
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as fixed-width text, with a line of counts below."""
+    width = max(len(row.case) for row in rows)
+    head = " ".join(f"{heading:>8}" for heading in CHECKS.values())
+    numbers = f"{'calls':>5} {'elem':>5} {'lines':>5} {'checks':>6} {'capture':>7} {'shrink':>6}"
+    lines = [f"{'case':{width}} {head} {numbers}"]
+    for row in rows:
+        marks = " ".join(f"{_mark(getattr(row, name)):>8}" for name in CHECKS)
+        numbers = f"{_text(row.calls):>5} {_text(row.elements):>5} {_text(row.lines):>5} {_text(row.checks):>6}"
+        lines.append(f"{row.case:{width}} {marks} {numbers} {row.capture_seconds:7.1f} {row.shrink_seconds:6.1f}")
+        lines += [f"  {error}" for error in row.errors]
+    summary = summarise(rows)
+    lines.append(f"{'':{width}} " + " ".join(f"{summary['counts'][name]:>8}" for name in CHECKS))
+    lines.append("medians: " + ", ".join(f"{name} {value}" for name, value in summary["medians"].items()))
+    return "\n".join(lines)
+
+
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Which checks of which cases changed since an earlier summary."""
+    old = {row["case"]: row for row in before["rows"]}
+    lines = []
+    for row in after["rows"]:
+        earlier = old.get(row["case"])
+        if earlier is None:
+            lines.append(f"new     {row['case']}")
+            continue
+        changed = [name for name in CHECKS if earlier.get(name) != row[name]]
+        lines += [f"{'better' if row[name] else 'worse':7} {row['case']}: {CHECKS[name]}" for name in changed]
+    return "\n".join(lines) or "no case changed"
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("--case", nargs="+", metavar="NAME", help="only these cases")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="keep all files here")
+    parser.add_argument("--json", type=Path, help="write the summary here as well")
+    parser.add_argument("--compare", type=Path, help="an earlier summary")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds per command")
+    return parser.parse_args(argv)
+
+
+def _reprokit(arguments: Sequence[str], folder: Path, timeout: float) -> Finished:
+    return _execute([sys.executable, "-m", "reprokit", *arguments], folder, timeout)
+
+
+def _run_repro(out: Path, shrunk: JSON | None, timeout: float) -> list[Finished]:
+    """``repro.py`` with only its own files, in a clean interpreter that cannot import reprokit from here."""
+    files = (shrunk or {}).get("repro", {}).get("files", [])
+    if not files:
+        return []
+    with tempfile.TemporaryDirectory(prefix="repro-") as clean:
+        for name in files:
+            shutil.copy(out / Path(name).name, clean)
+        return [_execute([sys.executable, "-I", "repro.py"], Path(clean), timeout) for _ in range(REPRO_RUNS)]
+
+
+def _execute(command: Sequence[str], folder: Path, timeout: float) -> Finished:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = time.perf_counter()
+    try:
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return Finished(124, "", f"no end within {timeout:.0f} s", timeout)
+    return Finished(done.returncode, done.stdout, done.stderr, time.perf_counter() - started)
+
+
+def _last(done: Finished) -> str:
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return f"exit {done.code}: {' | '.join(lines[-2:])[:300]}"
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(statistics.median(known), 2) if known else None
+
+
+def _mark(value: bool | None) -> str:
+    return "-" if value is None else "yes" if value else "NO"
+
+
+def _text(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
