@@ -162,7 +162,10 @@ class _Writer:
             self._write_zero_grad(call, mode)
             return
         written = calls.write_call(call, self._leaf)
-        if isinstance(written, Expr) and isinstance(call.outputs, Ref):
+        if is_in_place(call.target):
+            for value in call.input_refs()[:1]:
+                self._expressions.pop(value, None)
+        elif isinstance(written, Expr) and isinstance(call.outputs, Ref):
             self._expressions[call.outputs.value] = written.text
         if isinstance(written, Expr) and self._is_inlinable(index, call, written):
             self._inlined[call.output_refs()[0]] = written

@@ -51,6 +51,7 @@ def write_issue(
         "rate": rate(verified),
         "origin": redact_text(_origin(snapshot)),
         "size": _size(snapshot, reduction),
+        "reduced": reduction is not None,
         "fence": fence,
     }
     return _fitted(template, context, long_texts)

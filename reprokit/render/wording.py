@@ -69,7 +69,7 @@ def observed(failure: Failure) -> str:
         return f"The backward pass of {name}{node} turns a good gradient into {kind}, while its forward result is fine."
     if failure.phase == "optimizer":
         return f"{name} turns a finite parameter with a finite gradient into {kind}."
-    return f"{name} returns {kind} although none of its inputs is {kind}."
+    return f"{name} returns {kind} although none of its inputs is {failure.way or kind}."
 
 
 def expected(failure: Failure) -> str:
