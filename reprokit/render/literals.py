@@ -66,10 +66,8 @@ def as_given(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors agree in dtype, shape, strides and bits; any NaN equals any other."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    if a.stride() != b.stride() and not (a.is_contiguous() and b.is_contiguous()):
+    """Whether two tensors agree in dtype, shape, place in memory and bits; any NaN equals any other."""
+    if a.dtype != b.dtype or a.shape != b.shape or _strides(a) != _strides(b):
         return False
     a, b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
     if a.dtype.is_complex:
@@ -83,6 +81,13 @@ def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((wide_a.isnan() & wide_b.isnan()).all())
 
 
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides that matter: those of dimensions with more than one element, if there are elements at all."""
+    if tensor.numel() == 0:
+        return ()
+    return tuple(step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+
+
 def _permuted(tensor: torch.Tensor, max_literals: int) -> Literal | None:
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: (-strides[dim], dim))
@@ -91,7 +96,7 @@ def _permuted(tensor: torch.Tensor, max_literals: int) -> Literal | None:
         return None
     inverse = [order.index(dim) for dim in range(tensor.dim())]
     found = _contiguous(base.contiguous(), max_literals)
-    if found is None or base.contiguous().permute(inverse).stride() != strides:
+    if found is None:
         return None
     moved = [dim for dim, place in enumerate(inverse) if dim != place]
     if tensor.dim() == 2:
