@@ -1,0 +1,83 @@
+"""Addresses inside the arguments of a call, and edits at them.
+
+A path starts with 0 for positional and 1 for keyword arguments and goes down through lists, tuples, dicts and slices.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from reprokit.program.functions import UnknownFunction, function_named
+from reprokit.program.ir import Call, Slice, map_leaves
+
+Path = tuple[Any, ...]
+_PARTS = ("start", "stop", "step")
+
+
+def leaves(call: Call) -> Iterator[tuple[Path, Any]]:
+    """Every leaf of the arguments with its path, in order."""
+    yield from _leaves((call.args, dict(call.kwargs)), ())
+
+
+def with_leaf(call: Call, path: Path, value: Any) -> Call:
+    """The call with what is at ``path`` (a leaf or more) exchanged."""
+    args, kwargs = _exchanged((call.args, dict(call.kwargs)), path, value)
+    return replace(call, args=args, kwargs=kwargs)
+
+
+def with_changed_integers(call: Call, change: Mapping[int, int]) -> Call:
+    """The call with every integer that is listed exchanged."""
+
+    def exchange(leaf: Any) -> Any:
+        return change.get(leaf, leaf) if isinstance(leaf, int) and not isinstance(leaf, bool) else leaf
+
+    args, kwargs = map_leaves((call.args, dict(call.kwargs)), exchange)
+    return replace(call, args=args, kwargs=kwargs)
+
+
+def without_defaults(call: Call) -> Call:
+    """The call without keyword arguments that say what the function would do anyway."""
+    defaults = _defaults(call.target)
+    kwargs = {
+        name: value
+        for name, value in call.kwargs.items()
+        if not (name in defaults and type(value) is type(defaults[name]) and value == defaults[name])
+    }
+    return replace(call, kwargs=kwargs)
+
+
+def _defaults(target: str) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(function_named(target)).parameters
+    except (UnknownFunction, TypeError, ValueError):
+        return {}
+    return {name: item.default for name, item in parameters.items() if item.default is not inspect.Parameter.empty}
+
+
+def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, index))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, Slice):
+        for part in _PARTS:
+            yield from _leaves(getattr(value, part), (*path, part))
+    else:
+        yield path, value
+
+
+def _exchanged(value: Any, path: Path, new: Any) -> Any:
+    if not path:
+        return new
+    first, rest = path[0], path[1:]
+    if isinstance(value, Mapping):
+        return {key: _exchanged(item, rest, new) if key == first else item for key, item in value.items()}
+    if isinstance(value, Slice):
+        return Slice(*(_exchanged(getattr(value, p), rest, new) if p == first else getattr(value, p) for p in _PARTS))
+    items = [_exchanged(item, rest, new) if index == first else item for index, item in enumerate(value)]
+    return tuple(items) if isinstance(value, tuple) else items

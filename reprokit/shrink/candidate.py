@@ -1,0 +1,112 @@
+"""A candidate: a program with the tensors of its inputs, and the order in which candidates are preferred."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from reprokit.program import plain
+from reprokit.program.ir import Program, iter_refs
+from reprokit.shrink.plainness import contents, plainness
+from reprokit.snapshot.format import count_elements
+
+Key = tuple[int, int, int, int, float]
+_COMMON = (torch.float32, torch.int64, torch.bool)
+_AUTOCAST_WEIGHT = 10
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A program and the tensors of its inputs by value number. Never changed in place."""
+
+    program: Program
+    tensors: Mapping[int, torch.Tensor]
+
+    @property
+    def num_calls(self) -> int:
+        """Torch calls, differentiation not counted."""
+        return self.program.num_calls
+
+    @cached_property
+    def num_elements(self) -> int:
+        """Elements over all inputs, generator states not counted."""
+        return count_elements(self.program, self.tensors)
+
+    @cached_property
+    def sort_key(self) -> Key:
+        """Smaller is better: calls, elements, settings, dimensions, plainness of the values."""
+        shown = [self.tensors[item.value] for item in self.program.inputs if item.role != "rng"]
+        return (
+            self.num_calls,
+            self.num_elements,
+            num_settings(self.program, self.tensors),
+            sum(tensor.dim() for tensor in shown),
+            round(sum(plainness(tensor) for tensor in shown), 6),
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of everything that has a say in a run."""
+        found = hashlib.blake2b(repr(plain.to_plain(_anonymous(self.program))).encode())
+        for item in self.program.inputs:
+            tensor = self.tensors[item.value]
+            found.update(f"{item.value} {tensor.dtype} {tuple(tensor.shape)} {_strides(tensor)}".encode())
+            found.update(_bytes_of(tensor))
+        return found.hexdigest()
+
+    def with_tensors(self, tensors: Mapping[int, torch.Tensor]) -> Candidate:
+        """The same program with other tensors for some inputs."""
+        return replace(self, tensors={**self.tensors, **tensors})
+
+    def pruned(self) -> Candidate:
+        """Without inputs that nothing reads."""
+        program = self.program.pruned()
+        return Candidate(program, {item.value: self.tensors[item.value] for item in program.inputs})
+
+
+def num_settings(program: Program, tensors: Mapping[int, torch.Tensor]) -> int:
+    """How much there is to say besides calls and values: arguments, modes, inputs, unusual dtypes and layouts."""
+    count = 0
+    for call in program.calls:
+        count += weight((call.args, dict(call.kwargs)))
+        count += _AUTOCAST_WEIGHT * (len(call.mode.autocast) + call.mode.inference + (call.mode.rng is not None))
+        count += not call.mode.grad
+    for item in program.inputs:
+        tensor = tensors[item.value]
+        count += 1 + item.requires_grad + (tensor.device.type != "cpu") + (tensor.dtype not in _COMMON)
+        count += tensor.layout is torch.strided and not tensor.is_contiguous()
+    return count
+
+
+def weight(value: Any) -> int:
+    """How much there is to read in nested arguments; a flag that is off, 0, 1 and ``None`` weigh less than others."""
+    if isinstance(value, Mapping):
+        return sum(2 + weight(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return sum(1 + weight(item) for item in value)
+    if isinstance(value, bool):
+        return 1 + value
+    if value is None or value in (0, 1):
+        return 1
+    return 2 + len(list(iter_refs(value)))
+
+
+def _anonymous(program: Program) -> Program:
+    calls = tuple(replace(call, scope=(), site=None) for call in program.calls)
+    return replace(program, calls=calls, modules={})
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    return tensor.stride() if tensor.layout is torch.strided else ()
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    values = contents(tensor.cpu())
+    if values.numel() == 0:
+        return b""
+    return bytes(values.contiguous().view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,222 @@
+"""Which dimensions must agree, found out by asking: a size is changed, and what else has to change with it is probed.
+
+A `Class` holds axes of inputs and integers in arguments that are one size (or a fixed multiple of it). Shrinking a class
+keeps some of its indexes: input data is sliced, integers follow, index tensors are renumbered to stay in range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from reprokit.program.ir import Program
+from reprokit.shrink.arguments import Path, leaves, with_changed_integers, with_leaf
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.probe import Form, Ground, Prober, Shapes, forms_of
+
+_MAX_FACTOR = 16
+_MAX_PROBES = 3000
+_MAX_CALLS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One dimension of an input, ``factor`` times the size of its class."""
+
+    value: int
+    axis: int
+    factor: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """An integer in the arguments of a call, ``factor`` times the size of its class."""
+
+    call: int
+    path: Path
+    factor: int = 1
+
+
+Member = Axis | Constant
+
+
+@dataclass(frozen=True, slots=True)
+class Class:
+    """Sizes that change together; ``size`` is the smallest of them."""
+
+    size: int
+    members: tuple[Member, ...]
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The members that are dimensions of inputs."""
+        return tuple(member for member in self.members if isinstance(member, Axis))
+
+
+def find_classes(candidate: Candidate, prober: Prober) -> list[Class]:
+    """The classes of all sizes above 1 in a candidate that is known to run."""
+    ground = prober.ground(candidate)
+    sizes = _sizes(candidate)
+    if ground is None or len(candidate.program.calls) > _MAX_CALLS:
+        return _by_equal_size(sizes)
+    return _Search(candidate, prober, ground, sizes).classes()
+
+
+def shrink_to(candidate: Candidate, kept: Mapping[Class, Sequence[int]], *, renumber: bool = False) -> Candidate:
+    """The candidate with only the ``kept`` indexes of each class.
+
+    With ``renumber`` integers in the arguments that may be indexes follow as well, as in ``x[:, 5]``.
+    """
+    tensors = dict(candidate.tensors)
+    calls = list(candidate.program.calls)
+    for group, indexes in kept.items():
+        for member in group.members:
+            if isinstance(member, Axis):
+                tensors[member.value] = _sliced(tensors[member.value], member, group.size, indexes)
+            else:
+                calls[member.call] = with_leaf(calls[member.call], member.path, member.factor * len(indexes))
+        _renumber_tensors(tensors, group.size, indexes)
+        if renumber:
+            change = {old: _new_number(old, indexes) for old in range(len(indexes), group.size)}
+            calls = [with_changed_integers(call, change) for call in calls]
+    return Candidate(replace(candidate.program, calls=tuple(calls)), tensors)
+
+
+def axes_of_output(group: Class, candidate: Candidate, prober: Prober, value: int) -> list[int]:
+    """Which dimensions of a value grow when the class does."""
+    ground = prober.ground(candidate)
+    if ground is None:
+        return []
+    before = prober.shapes(candidate.program, forms_of(candidate), ground)
+    after = _resized_shapes(candidate, prober, ground, group.members, group.size + 1)
+    after = after or _resized_shapes(candidate, prober, ground, group.members, group.size * 2)
+    if before is None or after is None or value not in before or len(before[value]) != len(after[value]):
+        return []
+    return [axis for axis, size in enumerate(before[value]) if after[value][axis] != size]
+
+
+def _sizes(candidate: Candidate) -> dict[Member, int]:
+    sizes: dict[Member, int] = {}
+    for item in candidate.program.inputs:
+        if item.role != "rng":
+            for axis, size in enumerate(candidate.tensors[item.value].shape):
+                sizes[Axis(item.value, axis)] = size
+    for index, call in enumerate(candidate.program.calls):
+        if not (call.is_differentiation or call.is_optimizer_step):
+            for path, leaf in leaves(call):
+                if isinstance(leaf, int) and not isinstance(leaf, bool):
+                    sizes[Constant(index, path)] = leaf
+    return {member: size for member, size in sizes.items() if size >= 2}
+
+
+def _by_equal_size(sizes: Mapping[Member, int]) -> list[Class]:
+    """Without probes: axes of one size belong together."""
+    groups: dict[int, list[Member]] = {}
+    for member, size in sizes.items():
+        if isinstance(member, Axis):
+            groups.setdefault(size, []).append(member)
+    return [Class(size, tuple(members)) for size, members in groups.items()]
+
+
+class _Search:
+    """Finds the smallest set of sizes around each one that can change together."""
+
+    def __init__(self, candidate: Candidate, prober: Prober, ground: Ground, sizes: Mapping[Member, int]) -> None:
+        self._candidate = candidate
+        self._prober = prober
+        self._ground = ground
+        self._sizes = sizes
+        self._probes_left = _MAX_PROBES
+
+    def classes(self) -> list[Class]:
+        """Every class with an axis in it; a size that never changes alone or with others of its like has none."""
+        found: list[Class] = []
+        taken: set[tuple[Any, ...]] = set()
+        for seed in self._sizes:
+            if _place(seed) in taken:
+                continue
+            group = self._around(seed, taken)
+            if group is not None and group.axes:
+                found.append(group)
+                taken.update(_place(member) for member in group.members)
+        return found
+
+    def _around(self, seed: Member, taken: set[tuple[Any, ...]]) -> Class | None:
+        size = self._sizes[seed]
+        for changed in (size + 1, size * 2):
+            for pool in self._pools(seed, taken):
+                if self._is_valid(pool, changed):
+                    return Class(size, tuple(self._smallest(seed, pool, changed)))
+        return None
+
+    def _pools(self, seed: Member, taken: set[tuple[Any, ...]]) -> list[list[Member]]:
+        """Sets to try: the seed alone, axes of its size, integers too, multiples too."""
+        size = self._sizes[seed]
+        free = [(member, other) for member, other in self._sizes.items() if _place(member) not in taken]
+        equal = [member for member, other in free if other == size and member != seed]
+        axes = [member for member in equal if isinstance(member, Axis)]
+        multiples = [
+            replace(member, factor=other // size)
+            for member, other in free
+            if other > size and other % size == 0 and other // size <= _MAX_FACTOR
+        ]
+        pools = [[seed], [seed, *axes], [seed, *equal], [seed, *axes, *multiples], [seed, *equal, *multiples]]
+        return [pool for index, pool in enumerate(pools) if pool not in pools[:index]]
+
+    def _smallest(self, seed: Member, pool: list[Member], changed: int) -> list[Member]:
+        kept = list(pool)
+        for member in reversed(pool):
+            if member != seed:
+                fewer = [other for other in kept if other != member]
+                if self._is_valid(fewer, changed):
+                    kept = fewer
+        return kept
+
+    def _is_valid(self, members: Iterable[Member], size: int) -> bool:
+        self._probes_left -= 1
+        if self._probes_left < 0:
+            return False
+        return _resized_shapes(self._candidate, self._prober, self._ground, members, size) is not None
+
+
+def _place(member: Member) -> tuple[Any, ...]:
+    return (member.value, member.axis) if isinstance(member, Axis) else (member.call, member.path, "constant")
+
+
+def _resized_shapes(
+    candidate: Candidate, prober: Prober, ground: Ground, members: Iterable[Member], size: int
+) -> Shapes | None:
+    program: Program = candidate.program
+    calls = list(program.calls)
+    forms = forms_of(candidate)
+    for member in members:
+        if isinstance(member, Axis):
+            form = forms[member.value]
+            shape = list(form.shape)
+            shape[member.axis] = size * member.factor
+            forms[member.value] = Form(tuple(shape), form.dtype)
+        else:
+            calls[member.call] = with_leaf(calls[member.call], member.path, size * member.factor)
+    return prober.shapes(replace(program, calls=tuple(calls)), forms, ground)
+
+
+def _sliced(tensor: torch.Tensor, member: Axis, size: int, indexes: Sequence[int]) -> torch.Tensor:
+    """The kept indexes of one axis; a multiple of the size is made of blocks, like the gates of an LSTM."""
+    positions = [block * size + index for block in range(member.factor) for index in indexes]
+    return tensor.index_select(member.axis, torch.tensor(positions))
+
+
+def _renumber_tensors(tensors: dict[int, torch.Tensor], size: int, indexes: Sequence[int]) -> None:
+    for value, tensor in tensors.items():
+        if tensor.dtype not in (torch.int64, torch.int32) or tensor.numel() == 0:
+            continue
+        if int(tensor.max()) < size and int(tensor.max()) >= len(indexes):
+            table = torch.tensor([_new_number(old, indexes) for old in range(size)], dtype=tensor.dtype)
+            tensors[value] = torch.where(tensor >= 0, table[tensor.clamp(min=0).long()], tensor)
+
+
+def _new_number(old: int, indexes: Sequence[int]) -> int:
+    return list(indexes).index(old) if old in indexes else min(old, len(indexes) - 1)

@@ -1,0 +1,132 @@
+"""Calls: take out what is left of them, whole module scopes first, then windows, largest first, then single calls.
+
+A call can go when its outputs are given as inputs with their recorded values, or when one of its inputs of the same shape
+stands in for its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from reprokit.program.functions import is_in_place
+from reprokit.program.ir import Call, Input, Ref, substitute
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.problem import Problem
+from reprokit.shrink.recording import Recording, record
+
+
+def remove_calls(problem: Problem) -> None:
+    """Take out every call that the failure does not need."""
+    if len(problem.best.program.calls) < 2:
+        return
+    _remove_scopes(problem)
+    window = max(1, len(problem.best.program.calls) // 2)
+    while True:
+        _remove_windows(problem, window)
+        if window == 1:
+            return
+        window //= 2
+
+
+def _remove_scopes(problem: Problem) -> None:
+    """Take out modules, outermost first."""
+    depth = 1
+    while any(len(call.scope) >= depth for call in problem.best.program.calls):
+        for scope in dict.fromkeys(call.scope[:depth] for call in problem.best.program.calls if len(call.scope) >= depth):
+            calls = problem.best.program.calls
+            inside = frozenset(i for i, call in enumerate(calls) if call.scope[:depth] == scope and _can_go(call))
+            if 1 < len(inside) < len(calls):
+                _remove(problem, inside, f"without module {scope[-1].path or scope[-1].cls}")
+        depth += 1
+
+
+def _remove_windows(problem: Problem, window: int) -> None:
+    """Take out windows of calls, from the end to the beginning."""
+    stop = len(problem.best.program.calls)
+    while stop > 0:
+        start = max(0, stop - window)
+        calls = problem.best.program.calls
+        chosen = frozenset(index for index in range(start, stop) if _can_go(calls[index]))
+        if chosen:
+            _remove(problem, chosen, f"without {len(chosen)} calls" if len(chosen) > 1 else "without one call")
+        stop = start
+
+
+def _can_go(call: Call) -> bool:
+    return not (call.is_differentiation or call.is_optimizer_step)
+
+
+def _remove(problem: Problem, chosen: frozenset[int], change: str) -> bool:
+    recording = record(problem.best, chosen)
+    return any(problem.consider(candidate, change) for candidate in _without(problem.best, chosen, recording))
+
+
+def _without(candidate: Candidate, chosen: frozenset[int], recording: Recording) -> Iterator[Candidate]:
+    yield _dropped(candidate, chosen)
+    yield _by_value(candidate, chosen, recording)
+    if len(chosen) == 1:
+        yield from _bypassed(candidate, next(iter(chosen)), recording)
+
+
+def _dropped(candidate: Candidate, chosen: frozenset[int]) -> Candidate:
+    """Without the calls, where what they wrote is not needed or was there before; else the candidate itself."""
+    program = candidate.program
+    calls = tuple(call for index, call in enumerate(program.calls) if index not in chosen)
+    known = {item.value for item in program.inputs}
+    for call in calls:
+        if any(value not in known for value in call.input_refs()):
+            return candidate
+        known.update(call.output_refs())
+    if any(ref.value not in known for ref in program.outputs):
+        return candidate
+    return replace(candidate, program=replace(program, calls=calls)).pruned()
+
+
+def _by_value(candidate: Candidate, chosen: frozenset[int], recording: Recording) -> Candidate:
+    """With the recorded values of what the calls returned as inputs."""
+    program = candidate.program
+    known = {item.value for item in program.inputs}
+    made = dict.fromkeys(v for index in sorted(chosen) for v in program.calls[index].output_refs() if v not in known)
+    wants_grad = any(item.requires_grad for item in program.inputs)
+    inputs = [
+        Input(value, "x", "batch", wants_grad and recording.outputs[value].is_floating_point())
+        for value in made
+        if value in recording.outputs
+    ]
+    calls = tuple(call for index, call in enumerate(program.calls) if index not in chosen)
+    tensors = {**candidate.tensors, **{item.value: recording.outputs[item.value] for item in inputs}}
+    return Candidate(replace(program, calls=calls, inputs=(*program.inputs, *inputs)), tensors).pruned()
+
+
+def _bypassed(candidate: Candidate, index: int, recording: Recording) -> Iterator[Candidate]:
+    """With an input of the call in place of its output."""
+    program = candidate.program
+    call = program.calls[index]
+    outputs = call.output_refs()
+    if len(outputs) != 1 or is_in_place(call.target) or outputs[0] not in recording.outputs:
+        return
+    output = recording.outputs[outputs[0]]
+    for value in call.input_refs():
+        stand_in = recording.inputs.get((index, value))
+        if value != outputs[0] and stand_in is not None and _is_alike(stand_in, output):
+            yield _redirected(candidate, index, outputs[0], value)
+
+
+def _redirected(candidate: Candidate, index: int, old: int, new: int) -> Candidate:
+    program = candidate.program
+    change = {old: Ref(new)}
+    later = (
+        replace(call, args=substitute(call.args, change), kwargs=substitute(dict(call.kwargs), change))
+        for call in program.calls[index + 1 :]
+    )
+    outputs = tuple(Ref(new) if ref.value == old else ref for ref in program.outputs)
+    return replace(
+        candidate, program=replace(program, calls=(*program.calls[:index], *later), outputs=outputs)
+    ).pruned()
+
+
+def _is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.shape == second.shape and first.dtype == second.dtype

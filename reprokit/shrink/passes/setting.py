@@ -1,0 +1,160 @@
+"""Setting: drop what a repro would have to say besides calls and values, whenever it still fails without.
+
+Autocast, optional arguments, flags, lists of layers, half precision, optimizer options and state, several outputs of a
+backward pass. All arguments at once first, then one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Mode, Program, Ref
+from reprokit.program.run import symbol_named
+from reprokit.shrink.arguments import leaves, with_leaf
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.problem import Problem
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def simplify_setting(problem: Problem) -> None:
+    """Drop modes, arguments, precision and state."""
+    drop_autocast(problem)
+    for index in range(len(problem.best.program.calls)):
+        call = problem.best.program.calls[index]
+        if call.is_optimizer_step:
+            _simplify_optimizer(problem, index)
+        elif call.target == AUTOGRAD_BACKWARD:
+            _drop_starts(problem, index)
+        elif not call.is_differentiation:
+            _simplify_call(problem, index)
+    _simplify_tensors(problem)
+
+
+def drop_autocast(problem: Problem) -> None:
+    """Cast the inputs to autocast's dtype instead."""
+    modes = {call.mode.autocast for call in problem.best.program.calls} - {()}
+    if not modes:
+        return
+    program = _with_modes(problem.best.program, lambda mode: replace(mode, autocast=()))
+    plain = replace(problem.best, program=program)
+    dtype = symbol_named(next(iter(sorted(modes)))[0][1])
+    cast = {value: t.to(dtype) for value, t in plain.tensors.items() if t.dtype is torch.float32}
+    if not problem.consider(plain.with_tensors(cast), "inputs in half precision instead of autocast"):
+        problem.consider(plain, "no autocast")
+
+
+def _simplify_tensors(problem: Problem) -> None:
+    best = problem.best
+    floats = {value: t.float() for value, t in best.tensors.items() if t.dtype in _HALVES}
+    if floats:
+        problem.consider(best.with_tensors(floats), "float32 instead of half precision")
+    doubles = {value: t.float() for value, t in problem.best.tensors.items() if t.dtype is torch.float64}
+    if doubles:
+        problem.consider(problem.best.with_tensors(doubles), "float32 instead of float64")
+    best = problem.best
+    plain = {value: t.contiguous() for value, t in best.tensors.items() if t.layout is torch.strided}
+    problem.consider(best.with_tensors(plain), "contiguous inputs")
+    best = problem.best
+    program = _with_modes(best.program, lambda mode: replace(mode, grad=True, inference=False, rng=None))
+    problem.consider(replace(best, program=program), "no modes")
+
+
+def _with_modes(program: Program, change: Callable[[Mode], Mode]) -> Program:
+    return replace(program, calls=tuple(replace(call, mode=change(call.mode)) for call in program.calls))
+
+
+def _simplify_call(problem: Problem, index: int) -> None:
+    """Drop all arguments that may go, then one at a time."""
+    bare = _barest(problem, index)
+    if bare is not None:
+        problem.consider(_with_call(problem.best, index, bare), "no optional arguments")
+    tried: list[Call] = []
+    while problem.best.program.calls[index] not in tried:
+        tried.append(problem.best.program.calls[index])
+        for change, call in fewer_arguments(problem.best.program.calls[index]):
+            if problem.consider(_with_call(problem.best, index, call), change):
+                break
+
+
+def _barest(problem: Problem, index: int) -> Call | None:
+    """The call with the fewest arguments that is well-formed, its first operand included."""
+    call = problem.best.program.calls[index]
+    for kwargs in ({}, dict(call.kwargs)):
+        for count in range(1, len(call.args) + 1):
+            bare = replace(call, args=call.args[:count], kwargs=kwargs)
+            candidate = _with_call(problem.best, index, bare).pruned()
+            if bare.input_refs()[:1] == call.input_refs()[:1] and not problem.prober.refuses(candidate, problem.best):
+                return bare if bare != call else None
+    return None
+
+
+def fewer_arguments(call: Call) -> Iterator[tuple[str, Call]]:
+    """The call with one thing less to say: a keyword, a last argument, an optional tensor, a flag, part of a list."""
+    for name in call.kwargs:
+        kwargs = {key: value for key, value in call.kwargs.items() if key != name}
+        yield f"no `{name}`", replace(call, kwargs=kwargs)
+    if len(call.args) > 1:
+        yield "no last argument", replace(call, args=call.args[:-1])
+    for path, leaf in leaves(call):
+        if isinstance(leaf, Ref) and len(path) == 2 and path != (0, 0):
+            yield "no optional tensor", with_leaf(call, path, None)
+        elif leaf is True:
+            yield "a flag off", with_leaf(call, path, False)
+    yield from _shorter_lists(call)
+
+
+def _shorter_lists(call: Call) -> Iterator[tuple[str, Call]]:
+    """Shorter lists of tensors, alone or together with the flag or count that belongs to them, as in `torch.lstm`."""
+    for place, argument in enumerate(call.args):
+        if not isinstance(argument, list) or len(argument) < 2 or not all(isinstance(x, Ref) for x in argument):
+            continue
+        for length in range(1, len(argument)):
+            shorter = with_leaf(call, (0, place), argument[:length])
+            yield "a shorter list", shorter
+            for path, leaf in leaves(call):
+                for value in _lower(leaf):
+                    yield "a shorter list", with_leaf(shorter, path, value)
+
+
+def _lower(leaf: Any) -> list[Any]:
+    if leaf is True:
+        return [False]
+    return list(range(1, leaf)) if isinstance(leaf, int) and not isinstance(leaf, bool) and leaf <= 64 else []
+
+
+def _with_call(candidate: Candidate, index: int, call: Call) -> Candidate:
+    calls = candidate.program.calls
+    return replace(candidate, program=replace(candidate.program, calls=(*calls[:index], call, *calls[index + 1 :])))
+
+
+def _drop_starts(problem: Problem, index: int) -> None:
+    """Start from fewer outputs."""
+    call = problem.best.program.calls[index]
+    for place in range(len(call.args[0])):
+        starts, gradients = problem.best.program.calls[index].args
+        if len(starts) > 1 and place < len(starts):
+            alone = replace(call, args=([starts[place]], [gradients[place]]))
+            if problem.consider(_with_call(problem.best, index, alone), "one output differentiated"):
+                return
+
+
+def _simplify_optimizer(problem: Problem, index: int) -> None:
+    """Drop state and options; all, then one at a time."""
+
+    def consider(name: str, content: list[Any], change: str) -> bool:
+        call = problem.best.program.calls[index]
+        changed = replace(call, kwargs={**call.kwargs, name: content})
+        return problem.consider(_with_call(problem.best, index, changed), change)
+
+    kwargs = problem.best.program.calls[index].kwargs
+    consider("state", [[{} for _ in group] for group in kwargs["state"]], "no optimizer state")
+    if consider("options", [{} for _ in kwargs["options"]], "default options"):
+        return
+    for name in dict.fromkeys(key for group in kwargs["options"] for key in group):
+        groups = problem.best.program.calls[index].kwargs["options"]
+        consider("options", [{k: v for k, v in g.items() if k != name} for g in groups], f"default `{name}`")

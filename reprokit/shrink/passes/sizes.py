@@ -1,0 +1,192 @@
+"""Sizes: shrink dimensions that must agree together, keeping the place where the bad value sits.
+
+All to 1 at once first, on recorded numbers and then on plain ones; then each class of sizes for itself: to 1, to 2, and then by
+bisection. Last, dimensions of size 1 go altogether.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from reprokit.locate.failure import Failure
+from reprokit.shrink.arguments import leaves, with_leaf
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.constants import extremes
+from reprokit.shrink.dimensions import Axis, Class, axes_of_output, find_classes, shrink_to
+from reprokit.shrink.problem import Problem
+
+_MAX_SINGLE_DROPS = 8
+_DIMENSION_WORDS = frozenset({"dim", "axis", "dims", "dim0", "dim1"})
+
+
+def shrink_sizes(problem: Problem) -> None:
+    """Make every dimension as small as the failure allows."""
+    classes = find_classes(problem.best, problem.prober)
+    if not classes:
+        return
+    if _try_kept(problem, {group: focus(problem, group)[:1] for group in classes}, "all sizes 1"):
+        return
+    for size in dict.fromkeys(group.size for group in classes):
+        _shrink_classes_of(problem, size)
+
+
+def drop_dimensions(problem: Problem) -> None:
+    """Drop dimensions of size 1: all of them, all but one, then one at a time."""
+    for keep in (0, 1):
+        _try_dropping(problem, list(_axes_of_one(problem.best, keep)), f"at least {keep} dimensions")
+    for item in problem.best.program.inputs:
+        while any(_try_dropping(problem, [axis], "one dimension less") for axis in _axes_of(problem.best, item.value)):
+            pass
+
+
+def focus(problem: Problem, group: Class) -> list[int]:
+    """The indexes of a class, the one most likely needed first.
+
+    That is where the bad element sits, if the class reaches it; otherwise infinities come first, then indexes that an index
+    tensor points to, then large numbers.
+    """
+    candidate = problem.best
+    place = _bad_index(problem, group)
+    scores = _scores(candidate, group)
+    order = sorted(range(group.size), key=lambda index: (-scores[index], index))
+    return order if place is None else [place, *(index for index in order if index != place)]
+
+
+def _shrink_classes_of(problem: Problem, size: int) -> None:
+    """Shrink each class that has this size; classes are found again after every success, since sizes went."""
+    tried: set[tuple[object, ...]] = set()
+    while True:
+        groups = find_classes(problem.best, problem.prober)
+        group = next((g for g in groups if g.size == size and g.members not in tried), None)
+        if group is None:
+            return
+        tried.add(group.members)
+        _shrink_class(problem, group)
+
+
+def _shrink_class(problem: Problem, group: Class) -> None:
+    order = focus(problem, group)
+    for size in (1, 2):
+        if size < group.size and _try_kept(problem, {group: order[:size]}, f"size {group.size} to {size}"):
+            return
+    _bisect(problem, group, order)
+
+
+def _bisect(problem: Problem, group: Class, order: list[int]) -> None:
+    """The fewest of the likeliest indexes that will do, then none of these that can go."""
+    low, high = 2, group.size
+    start = problem.best
+    while high - low > 1:
+        middle = (low + high) // 2
+        kept = {group: sorted(order[:middle])}
+        if problem.consider(shrink_to(start, kept), f"size {group.size} to {middle}"):
+            high = middle
+        else:
+            low = middle
+    if 2 < high <= _MAX_SINGLE_DROPS:
+        _drop_single(problem, start, group, order[:high])
+
+
+def _drop_single(problem: Problem, start: Candidate, group: Class, order: list[int]) -> None:
+    kept = list(order)
+    for index in reversed(order):
+        fewer = [other for other in kept if other != index]
+        if fewer and problem.consider(shrink_to(start, {group: sorted(fewer)}), "one index less"):
+            kept = fewer
+
+
+def _try_kept(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str) -> bool:
+    """Keep these indexes; with recorded numbers, then with plain ones."""
+    start = problem.best
+    ordered = {group: sorted(indexes) for group, indexes in kept.items()}
+    smaller = shrink_to(start, ordered)
+    if problem.consider(smaller, change):
+        return True
+    if problem.prober.refuses(smaller, start):
+        smaller = shrink_to(start, ordered, renumber=True)
+        if problem.consider(smaller, change):
+            return True
+    return any(problem.consider(plain, f"{change}, {name}") for name, plain in extremes(smaller))
+
+
+def _bad_index(problem: Problem, group: Class) -> int | None:
+    """The index of the bad element along the class, if the tensor it sits in has that dimension."""
+    failure: Failure = problem.failure
+    if failure.value is None or failure.element is None:
+        return None
+    direct = [member.axis for member in group.axes if member.value == failure.value]
+    axes = direct or axes_of_output(group, problem.best, problem.prober, failure.value)
+    usable = [axis for axis in axes if axis < len(failure.element)]
+    return failure.element[usable[0]] % group.size if usable else None
+
+
+def _scores(candidate: Candidate, group: Class) -> list[float]:
+    """How remarkable the numbers at each index are."""
+    scores = torch.zeros(group.size, dtype=torch.float64)
+    for member in group.axes:
+        tensor = candidate.tensors[member.value]
+        if tensor.is_floating_point() and tensor.numel():
+            scores += _sizes_along(tensor, member, group.size)
+    for index in _pointed_to(candidate, group):
+        scores[index] += 1e3
+    return [float(score) for score in scores]
+
+
+def _sizes_along(tensor: torch.Tensor, member: Axis, size: int) -> torch.Tensor:
+    """The logarithm of the largest element at each index; an infinity outweighs everything."""
+    rows = tensor.detach().abs().double().movedim(member.axis, 0).reshape(member.factor, size, -1)
+    largest = rows.nan_to_num(nan=0.0, posinf=float("inf")).amax(dim=(0, 2))
+    return largest.log1p().clamp(max=1e6)
+
+
+def _pointed_to(candidate: Candidate, group: Class) -> set[int]:
+    found: set[int] = set()
+    for item in candidate.program.inputs:
+        tensor = candidate.tensors[item.value]
+        if tensor.dtype in (torch.int64, torch.int32) and 0 < tensor.numel() <= 4096:
+            found.update(int(index) for index in tensor.unique() if 0 <= int(index) < group.size)
+    return found if len(found) < group.size else set()
+
+
+def _axes_of_one(candidate: Candidate, keep: int) -> Iterator[Axis]:
+    """Leading dimensions of size 1 that leave at least ``keep`` dimensions."""
+    for item in candidate.program.inputs:
+        if item.role != "rng":
+            axes = _axes_of(candidate, item.value)
+            yield from axes[: max(0, candidate.tensors[item.value].dim() - keep)]
+
+
+def _axes_of(candidate: Candidate, value: int) -> list[Axis]:
+    tensor = candidate.tensors.get(value)
+    if tensor is None or tensor.layout is not torch.strided:
+        return []
+    return [Axis(value, axis) for axis, size in enumerate(tensor.shape) if size == 1]
+
+
+def _try_dropping(problem: Problem, axes: list[Axis], change: str) -> bool:
+    if not axes:
+        return False
+    tensors = dict(problem.best.tensors)
+    for member in sorted(axes, key=lambda member: -member.axis):
+        tensors[member.value] = tensors[member.value].squeeze(member.axis)
+    dropped = replace(problem.best, tensors=tensors)
+    return any(problem.consider(variant, change) for variant in _with_lower_dimensions(dropped))
+
+
+def _with_lower_dimensions(candidate: Candidate) -> Iterator[Candidate]:
+    """As it is, then with dimension arguments that count from the front lowered to what is left."""
+    yield candidate
+    depth = max((tensor.dim() for tensor in candidate.tensors.values()), default=0)
+    calls = []
+    for call in candidate.program.calls:
+        changed = call
+        for path, leaf in leaves(call):
+            is_dimension = path[0] == 0 or path[1] in _DIMENSION_WORDS
+            if isinstance(leaf, int) and not isinstance(leaf, bool) and is_dimension and leaf >= max(depth, 1):
+                changed = with_leaf(changed, path, max(depth - 1, 0))
+        calls.append(changed)
+    if calls != list(candidate.program.calls):
+        yield replace(candidate, program=replace(candidate.program, calls=tuple(calls)))

@@ -1,0 +1,111 @@
+"""Values: the plainest that still fail. Zeros, ones, one constant, few digits; all inputs together, then one by one.
+
+Index and boolean tensors of a handful of elements stay as they are: which class or position is meant is part of the
+failure's story. Incoming gradients prefer ones, which is what a sum hands back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.constants import filled, is_number, ladder, number_inputs, rounded
+from reprokit.shrink.plainness import MAX_LITERALS, ONES, constant_of, plainness
+from reprokit.shrink.problem import Problem
+
+_MAX_KEPT_INDEXES = 4
+
+
+def simplify_values(problem: Problem) -> None:
+    """Give every input the plainest contents that still fail."""
+    _simplify_together(problem)
+    for item in problem.best.program.inputs:
+        _simplify(problem, item)
+    _lower_constants(problem)
+    _drop_unit_gradient(problem)
+
+
+def plainer_contents(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Plainer contents for one tensor, plainest first."""
+    if is_number(tensor):
+        yield filled(tensor, 0.0)
+        yield filled(tensor, 1.0)
+        yield from _plainer_numbers(tensor)
+    elif tensor.dtype is torch.bool and tensor.numel() > _MAX_KEPT_INDEXES:
+        yield torch.zeros_like(tensor)
+        yield torch.ones_like(tensor)
+    elif not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() > _MAX_KEPT_INDEXES:
+        yield torch.zeros_like(tensor)
+
+
+def _plainer_numbers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    if tensor.is_complex():
+        return
+    constant = constant_of(tensor)
+    if isinstance(constant, float) and constant < 0:
+        yield filled(tensor, -1.0)
+    largest = float(tensor.abs().nan_to_num(posinf=0.0).max())
+    if constant is None:
+        yield filled(tensor, largest)
+    if tensor.numel() <= MAX_LITERALS:
+        for digits in (1, 2, 3):
+            yield rounded(tensor, digits)
+
+
+def _simplify_together(problem: Problem) -> None:
+    items = [item for item in number_inputs(problem.best) if item.role != "gradient"]
+    if len(items) < 2:
+        return
+    for number, name in ((0.0, "zeros"), (1.0, "ones")):
+        tensors = {item.value: filled(problem.best.tensors[item.value], number) for item in items}
+        if problem.consider(problem.best.with_tensors(tensors), f"all inputs {name}"):
+            return
+
+
+def _simplify(problem: Problem, item: Input) -> None:
+    if item.role == "rng" or item.value not in problem.best.tensors:
+        return
+    tensor = problem.best.tensors[item.value]
+    for plain in plainer_contents(tensor):
+        if problem.consider(problem.best.with_tensors({item.value: plain}), f"plainer `{item.name}`"):
+            return
+
+
+def _lower_constants(problem: Problem) -> None:
+    """Lower the large constants, all that are equal together, as far as the failure allows."""
+    for constant in dict.fromkeys(_large_constants(problem.best).values()):
+        for rung in range(3):
+            tensors = {}
+            for value, number in _large_constants(problem.best).items():
+                tensor = problem.best.tensors[value]
+                lower = ladder(tensor.dtype)[rung]
+                if number == constant and lower < abs(number):
+                    tensors[value] = filled(tensor, lower if number > 0 else -lower)
+            if tensors and problem.consider(problem.best.with_tensors(tensors), "lower constants"):
+                break
+
+
+def _large_constants(candidate: Candidate) -> dict[int, float]:
+    found = {}
+    for item in number_inputs(candidate):
+        constant = constant_of(candidate.tensors[item.value])
+        if isinstance(constant, float) and 2 <= abs(constant) < float("inf"):
+            found[item.value] = constant
+    return found
+
+
+def _drop_unit_gradient(problem: Problem) -> None:
+    """``out.backward()`` instead of a gradient of one for a single output without dimensions."""
+    program = problem.best.program
+    last = program.calls[-1]
+    if last.target != AUTOGRAD_BACKWARD or len(last.args) != 2 or len(last.args[0]) != 1:
+        return
+    gradient = problem.best.tensors[last.args[1][0].value]
+    if gradient.dim() == 0 and plainness(gradient) == ONES:
+        short = Call(BACKWARD, (last.args[0][0],), phase="backward", mode=last.mode)
+        calls = (*program.calls[:-1], short)
+        problem.consider(replace(problem.best, program=replace(program, calls=calls)), "no gradient given")

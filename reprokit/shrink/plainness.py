@@ -1,0 +1,82 @@
+"""How plain the contents of a tensor are: what a person would rather read, as a number.
+
+Zeros come first, then ones, then one constant, then a few short numbers, then anything else. Among constants fewer
+digits win, then the magnitude closer to one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+ZEROS, ONES, CONSTANT, SHORT, ANY = 0.0, 1.0, 2.0, 4.0, 5.0
+MAX_LITERALS = 64
+_MAX_DIGITS = 17
+
+
+def plainness(tensor: torch.Tensor) -> float:
+    """0 for zeros, 1 for ones, 2 and more for a constant, 4 and more for short numbers, 5 and more for anything."""
+    values = contents(tensor)
+    if values.numel() == 0:
+        return ZEROS
+    constant = constant_of(tensor)
+    if constant is not None:
+        return _plainness_of_constant(constant, values.dtype)
+    if values.numel() > MAX_LITERALS:
+        return ANY
+    digits = max(num_digits(number, values.dtype) for number in values.tolist())
+    return SHORT + digits / 100 if digits <= 3 else ANY + digits / 100
+
+
+def constant_of(tensor: torch.Tensor) -> float | complex | int | bool | None:
+    """The number that every element is, or ``None``."""
+    values = contents(tensor)
+    if values.numel() == 0:
+        return None
+    first = values[0]
+    if bool((values == first).all()) or (values.is_floating_point() and bool(values.isnan().all())):
+        number: float | complex | int | bool = first.item()
+        return number
+    return None
+
+
+def contents(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in one row."""
+    plain = tensor.detach()
+    if plain.layout is not torch.strided:
+        plain = plain.to_dense()
+    if plain.is_quantized:
+        plain = plain.dequantize()
+    return plain.resolve_conj().resolve_neg().reshape(-1)
+
+
+def num_digits(number: float | complex | int | bool, dtype: torch.dtype) -> int:
+    """The fewest significant digits that name this number in its dtype."""
+    if isinstance(number, complex):
+        return max(num_digits(number.real, torch.float32), num_digits(number.imag, torch.float32))
+    if not math.isfinite(number) or number == 0:
+        return 0
+    for digits in range(1, _MAX_DIGITS):
+        if shortened(number, digits, dtype) == number:
+            return digits
+    return _MAX_DIGITS
+
+
+def shortened(number: float | int | bool, digits: int, dtype: torch.dtype) -> float:
+    """The number rounded to so many significant digits, as its dtype holds it."""
+    rounded = float(f"{float(number):.{digits}g}")
+    if not dtype.is_floating_point:
+        return rounded
+    return float(torch.tensor(rounded, dtype=torch.float64).to(dtype))
+
+
+def _plainness_of_constant(number: float | complex | int | bool, dtype: torch.dtype) -> float:
+    if number == 0:
+        return ZEROS
+    if number == 1:
+        return ONES
+    size = abs(number)
+    exponent = min(abs(math.log10(size)), 400.0) if math.isfinite(size) else 0.0
+    sign = 0.0001 if not isinstance(number, complex) and number < 0 else 0.0
+    return CONSTANT + num_digits(number, dtype) / 20 + exponent / 10_000 + sign

@@ -1,0 +1,118 @@
+"""Is a program well-formed? Asked of shapes only, so that ill-formed edits never cost a check.
+
+A probe runs the calls on the meta device, where tensors have shapes and no contents. Programs that the meta device
+cannot run (autocast, results whose shape depends on values) are probed on zeros instead; when those do not run either,
+every edit has to be checked.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from reprokit.program.ir import Program
+from reprokit.program.run import run
+from reprokit.shrink.candidate import Candidate
+
+Shape = tuple[int, ...]
+Shapes = dict[int, Shape]
+_MAX_ZEROS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a probe needs to know of an input."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+
+class Ground(Enum):
+    """What a program is probed on: a device, and whether a warning counts as a refusal."""
+
+    META = ("meta", True)
+    META_WARNING = ("meta", False)
+    ZEROS = ("cpu", True)
+    ZEROS_WARNING = ("cpu", False)
+
+    @property
+    def device(self) -> str:
+        """Where the made-up tensors are."""
+        return self.value[0]
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether a warning counts as a refusal, because the program gave none so far."""
+        return self.value[1]
+
+
+@dataclass
+class Prober:
+    """Probes the programs that come up in one reduction, and remembers every answer."""
+
+    _grounds: dict[str, Ground | None] = field(default_factory=dict)
+    _shapes: dict[tuple[str, tuple[tuple[int, Form], ...]], Shapes | None] = field(default_factory=dict)
+
+    def refuses(self, candidate: Candidate, known: Candidate) -> bool:
+        """Whether a candidate is ill-formed for sure, seen that ``known`` runs and can be probed."""
+        ground = self.ground(known)
+        if ground is None or not _is_dense(candidate):
+            return False
+        return self.shapes(candidate.program, forms_of(candidate), ground) is None
+
+    def ground(self, known: Candidate) -> Ground | None:
+        """What a candidate that is known to run can be probed on; ``None`` if nothing will do."""
+        key = str(known.program.calls)
+        if key not in self._grounds:
+            forms = forms_of(known)
+            grounds = list(Ground) if _is_dense(known) else []
+            self._grounds[key] = next((g for g in grounds if self.shapes(known.program, forms, g) is not None), None)
+        return self._grounds[key]
+
+    def shapes(self, program: Program, forms: Mapping[int, Form], ground: Ground) -> Shapes | None:
+        """The shapes of all values for inputs of these forms, ``None`` when the program does not run with them."""
+        key = (f"{ground}{program.calls}", tuple(sorted(forms.items(), key=lambda item: item[0])))
+        if key not in self._shapes:
+            self._shapes[key] = _run_on(program, forms, ground)
+        return self._shapes[key]
+
+
+def forms_of(candidate: Candidate) -> dict[int, Form]:
+    """The forms of a program's inputs."""
+    tensors = {item.value: candidate.tensors[item.value] for item in candidate.program.inputs}
+    return {value: Form(tuple(tensor.shape), tensor.dtype) for value, tensor in tensors.items()}
+
+
+def _is_dense(candidate: Candidate) -> bool:
+    return all(tensor.layout is torch.strided and not tensor.is_quantized for tensor in candidate.tensors.values())
+
+
+def _run_on(program: Program, forms: Mapping[int, Form], ground: Ground) -> Shapes | None:
+    if ground.device == "cpu" and sum(math.prod(form.shape) for form in forms.values()) > _MAX_ZEROS:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error" if ground.is_strict else "ignore")
+            outcome = run(program, _made_up(program, forms, ground), keep=frozenset(_values(program)))
+    except Exception:  # a probe may fail in as many ways as there are functions
+        return None
+    if outcome.error is not None:
+        return None
+    return {value: tuple(tensor.shape) for value, tensor in outcome.values.items()}
+
+
+def _made_up(program: Program, forms: Mapping[int, Form], ground: Ground) -> dict[int, torch.Tensor]:
+    random = {item.value for item in program.inputs if item.role == "rng"}
+    made = {v: torch.zeros(f.shape, dtype=f.dtype, device=ground.device) for v, f in forms.items() if v not in random}
+    return {**made, **dict.fromkeys(random, torch.get_rng_state())}
+
+
+def _values(program: Program) -> Iterator[int]:
+    yield from (item.value for item in program.inputs)
+    for call in program.calls:
+        yield from call.output_refs()

@@ -1,0 +1,94 @@
+"""A reduction: the smallest program found, how it was found, and the file it is kept in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reprokit.errors import SnapshotError
+from reprokit.locate import failure as failures
+from reprokit.locate.failure import Failure
+from reprokit.program import plain
+from reprokit.program.ir import Program
+from reprokit.shrink.plainness import contents
+from reprokit.snapshot.format import count_elements, read_file, storable, write_file
+
+KIND = "reduction"
+
+
+@dataclass
+class Reduction:
+    """The result of one run of the reducer.
+
+    ``before`` holds ``calls`` and ``elements`` of the snapshot, ``reproduces`` how often it failed again (``5/5``),
+    ``explain`` which inputs are free, ``one_minimal`` whether a full round of all passes changed nothing, and ``log`` a
+    line for every change that was kept.
+    """
+
+    program: Program
+    tensors: dict[int, torch.Tensor]
+    failure: Failure
+    before: dict[str, int]
+    signature: dict[str, Any]
+    checks: int = 0
+    verdicts: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    reproduces: str = ""
+    explain: list[dict[str, Any]] = field(default_factory=list)
+    one_minimal: bool = False
+    log: list[str] = field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        """What ``reprokit shrink --json`` prints, without what rendering adds."""
+        return {
+            "schema": 1,
+            "verdict": "reduced",
+            "calls": self.program.num_calls,
+            "elements": count_elements(self.program, self.tensors),
+            "max_abs_input": _largest(self.program, self.tensors),
+            "checks": self.checks,
+            "verdicts": dict(self.verdicts),
+            "seconds": round(self.seconds, 3),
+            "reproduces": self.reproduces,
+            "explain": self.explain,
+            "before": self.before,
+            "signature": self.signature,
+            "one_minimal": self.one_minimal,
+        }
+
+    def save(self, path: Path | str) -> None:
+        """Write the reduction atomically."""
+        content = {name: getattr(self, name) for name in Reduction.__dataclass_fields__}
+        content["program"] = plain.to_plain(self.program)
+        content["failure"] = failures.to_plain(self.failure)
+        content["tensors"] = {value: storable(tensor) for value, tensor in self.tensors.items()}
+        write_file(path, KIND, content)
+
+
+def load(path: Path | str) -> Reduction:
+    """Read a reduction without executing anything from it; raises `SnapshotError`."""
+    content = read_file(path, KIND)
+    try:
+        content["program"] = plain.from_plain(content["program"])
+        content["failure"] = failures.from_plain(content["failure"])
+        return Reduction(**{name: content[name] for name in Reduction.__dataclass_fields__})
+    except (KeyError, TypeError, ValueError) as error:
+        raise SnapshotError(f"`{path}` is damaged: {error}", hint="shrink the snapshot again") from error
+
+
+def _largest(program: Program, tensors: Mapping[int, torch.Tensor]) -> float | None:
+    """The largest finite absolute value over the inputs, ``None`` without any."""
+    largest = None
+    for item in program.inputs:
+        values = contents(tensors[item.value])
+        if item.role == "rng" or values.dtype is torch.bool or values.numel() == 0:
+            continue
+        sizes = values.abs().double()
+        sizes = sizes[sizes.isfinite()]
+        if sizes.numel():
+            largest = max(largest or 0.0, float(sizes.max()))
+    return largest

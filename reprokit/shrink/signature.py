@@ -1,0 +1,119 @@
+"""What makes two failures the same: kind, origin, phase, and for gradients the autograd node and which input's gradient.
+
+Without the origin in it every reducer slips: "the output is not finite" is kept by a program of no calls and a NaN
+input. Two more guards are needed for the same reason: no input or constant may be bad already (`is_clean`), and an
+exception keeps its type and the wording of its message, numbers aside.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reprokit.locate.failure import Failure
+from reprokit.locate.ways import NAN, ways_of
+from reprokit.program.ir import Program, Ref, map_leaves
+from reprokit.program.run import Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What must stay the same. ``call`` is ``None`` when an input was bad already; then ``input`` says which.
+
+    ``position`` is where in the origin's arguments the input with the bad gradient stands.
+    """
+
+    phase: str
+    kind: str
+    call: str | None = None
+    backward_node: str | None = None
+    position: tuple[Any, ...] | None = None
+    input: str | None = None
+    exception: tuple[str, str] | None = None
+
+    @classmethod
+    def of(cls, failure: Failure, program: Program) -> Signature:
+        """The signature of a failure of ``program``."""
+        return cls(
+            failure.phase,
+            failure.kind,
+            failure.call,
+            failure.backward_node,
+            _position(failure, program),
+            failure.input_name if failure.call is None else None,
+            _wording(*failure.exception) if failure.exception else None,
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """The signature as plain data."""
+        found: dict[str, Any] = {"phase": self.phase, "kind": self.kind, "call": self.call}
+        optional = {"backward_node": self.backward_node, "input": self.input}
+        found.update({name: value for name, value in optional.items() if value is not None})
+        if self.exception is not None:
+            found["exception"] = self.exception[0]
+        return found
+
+
+def same(first: Signature, second: Signature) -> bool:
+    """Whether two failures are the same one."""
+    return first == second
+
+
+def is_clean(program: Program, tensors: Tensors, signature: Signature, ways: frozenset[str]) -> bool:
+    """Whether nothing the program is given is bad already in the ways of the failure.
+
+    A NaN is never fine and an incoming gradient has to be finite; an infinity of another way, such as a mask filled
+    with ``-inf``, is a legal value. The rule is waived for an input that was itself the failure, and exceptions have
+    none: a value may be what the call objects to.
+    """
+    if signature.kind == "exception":
+        return True
+    forbidden = {NAN} if signature.phase == "backward" else {NAN, *ways}
+    for item in program.inputs:
+        if signature.call is None and item.name == signature.input:
+            continue
+        found = ways_of(tensors[item.value])
+        if found & forbidden or (found and item.role == "gradient"):
+            return False
+    return not any(way in forbidden for way in _constant_ways(program))
+
+
+def _position(failure: Failure, program: Program) -> tuple[Any, ...] | None:
+    if failure.phase != "backward" or failure.call_index is None or failure.value is None:
+        return None
+    call = program.calls[failure.call_index]
+    return next((path for path, ref in _paths((call.args, dict(call.kwargs))) if ref.value == failure.value), None)
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Ref]]:
+    if isinstance(value, Ref):
+        yield path, value
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _paths(item, (*path, index))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _paths(item, (*path, key))
+
+
+def _wording(kind: str, message: str) -> tuple[str, str]:
+    """An exception's type and first line without shapes, quoted parts and numbers."""
+    first = message.strip().split("\n")[0]
+    first = re.sub(r"[\[(][\d\s,x.-]*[\])]", "#", first)
+    return kind, re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", first)
+
+
+def _constant_ways(program: Program) -> set[str]:
+    found: set[str] = set()
+
+    def look(leaf: Any) -> Any:
+        if isinstance(leaf, float) and not math.isfinite(leaf):
+            found.add("nan" if math.isnan(leaf) else "+inf" if leaf > 0 else "-inf")
+        return leaf
+
+    for call in program.calls:
+        map_leaves((call.args, dict(call.kwargs)), look)
+    return found
