@@ -31,6 +31,8 @@ from reprokit.capture.watch import bad_tensor
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure, kind_of
 from reprokit.locate.ways import ways_of
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD
+from reprokit.program.run import matmul_precision
 from reprokit.snapshot.format import Snapshot, save
 
 TIMELINE_STEPS = 100
@@ -173,7 +175,8 @@ class Session:
         bad = self._guarded(self._bad_start, entry)
         if bad:
             self._fail("loss", pending=entry)
-        self._iterations.differentiated()
+        if entry.target is not torch.autograd.grad:
+            self._iterations.differentiated()
 
     def _bad_start(self, entry: Entry) -> bool:
         starts = list(iter_tensors(entry.args[:1] or tuple(entry.kwargs.values())[:1]))
@@ -432,7 +435,7 @@ class Session:
             tensors=replayed.tensors,
             failure=failure,
             step=self._iterations.completed,
-            micro_step=self._iterations.micro_step,
+            micro_step=self._micro_step(replayed, failure),
             observed_at=observed_at,
             fidelity=fidelity,
             fidelity_note="; ".join(dict.fromkeys(notes)) or None,
@@ -446,6 +449,14 @@ class Session:
             ],
             command=self._command,
         )
+
+    def _micro_step(self, replayed: Replayed, failure: Failure) -> int:
+        """Backward calls made before the failing one; a bad gradient may be noticed several of them later."""
+        made = self._iterations.micro_step
+        if failure.phase != "backward" or failure.call_index is None:
+            return made
+        backward = [n for n, c in enumerate(replayed.program.calls) if c.target in (BACKWARD, AUTOGRAD_BACKWARD)]
+        return max(0, made - sum(number > failure.call_index for number in backward))
 
     def _observed_kind(self, pending: Entry | None) -> str:
         ways = [way for tensor in iter_tensors(pending.args[:1]) for way in ways_of(tensor)] if pending else []
@@ -507,7 +518,7 @@ def _settings() -> dict[str, Any]:
     return {
         "num_threads": torch.get_num_threads(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        "matmul_precision": matmul_precision(),
     }
 
 

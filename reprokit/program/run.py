@@ -160,18 +160,32 @@ def determinism(settings: Mapping[str, Any] | None = None) -> Iterator[None]:
     before = (
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
+        matmul_precision(),
     )
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
         torch.set_num_threads(int(settings.get("num_threads", before[0])))
         torch.use_deterministic_algorithms(bool(settings.get("deterministic_algorithms", before[1])), warn_only=True)
-        torch.set_float32_matmul_precision(str(settings.get("matmul_precision", before[2])))
+        _set_matmul_precision(settings.get("matmul_precision", before[2]))
         yield
     finally:
         torch.set_num_threads(before[0])
         torch.use_deterministic_algorithms(before[1], warn_only=warn_only)
-        torch.set_float32_matmul_precision(before[2])
+        _set_matmul_precision(before[2])
+
+
+def matmul_precision() -> str | None:
+    """The float32 matmul precision; ``None`` when the script set the newer per-backend switches, which exclude this
+    one."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def _set_matmul_precision(precision: str | None) -> None:
+    if precision is not None and precision != matmul_precision():
+        torch.set_float32_matmul_precision(precision)
 
 
 class Modes:
