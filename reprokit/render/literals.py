@@ -171,11 +171,12 @@ def _ranges(tensor: torch.Tensor) -> Iterator[Proposal]:
     if tensor.numel() < 3 or tensor.dtype in (torch.bool,) or tensor.dtype.is_complex:
         return
     flat = tensor.reshape(-1)
-    if not bool(torch.isfinite(flat[:2]).all()):
+    if not bool(torch.isfinite(flat[[0, 1, -1]]).all()):
         return
     start, step, count = flat[0].item(), flat[1].item() - flat[0].item(), tensor.numel()
     stop = start + step * count
-    if step == 0 or start != int(start) or step != int(step):
+    is_whole = start == int(start) and step == int(step)
+    if step == 0 or not is_whole or abs(stop) > 2**53 or flat[-1].item() != start + step * (count - 1):
         return
     is_float = tensor.dtype.is_floating_point
     write = str if not is_float or tensor.dtype != torch.float32 else lambda number: float_text(float(number))
