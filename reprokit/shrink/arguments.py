@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from reprokit.program.functions import UnknownFunction, function_named
-from reprokit.program.ir import Call, Slice, map_leaves
+from reprokit.program.ir import Call, Ref, Slice, map_leaves
 
 Path = tuple[Any, ...]
 _PARTS = ("start", "stop", "step")
@@ -20,6 +20,15 @@ _PARTS = ("start", "stop", "step")
 def leaves(call: Call) -> Iterator[tuple[Path, Any]]:
     """Every leaf of the arguments with its path, in order."""
     yield from _leaves((call.args, dict(call.kwargs)), ())
+
+
+def lists_of_tensors(call: Call) -> Iterator[tuple[Path, list[Ref]]]:
+    """The arguments that are lists of two or more tensors, with their paths."""
+    arguments = [((0, place), value) for place, value in enumerate(call.args)]
+    keywords = [((1, name), value) for name, value in call.kwargs.items()]
+    for path, value in (*arguments, *keywords):
+        if isinstance(value, (list, tuple)) and len(value) > 1 and all(isinstance(item, Ref) for item in value):
+            yield path, list(value)
 
 
 def with_leaf(call: Call, path: Path, value: Any) -> Call:

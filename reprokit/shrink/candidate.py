@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from reprokit.program import plain
-from reprokit.program.ir import Program, iter_refs
-from reprokit.shrink.plainness import contents, plainness
+from reprokit.program.ir import Input, Program, iter_refs
+from reprokit.shrink.plainness import ONES, ZEROS, contents, plainness
 from reprokit.snapshot.format import count_elements
 
 Key = tuple[int, int, int, int, float]
@@ -40,13 +40,14 @@ class Candidate:
     @cached_property
     def sort_key(self) -> Key:
         """Smaller is better: calls, elements, settings, dimensions, plainness of the values."""
-        shown = [self.tensors[item.value] for item in self.program.inputs if item.role != "rng"]
+        items = [item for item in self.program.inputs if item.role != "rng"]
+        shown = [self.tensors[item.value] for item in items]
         return (
             self.num_calls,
             self.num_elements,
             num_settings(self.program, self.tensors),
             sum(tensor.dim() for tensor in shown),
-            round(sum(plainness(tensor) for tensor in shown), 6),
+            round(sum(_plainness(item, self.tensors[item.value]) for item in items), 6),
         )
 
     @cached_property
@@ -94,6 +95,12 @@ def weight(value: Any) -> int:
     if value is None or value in (0, 1):
         return 1
     return 2 + len(list(iter_refs(value)))
+
+
+def _plainness(item: Input, tensor: torch.Tensor) -> float:
+    """For a gradient ones are the plainest, because a sum hands them back."""
+    found = plainness(tensor)
+    return {ONES: ZEROS, ZEROS: ONES}.get(found, found) if item.role == "gradient" else found
 
 
 def _anonymous(program: Program) -> Program:

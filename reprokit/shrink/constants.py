@@ -1,7 +1,8 @@
 """Plain contents for tensors: what to try instead of recorded numbers.
 
-Infinities that are wanted (a mask) stay where they are; only finite elements are replaced. The large constants are meant
-for overflow: one that most functions with an exponential overflow at, one whose square overflows, and the largest.
+Infinities that are wanted (a mask) stay where they are; only finite elements are replaced. The large constants
+are meant for overflow: one that most functions with an exponential overflow at, one whose square overflows, and the
+largest.
 """
 
 from __future__ import annotations
@@ -58,17 +59,29 @@ def rounded(tensor: torch.Tensor, digits: int) -> torch.Tensor:
     return torch.tensor(values, dtype=tensor.dtype).reshape(tensor.shape)
 
 
-def extremes(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
-    """The candidate with all numbers replaced at once: zeros, the largest constants with recorded signs, ones.
+def extremes(candidate: Candidate, kind: str) -> Iterator[tuple[str, Candidate]]:
+    """The candidate with all numbers replaced at once by extreme ones, the likeliest to fail in this way first.
 
-    Incoming gradients stay as they are, since zeros there hide a failure and large ones make another.
+    Incoming gradients stay as they are, since zeros there hide a failure and large ones make another. A NaN by overflow
+    takes terms of both signs.
     """
     items = [item for item in number_inputs(candidate) if item.role != "gradient"]
-    tensors = {item.value: candidate.tensors[item.value] for item in items}
-    for name, step in (("zeros", None), ("large constants", -1), ("constants whose product is large", -2)):
-        plain = {
-            value: filled(tensor, 0.0 if step is None else sign_of(tensor) * ladder(tensor.dtype)[step])
-            for value, tensor in tensors.items()
-        }
-        yield name, candidate.with_tensors(plain)
-    yield "ones", candidate.with_tensors({value: filled(tensor, 1.0) for value, tensor in tensors.items()})
+    values = [item.value for item in items]
+    signs = [sign_of(candidate.tensors[value]) for value in values]
+    choices = {
+        "zeros": [0.0] * len(values),
+        "large constants": [1.0] * len(values),
+        "large constants of recorded sign": signs,
+        "large constants, the last one negative": [1.0] * (len(values) - 1) + [-1.0],
+        "ones": None,
+    }
+    order = list(choices) if kind == "nan" else ["large constants", "zeros", "large constants of recorded sign", "ones"]
+    for name in order:
+        yield name, candidate.with_tensors(_chosen(candidate, values, choices[name]))
+
+
+def _chosen(candidate: Candidate, values: list[int], factors: list[float] | None) -> dict[int, torch.Tensor]:
+    """Ones, or for each value so many times the largest constant."""
+    tensors = [candidate.tensors[value] for value in values]
+    numbers = factors and [factor * ladder(tensor.dtype)[-1] for factor, tensor in zip(factors, tensors, strict=True)]
+    return {v: filled(t, number) for v, t, number in zip(values, tensors, numbers or [1.0] * len(values), strict=True)}

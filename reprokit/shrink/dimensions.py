@@ -1,7 +1,8 @@
 """Which dimensions must agree, found out by asking: a size is changed, and what else has to change with it is probed.
 
-A `Class` holds axes of inputs and integers in arguments that are one size (or a fixed multiple of it). Shrinking a class
-keeps some of its indexes: input data is sliced, integers follow, index tensors are renumbered to stay in range.
+A `Class` holds axes of inputs, integers in arguments and lengths of lists that are one size (or a fixed multiple of
+it). Shrinking a class keeps some of its indexes: input data is sliced, integers and lists follow, index tensors are
+renumbered to stay in range.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from typing import Any
 
 import torch
 
-from reprokit.program.ir import Program
-from reprokit.shrink.arguments import Path, leaves, with_changed_integers, with_leaf
+from reprokit.program.ir import Call, Program
+from reprokit.shrink.arguments import Path, leaves, lists_of_tensors, with_changed_integers, with_leaf
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.probe import Form, Ground, Prober, Shapes, forms_of
 
@@ -40,7 +41,16 @@ class Constant:
     factor: int = 1
 
 
-Member = Axis | Constant
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How many tensors a list in the arguments holds, ``factor`` of them for each unit, like the weights of a layer."""
+
+    call: int
+    path: Path
+    factor: int = 1
+
+
+Member = Axis | Constant | Length
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +86,10 @@ def shrink_to(candidate: Candidate, kept: Mapping[Class, Sequence[int]], *, renu
         for member in group.members:
             if isinstance(member, Axis):
                 tensors[member.value] = _sliced(tensors[member.value], member, group.size, indexes)
-            else:
+            elif isinstance(member, Constant):
                 calls[member.call] = with_leaf(calls[member.call], member.path, member.factor * len(indexes))
+            else:
+                calls[member.call] = _with_parts(calls[member.call], member, indexes)
         _renumber_tensors(tensors, group.size, indexes)
         if renumber:
             change = {old: _new_number(old, indexes) for old in range(len(indexes), group.size)}
@@ -109,6 +121,8 @@ def _sizes(candidate: Candidate) -> dict[Member, int]:
             for path, leaf in leaves(call):
                 if isinstance(leaf, int) and not isinstance(leaf, bool):
                     sizes[Constant(index, path)] = leaf
+            for path, refs in lists_of_tensors(call):
+                sizes[Length(index, path)] = len(refs)
     return {member: size for member, size in sizes.items() if size >= 2}
 
 
@@ -183,7 +197,9 @@ class _Search:
 
 
 def _place(member: Member) -> tuple[Any, ...]:
-    return (member.value, member.axis) if isinstance(member, Axis) else (member.call, member.path, "constant")
+    if isinstance(member, Axis):
+        return member.value, member.axis
+    return member.call, member.path, type(member).__name__
 
 
 def _resized_shapes(
@@ -198,9 +214,19 @@ def _resized_shapes(
             shape = list(form.shape)
             shape[member.axis] = size * member.factor
             forms[member.value] = Form(tuple(shape), form.dtype)
-        else:
+        elif isinstance(member, Constant):
             calls[member.call] = with_leaf(calls[member.call], member.path, size * member.factor)
+        else:
+            calls[member.call] = _with_parts(calls[member.call], member, range(size))
     return prober.shapes(replace(program, calls=tuple(calls)), forms, ground)
+
+
+def _with_parts(call: Call, member: Length, indexes: Sequence[int]) -> Call:
+    """The call with only the chosen parts of a list; a part that it does not have is like its last one."""
+    refs = next(refs for path, refs in lists_of_tensors(call) if path == member.path)
+    last = len(refs) // member.factor - 1
+    starts = [min(index, last) * member.factor for index in indexes]
+    return with_leaf(call, member.path, [ref for start in starts for ref in refs[start : start + member.factor]])
 
 
 def _sliced(tensor: torch.Tensor, member: Axis, size: int, indexes: Sequence[int]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from reprokit.shrink.constants import filled, is_number
+from reprokit.shrink.constants import is_number
 from reprokit.shrink.oracle import Oracle, OutOfBudget, Verdict
 from reprokit.shrink.plainness import constant_of
 from reprokit.shrink.problem import Problem
@@ -37,6 +37,6 @@ def _variants(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if is_number(tensor):
         for number in (0.0, 1.0, 0.5):
             if constant_of(tensor) != number:
-                yield filled(tensor, number)
+                yield torch.full_like(tensor, number)
     elif tensor.dtype is torch.bool:
         yield ~tensor

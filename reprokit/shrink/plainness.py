@@ -73,7 +73,8 @@ def shortened(number: float | int | bool, digits: int, dtype: torch.dtype) -> fl
 
 def _plainness_of_constant(number: float | complex | int | bool, dtype: torch.dtype) -> float:
     if number == 0:
-        return ZEROS
+        is_negative = not isinstance(number, complex) and math.copysign(1.0, number) < 0
+        return ZEROS + 0.001 * is_negative
     if number == 1:
         return ONES
     size = abs(number)

@@ -13,7 +13,7 @@ from reprokit.shrink.probe import Prober
 
 @dataclass
 class Problem:
-    """The best candidate and the oracle. Invariant: ``best`` was confirmed by the oracle, and only ever gets smaller."""
+    """The best candidate and the oracle. Invariant: ``best`` was confirmed by the oracle and only ever gets smaller."""
 
     best: Candidate
     oracle: Oracle

@@ -26,7 +26,6 @@ class Recording:
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
     grads: dict[int, torch.Tensor] = field(default_factory=dict)
     gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    _handles: list[torch.utils.hooks.RemovableHandle] = field(default_factory=list)
 
     def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Copy what a wanted call reads."""
@@ -54,7 +53,7 @@ class Recording:
         def note(gradient: torch.Tensor) -> None:
             self.gradients.setdefault(value, []).append(copy_of(gradient))
 
-        self._handles.append(tensor.register_hook(note))
+        tensor.register_hook(note)  # type: ignore[no-untyped-call]
 
 
 def record(candidate: Candidate, wanted: frozenset[int]) -> Recording:

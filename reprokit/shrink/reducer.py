@@ -1,12 +1,13 @@
 """The reducer: replay, cut, then rounds of passes until a full round changes nothing.
 
-Knowledge before search: the origin is known from one instrumented run, so the program is cut there first and the checks are
-spent on polishing. The best so far is always on disk when there is a folder for it.
+Knowledge before search: the origin is known from one instrumented run, so the program is cut there first and the checks
+are spent on polishing. The best so far is always on disk when there is a folder for it.
 """
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from reprokit.shrink.explain import explain
 from reprokit.shrink.oracle import Oracle, OutOfBudget, Verdict
 from reprokit.shrink.passes.calls import remove_calls
 from reprokit.shrink.passes.cut import cuts
-from reprokit.shrink.passes.setting import drop_autocast, simplify_setting
+from reprokit.shrink.passes.setting import drop_autocast, simplify_precision, simplify_setting
 from reprokit.shrink.passes.sizes import drop_dimensions, shrink_sizes
 from reprokit.shrink.passes.values import simplify_values
 from reprokit.shrink.problem import Problem
@@ -39,9 +40,10 @@ PASSES: tuple[tuple[str, Callable[[Problem], None]], ...] = (
     ("calls", remove_calls),
     ("modes", drop_autocast),
     ("sizes", shrink_sizes),
+    ("dimensions", drop_dimensions),
     ("setting", simplify_setting),
     ("values", simplify_values),
-    ("dimensions", drop_dimensions),
+    ("precision", simplify_precision),
 )
 
 
@@ -57,14 +59,16 @@ def shrink(
 ) -> Reduction:
     """The smallest program found that fails like the snapshot.
 
-    With ``out_dir`` the best so far is kept there, and ``resume`` goes on from it. Raises `NotReproduced` or `Flaky` when
-    the snapshot itself does not fail reliably. ``jobs`` is how many candidates may run at once; candidates that run in
-    this process run one at a time whatever it says.
+    With ``out_dir`` the best so far is kept there, and ``resume`` goes on from it. Raises `NotReproduced` or `Flaky`
+    when the snapshot itself does not fail reliably. ``jobs`` is how many candidates may run at once; candidates that
+    run in this process run one at a time whatever it says.
     """
     if level != "op":
         raise ReprokitError(f"`--level {level}` is not available in this version", hint="use `--level op`")
     run = _Run(snapshot, out_dir, max_time, on_event or (lambda event: None))
-    return run.reduce(resume)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return run.reduce(resume)
 
 
 @dataclass
@@ -121,7 +125,9 @@ class _Run:
         self.tell(Replayed(matching, len(outcomes)))
         if matching == 0:
             raise NotReproduced(
-                "the snapshot does not fail again", hint="was it made with another torch or device?", note=_told(outcomes)
+                "the snapshot does not fail again",
+                hint="was it made with another torch or device?",
+                note=_told(outcomes),
             )
         if matching < len(outcomes):
             raise Flaky(

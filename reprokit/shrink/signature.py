@@ -1,4 +1,4 @@
-"""What makes two failures the same: kind, origin, phase, and for gradients the autograd node and which input's gradient.
+"""What makes two failures the same: kind, origin, phase, and for gradients the node and which input's gradient.
 
 Without the origin in it every reducer slips: "the output is not finite" is kept by a program of no calls and a NaN
 input. Two more guards are needed for the same reason: no input or constant may be bad already (`is_clean`), and an

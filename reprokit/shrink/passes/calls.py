@@ -1,7 +1,7 @@
 """Calls: take out what is left of them, whole module scopes first, then windows, largest first, then single calls.
 
-A call can go when its outputs are given as inputs with their recorded values, or when one of its inputs of the same shape
-stands in for its output.
+A call can go when its outputs are given as inputs with their recorded values, or when one of its inputs of the same
+shape stands in for its output.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import Call, Input, Ref, substitute
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.naming import unique_name
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.recording import Recording, record
 
@@ -35,7 +36,9 @@ def _remove_scopes(problem: Problem) -> None:
     """Take out modules, outermost first."""
     depth = 1
     while any(len(call.scope) >= depth for call in problem.best.program.calls):
-        for scope in dict.fromkeys(call.scope[:depth] for call in problem.best.program.calls if len(call.scope) >= depth):
+        for scope in dict.fromkeys(
+            call.scope[:depth] for call in problem.best.program.calls if len(call.scope) >= depth
+        ):
             calls = problem.best.program.calls
             inside = frozenset(i for i, call in enumerate(calls) if call.scope[:depth] == scope and _can_go(call))
             if 1 < len(inside) < len(calls):
@@ -91,11 +94,11 @@ def _by_value(candidate: Candidate, chosen: frozenset[int], recording: Recording
     known = {item.value for item in program.inputs}
     made = dict.fromkeys(v for index in sorted(chosen) for v in program.calls[index].output_refs() if v not in known)
     wants_grad = any(item.requires_grad for item in program.inputs)
-    inputs = [
-        Input(value, "x", "batch", wants_grad and recording.outputs[value].is_floating_point())
-        for value in made
-        if value in recording.outputs
-    ]
+    inputs: list[Input] = []
+    for value in made:
+        if value in recording.outputs:
+            name = unique_name(None, value, (*program.inputs, *inputs))
+            inputs.append(Input(value, name, "batch", wants_grad and recording.outputs[value].is_floating_point()))
     calls = tuple(call for index, call in enumerate(program.calls) if index not in chosen)
     tensors = {**candidate.tensors, **{item.value: recording.outputs[item.value] for item in inputs}}
     return Candidate(replace(program, calls=calls, inputs=(*program.inputs, *inputs)), tensors).pruned()

@@ -1,7 +1,7 @@
 """Cut: to the origin call with its recorded inputs, and upstream from there until the failure is the same.
 
-One instrumented run records what the calls around the origin read and which gradients arrived at their outputs. The smallest
-cut is tried first; every refusal doubles the number of calls that are kept, and the whole program comes last.
+One instrumented run records what the calls around the origin read and which gradients arrived at their outputs. The
+smallest cut is tried first; every refusal doubles the number of calls that are kept, and the whole program comes last.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from reprokit.program.functions import is_in_place
 from reprokit.program.ir import AUTOGRAD_BACKWARD, OPAQUE, Call, Input, Mode, Program, Ref, iter_refs
 from reprokit.shrink.arguments import without_defaults
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.naming import unique_name
 from reprokit.shrink.recording import Recording, record
 
 
@@ -31,9 +32,7 @@ def cuts(candidate: Candidate, failure: Failure) -> Iterator[tuple[str, Candidat
         yield "only the calls up to the failure", _up_to(candidate, failure)
 
 
-def _cuts_to(
-    candidate: Candidate, failure: Failure, kept: Sequence[int], recording: Recording
-) -> Iterator[Candidate]:
+def _cuts_to(candidate: Candidate, failure: Failure, kept: Sequence[int], recording: Recording) -> Iterator[Candidate]:
     if candidate.program.calls[kept[-1]].is_optimizer_step:
         for only in dict.fromkeys((failure.value, None)):
             yield _optimizer_step(candidate, kept[-1], recording, only)
@@ -128,9 +127,11 @@ def _body(
         call = program.calls[index]
         for value in call.input_refs():
             if value not in made and value not in body.tensors:
-                old = known.get(value, Input(value, "x"))
+                old = known.get(value, Input(value, ""))
                 role = "rng" if old.role == "rng" else "batch"
-                item = Input(value, old.name, role, (index, value) in wants_grad)
+                item = Input(
+                    value, old.name or unique_name(call, value, body.inputs), role, (index, value) in wants_grad
+                )
                 body.add(item, recording.inputs[index, value])
         made.update(call.output_refs())
         body.calls.append(_plain_mode(without_defaults(call), bool(wants_grad)))

@@ -14,7 +14,7 @@ import torch
 
 from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Mode, Program, Ref
 from reprokit.program.run import symbol_named
-from reprokit.shrink.arguments import leaves, with_leaf
+from reprokit.shrink.arguments import leaves, lists_of_tensors, with_leaf
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.problem import Problem
 
@@ -32,7 +32,7 @@ def simplify_setting(problem: Problem) -> None:
             _drop_starts(problem, index)
         elif not call.is_differentiation:
             _simplify_call(problem, index)
-    _simplify_tensors(problem)
+    _simplify_layout(problem)
 
 
 def drop_autocast(problem: Problem) -> None:
@@ -48,14 +48,16 @@ def drop_autocast(problem: Problem) -> None:
         problem.consider(plain, "no autocast")
 
 
-def _simplify_tensors(problem: Problem) -> None:
-    best = problem.best
-    floats = {value: t.float() for value, t in best.tensors.items() if t.dtype in _HALVES}
-    if floats:
-        problem.consider(best.with_tensors(floats), "float32 instead of half precision")
-    doubles = {value: t.float() for value, t in problem.best.tensors.items() if t.dtype is torch.float64}
-    if doubles:
-        problem.consider(problem.best.with_tensors(doubles), "float32 instead of float64")
+def simplify_precision(problem: Problem) -> None:
+    """Use float32 instead of any other floating-point format."""
+    for kind, dtypes in (("half precision", _HALVES), ("float64", (torch.float64,))):
+        tensors = {value: t.float() for value, t in problem.best.tensors.items() if t.dtype in dtypes}
+        if tensors:
+            problem.consider(problem.best.with_tensors(tensors), f"float32 instead of {kind}")
+
+
+def _simplify_layout(problem: Problem) -> None:
+    """Contiguous inputs, gradients on, no generator state."""
     best = problem.best
     plain = {value: t.contiguous() for value, t in best.tensors.items() if t.layout is torch.strided}
     problem.consider(best.with_tensors(plain), "contiguous inputs")
@@ -110,11 +112,9 @@ def fewer_arguments(call: Call) -> Iterator[tuple[str, Call]]:
 
 def _shorter_lists(call: Call) -> Iterator[tuple[str, Call]]:
     """Shorter lists of tensors, alone or together with the flag or count that belongs to them, as in `torch.lstm`."""
-    for place, argument in enumerate(call.args):
-        if not isinstance(argument, list) or len(argument) < 2 or not all(isinstance(x, Ref) for x in argument):
-            continue
-        for length in range(1, len(argument)):
-            shorter = with_leaf(call, (0, place), argument[:length])
+    for place, refs in lists_of_tensors(call):
+        for length in range(1, len(refs)):
+            shorter = with_leaf(call, place, refs[:length])
             yield "a shorter list", shorter
             for path, leaf in leaves(call):
                 for value in _lower(leaf):

@@ -1,7 +1,7 @@
 """Sizes: shrink dimensions that must agree together, keeping the place where the bad value sits.
 
-All to 1 at once first, on recorded numbers and then on plain ones; then each class of sizes for itself: to 1, to 2, and then by
-bisection. Last, dimensions of size 1 go altogether.
+All to 1 at once first, on recorded numbers and then on plain ones; then each class of sizes for itself: to 1, to 2, and
+then by bisection. Last, dimensions of size 1 go altogether.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def drop_dimensions(problem: Problem) -> None:
 def focus(problem: Problem, group: Class) -> list[int]:
     """The indexes of a class, the one most likely needed first.
 
-    That is where the bad element sits, if the class reaches it; otherwise infinities come first, then indexes that an index
-    tensor points to, then large numbers.
+    That is where the bad element sits, if the class reaches it; otherwise infinities come first, then indexes that an
+    index tensor points to, then large numbers.
     """
     candidate = problem.best
     place = _bad_index(problem, group)
@@ -109,7 +109,7 @@ def _try_kept(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str
         smaller = shrink_to(start, ordered, renumber=True)
         if problem.consider(smaller, change):
             return True
-    return any(problem.consider(plain, f"{change}, {name}") for name, plain in extremes(smaller))
+    return any(problem.consider(plain, f"{change}, {name}") for name, plain in extremes(smaller, problem.failure.kind))
 
 
 def _bad_index(problem: Problem, group: Class) -> int | None:
@@ -147,7 +147,7 @@ def _pointed_to(candidate: Candidate, group: Class) -> set[int]:
     for item in candidate.program.inputs:
         tensor = candidate.tensors[item.value]
         if tensor.dtype in (torch.int64, torch.int32) and 0 < tensor.numel() <= 4096:
-            found.update(int(index) for index in tensor.unique() if 0 <= int(index) < group.size)
+            found.update(int(index) for index in tensor.flatten().tolist() if 0 <= int(index) < group.size)
     return found if len(found) < group.size else set()
 
 

@@ -23,17 +23,17 @@ _MAX_KEPT_INDEXES = 4
 def simplify_values(problem: Problem) -> None:
     """Give every input the plainest contents that still fail."""
     _simplify_together(problem)
+    _lower_constants(problem)
     for item in problem.best.program.inputs:
         _simplify(problem, item)
-    _lower_constants(problem)
     _drop_unit_gradient(problem)
 
 
-def plainer_contents(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def plainer_contents(tensor: torch.Tensor, role: str) -> Iterator[torch.Tensor]:
     """Plainer contents for one tensor, plainest first."""
     if is_number(tensor):
-        yield filled(tensor, 0.0)
-        yield filled(tensor, 1.0)
+        for number in (1.0, 0.0) if role == "gradient" else (0.0, 1.0):
+            yield filled(tensor, number)
         yield from _plainer_numbers(tensor)
     elif tensor.dtype is torch.bool and tensor.numel() > _MAX_KEPT_INDEXES:
         yield torch.zeros_like(tensor)
@@ -70,7 +70,7 @@ def _simplify(problem: Problem, item: Input) -> None:
     if item.role == "rng" or item.value not in problem.best.tensors:
         return
     tensor = problem.best.tensors[item.value]
-    for plain in plainer_contents(tensor):
+    for plain in plainer_contents(tensor, item.role):
         if problem.consider(problem.best.with_tensors({item.value: plain}), f"plainer `{item.name}`"):
             return
 
