@@ -163,14 +163,18 @@ def determinism(settings: Mapping[str, Any] | None = None) -> Iterator[None]:
         matmul_precision(),
     )
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    is_deterministic = bool(settings.get("deterministic_algorithms", before[1]))
+    is_change = is_deterministic != before[1] or (is_deterministic and not warn_only)
     try:
         torch.set_num_threads(int(settings.get("num_threads", before[0])))
-        torch.use_deterministic_algorithms(bool(settings.get("deterministic_algorithms", before[1])), warn_only=True)
+        if is_change:  # the call imports torch's compiler, which takes seconds
+            torch.use_deterministic_algorithms(is_deterministic, warn_only=True)
         _set_matmul_precision(settings.get("matmul_precision", before[2]))
         yield
     finally:
         torch.set_num_threads(before[0])
-        torch.use_deterministic_algorithms(before[1], warn_only=warn_only)
+        if is_change:
+            torch.use_deterministic_algorithms(before[1], warn_only=warn_only)
         _set_matmul_precision(before[2])
 
 
