@@ -30,11 +30,11 @@ def capture(
 ) -> Iterator[Session]:
     """Watch the training loop in this block and save its first failing step.
 
-    Writes ``output``, or ``<name>-step<N>.repro.pt`` in the current folder. With ``after="stop"`` the failure ends the
-    loop with a `SystemExit` of code 3; with ``"continue"`` the loop goes on unwatched. The session's ``snapshots`` are
-    the files written.
+    Writes ``output``, or ``<name>-step<N>.repro.pt`` in the current folder. With ``after="stop"`` the block is left at
+    the failure and the program goes on behind it; with ``"continue"`` the loop goes on unwatched. Yields the session;
+    its ``snapshots`` are the files written. Raises `UsageError` when ``output`` exists and ``overwrite`` is false.
     """
-    from reprokit.capture.session import Session
+    from reprokit.capture.session import CaptureStop, Session
     from reprokit.snapshot.redact import redact_argv
 
     path = Path(output).absolute() if output is not None else None
@@ -44,6 +44,9 @@ def capture(
     try:
         with session:
             yield session
+    except CaptureStop as stop:
+        if stop.session is not session:
+            raise
     finally:
         if not quiet:
             for written, result in zip(session.snapshots, session.results, strict=True):
