@@ -1,8 +1,8 @@
 """Is a program well-formed? Asked of shapes only, so that ill-formed edits never cost a check.
 
-A probe runs the calls on the meta device, where tensors have shapes and no contents. Programs that the meta device
-cannot run (autocast, results whose shape depends on values) are probed on zeros instead; when those do not run either,
-every edit has to be checked.
+A probe runs the calls on made-up tensors and looks at nothing but shapes and errors. Small inputs are made of zeros;
+large ones, and those of functions that refuse zeros, lie on the meta device, which has no contents at all (and takes a
+second to load). When neither runs, every edit has to be checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from reprokit.shrink.candidate import Candidate
 
 Shape = tuple[int, ...]
 Shapes = dict[int, Shape]
-_MAX_ZEROS = 1 << 20
+_MAX_ZEROS = 1 << 21
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class Form:
 class Ground(Enum):
     """What a program is probed on: a device, and whether a warning counts as a refusal."""
 
-    META = ("meta", True)
-    META_WARNING = ("meta", False)
     ZEROS = ("cpu", True)
     ZEROS_WARNING = ("cpu", False)
+    META = ("meta", True)
+    META_WARNING = ("meta", False)
 
     @property
     def device(self) -> str:
