@@ -40,8 +40,8 @@ PASSES: tuple[tuple[str, Callable[[Problem], None]], ...] = (
     ("calls", remove_calls),
     ("modes", drop_autocast),
     ("sizes", shrink_sizes),
-    ("dimensions", drop_dimensions),
     ("setting", simplify_setting),
+    ("dimensions", drop_dimensions),
     ("values", simplify_values),
     ("precision", simplify_precision),
 )

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from reprokit.program.functions import is_in_place
-from reprokit.program.ir import Call, Input, Ref, substitute
+from reprokit.program.ir import Input, Ref, substitute
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.naming import unique_name
 from reprokit.shrink.problem import Problem
@@ -21,7 +21,7 @@ from reprokit.shrink.recording import Recording, record
 
 def remove_calls(problem: Problem) -> None:
     """Take out every call that the failure does not need."""
-    if len(problem.best.program.calls) < 2:
+    if problem.best.num_calls < 2:
         return
     _remove_scopes(problem)
     window = max(1, len(problem.best.program.calls) // 2)
@@ -40,7 +40,7 @@ def _remove_scopes(problem: Problem) -> None:
             call.scope[:depth] for call in problem.best.program.calls if len(call.scope) >= depth
         ):
             calls = problem.best.program.calls
-            inside = frozenset(i for i, call in enumerate(calls) if call.scope[:depth] == scope and _can_go(call))
+            inside = frozenset(i for i in _removable(problem) if calls[i].scope[:depth] == scope)
             if 1 < len(inside) < len(calls):
                 _remove(problem, inside, f"without module {scope[-1].path or scope[-1].cls}")
         depth += 1
@@ -51,15 +51,18 @@ def _remove_windows(problem: Problem, window: int) -> None:
     stop = len(problem.best.program.calls)
     while stop > 0:
         start = max(0, stop - window)
-        calls = problem.best.program.calls
-        chosen = frozenset(index for index in range(start, stop) if _can_go(calls[index]))
+        chosen = frozenset(index for index in _removable(problem) if start <= index < stop)
         if chosen:
             _remove(problem, chosen, f"without {len(chosen)} calls" if len(chosen) > 1 else "without one call")
         stop = start
 
 
-def _can_go(call: Call) -> bool:
-    return not (call.is_differentiation or call.is_optimizer_step)
+def _removable(problem: Problem) -> list[int]:
+    """Every call but the origin and those that the failure is seen at."""
+    calls = problem.best.program.calls
+    origin = problem.failure.call_index
+    kept = [i for i, call in enumerate(calls) if i == origin or call.is_differentiation or call.is_optimizer_step]
+    return [index for index in range(len(calls)) if index not in kept]
 
 
 def _remove(problem: Problem, chosen: frozenset[int], change: str) -> bool:

@@ -14,8 +14,9 @@ import torch
 from reprokit.locate.failure import Failure
 from reprokit.shrink.arguments import leaves, with_leaf
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.constants import extremes
+from reprokit.shrink.constants import extremes, number_inputs
 from reprokit.shrink.dimensions import Axis, Class, axes_of_output, find_classes, shrink_to
+from reprokit.shrink.plainness import SHORT, plainness
 from reprokit.shrink.problem import Problem
 
 _MAX_SINGLE_DROPS = 8
@@ -27,32 +28,43 @@ def shrink_sizes(problem: Problem) -> None:
     classes = find_classes(problem.best, problem.prober)
     if not classes:
         return
+    if any(_try_slice(problem, kept, "all sizes 1") for kept in _single_indexes(problem, classes)):
+        return
     if _try_kept(problem, {group: focus(problem, group)[:1] for group in classes}, "all sizes 1"):
         return
     for size in dict.fromkeys(group.size for group in classes):
         _shrink_classes_of(problem, size)
 
 
+def _single_indexes(problem: Problem, classes: Sequence[Class]) -> Iterator[dict[Class, list[int]]]:
+    """One index for each class. When nothing tells where the bad value sits, as in a sum over everything, the places of
+    the largest, the greatest and the least number are all worth a look."""
+    yield {group: focus(problem, group)[:1] for group in classes}
+    if all(_bad_index(problem, group) is None for group in classes):
+        for sign in (1.0, -1.0):
+            yield {group: focus(problem, group, sign)[:1] for group in classes}
+
+
 def drop_dimensions(problem: Problem) -> None:
-    """Drop dimensions of size 1: all of them, all but one, then one at a time."""
-    for keep in (0, 1):
-        _try_dropping(problem, list(_axes_of_one(problem.best, keep)), f"at least {keep} dimensions")
-    for item in problem.best.program.inputs:
-        while any(_try_dropping(problem, [axis], "one dimension less") for axis in _axes_of(problem.best, item.value)):
-            pass
+    """Drop leading dimensions of size 1 from all inputs alike: down to none, to one, to two."""
+    for keep in (0, 1, 2):
+        if _try_dropping(problem, list(_leading_ones(problem.best, keep)), f"at least {keep} dimensions"):
+            return
 
 
-def focus(problem: Problem, group: Class) -> list[int]:
+def focus(problem: Problem, group: Class, sign: float | None = None) -> list[int]:
     """The indexes of a class, the one most likely needed first.
 
-    That is where the bad element sits, if the class reaches it; otherwise infinities come first, then indexes that an
-    index tensor points to, then large numbers.
+    That is where the bad element sits, if the class reaches it, otherwise where infinities and large numbers are (with
+    ``sign``, only those of one sign count); second comes an index that an index tensor points to.
     """
     candidate = problem.best
     place = _bad_index(problem, group)
-    scores = _scores(candidate, group)
+    scores = _scores(candidate, group, sign)
     order = sorted(range(group.size), key=lambda index: (-scores[index], index))
-    return order if place is None else [place, *(index for index in order if index != place)]
+    pointed = sorted(_pointed_to(candidate, group))
+    first = [place] if place is not None else order[:1]
+    return list(dict.fromkeys((*first, *pointed[:1], *order)))
 
 
 def _shrink_classes_of(problem: Problem, size: int) -> None:
@@ -101,15 +113,30 @@ def _drop_single(problem: Problem, start: Candidate, group: Class, order: list[i
 def _try_kept(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str) -> bool:
     """Keep these indexes; with recorded numbers, then with plain ones."""
     start = problem.best
-    ordered = {group: sorted(indexes) for group, indexes in kept.items()}
-    smaller = shrink_to(start, ordered)
-    if problem.consider(smaller, change):
+    if _try_slice(problem, kept, change):
         return True
-    if problem.prober.refuses(smaller, start):
-        smaller = shrink_to(start, ordered, renumber=True)
-        if problem.consider(smaller, change):
-            return True
+    if _is_plain(start):
+        return False
+    smaller = _slices(problem, kept)[-1]
     return any(problem.consider(plain, f"{change}, {name}") for name, plain in extremes(smaller, problem.failure.kind))
+
+
+def _try_slice(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str) -> bool:
+    return any(problem.consider(smaller, change) for smaller in _slices(problem, kept))
+
+
+def _slices(problem: Problem, kept: Mapping[Class, Sequence[int]]) -> list[Candidate]:
+    """The best candidate with only the kept indexes; if need be with integers in the arguments renumbered."""
+    ordered = {group: sorted(indexes) for group, indexes in kept.items()}
+    plain = shrink_to(problem.best, ordered)
+    if not problem.prober.refuses(plain, problem.best):
+        return [plain]
+    return [plain, shrink_to(problem.best, ordered, renumber=True)]
+
+
+def _is_plain(candidate: Candidate) -> bool:
+    """Whether every input is constant, so that plain numbers were tried before."""
+    return all(plainness(candidate.tensors[item.value]) < SHORT for item in number_inputs(candidate))
 
 
 def _bad_index(problem: Problem, group: Class) -> int | None:
@@ -123,23 +150,21 @@ def _bad_index(problem: Problem, group: Class) -> int | None:
     return failure.element[usable[0]] % group.size if usable else None
 
 
-def _scores(candidate: Candidate, group: Class) -> list[float]:
+def _scores(candidate: Candidate, group: Class, sign: float | None) -> list[float]:
     """How remarkable the numbers at each index are."""
     scores = torch.zeros(group.size, dtype=torch.float64)
     for member in group.axes:
         tensor = candidate.tensors[member.value]
         if tensor.is_floating_point() and tensor.numel():
-            scores += _sizes_along(tensor, member, group.size)
-    for index in _pointed_to(candidate, group):
-        scores[index] += 1e3
+            scores += _sizes_along(tensor.abs() if sign is None else sign * tensor, member, group.size)
     return [float(score) for score in scores]
 
 
 def _sizes_along(tensor: torch.Tensor, member: Axis, size: int) -> torch.Tensor:
-    """The logarithm of the largest element at each index; an infinity outweighs everything."""
-    rows = tensor.detach().abs().double().movedim(member.axis, 0).reshape(member.factor, size, -1)
-    largest = rows.nan_to_num(nan=0.0, posinf=float("inf")).amax(dim=(0, 2))
-    return largest.log1p().clamp(max=1e6)
+    """The logarithm of the largest element at each index, with its sign; an infinity outweighs everything."""
+    rows = tensor.detach().double().movedim(member.axis, 0).reshape(member.factor, size, -1)
+    largest = rows.nan_to_num(nan=0.0, posinf=float("inf"), neginf=float("-inf")).amax(dim=(0, 2))
+    return (largest.sign() * largest.abs().log1p()).clamp(-1e6, 1e6)
 
 
 def _pointed_to(candidate: Candidate, group: Class) -> set[int]:
@@ -151,19 +176,13 @@ def _pointed_to(candidate: Candidate, group: Class) -> set[int]:
     return found if len(found) < group.size else set()
 
 
-def _axes_of_one(candidate: Candidate, keep: int) -> Iterator[Axis]:
-    """Leading dimensions of size 1 that leave at least ``keep`` dimensions."""
+def _leading_ones(candidate: Candidate, keep: int) -> Iterator[Axis]:
+    """The first dimensions of size 1 of every input, as many as leave ``keep`` dimensions."""
     for item in candidate.program.inputs:
-        if item.role != "rng":
-            axes = _axes_of(candidate, item.value)
-            yield from axes[: max(0, candidate.tensors[item.value].dim() - keep)]
-
-
-def _axes_of(candidate: Candidate, value: int) -> list[Axis]:
-    tensor = candidate.tensors.get(value)
-    if tensor is None or tensor.layout is not torch.strided:
-        return []
-    return [Axis(value, axis) for axis, size in enumerate(tensor.shape) if size == 1]
+        tensor = candidate.tensors[item.value]
+        if item.role != "rng" and tensor.layout is torch.strided:
+            axes = [Axis(item.value, axis) for axis, size in enumerate(tensor.shape) if size == 1]
+            yield from axes[: max(0, tensor.dim() - keep)]
 
 
 def _try_dropping(problem: Problem, axes: list[Axis], change: str) -> bool:

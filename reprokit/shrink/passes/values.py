@@ -60,9 +60,14 @@ def _simplify_together(problem: Problem) -> None:
     items = [item for item in number_inputs(problem.best) if item.role != "gradient"]
     if len(items) < 2:
         return
-    for number, name in ((0.0, "zeros"), (1.0, "ones")):
-        tensors = {item.value: filled(problem.best.tensors[item.value], number) for item in items}
-        if problem.consider(problem.best.with_tensors(tensors), f"all inputs {name}"):
+    best = problem.best
+    rungs: tuple[tuple[str, int | None], ...] = (("zeros", None), ("ones", 0), ("large constants", -1))
+    for name, rung in rungs[: 3 if problem.failure.kind == "inf" else 2]:
+        tensors = {}
+        for item in items:
+            tensor = best.tensors[item.value]
+            tensors[item.value] = filled(tensor, 0.0 if rung is None else (1.0, *ladder(tensor.dtype))[rung])
+        if problem.consider(best.with_tensors(tensors), f"all inputs {name}"):
             return
 
 
