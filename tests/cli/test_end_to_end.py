@@ -1,0 +1,125 @@
+"""The whole tool through its public commands, on scripts nobody prepared for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+HEALTHY = """
+import random, sys
+import torch
+from torch import nn
+
+torch.manual_seed(0); random.seed(0)
+model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 2))
+average = torch.optim.swa_utils.AveragedModel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+for step in range(20):
+    x = torch.randn(8, 6) * random.random()
+    y = torch.randint(0, 2, (8,))
+    loss = nn.functional.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+    average.update_parameters(model)
+    if step % 5 == 0:
+        model.eval()
+        with torch.no_grad():
+            print("eval", model(x).sum().item())
+        model.train()
+    print(step, loss.item(), random.random())
+torch.save([*model.state_dict().values(), *average.state_dict().values(), torch.get_rng_state()], "end.pt")
+torch.save(model, "model.pt")
+sys.exit(7)
+"""
+
+T5 = """
+import torch, transformers
+
+torch.manual_seed(0)
+config = transformers.T5Config(
+    vocab_size=64, d_model=64, d_kv=16, d_ff=256, num_layers=2, num_heads=4, decoder_start_token_id=0
+)
+model = transformers.T5ForConditionalGeneration(config)
+with torch.no_grad():
+    for name, p in model.named_parameters():
+        if "DenseReluDense" in name:
+            p.mul_(60.0 if "wo" in name else 25.0)
+model = model.half().train()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-1)
+for step in range(60):
+    ids = torch.randint(1, 64, (4, 16))
+    loss = model(input_ids=ids, labels=ids).loss
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        for block in model.encoder.block:
+            block.layer[-1].DenseReluDense.wo.weight.mul_(1.2)
+"""
+
+
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+
+
+def reprokit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return run(folder, sys.executable, "-m", "reprokit", *arguments)
+
+
+def test_a_healthy_script_ends_with_the_same_bits(tmp_path: Path) -> None:
+    folders = [tmp_path / "plain", tmp_path / "watched"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "train.py").write_text(HEALTHY)
+    plain = run(folders[0], sys.executable, "train.py")
+    watched = reprokit(folders[1], "capture", "train.py")
+    assert plain.returncode == watched.returncode == 7, watched.stderr
+    assert plain.stdout == watched.stdout
+    one, two = (torch.load(folder / "end.pt", weights_only=True) for folder in folders)
+    assert len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert b"reprokit" not in (folders[1] / "model.pt").read_bytes()
+    assert {path.name for path in folders[1].iterdir()} == {"train.py", "end.pt", "model.pt"}
+    assert watched.stderr.splitlines() == [line for line in watched.stderr.splitlines() if line.startswith("reprokit:")]
+
+
+def test_a_transformers_t5_in_half_precision(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "train.py").write_text(T5)
+    captured = reprokit(tmp_path, "capture", "--json", "-o", "snap.pt", "train.py")
+    assert captured.returncode == 3, captured.stderr
+    shown = json.loads(captured.stdout.splitlines()[-1])
+    failure = shown["failure"]
+    assert shown["fidelity"] == "exact"
+    assert (failure["phase"], failure["kind"], failure["call"]) == ("forward", "inf", "torch.nn.functional.linear")
+    assert failure["module"].endswith("DenseReluDense.wo")
+    assert failure["site"]["file"] == "train.py" and "model(input_ids=ids" in failure["site"]["code"]
+    shrunk = json.loads(reprokit(tmp_path, "shrink", "--json", "-o", "out", "snap.pt").stdout)
+    assert shrunk["repro"]["lines"] <= 10 and shrunk["repro"]["verified"] == "20/20"
+    assert shrunk["calls"] == 1 and shrunk["elements"] <= 4
+
+
+def test_opening_a_snapshot_executes_nothing(tmp_path: Path) -> None:
+    bait = tmp_path / "executed"
+
+    class Bait:
+        def __reduce__(self) -> tuple[object, ...]:
+            return (os.system, (f"touch {bait}",))
+
+    path = tmp_path / "evil.pt"
+    torch.save({"format": "reprokit", "kind": "snapshot", "version": 1, "program": Bait()}, path)
+    for command in ("show", "shrink", "verify"):
+        done = reprokit(tmp_path, command, str(path))
+        assert done.returncode != 0 and not bait.exists()
+        assert "Traceback" not in done.stderr and "hint:" in done.stderr

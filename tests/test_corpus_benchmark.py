@@ -1,0 +1,107 @@
+"""Scoring of the corpus benchmark: a pure function of a case and of what the commands printed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def corpus() -> ModuleType:
+    path = Path(__file__).resolve().parents[1] / "benchmarks" / "corpus.py"
+    spec = importlib.util.spec_from_file_location("corpus_benchmark", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["corpus_benchmark"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+CASE: dict[str, Any] = {
+    "phase": "loss",
+    "kind": "nan",
+    "first_bad_step": 3,
+    "accept_calls": ["div", "Adam.step"],
+    "culprit_module": "enc.1",
+    "minimal_ops": 1,
+    "minimal_numel": 1,
+}
+
+
+def shown(**changes: Any) -> dict[str, Any]:
+    failure = {"step": 3, "phase": "forward", "kind": "nan", "call": "torch.Tensor.div", "module": "enc.1.norm"}
+    return {"failure": {**failure, **changes}, "fidelity": "exact"}
+
+
+def shrunk(**changes: Any) -> dict[str, Any]:
+    repro = {"lines": 6, "files": ["repro.py"]}
+    return {"calls": 1, "elements": 2, "checks": 5, "one_minimal": True, "repro": repro, **changes}
+
+
+def repro(corpus: ModuleType, code: int = 1, stdout: str = "y = nan") -> Any:
+    return corpus.Finished(code, stdout, "", 1.0)
+
+
+def test_a_perfect_row(corpus: ModuleType) -> None:
+    row = corpus.score("case", CASE, shown(), shrunk(), [repro(corpus)] * 3)
+    assert all(getattr(row, name) for name in corpus.CHECKS)
+    assert (row.lines, row.checks, row.calls, row.elements) == (6, 5, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [({"step": 4}, "step"), ({"phase": "backward"}, "phase"), ({"call": "torch.Tensor.mul"}, "blame"),
+     ({"call": None}, "blame"), ({"module": "enc.10"}, "module"), ({"module": None}, "module"),
+     ({"kind": "inf"}, "kind")],
+)  # fmt: skip
+def test_what_is_wrong_in_show(corpus: ModuleType, changed: dict[str, Any], field: str) -> None:
+    row = corpus.score("case", CASE, shown(**changed), shrunk(), [repro(corpus)] * 3)
+    assert [name for name in corpus.CHECKS if not getattr(row, name)] == [field]
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [({"calls": 2}, "calls_ok"), ({"elements": 3}, "elements_ok"), ({"one_minimal": False}, "one_minimal"),
+     ({"repro": {"lines": 6, "files": ["repro.py", "inputs.pt"]}}, "no_side_file")],
+)  # fmt: skip
+def test_what_is_wrong_in_shrink(corpus: ModuleType, changed: dict[str, Any], field: str) -> None:
+    row = corpus.score("case", CASE, shown(), shrunk(**changed), [repro(corpus)] * 3)
+    assert [name for name in corpus.CHECKS if not getattr(row, name)] == [field]
+
+
+def test_a_repro_must_fail_alike_every_time(corpus: ModuleType) -> None:
+    one = repro(corpus)
+    for runs in ([], [one, one], [one, one, repro(corpus, code=0)], [one, one, repro(corpus, stdout="y = inf")]):
+        assert not corpus.score("case", CASE, shown(), shrunk(), runs).repro
+
+
+def test_nothing_captured(corpus: ModuleType) -> None:
+    row = corpus.score("case", CASE, None, None, [])
+    assert not row.captured and not row.repro
+    assert corpus.summarise([row])["counts"]["captured"] == "0/1"
+    assert "case" in corpus.table([row])
+
+
+def test_the_optimizer_and_the_root_module(corpus: ModuleType) -> None:
+    assert corpus.is_accepted("torch.optim.Adam.step", ["Adam.step"])
+    assert not corpus.is_accepted("torch.optim.NAdam.step", ["Adam.step"])
+    assert corpus.is_inside("<VRNN>", "(root)") and not corpus.is_inside("fc", "(root)")
+
+
+def test_comparison_names_what_changed(corpus: ModuleType) -> None:
+    good = corpus.summarise([corpus.score("case", CASE, shown(), shrunk(), [repro(corpus)] * 3)])
+    bad = corpus.summarise([corpus.score("case", CASE, shown(step=9), shrunk(), [repro(corpus)] * 3)])
+    assert corpus.compare(good, good) == "no case changed"
+    assert corpus.compare(good, bad) == "worse   case: step"
+    assert corpus.compare(bad, good) == "better  case: step"
+
+
+def test_the_last_json_line_counts(corpus: ModuleType) -> None:
+    done = corpus.Finished(3, '{"script": "prints"}\nstep 1\n{"schema": 1}\n', "", 0.1)
+    assert done.json() == {"schema": 1}
+    assert corpus.Finished(1, "no json", "", 0.1).json() is None
