@@ -13,12 +13,16 @@ from reprokit.shrink.probe import Prober
 
 @dataclass
 class Problem:
-    """The best candidate and the oracle. Invariant: ``best`` was confirmed by the oracle and only ever gets smaller."""
+    """The best candidate and the oracle. Invariant: ``best`` was confirmed by the oracle and only ever gets smaller.
+
+    ``tried_extremes`` remembers for which shapes plain numbers were tried in place of recorded ones.
+    """
 
     best: Candidate
     oracle: Oracle
     prober: Prober = field(default_factory=Prober)
     on_accept: Callable[[Candidate], None] | None = None
+    tried_extremes: set[str] = field(default_factory=set)
 
     def consider(self, candidate: Candidate, change: str) -> bool:
         """Accept ``candidate`` if it is smaller than the best one and fails the same way.

@@ -84,15 +84,14 @@ def _written(call: Call) -> set[int]:
 
 def _up_to(candidate: Candidate, failure: Failure) -> Candidate:
     """The whole program without what comes after the failure could be seen."""
-    program = candidate.program
+    calls = [without_defaults(call) for call in candidate.program.calls]
     origin = failure.call_index if failure.call_index is not None else 0
-    later = [i for i, call in enumerate(program.calls) if i >= origin and call.is_differentiation]
     if failure.phase == "forward" and failure.value is not None and failure.call_index is not None:
-        return replace(
-            candidate, program=replace(program, calls=program.calls[: origin + 1], outputs=(Ref(failure.value),))
-        ).pruned()
-    last = later[-1] if failure.phase == "backward" and later else len(program.calls) - 1
-    return replace(candidate, program=replace(program, calls=program.calls[: last + 1])).pruned()
+        program = replace(candidate.program, calls=tuple(calls[: origin + 1]), outputs=(Ref(failure.value),))
+        return replace(candidate, program=program).pruned()
+    later = [index for index, call in enumerate(calls) if index >= origin and call.is_differentiation]
+    end = later[-1] + 1 if failure.phase == "backward" and later else len(calls)
+    return replace(candidate, program=replace(candidate.program, calls=tuple(calls[:end]))).pruned()
 
 
 @dataclass

@@ -14,9 +14,8 @@ import torch
 from reprokit.locate.failure import Failure
 from reprokit.shrink.arguments import leaves, with_leaf
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.constants import extremes, number_inputs
+from reprokit.shrink.constants import extremes
 from reprokit.shrink.dimensions import Axis, Class, axes_of_output, find_classes, shrink_to
-from reprokit.shrink.plainness import SHORT, plainness
 from reprokit.shrink.problem import Problem
 
 _MAX_SINGLE_DROPS = 8
@@ -111,13 +110,14 @@ def _drop_single(problem: Problem, start: Candidate, group: Class, order: list[i
 
 
 def _try_kept(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str) -> bool:
-    """Keep these indexes; with recorded numbers, then with plain ones."""
-    start = problem.best
+    """Keep these indexes; with recorded numbers, then with plain ones, which are tried once for the same shapes."""
     if _try_slice(problem, kept, change):
         return True
-    if _is_plain(start):
-        return False
     smaller = _slices(problem, kept)[-1]
+    outline = _outline(smaller)
+    if outline in problem.tried_extremes:
+        return False
+    problem.tried_extremes.add(outline)
     return any(problem.consider(plain, f"{change}, {name}") for name, plain in extremes(smaller, problem.failure.kind))
 
 
@@ -134,9 +134,15 @@ def _slices(problem: Problem, kept: Mapping[Class, Sequence[int]]) -> list[Candi
     return [plain, shrink_to(problem.best, ordered, renumber=True)]
 
 
-def _is_plain(candidate: Candidate) -> bool:
-    """Whether every input is constant, so that plain numbers were tried before."""
-    return all(plainness(candidate.tensors[item.value]) < SHORT for item in number_inputs(candidate))
+def _outline(candidate: Candidate) -> str:
+    """All that a candidate of extreme numbers has of its own: the forward calls, shapes and dtypes."""
+    calls = [(call.target, call.args, call.kwargs) for call in candidate.program.calls if not call.is_differentiation]
+    forms = [
+        (item.value, tuple(candidate.tensors[item.value].shape), candidate.tensors[item.value].dtype)
+        for item in candidate.program.inputs
+        if item.role != "gradient"
+    ]
+    return f"{calls} {forms}"
 
 
 def _bad_index(problem: Problem, group: Class) -> int | None:
