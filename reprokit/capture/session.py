@@ -31,7 +31,7 @@ from reprokit.capture.watch import bad_tensor
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure, kind_of
 from reprokit.locate.ways import ways_of
-from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE
 from reprokit.program.run import matmul_precision
 from reprokit.snapshot.format import Snapshot, save
 
@@ -419,6 +419,10 @@ class Session:
         if failure is None:
             failure = Failure(_phase_of(observed_at), self._observed_kind(pending))
             notes.append("the failure did not occur again when the step was replayed")
+            opaque = [c.kwargs["name"] for c in replayed.program.calls if c.target == OPAQUE]
+            if opaque:
+                names = ", ".join(f"`{name}`" for name in dict.fromkeys(opaque))
+                notes.append(f"custom autograd functions are not followed: {names}")
             replayed.is_close = False
         notes += replayed.mismatches
         return self._assemble(replayed, failure, observed_at, notes)

@@ -20,7 +20,7 @@ from reprokit.locate.gradient import blame_gradient
 from reprokit.locate.notes import Found, Notes
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
 from reprokit.program.functions import display_name, is_factory
-from reprokit.program.ir import Call, Program, Scope, iter_refs, map_leaves
+from reprokit.program.ir import OPAQUE, Call, Program, Scope, iter_refs, map_leaves
 from reprokit.program.run import Outcome, Tensors
 
 __all__ = ["Failure", "locate"]
@@ -179,7 +179,9 @@ class _Walk:
         return _with_place(failure, self._notes, index, value, way)
 
     def _blame_input(self, value: int, way: str, at: int) -> Failure:
-        reader = self._program.calls[at] if at < len(self._program.calls) else None
+        calls = self._program.calls
+        opaque = (call for call in calls if call.target == OPAQUE and value in call.output_refs())
+        reader = next(opaque, calls[at] if at < len(calls) else None)
         failure = Failure(
             reader.phase if reader is not None and not reader.is_differentiation else "forward",
             kind_of(way),

@@ -157,11 +157,11 @@ class Tracer(TorchFunctionMode):
         self.calls.append(replace(call, mode=mode, outputs=self._bind(result)))
         return result
 
-    def _outcome(self, result: Any, role: str) -> Any:
+    def _outcome(self, result: Any, role: str, name: str = "") -> Any:
         """Make the tensors of ``result`` inputs of the program."""
         for tensor in _tensors(result):
             if id(tensor) not in self._values:
-                self.adopt(tensor, Origin(role, role))
+                self.adopt(tensor, Origin(name or role, role))
         return result
 
     def _perform_unknown(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -319,7 +319,7 @@ def _opaque_functions(tracer: Tracer) -> Iterator[None]:
             result = original.__get__(None, cls)(*args, **kwargs)
         tensors = [item for item in args if isinstance(item, torch.Tensor)]
         refs = tuple(Ref(tracer.value(item)) for item in tensors)
-        tracer._outcome(result, "opaque")
+        tracer._outcome(result, "opaque", f"{cls.__name__}_output")
         described = {"name": cls.__qualname__, "source": _source(cls)}
         call = tracer.make_call(OPAQUE, (), described)
         tracer.record(replace(call, args=refs, outputs=tracer._bind(result)))

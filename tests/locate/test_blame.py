@@ -222,3 +222,22 @@ def test_failures_are_plain_data_and_back() -> None:
 def test_ways(values: list[float], ways: set[str], dtype: torch.dtype) -> None:
     assert ways_of(torch.tensor(values, dtype=dtype)) == ways
     assert ways_of(torch.zeros(3, dtype=torch.int64)) == set()
+
+
+class Reciprocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x / (x - x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+def test_a_nan_out_of_a_custom_function_names_the_line_that_called_it() -> None:
+    def compute(x: torch.Tensor) -> None:
+        Reciprocal.apply(x * 1.0).sum().backward()
+
+    failure = recorded(compute, x=torch.zeros(2, requires_grad=True))
+    assert (failure.call, failure.input_name, failure.kind) == (None, "Reciprocal_output", "nan")
+    assert failure.site is not None and "Reciprocal.apply" in failure.site.code
