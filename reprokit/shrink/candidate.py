@@ -37,6 +37,11 @@ class Candidate:
         """Elements over all inputs, generator states not counted."""
         return count_elements(self.program, self.tensors)
 
+    @property
+    def shapes(self) -> dict[int, tuple[int, ...]]:
+        """The shapes of the inputs."""
+        return {item.value: tuple(self.tensors[item.value].shape) for item in self.program.inputs}
+
     @cached_property
     def sort_key(self) -> Key:
         """Smaller is better: calls, elements, settings, dimensions, plainness of the values."""

@@ -2,7 +2,8 @@
 
 A probe runs the calls on made-up tensors and looks at nothing but shapes and errors. Small inputs are made of zeros;
 large ones, and those of functions that refuse zeros, lie on the meta device, which has no contents at all (and takes a
-second to load). When neither runs, every edit has to be checked.
+second to load). So do those of functions that trust their arguments, since a wrong shape can crash the process there.
+When neither runs, every edit has to be checked.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from reprokit.program.ir import Program
 from reprokit.program.run import run
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.safety import is_safe, trusts_shapes
 
 Shape = tuple[int, ...]
 Shapes = dict[int, Shape]
@@ -60,9 +62,11 @@ class Prober:
 
     def refuses(self, candidate: Candidate, known: Candidate) -> bool:
         """Whether a candidate is ill-formed for sure, seen that ``known`` runs and can be probed."""
+        if not is_safe(candidate.program, candidate.shapes):
+            return True
         ground = self.ground(known)
         if ground is None or not _is_dense(candidate):
-            return False
+            return trusts_shapes(candidate.program) and forms_of(candidate) != forms_of(known)
         return self.shapes(candidate.program, forms_of(candidate), ground) is None
 
     def ground(self, known: Candidate) -> Ground | None:
@@ -70,7 +74,7 @@ class Prober:
         key = str(known.program.calls)
         if key not in self._grounds:
             forms = forms_of(known)
-            grounds = list(Ground) if _is_dense(known) else []
+            grounds = _grounds_for(known)
             self._grounds[key] = next((g for g in grounds if self.shapes(known.program, forms, g) is not None), None)
         return self._grounds[key]
 
@@ -88,11 +92,20 @@ def forms_of(candidate: Candidate) -> dict[int, Form]:
     return {value: Form(tuple(tensor.shape), tensor.dtype) for value, tensor in tensors.items()}
 
 
+def _grounds_for(candidate: Candidate) -> list[Ground]:
+    if not _is_dense(candidate):
+        return []
+    is_trusting = trusts_shapes(candidate.program)
+    return [ground for ground in Ground if not (is_trusting and ground.device == "cpu")]
+
+
 def _is_dense(candidate: Candidate) -> bool:
     return all(tensor.layout is torch.strided and not tensor.is_quantized for tensor in candidate.tensors.values())
 
 
 def _run_on(program: Program, forms: Mapping[int, Form], ground: Ground) -> Shapes | None:
+    if not is_safe(program, {value: form.shape for value, form in forms.items()}):
+        return None
     if ground.device == "cpu" and sum(math.prod(form.shape) for form in forms.values()) > _MAX_ZEROS:
         return None
     try:

@@ -9,6 +9,7 @@ from reprokit.locate.failure import Failure
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.oracle import Oracle, Verdict
 from reprokit.shrink.probe import Prober
+from reprokit.shrink.safety import is_safe
 
 
 @dataclass
@@ -32,7 +33,10 @@ class Problem:
         candidate = candidate.pruned()
         if candidate.sort_key >= self.best.sort_key:
             return False
-        if self.oracle.signature.kind != "exception" and self.prober.refuses(candidate, self.best):
+        is_exception = self.oracle.signature.kind == "exception"  # then being ill-formed may be the failure
+        if not is_safe(candidate.program, candidate.shapes) or (
+            not is_exception and self.prober.refuses(candidate, self.best)
+        ):
             return False
         if self.oracle.check(candidate, change) is not Verdict.SAME:
             return False

@@ -1,0 +1,258 @@
+"""The reducer over recorded steps: how small results get, and what happens when a reduction cannot go on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reprokit.errors import Flaky, NotReproduced, ReprokitError
+from reprokit.locate.blame import locate
+from reprokit.locate.failure import Failure
+from reprokit.program.ir import Program
+from reprokit.shrink import oracle as oracles
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.events import Checked, Event, Finished, Replayed
+from reprokit.shrink.reducer import REDUCTION_FILE, shrink
+from reprokit.shrink.reduction import Reduction, load
+from reprokit.shrink.signature import Signature
+from reprokit.snapshot.format import Snapshot, count_elements
+from tests.shrink import failing
+
+# calls, elements, checks at most
+SIZES = {
+    failing.masked_softmax: (1, 1, 8),
+    failing.zero_times_log_zero: (1, 1, 8),
+    failing.zero_by_zero: (1, 2, 8),
+    failing.half_linear_overflow: (1, 2, 16),
+    failing.half_sum_overflow: (1, 2, 20),
+    failing.sqrt_gradient: (1, 1, 8),
+    failing.logsumexp_gradient: (1, 2, 10),
+    failing.eigh_gradient: (1, 8, 20),
+    failing.where_gradient: (1, 1, 10),
+    failing.label_smoothing: (1, 3, 15),
+    failing.adam_half: (1, 2, 15),
+    failing.layer_norm_half: (1, 1, 12),
+    failing.in_place_gradient: (2, 1, 15),
+    failing.gradients_added_up: (3, 1, 45),
+    failing.gradient_penalty: (1, 1, 10),
+    failing.singular_matrix: (1, 1, 10),
+    failing.wrong_shapes: (1, 3, 35),
+    failing.bad_batch: (1, 2, 15),
+    failing.gated_recurrence: (1, 2, 10),
+    failing.chosen_column: (1, 1, 8),
+}
+by_name = pytest.mark.parametrize("step", SIZES, ids=lambda step: step.__name__)
+
+
+def signature_of(found: Snapshot | Reduction) -> Signature:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        failure = locate(found.program, found.tensors)
+    assert failure is not None
+    return Signature.of(failure, found.program)
+
+
+def is_alike(first: Reduction, second: Reduction) -> bool:
+    return Candidate(first.program, first.tensors).digest == Candidate(second.program, second.tensors).digest
+
+
+@by_name
+def test_results_are_small_and_fail_the_same_way(step: failing.Step) -> None:
+    snapshot = step()
+    reduction = shrink(snapshot)
+    summary = reduction.summary()
+    assert signature_of(reduction) == signature_of(snapshot)
+    calls, elements, checks = SIZES[step]
+    assert (summary["calls"], summary["elements"]) == (calls, elements)
+    assert summary["checks"] <= checks
+    assert summary["checks"] == sum(summary["verdicts"].values())
+    assert (summary["verdict"], summary["reproduces"], summary["one_minimal"]) == ("reduced", "5/5", True)
+    assert summary["before"] == {"calls": snapshot.program.num_calls, "elements": snapshot.num_elements}
+    assert [entry["input"] for entry in summary["explain"]] == [item.name for item in reduction.program.inputs]
+    assert len({item.name for item in reduction.program.inputs}) == len(reduction.program.inputs)
+
+
+@by_name
+def test_a_reduction_is_deterministic_and_idempotent(step: failing.Step) -> None:
+    reduction = shrink(step())
+    assert is_alike(shrink(step()), reduction)
+    again = shrink(failing.snapshot_of(reduction.program, reduction.tensors))
+    assert Candidate(again.program, again.tensors).sort_key == Candidate(reduction.program, reduction.tensors).sort_key
+
+
+def test_what_matters_is_told() -> None:
+    free = {entry["input"]: entry["free"] for entry in shrink(failing.adam_half()).explain}
+    assert free == {"fc.weight": True, "grad": False}
+
+
+def test_the_wanted_argument_survives() -> None:
+    (call,) = shrink(failing.label_smoothing()).program.calls
+    assert dict(call.kwargs) == {"label_smoothing": 0.2}
+
+
+def test_autocast_becomes_half_precision() -> None:
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return torch.nn.functional.linear(x, weight).sum()
+
+    reduction = shrink(failing.record(step, x=torch.full((4, 8), 300.0), weight=torch.full((3, 8), 300.0)))
+    assert reduction.program.calls[0].mode.autocast == ()
+    assert {tensor.dtype for tensor in reduction.tensors.values()} == {torch.float16}
+
+
+def test_layers_of_a_recurrent_network_go_together_with_their_weights() -> None:
+    layer = torch.nn.LSTM(5, 7, num_layers=3, batch_first=True)
+    x = failing.seeded(3, 4, 5)
+    x[1, 2] = float("nan")
+    reduction = shrink(failing.record(lambda batch: layer(batch)[0].sum(), batch=x))
+    (call,) = reduction.program.calls
+    assert call.target == "torch.lstm"
+    assert count_elements(reduction.program, reduction.tensors) == 11  # input, two states, four gates on either side
+
+
+def test_the_surroundings_are_left_alone() -> None:
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    snapshot = failing.half_linear_overflow()
+    tensors = {value: tensor.clone() for value, tensor in snapshot.tensors.items()}
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        shrink(snapshot)
+        assert not torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensors[value], tensor) for value, tensor in snapshot.tensors.items())
+
+
+def test_events_tell_what_happens() -> None:
+    events: list[Event] = []
+    reduction = shrink(failing.masked_softmax(), on_event=events.append)
+    assert events[0] == Replayed(5, 5)
+    assert isinstance(events[-1], Finished) and events[-1].one_minimal
+    checked = [event for event in events if isinstance(event, Checked)]
+    assert [event.number for event in checked] == list(range(1, reduction.checks + 1))
+    assert all(str(event) for event in events)
+    assert reduction.log[0].startswith("1: only 1 of ")
+
+
+def test_the_best_is_on_disk(tmp_path: Path) -> None:
+    reduction = shrink(failing.sqrt_gradient(), out_dir=tmp_path)
+    kept = load(tmp_path / REDUCTION_FILE)
+    assert is_alike(kept, reduction)
+    assert kept.summary() == reduction.summary()
+
+
+def test_an_interrupted_reduction_leaves_the_best_and_goes_on(tmp_path: Path) -> None:
+    def interrupt(event: Event) -> None:
+        if isinstance(event, Checked) and event.number == 5:
+            raise KeyboardInterrupt
+
+    snapshot = failing.half_linear_overflow()
+    with pytest.raises(KeyboardInterrupt):
+        shrink(snapshot, out_dir=tmp_path, on_event=interrupt)
+    best = load(tmp_path / REDUCTION_FILE)
+    assert not best.one_minimal
+    assert best.program.num_calls == 1
+    resumed = shrink(snapshot, out_dir=tmp_path, resume=True)
+    whole = shrink(snapshot)
+    assert is_alike(resumed, whole)
+    assert resumed.checks < whole.checks
+
+
+def test_a_spent_budget_is_not_a_proof(tmp_path: Path) -> None:
+    reduction = shrink(failing.masked_softmax(), max_time=1e-9, out_dir=tmp_path)
+    assert not reduction.one_minimal
+    assert signature_of(reduction) == signature_of(failing.masked_softmax())
+    assert load(tmp_path / REDUCTION_FILE).program.num_calls == reduction.program.num_calls
+
+
+def test_a_failure_that_does_not_come_back() -> None:
+    snapshot = failing.zero_by_zero()
+    snapshot.tensors = {value: torch.ones_like(tensor) for value, tensor in snapshot.tensors.items()}
+    with pytest.raises(NotReproduced) as caught:
+        shrink(snapshot)
+    assert caught.value.note == "nothing goes wrong in a replay"
+
+
+def test_another_failure_is_not_this_one() -> None:
+    snapshot = failing.zero_by_zero()
+    snapshot.tensors = {value: tensor.exp() * 3e38 for value, tensor in snapshot.tensors.items()}
+    with pytest.raises(NotReproduced) as caught:
+        shrink(snapshot)
+    assert caught.value.note is not None and caught.value.note.startswith("a replay gives inf from")
+
+
+def test_a_flaky_failure_is_told_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Failure | None] = []
+
+    def sometimes(program: Program, tensors: dict[int, torch.Tensor]) -> Failure | None:
+        runs.append(locate(program, tensors) if len(runs) % 2 else None)
+        return runs[-1]
+
+    monkeypatch.setattr(oracles, "locate", sometimes)
+    with pytest.raises(Flaky, match="2 of 5 runs"):
+        shrink(failing.zero_by_zero())
+
+
+def test_levels_of_later_versions() -> None:
+    with pytest.raises(ReprokitError, match="not available"):
+        shrink(failing.zero_by_zero(), level="module")
+
+
+UNARY: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    torch.relu,
+    torch.abs,
+    torch.neg,
+    torch.sqrt,
+    torch.log,
+    torch.exp,
+    lambda x: x * 3,
+    lambda x: x - x.mean(),
+    lambda x: x / x.sum(),
+    lambda x: x.transpose(0, -1),
+    lambda x: torch.softmax(x, -1),
+    lambda x: x @ x.transpose(-1, -2),
+    lambda x: x.std(0, keepdim=True),
+]
+
+
+@settings(max_examples=25)
+@given(
+    chain=st.lists(st.sampled_from(range(len(UNARY))), min_size=1, max_size=8),
+    shape=st.lists(st.integers(1, 4), min_size=2, max_size=3),
+    scale=st.sampled_from([0.0, 1.0, 1e20]),
+)
+def test_any_chain_that_fails_shrinks_to_something_smaller_that_fails_alike(
+    chain: list[int], shape: list[int], scale: float
+) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for number in chain:
+            x = UNARY[number](x)
+        return x
+
+    try:
+        snapshot = failing.record(step, x=failing.seeded(*shape) * scale)
+    except AssertionError:
+        return  # nothing goes wrong
+    reduction = shrink(snapshot)
+    assert signature_of(reduction) == signature_of(snapshot)
+    assert reduction.one_minimal
+    before = Candidate(snapshot.program, snapshot.tensors)
+    assert Candidate(reduction.program, reduction.tensors).sort_key[:2] <= before.sort_key[:2]
+    assert reduction.program.num_calls == 1
+
+
+def test_the_summary_is_what_the_contract_says() -> None:
+    summary: dict[str, Any] = shrink(failing.where_gradient()).summary()
+    assert summary["signature"] == {"phase": "forward", "kind": "inf", "call": "torch.exp"}
+    assert summary["max_abs_input"] == 100.0
+    assert set(summary) == {
+        "schema", "verdict", "calls", "elements", "max_abs_input", "checks", "verdicts", "seconds", "reproduces",
+        "explain", "before", "signature", "one_minimal",
+    }  # fmt: skip
