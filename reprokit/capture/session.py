@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import random
 import sys
 import time
 import weakref
@@ -21,18 +20,14 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from reprokit.capture.counting import Iterations
+from reprokit.capture.generators import python_generators
 from reprokit.capture.hooks import Hooks
-from reprokit.capture.names import Names
-from reprokit.capture.replay import Replayed, replay
+from reprokit.capture.rescue import FailedStep, make_snapshot
 from reprokit.capture.state import Copies, UpdateCopies, parameters_of
-from reprokit.capture.structure import is_leaf, iter_tensors
+from reprokit.capture.structure import iter_tensors
 from reprokit.capture.tape import Entry, Tape
 from reprokit.capture.watch import bad_tensor
-from reprokit.locate.blame import locate
-from reprokit.locate.failure import Failure, kind_of
 from reprokit.locate.ways import ways_of
-from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE
-from reprokit.program.run import matmul_precision
 from reprokit.snapshot.format import Snapshot, save
 
 TIMELINE_STEPS = 100
@@ -88,7 +83,6 @@ class Session:
         self._tape.on_hand_update = self._finish_hand_update
         self._tape.parameters = self._parameters
         self._hooks = Hooks(self)
-        self._names = Names()
         self._roots: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._buffers = Copies()
         self._updates = UpdateCopies()
@@ -161,11 +155,10 @@ class Session:
     def _meet_module(self, module: torch.nn.Module) -> None:
         """A root module is about to be called: note its buffers and the generators before it changes them."""
         if self._generators is None:
-            self._generators = _python_generators()
+            self._generators = python_generators()
         known = self._roots.get(id(module))
         if known is None or known() is not module:
             self._roots[id(module)] = weakref.ref(module)
-            self._names.add_root(module)
             self._buffers.add([buffer for buffer in module.buffers() if not buffer.is_inference()])
 
     def _judge_start(self, entry: Entry) -> None:
@@ -407,94 +400,23 @@ class Session:
     def _snapshot(
         self, observed_at: str, pending: Entry | None, optimizer: torch.optim.Optimizer | None, frame: Any
     ) -> Snapshot:
-        entries = [*self._tape.entries, *([pending] if pending is not None else [])]
-        self._names.name_roots()
-        for entry in entries:
-            self._names.add_arguments(entry)
-        self._names.add_locals(frame)
-        notes: list[str] = []
-        with self._restored(optimizer, notes):
-            replayed = replay(entries, self._tape.saved, self._names.describe, perform_last=pending is None)
-            failure = locate(replayed.program, replayed.tensors)
-        if failure is None:
-            failure = Failure(_phase_of(observed_at), self._observed_kind(pending))
-            notes.append("the failure did not occur again when the step was replayed")
-            opaque = [c.kwargs["name"] for c in replayed.program.calls if c.target == OPAQUE]
-            if opaque:
-                names = ", ".join(f"`{name}`" for name in dict.fromkeys(opaque))
-                notes.append(f"custom autograd functions are not followed: {names}")
-            replayed.is_close = False
-        notes += replayed.mismatches
-        return self._assemble(replayed, failure, observed_at, notes)
-
-    def _assemble(self, replayed: Replayed, failure: Failure, observed_at: str, notes: list[str]) -> Snapshot:
-        from reprokit.snapshot.environment import collect_environment
-        from reprokit.snapshot.rng import get_rng_state
-        from reprokit.snapshot.source import describe_source
-
-        script = Path(self._command[0]) if self._command else None
-        fidelity = "exact" if not notes else "close" if replayed.is_close else "unfaithful"
-        return Snapshot(
-            program=replayed.program,
-            tensors=replayed.tensors,
-            failure=failure,
-            step=self._iterations.completed,
-            micro_step=self._micro_step(replayed, failure),
+        modules = [module for root in self._roots.values() if (module := root()) is not None]
+        step = FailedStep(
             observed_at=observed_at,
-            fidelity=fidelity,
-            fidelity_note="; ".join(dict.fromkeys(notes)) or None,
-            environment=collect_environment(),
-            source=describe_source(script, self._command),
-            settings=_settings(),
-            rng=get_rng_state(),
-            timeline=[
-                *self._timeline,
-                {"step": self._iterations.completed, "loss": self._loss, "lr": None, "seconds": None},
-            ],
+            entries=self._tape.entries,
+            saved=self._tape.saved,
+            pending=pending,
+            optimizer=optimizer,
+            modules=modules,
+            buffers=self._buffers,
+            updates=self._updates,
+            generators=self._generators,
+            iterations=self._iterations,
+            timeline=list(self._timeline),
+            loss=self._loss,
             command=self._command,
         )
-
-    def _micro_step(self, replayed: Replayed, failure: Failure) -> int:
-        """Backward calls made before the failing one; a bad gradient may be noticed several of them later."""
-        made = self._iterations.micro_step
-        if failure.phase != "backward" or failure.call_index is None:
-            return made
-        backward = [n for n, c in enumerate(replayed.program.calls) if c.target in (BACKWARD, AUTOGRAD_BACKWARD)]
-        return max(0, made - sum(number > failure.call_index for number in backward))
-
-    def _observed_kind(self, pending: Entry | None) -> str:
-        ways = [way for tensor in iter_tensors(pending.args[:1]) for way in ways_of(tensor)] if pending else []
-        return kind_of("nan" if "nan" in ways or not ways else ways[0])
-
-    @contextlib.contextmanager
-    def _restored(self, optimizer: torch.optim.Optimizer | None, notes: list[str]) -> Iterator[None]:
-        """The state the step began with; afterwards buffers, gradients and generators are as they were."""
-        with torch.random.fork_rng(enabled=True), _python_generators_restored(self._generators):
-            grads = self._take_gradients()
-            if optimizer is not None and not self._updates.put_back():
-                notes.append("parameters from before the update were not kept, they did not fit into the memory limit")
-            current = self._buffers.put_back()
-            try:
-                yield
-            finally:
-                current.put_back()
-                for parameter, grad in grads:
-                    parameter.grad = grad
-
-    def _take_gradients(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        parameters: dict[int, torch.Tensor] = {
-            id(p): p for root in self._roots.values() if (m := root()) is not None for p in m.parameters()
-        }
-        for entry in self._tape.entries:
-            for tensor, _ in entry.versions:
-                if is_leaf(tensor):
-                    parameters[id(tensor)] = tensor
-            if entry.kind == "optimizer":
-                parameters.update((id(p), p) for p in parameters_of(entry.target))
-        taken = [(parameter, parameter.grad) for parameter in parameters.values()]
-        for parameter, _ in taken:
-            parameter.grad = None
-        return taken
+        return make_snapshot(step, frame)
 
     def _write(self, snapshot: Snapshot) -> Path:
         path = self._output or free_path(self._directory, f"{self._name}-step{snapshot.step}")
@@ -511,42 +433,3 @@ def free_path(directory: Path, stem: str) -> Path:
         if not path.exists():
             return path
     raise FileExistsError(f"no free name for {stem} in {directory}")
-
-
-def _phase_of(observed_at: str) -> str:
-    return {"gradient": "backward", "parameter": "optimizer"}.get(observed_at, "forward")
-
-
-def _settings() -> dict[str, Any]:
-    """The switches a replay needs to give the same bits."""
-    return {
-        "num_threads": torch.get_num_threads(),
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "matmul_precision": matmul_precision(),
-    }
-
-
-def _python_generators() -> dict[str, Any]:
-    """The states of Python's and, where the program uses it, NumPy's generator."""
-    numpy = sys.modules.get("numpy")
-    states: dict[str, Any] = {"python": random.getstate()}
-    if numpy is not None and hasattr(numpy, "random"):
-        states["numpy"] = numpy.random.get_state()
-    return states
-
-
-@contextlib.contextmanager
-def _python_generators_restored(states: dict[str, Any] | None) -> Iterator[None]:
-    """Python's and NumPy's generators as they were in ``states``; afterwards as they are now."""
-    before = _python_generators()
-    try:
-        _set_python_generators(states or before)
-        yield
-    finally:
-        _set_python_generators(before)
-
-
-def _set_python_generators(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
