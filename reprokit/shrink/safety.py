@@ -24,7 +24,7 @@ def trusts_shapes(program: Program) -> bool:
 
 
 def is_safe(program: Program, shapes: Mapping[int, Shape]) -> bool:
-    """Whether every recurrent layer gets the weights, gates and states that it expects; ``shapes`` are of the inputs."""
+    """Whether every recurrent layer gets the weights, gates and states it expects; ``shapes`` are of the inputs."""
     return all(_is_complete(call, shapes) for call in program.calls if call.target in _RECURRENT)
 
 

@@ -1,0 +1,104 @@
+"""What counts as the same failure, and what a reducer must not slip to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from reprokit.locate.blame import locate
+from reprokit.program.ir import Call, Input, Program, Ref
+from reprokit.shrink.signature import Signature, is_clean, same
+
+INF, NAN = float("inf"), float("nan")
+
+
+def one_call(target: str, *args: Any, **kwargs: Any) -> Program:
+    count = sum(isinstance(argument, Ref) for argument in args)
+    call = Call(target, args, kwargs, Ref(9))
+    return Program((call,), tuple(Input(n, f"x{n}") for n in range(count)), (Ref(9),))
+
+
+def signature(program: Program, *tensors: torch.Tensor) -> Signature:
+    failure = locate(program, dict(enumerate(tensors)))
+    assert failure is not None
+    return Signature.of(failure, program)
+
+
+def test_kind_and_origin_count() -> None:
+    division = one_call("torch.div", Ref(0), Ref(1))
+    zero, one = torch.zeros(1), torch.ones(1)
+    assert same(signature(division, zero, zero), signature(division, zero[0], zero[0]))
+    assert not same(signature(division, zero, zero), signature(division, one, zero))
+    assert not same(signature(division, one, zero), signature(one_call("torch.log", Ref(0)), zero))
+
+
+def test_both_infinities_are_one_kind() -> None:
+    division = one_call("torch.div", Ref(0), Ref(1))
+    assert same(signature(division, torch.ones(1), torch.zeros(1)), signature(division, -torch.ones(1), torch.zeros(1)))
+
+
+def test_which_gradient_is_bad_counts() -> None:
+    def program(wanted: int) -> Program:
+        power = Call("torch.pow", (Ref(0), Ref(1)), outputs=Ref(2))
+        backward = Call("torch.Tensor.backward", (Ref(2),), phase="backward")
+        return Program((power, backward), tuple(Input(n, f"x{n}", requires_grad=n == wanted) for n in (0, 1)))
+
+    base = signature(program(0), torch.tensor(0.0), torch.tensor(0.5))
+    assert base.position == (0, 0)
+    exponent = signature(program(1), torch.tensor(-1.0), torch.tensor(0.5))
+    assert exponent.position in ((0, 1), None)
+    assert not same(base, exponent)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_same"),
+    [((2, 3), (4, 5), True), ((2, 3), (4, 3), True), ((2, 3), (2, 3, 4), False)],
+)
+def test_exceptions_are_compared_without_their_numbers(
+    first: tuple[int, ...], second: tuple[int, ...], is_same: bool
+) -> None:
+    program = one_call("torch.linalg.inv", Ref(0))
+    matrix = signature(program, torch.zeros(first))
+    other = signature(program, torch.zeros(second) if is_same else torch.zeros(2, 2))
+    assert same(matrix, other) == is_same
+
+
+@pytest.mark.parametrize(
+    ("values", "phase", "role", "clean"),
+    [
+        ([1.0], "forward", "batch", True),
+        ([-INF], "forward", "batch", True),
+        ([NAN], "forward", "batch", False),
+        ([INF], "forward", "batch", True),
+        ([INF], "backward", "gradient", False),
+        ([NAN], "backward", "batch", False),
+        ([-INF], "backward", "batch", True),
+    ],
+)
+def test_inputs_must_not_be_bad_already(values: list[float], phase: str, role: str, clean: bool) -> None:
+    program = Program((Call("torch.exp", (Ref(0),), outputs=Ref(9)),), (Input(0, "x", role),), (Ref(9),))
+    wanted = Signature(phase, "nan", "torch.exp")
+    assert is_clean(program, {0: torch.tensor(values)}, wanted, frozenset({"nan"})) == clean
+
+
+def test_an_infinity_of_the_same_way_is_not_clean() -> None:
+    program = one_call("torch.exp", Ref(0))
+    wanted = Signature("forward", "inf", "torch.exp")
+    assert not is_clean(program, {0: torch.tensor([INF])}, wanted, frozenset({"+inf"}))
+    assert is_clean(program, {0: torch.tensor([-INF])}, wanted, frozenset({"+inf"}))
+
+
+def test_constants_must_not_be_bad_either() -> None:
+    wanted = Signature("forward", "nan", "torch.Tensor.mul")
+    assert not is_clean(one_call("torch.Tensor.mul", Ref(0), NAN), {0: torch.ones(1)}, wanted, frozenset({"nan"}))
+    assert is_clean(one_call("torch.Tensor.mul", Ref(0), -INF), {0: torch.ones(1)}, wanted, frozenset({"nan"}))
+
+
+def test_the_bad_input_itself_may_be_bad() -> None:
+    program = Program((Call("torch.exp", (Ref(0),), outputs=Ref(9)),), (Input(0, "batch"),), (Ref(9),))
+    wanted = signature(program, torch.tensor([NAN]))
+    assert (wanted.call, wanted.input) == (None, "batch")
+    assert wanted.summary() == {"phase": "forward", "kind": "nan", "call": None, "input": "batch"}
+    assert is_clean(program, {0: torch.tensor([NAN])}, wanted, frozenset({"nan"}))
