@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import sys
 import time
 import weakref
@@ -433,3 +434,14 @@ def free_path(directory: Path, stem: str) -> Path:
         if not path.exists():
             return path
     raise FileExistsError(f"no free name for {stem} in {directory}")
+
+
+def _abandon_in_child() -> None:
+    """A forked process, such as a worker of a data loader, is not the training: nothing is watched in it."""
+    for session in list(Session._watchers):
+        session._tape.leave_stack()
+        session._leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_abandon_in_child)
