@@ -7,6 +7,7 @@ renumbered to stay in range.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -181,11 +182,13 @@ class _Search:
         return [pool for index, pool in enumerate(pools) if pool not in pools[:index]]
 
     def _smallest(self, seed: Member, pool: list[Member], changed: int) -> list[Member]:
+        """The pool without what need not change, one member at a time and then two, which may only go together."""
         kept = list(pool)
-        for member in reversed(pool):
-            if member != seed:
-                fewer = [other for other in kept if other != member]
-                if self._is_valid(fewer, changed):
+        for number in (1, 2):
+            others = [member for member in reversed(kept) if member != seed]
+            for leaving in itertools.combinations(others, number):
+                fewer = [member for member in kept if member not in leaving]
+                if len(kept) - len(fewer) == number and self._is_valid(fewer, changed):
                     kept = fewer
         return kept
 

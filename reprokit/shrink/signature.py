@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reprokit.locate.failure import Failure
 from reprokit.locate.ways import NAN, ways_of
 from reprokit.program.ir import Program, Ref, map_leaves
 from reprokit.program.run import Tensors
+
+ACCUMULATION = "AccumulateGrad"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,12 @@ class Signature:
 
 
 def same(first: Signature, second: Signature) -> bool:
-    """Whether two failures are the same one."""
+    """Whether two failures are the same one.
+
+    Gradients that overflow where they are added up have no origin among the calls; any reader of the leaf is named.
+    """
+    if first.backward_node == second.backward_node == ACCUMULATION:
+        first, second = (replace(signature, call=ACCUMULATION, position=None) for signature in (first, second))
     return first == second
 
 

@@ -22,7 +22,7 @@ from reprokit.program.ir import Call, Input, Program, Ref, iter_refs
 from reprokit.program.run import run
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.reducer import shrink
-from reprokit.shrink.signature import Signature
+from reprokit.shrink.signature import Signature, same
 from tests.shrink import failing
 
 Place = tuple[int, int]
@@ -53,7 +53,7 @@ def fails_alike(candidate: Candidate, best: Candidate) -> bool:
         return False
     given = [candidate.tensors[item.value] for item in candidate.program.inputs]
     has_new_nan = found.call is not None and any(tensor.isnan().any() for tensor in given)
-    return not has_new_nan and Signature.of(found, candidate.program) == Signature.of(wanted, best.program)
+    return not has_new_nan and same(Signature.of(found, candidate.program), Signature.of(wanted, best.program))
 
 
 def failure_of(candidate: Candidate) -> tuple[Failure | None, bool]:

@@ -21,7 +21,7 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.events import Checked, Event, Finished, Replayed
 from reprokit.shrink.reducer import REDUCTION_FILE, shrink
 from reprokit.shrink.reduction import Reduction, load
-from reprokit.shrink.signature import Signature
+from reprokit.shrink.signature import Signature, same
 from reprokit.snapshot.format import Snapshot, count_elements
 from tests.shrink import failing
 
@@ -40,7 +40,7 @@ SIZES = {
     failing.adam_half: (1, 2, 15),
     failing.layer_norm_half: (1, 1, 12),
     failing.in_place_gradient: (2, 1, 15),
-    failing.gradients_added_up: (3, 1, 45),
+    failing.gradients_added_up: (2, 1, 45),
     failing.gradient_penalty: (1, 1, 10),
     failing.singular_matrix: (1, 1, 10),
     failing.wrong_shapes: (1, 3, 35),
@@ -68,7 +68,7 @@ def test_results_are_small_and_fail_the_same_way(step: failing.Step) -> None:
     snapshot = step()
     reduction = shrink(snapshot)
     summary = reduction.summary()
-    assert signature_of(reduction) == signature_of(snapshot)
+    assert same(signature_of(reduction), signature_of(snapshot))
     calls, elements, checks = SIZES[step]
     assert (summary["calls"], summary["elements"]) == (calls, elements)
     assert summary["checks"] <= checks
@@ -241,7 +241,7 @@ def test_any_chain_that_fails_shrinks_to_something_smaller_that_fails_alike(
     except AssertionError:
         return  # nothing goes wrong
     reduction = shrink(snapshot)
-    assert signature_of(reduction) == signature_of(snapshot)
+    assert same(signature_of(reduction), signature_of(snapshot))
     assert reduction.one_minimal
     before = Candidate(snapshot.program, snapshot.tensors)
     assert Candidate(reduction.program, reduction.tensors).sort_key[:2] <= before.sort_key[:2]

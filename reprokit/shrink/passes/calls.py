@@ -17,6 +17,7 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.naming import unique_name
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.recording import Recording, record
+from reprokit.shrink.signature import ACCUMULATION
 
 
 def remove_calls(problem: Problem) -> None:
@@ -60,7 +61,8 @@ def _remove_windows(problem: Problem, window: int) -> None:
 def _removable(problem: Problem) -> list[int]:
     """Every call but the origin and those that the failure is seen at."""
     calls = problem.best.program.calls
-    origin = problem.failure.call_index
+    failure = problem.failure
+    origin = failure.call_index if failure.backward_node != ACCUMULATION else None
     kept = [i for i, call in enumerate(calls) if i == origin or call.is_differentiation or call.is_optimizer_step]
     return [index for index in range(len(calls)) if index not in kept]
 
