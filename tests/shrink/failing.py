@@ -194,6 +194,20 @@ def gradient_penalty() -> Snapshot:
     return record(step, x=seeded(4, 3, grad=True), weight=seeded(3, 5, grad=True))
 
 
+def loss_scaled_twice() -> Snapshot:
+    """Gradients of a chain with several leaves that overflow where they are added up."""
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> None:
+        hidden = x
+        for _ in range(6):
+            hidden = torch.tanh(F.linear(hidden, weight))
+        scale = torch.exp(weight.sum() * 0) * 60000
+        for _ in range(2):
+            ((weight * scale).sum() + hidden.sum() * 0).backward(retain_graph=True)
+
+    return record(step, x=torch.zeros(3, 4).half(), weight=torch.zeros(4, 4).half().requires_grad_())
+
+
 def singular_matrix() -> Snapshot:
     """An exception: the inverse of a singular matrix."""
     return record(lambda x: torch.linalg.inv((x @ x.T) * 0.0).sum(), x=seeded(5, 3))
@@ -253,6 +267,7 @@ STEPS: tuple[Step, ...] = (
     layer_norm_half,
     in_place_gradient,
     gradients_added_up,
+    loss_scaled_twice,
     gradient_penalty,
     singular_matrix,
     wrong_shapes,

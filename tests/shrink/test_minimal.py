@@ -69,6 +69,7 @@ def single_edits(best: Candidate) -> Iterator[tuple[str, Candidate]]:
     yield from without_a_call(best)
     yield from without_an_index(best)
     yield from with_other_values(best)
+    yield from without_a_leaf(best)
     for index, call in enumerate(best.program.calls):
         for edit, other in other_arguments(call):
             calls = (*best.program.calls[:index], other, *best.program.calls[index + 1 :])
@@ -131,6 +132,18 @@ def with_other_values(best: Candidate) -> Iterator[tuple[str, Candidate]]:
             yield f"{item.name} is short", best.with_tensors({item.value: short.reshape(tensor.shape)})
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         yield f"no {dtype}", best.with_tensors({v: t.float() for v, t in best.tensors.items() if t.dtype is dtype})
+
+
+def without_a_leaf(best: Candidate) -> Iterator[tuple[str, Candidate]]:
+    is_differentiated = any(call.is_differentiation for call in best.program.calls)  # else they are parameters
+    for place, item in enumerate(best.program.inputs):
+        if item.requires_grad and is_differentiated:
+            inputs = (
+                *best.program.inputs[:place],
+                replace(item, requires_grad=False),
+                *best.program.inputs[place + 1 :],
+            )
+            yield f"no gradient of {item.name}", replace(best, program=replace(best.program, inputs=inputs))
 
 
 def other_arguments(call: Call) -> Iterator[tuple[str, Call]]:

@@ -28,10 +28,11 @@ def simplify_setting(problem: Problem) -> None:
         call = problem.best.program.calls[index]
         if call.is_optimizer_step:
             _simplify_optimizer(problem, index)
-        elif call.target == AUTOGRAD_BACKWARD:
-            _drop_starts(problem, index)
-        elif not call.is_differentiation:
+        elif call.is_differentiation:
+            _simplify_differentiation(problem, index)
+        else:
             _simplify_call(problem, index)
+    _drop_leaves(problem)
     _simplify_layout(problem)
 
 
@@ -132,8 +133,33 @@ def _with_call(candidate: Candidate, index: int, call: Call) -> Candidate:
     return replace(candidate, program=replace(candidate.program, calls=(*calls[:index], call, *calls[index + 1 :])))
 
 
+def _drop_leaves(problem: Problem) -> None:
+    """Gradients for fewer inputs: for the one whose gradient is bad alone, else as few as will do."""
+    leaves = [item.value for item in problem.best.program.inputs if item.requires_grad]
+    others = [value for value in leaves if value != problem.failure.value]
+    if len(others) > 1 and problem.consider(_without_leaves(problem.best, others), "gradients for one input"):
+        return
+    for value in others:
+        problem.consider(_without_leaves(problem.best, [value]), "gradients for one input less")
+
+
+def _without_leaves(candidate: Candidate, values: list[int]) -> Candidate:
+    inputs = (replace(i, requires_grad=i.requires_grad and i.value not in values) for i in candidate.program.inputs)
+    return replace(candidate, program=replace(candidate.program, inputs=tuple(inputs)))
+
+
+def _simplify_differentiation(problem: Problem, index: int) -> None:
+    """Start from fewer outputs, and without options."""
+    if problem.best.program.calls[index].target == AUTOGRAD_BACKWARD:
+        _drop_starts(problem, index)
+    for name in problem.best.program.calls[index].kwargs:
+        call = problem.best.program.calls[index]
+        kwargs = {key: value for key, value in call.kwargs.items() if key != name}
+        problem.consider(_with_call(problem.best, index, replace(call, kwargs=kwargs)), f"no `{name}`")
+
+
 def _drop_starts(problem: Problem, index: int) -> None:
-    """Start from fewer outputs."""
+    """Start from one output alone."""
     call = problem.best.program.calls[index]
     for place in range(len(call.args[0])):
         starts, gradients = problem.best.program.calls[index].args
