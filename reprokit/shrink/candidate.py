@@ -90,7 +90,7 @@ def num_settings(program: Program, tensors: Mapping[int, torch.Tensor]) -> int:
 
 
 def weight(value: Any) -> int:
-    """How much there is to read in nested arguments; a flag that is off, 0, 1 and ``None`` weigh less than others."""
+    """How much there is to read in arguments; flags that are off, 0, 1, ``None`` and short numbers weigh less."""
     if isinstance(value, Mapping):
         return sum(2 + weight(item) for item in value.values())
     if isinstance(value, (list, tuple)):
@@ -99,7 +99,14 @@ def weight(value: Any) -> int:
         return 1 + value
     if value is None or value in (0, 1):
         return 1
+    if isinstance(value, float):
+        return 2 + (round_number(value) != value)
     return 2 + len(list(iter_refs(value)))
+
+
+def round_number(number: float) -> float:
+    """The number with at most three significant digits."""
+    return float(f"{number:.3g}")
 
 
 def _plainness(item: Input, tensor: torch.Tensor) -> float:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from reprokit.errors import Flaky, NotReproduced, ReprokitError
 from reprokit.locate.failure import Failure
+from reprokit.program.run import determinism
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.events import Checked, Event, Finished, PassStarted, Replayed
 from reprokit.shrink.explain import explain
@@ -66,7 +67,7 @@ def shrink(
     if level != "op":
         raise ReprokitError(f"`--level {level}` is not available in this version", hint="use `--level op`")
     run = _Run(snapshot, out_dir, max_time, on_event or (lambda event: None))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), determinism(snapshot.settings):
         warnings.simplefilter("ignore")
         return run.reduce(resume)
 

@@ -15,7 +15,7 @@ import torch
 from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Mode, Program, Ref
 from reprokit.program.run import symbol_named
 from reprokit.shrink.arguments import leaves, lists_of_tensors, with_leaf
-from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.candidate import Candidate, round_number
 from reprokit.shrink.problem import Problem
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -97,7 +97,7 @@ def _barest(problem: Problem, index: int) -> Call | None:
 
 
 def fewer_arguments(call: Call) -> Iterator[tuple[str, Call]]:
-    """The call with one thing less to say: a keyword, a last argument, an optional tensor, a flag, part of a list."""
+    """The call with one thing less to say: a keyword, a last argument, a tensor, a flag, digits, part of a list."""
     for name in call.kwargs:
         kwargs = {key: value for key, value in call.kwargs.items() if key != name}
         yield f"no `{name}`", replace(call, kwargs=kwargs)
@@ -108,6 +108,8 @@ def fewer_arguments(call: Call) -> Iterator[tuple[str, Call]]:
             yield "no optional tensor", with_leaf(call, path, None)
         elif leaf is True:
             yield "a flag off", with_leaf(call, path, False)
+        elif isinstance(leaf, float) and round_number(leaf) != leaf:
+            yield "a rounder argument", with_leaf(call, path, round_number(leaf))
     yield from _shorter_lists(call)
 
 
