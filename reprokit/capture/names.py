@@ -25,7 +25,10 @@ class Names:
 
     def describe(self, tensor: torch.Tensor) -> Origin | None:
         """The name and role of a tensor, or ``None``."""
-        return self._origins.get(id(tensor))
+        known = self._origins.get(id(tensor))
+        if known is None and tensor.grad_fn is not None:  # what a custom autograd function returned
+            return Origin(f"{tensor.grad_fn.name().removesuffix('Backward')}_output", "opaque")
+        return known
 
     def add_root(self, module: torch.nn.Module) -> None:
         """Parameters and buffers of a root module, by their state-dict names."""

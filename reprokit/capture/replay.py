@@ -109,8 +109,9 @@ class _Player:
         """Do what the entry says, under the tracer."""
         self.tracer.outer_site = make_site(entry.code, entry.line) if entry.code is not None else None
         self.tracer.outer_scope = ()
-        self._check_versions(entry)
-        args, kwargs = map_tensors(entry.args, self._stand_in), map_tensors(entry.kwargs, self._stand_in)
+        with torch._C.DisableTorchFunction():  # our own work is not part of the step
+            self._check_versions(entry)
+            args, kwargs = map_tensors(entry.args, self._stand_in), map_tensors(entry.kwargs, self._stand_in)
         if entry.rng is not None:
             _set_rng(entry.rng)
         if entry.kind == "differentiate":
@@ -160,8 +161,8 @@ class _Player:
         optimizer: torch.optim.Optimizer = entry.target
         self.tracer.phase = "optimizer"
         if type(optimizer).__module__.startswith("torch.optim."):
-            self.tracer.record(self._optimizer_call(optimizer))
             with torch._C.DisableTorchFunction():
+                self.tracer.record(self._optimizer_call(optimizer))
                 optimizer.step()
         else:
             optimizer.step()
@@ -200,7 +201,8 @@ class _Player:
     def _differentiate(self, entry: Entry, args: Any, kwargs: Any, perform: bool) -> Any:
         self.tracer.phase = "backward"
         self._differentiated = True
-        self._compare_starts(entry, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            self._compare_starts(entry, args)
         name = entry.name or AUTOGRAD_BACKWARD
         try:
             if not perform:
@@ -212,7 +214,7 @@ class _Player:
         finally:
             self.tracer.phase = "forward"
 
-    def _compare_starts(self, entry: Entry, args: Any, kwargs: Any) -> None:
+    def _compare_starts(self, entry: Entry, args: Any) -> None:
         """Is what the differentiation starts from the same as in the loop?"""
         olds, news = iter_tensors(entry.args[:1]), iter_tensors(args[:1])
         for old, new in zip(olds, news, strict=True):

@@ -26,6 +26,7 @@ from reprokit.program.trace import current_mode
 
 DEFAULT_BUDGET = 256 * 2**20  # bytes of loop-level results kept alive per step
 _CALL_IMPL = torch.nn.Module._call_impl.__code__
+_FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 @dataclass(slots=True)
@@ -118,7 +119,7 @@ class Tape(TorchFunctionMode):
                 torch._C._push_on_torch_function_stack(mode)
 
     def settle(self) -> None:
-        """The roots are known: stop watching every module. A root that appears later is met by `_meet`."""
+        """The roots are known: stop watching every module. A root that appears later is met by `_is_inside`."""
         if self._original_call is not None:
             torch.nn.Module.__call__ = self._original_call  # type: ignore[method-assign]
             self._original_call = None
@@ -208,7 +209,7 @@ class Tape(TorchFunctionMode):
     def _prepare(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Entry | None:
-        if self._original_call is None and self._meet(frame):
+        if self._is_inside(frame):
             return None
         name = functions.name_of(func) or ""
         if args and functions.is_in_place(name) and self._is_parameter(args[0]):
@@ -327,18 +328,23 @@ class Tape(TorchFunctionMode):
     def _finish_module(self, entry: Entry) -> None:
         self._made.update(id(tensor) for tensor in iter_tensors(entry.output))
 
-    def _meet(self, frame: FrameType) -> bool:
-        """Whether a root module that is not known yet is running; its class then tells the tape from its next call
-        on."""
-        found = None
+    def _is_inside(self, frame: FrameType) -> bool:
+        """Whether a custom autograd function is running, or a root module that is not known yet.
+
+        The tensors a custom function returns are used by value. The class of a new root tells the tape from its next
+        call on.
+        """
+        root = None
         walker: FrameType | None = frame
         while walker is not None:
+            if walker.f_code is _FUNCTION_APPLY:
+                return True
             if walker.f_code is _CALL_IMPL:
-                found = walker
+                root = walker
             walker = walker.f_back
-        if found is not None:
-            self._patch(type(found.f_locals["self"]), type(found.f_locals["self"]).__call__)
-        return found is not None
+        if root is not None:
+            self._patch(type(root.f_locals["self"]), type(root.f_locals["self"]).__call__)
+        return root is not None
 
     def _patch(self, cls: type[torch.nn.Module], original: Callable[..., Any]) -> None:
         if cls in self._patched:
