@@ -44,14 +44,14 @@ class Candidate:
 
     @cached_property
     def sort_key(self) -> Key:
-        """Smaller is better: calls, elements, settings, dimensions, plainness of the values."""
+        """Smaller is better: calls, elements, settings, dimensions and their sizes, plainness of the values."""
         items = [item for item in self.program.inputs if item.role != "rng"]
         shown = [self.tensors[item.value] for item in items]
         return (
             self.num_calls,
             self.num_elements,
             num_settings(self.program, self.tensors),
-            sum(tensor.dim() for tensor in shown),
+            sum(tensor.dim() + sum(tensor.shape) for tensor in shown),
             round(sum(_plainness(item, self.tensors[item.value]) for item in items), 6),
         )
 

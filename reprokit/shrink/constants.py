@@ -17,6 +17,7 @@ from reprokit.shrink.plainness import contents, shortened
 
 _EXPONENTIAL = 100.0
 _PRODUCT = {torch.float16: 300.0, torch.float64: 1e160}
+_LARGE = {torch.float16: 10.0}
 _LARGEST = {torch.float16: 6e4, torch.float64: 1e308}
 
 
@@ -59,14 +60,16 @@ def rounded(tensor: torch.Tensor, digits: int) -> torch.Tensor:
     return torch.tensor(values, dtype=tensor.dtype).reshape(tensor.shape)
 
 
-def extremes(candidate: Candidate, kind: str) -> Iterator[tuple[str, Candidate]]:
+def extremes(candidate: Candidate, kind: str, may_be_large: bool) -> Iterator[tuple[str, Candidate]]:
     """The candidate with all numbers replaced at once by extreme ones, the likeliest to fail in this way first.
 
     Incoming gradients stay as they are, since zeros there hide a failure and large ones make another. A NaN by overflow
-    takes terms of both signs.
+    takes terms of both signs, and is no explanation when the recorded numbers were moderate.
     """
     items = [item for item in number_inputs(candidate) if item.role != "gradient"]
     values = [item.value for item in items]
+    if not values:
+        return
     signs = [sign_of(candidate.tensors[value]) for value in values]
     choices = {
         "zeros": [0.0] * len(values),
@@ -77,7 +80,14 @@ def extremes(candidate: Candidate, kind: str) -> Iterator[tuple[str, Candidate]]
     }
     order = list(choices) if kind == "nan" else ["large constants", "zeros", "large constants of recorded sign", "ones"]
     for name in order:
-        yield name, candidate.with_tensors(_chosen(candidate, values, choices[name]))
+        if may_be_large or "large" not in name:
+            yield name, candidate.with_tensors(_chosen(candidate, values, choices[name]))
+
+
+def holds_large(candidate: Candidate) -> bool:
+    """Whether any number is so large that an overflow may be near."""
+    tensors = [candidate.tensors[item.value] for item in number_inputs(candidate)]
+    return any(float(t.abs().nan_to_num(posinf=0.0).max()) > _LARGE.get(t.dtype, 1e3) for t in tensors)
 
 
 def _chosen(candidate: Candidate, values: list[int], factors: list[float] | None) -> dict[int, torch.Tensor]:

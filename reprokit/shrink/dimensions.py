@@ -22,6 +22,7 @@ from reprokit.shrink.probe import Form, Ground, Prober, Shapes, forms_of
 _MAX_FACTOR = 16
 _MAX_PROBES = 3000
 _MAX_CALLS = 40
+_MAX_PAIRED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,24 +148,25 @@ class _Search:
         self._probes_left = _MAX_PROBES
 
     def classes(self) -> list[Class]:
-        """Every class with an axis in it; a size that never changes alone or with others of its like has none."""
+        """Every class with something to slice in it.
+
+        Sizes are made one larger first, and twice as large only when nothing fits one more, as with groups of channels.
+        """
         found: list[Class] = []
         taken: set[tuple[Any, ...]] = set()
-        for seed in self._sizes:
-            if _place(seed) in taken:
-                continue
-            group = self._around(seed, taken)
-            if group is not None and group.axes:
-                found.append(group)
-                taken.update(_place(member) for member in group.members)
+        for is_doubled in (False, True):
+            for seed, size in self._sizes.items():
+                changed = size * 2 if is_doubled else size + 1
+                group = self._around(seed, size, changed, taken) if _place(seed) not in taken else None
+                if group is not None and not all(isinstance(member, Constant) for member in group.members):
+                    found.append(group)
+                    taken.update(_place(member) for member in group.members)
         return found
 
-    def _around(self, seed: Member, taken: set[tuple[Any, ...]]) -> Class | None:
-        size = self._sizes[seed]
-        for changed in (size + 1, size * 2):
-            for pool in self._pools(seed, taken):
-                if self._is_valid(pool, changed):
-                    return Class(size, tuple(self._smallest(seed, pool, changed)))
+    def _around(self, seed: Member, size: int, changed: int, taken: set[tuple[Any, ...]]) -> Class | None:
+        for pool in self._pools(seed, taken):
+            if self._is_valid(pool, changed):
+                return Class(size, tuple(self._smallest(seed, pool, changed)))
         return None
 
     def _pools(self, seed: Member, taken: set[tuple[Any, ...]]) -> list[list[Member]]:
@@ -184,7 +186,7 @@ class _Search:
     def _smallest(self, seed: Member, pool: list[Member], changed: int) -> list[Member]:
         """The pool without what need not change, one member at a time and then two, which may only go together."""
         kept = list(pool)
-        for number in (1, 2):
+        for number in (1, 2) if len(pool) <= _MAX_PAIRED else (1,):
             others = [member for member in reversed(kept) if member != seed]
             for leaving in itertools.combinations(others, number):
                 fewer = [member for member in kept if member not in leaving]

@@ -16,7 +16,8 @@ from reprokit.shrink.safety import is_safe
 class Problem:
     """The best candidate and the oracle. Invariant: ``best`` was confirmed by the oracle and only ever gets smaller.
 
-    ``tried_extremes`` remembers for which shapes plain numbers were tried in place of recorded ones.
+    ``tried_extremes`` remembers for which shapes plain numbers were tried in place of recorded ones. ``is_exhaustive``
+    is given up by a pass that leaves single edits untried because there are too many.
     """
 
     best: Candidate
@@ -24,6 +25,7 @@ class Problem:
     prober: Prober = field(default_factory=Prober)
     on_accept: Callable[[Candidate], None] | None = None
     tried_extremes: set[str] = field(default_factory=set)
+    is_exhaustive: bool = True
 
     def consider(self, candidate: Candidate, change: str) -> bool:
         """Accept ``candidate`` if it is smaller than the best one and fails the same way.

@@ -161,7 +161,7 @@ class _Run:
                 self.tell(PassStarted(name, number, problem.best.num_calls, problem.best.num_elements))
                 run_pass(problem)
             if problem.best is before:
-                return True
+                return problem.is_exhaustive
         return False
 
     def _checked(self, candidate: Candidate, verdict: Verdict, change: str) -> None:

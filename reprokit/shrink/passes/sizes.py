@@ -14,11 +14,11 @@ import torch
 from reprokit.locate.failure import Failure
 from reprokit.shrink.arguments import leaves, with_leaf
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.constants import extremes
+from reprokit.shrink.constants import extremes, holds_large
 from reprokit.shrink.dimensions import Axis, Class, axes_of_output, find_classes, shrink_to
 from reprokit.shrink.problem import Problem
 
-_MAX_SINGLE_DROPS = 8
+_MAX_STRETCHES = 256
 _DIMENSION_WORDS = frozenset({"dim", "axis", "dims", "dim0", "dim1"})
 
 
@@ -97,16 +97,22 @@ def _bisect(problem: Problem, group: Class, order: list[int]) -> None:
             high = middle
         else:
             low = middle
-    if 2 < high <= _MAX_SINGLE_DROPS:
-        _drop_single(problem, start, group, order[:high])
+    _drop_indexes(problem, start, group, order[:high])
 
 
-def _drop_single(problem: Problem, start: Candidate, group: Class, order: list[int]) -> None:
+def _drop_indexes(problem: Problem, start: Candidate, group: Class, order: list[int]) -> None:
+    """Take out what can go of the kept indexes, unlikely ones first, in ever shorter stretches."""
     kept = list(order)
-    for index in reversed(order):
-        fewer = [other for other in kept if other != index]
-        if fewer and problem.consider(shrink_to(start, {group: sorted(fewer)}), "one index less"):
-            kept = fewer
+    length = len(kept) // 2
+    while length and len(kept) > 2:
+        for stop in range(len(kept), 0, -length):
+            fewer = kept[: max(0, stop - length)] + kept[stop:]
+            if fewer and problem.consider(shrink_to(start, {group: sorted(fewer)}), "fewer indexes"):
+                kept = fewer
+        length //= 2
+        if length * _MAX_STRETCHES < len(kept) and length:
+            problem.is_exhaustive = False
+            return
 
 
 def _try_kept(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str) -> bool:
@@ -118,7 +124,9 @@ def _try_kept(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str
     if outline in problem.tried_extremes:
         return False
     problem.tried_extremes.add(outline)
-    return any(problem.consider(plain, f"{change}, {name}") for name, plain in extremes(smaller, problem.failure.kind))
+    kind = problem.failure.kind
+    plain = extremes(smaller, kind, kind == "inf" or holds_large(problem.best))
+    return any(problem.consider(candidate, f"{change}, {name}") for name, candidate in plain)
 
 
 def _try_slice(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str) -> bool:
