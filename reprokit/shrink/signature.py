@@ -122,5 +122,6 @@ def _constant_ways(program: Program) -> set[str]:
         return leaf
 
     for call in program.calls:
-        map_leaves((call.args, dict(call.kwargs)), look)
+        if not call.is_optimizer_step:  # a bad hyperparameter is a cause worth showing, not a value that flows
+            map_leaves((call.args, dict(call.kwargs)), look)
     return found
