@@ -17,12 +17,13 @@ import torch
 from reprokit.program.ir import Call, Program
 from reprokit.shrink.arguments import Path, leaves, lists_of_tensors, with_changed_integers, with_leaf
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.probe import Form, Ground, Prober, Shapes, forms_of
+from reprokit.shrink.probe import Form, Ground, Prober, forms_of
 
 _MAX_FACTOR = 16
 _MAX_PROBES = 3000
 _MAX_CALLS = 40
 _MAX_PAIRED = 8
+_SMALL = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +105,10 @@ def axes_of_output(group: Class, candidate: Candidate, prober: Prober, value: in
     ground = prober.ground(candidate)
     if ground is None:
         return []
-    before = prober.shapes(candidate.program, forms_of(candidate), ground)
-    after = _resized_shapes(candidate, prober, ground, group.members, group.size + 1)
-    after = after or _resized_shapes(candidate, prober, ground, group.members, group.size * 2)
+    program, forms = candidate.program, forms_of(candidate)
+    before = prober.shapes(program, forms, ground)
+    larger = (_resized(program, forms, group.members, size) for size in (group.size + 1, group.size * 2))
+    after = next((found for found in (prober.shapes(*resized, ground) for resized in larger) if found), None)
     if before is None or after is None or value not in before or len(before[value]) != len(after[value]):
         return []
     return [axis for axis, size in enumerate(before[value]) if after[value][axis] != size]
@@ -138,10 +140,15 @@ def _by_equal_size(sizes: Mapping[Member, int]) -> list[Class]:
 
 
 class _Search:
-    """Finds the smallest set of sizes around each one that can change together."""
+    """Finds the smallest set of sizes around each one that can change together.
+
+    What was found is made small in ``_program`` and ``_forms``, so that later probes are cheap: a recurrent layer is
+    run step by step on the meta device.
+    """
 
     def __init__(self, candidate: Candidate, prober: Prober, ground: Ground, sizes: Mapping[Member, int]) -> None:
-        self._candidate = candidate
+        self._program = candidate.program
+        self._forms = forms_of(candidate)
         self._prober = prober
         self._ground = ground
         self._sizes = sizes
@@ -161,6 +168,7 @@ class _Search:
                 if group is not None and not all(isinstance(member, Constant) for member in group.members):
                     found.append(group)
                     taken.update(_place(member) for member in group.members)
+                    self._make_small(group)
         return found
 
     def _around(self, seed: Member, size: int, changed: int, taken: set[tuple[Any, ...]]) -> Class | None:
@@ -168,6 +176,10 @@ class _Search:
             if self._is_valid(pool, changed):
                 return Class(size, tuple(self._smallest(seed, pool, changed)))
         return None
+
+    def _make_small(self, group: Class) -> None:
+        if group.size > _SMALL and self._is_valid(group.members, _SMALL):
+            self._program, self._forms = _resized(self._program, self._forms, group.members, _SMALL)
 
     def _pools(self, seed: Member, taken: set[tuple[Any, ...]]) -> list[list[Member]]:
         """Sets to try: the seed alone, axes of its size, integers too, multiples too."""
@@ -198,7 +210,7 @@ class _Search:
         self._probes_left -= 1
         if self._probes_left < 0:
             return False
-        return _resized_shapes(self._candidate, self._prober, self._ground, members, size) is not None
+        return self._prober.shapes(*_resized(self._program, self._forms, members, size), self._ground) is not None
 
 
 def _place(member: Member) -> tuple[Any, ...]:
@@ -207,23 +219,23 @@ def _place(member: Member) -> tuple[Any, ...]:
     return member.call, member.path, type(member).__name__
 
 
-def _resized_shapes(
-    candidate: Candidate, prober: Prober, ground: Ground, members: Iterable[Member], size: int
-) -> Shapes | None:
-    program: Program = candidate.program
+def _resized(
+    program: Program, forms: Mapping[int, Form], members: Iterable[Member], size: int
+) -> tuple[Program, dict[int, Form]]:
+    """The program and the forms of its inputs with another size for these members."""
     calls = list(program.calls)
-    forms = forms_of(candidate)
+    changed = dict(forms)
     for member in members:
         if isinstance(member, Axis):
-            form = forms[member.value]
+            form = changed[member.value]
             shape = list(form.shape)
             shape[member.axis] = size * member.factor
-            forms[member.value] = Form(tuple(shape), form.dtype)
+            changed[member.value] = Form(tuple(shape), form.dtype)
         elif isinstance(member, Constant):
             calls[member.call] = with_leaf(calls[member.call], member.path, size * member.factor)
         else:
             calls[member.call] = _with_parts(calls[member.call], member, range(size))
-    return prober.shapes(replace(program, calls=tuple(calls)), forms, ground)
+    return replace(program, calls=tuple(calls)), changed
 
 
 def _with_parts(call: Call, member: Length, indexes: Sequence[int]) -> Call:

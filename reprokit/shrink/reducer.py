@@ -40,8 +40,8 @@ _MAX_ROUNDS = 20
 PASSES: tuple[tuple[str, Callable[[Problem], None]], ...] = (
     ("calls", remove_calls),
     ("modes", drop_autocast),
-    ("sizes", shrink_sizes),
     ("setting", simplify_setting),
+    ("sizes", shrink_sizes),
     ("dimensions", drop_dimensions),
     ("values", simplify_values),
     ("precision", simplify_precision),
