@@ -35,8 +35,8 @@ MIN_REPLAYS = 3
 _SLOW_REPLAY = 1.0
 _MAX_ROUNDS = 20
 
-# In this order: a smaller program makes every later check cheaper, and settings are simplified before values so that an
-# argument that matters is not made superfluous by another value.
+# In this order: fewer calls make every later check cheaper; strides, padding and flags stand in the way of small sizes;
+# and settings are simplified before values, so that an argument that matters is not made superfluous by another value.
 PASSES: tuple[tuple[str, Callable[[Problem], None]], ...] = (
     ("calls", remove_calls),
     ("modes", drop_autocast),
