@@ -16,7 +16,7 @@ from reprokit.capture.state import parameters_of
 from reprokit.capture.structure import is_leaf, iter_tensors, map_tensors
 from reprokit.capture.tape import Entry
 from reprokit.locate.blame import GRAD_SCALER
-from reprokit.program.functions import is_in_place
+from reprokit.program.functions import written_argument
 from reprokit.program.ir import AUTOGRAD_BACKWARD, ZERO_GRAD, Call, Program, Ref
 from reprokit.program.run import Modes, run
 from reprokit.program.sites import make_site
@@ -70,21 +70,19 @@ def needed_entries(entries: list[Entry]) -> list[Entry]:
     kept: list[Entry] = []
     for entry in reversed(entries):
         made = {id(tensor) for tensor in iter_tensors(entry.output)}
-        if entry.name and entry.args and _writes(entry):
-            made.add(id(entry.args[0]))
+        written = written_argument(entry.name, entry.args, entry.kwargs)
+        if written is not None:
+            made.add(id(written))
         if entry.kind not in ("module", "function", "scale") or made & needed or _shares_memory(entry, needed):
             kept.append(entry)
             needed.update(id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs)))
     return kept[::-1]
 
 
-def _writes(entry: Entry) -> bool:
-    return is_in_place(entry.name)
-
-
 def _shares_memory(entry: Entry, needed: set[int]) -> bool:
     """Whether an in-place entry may write into something needed through another tensor object (a view)."""
-    return bool(entry.name) and _writes(entry) and bool(needed) and entry.kind == "function" and _is_view(entry.args[0])
+    written = written_argument(entry.name, entry.args, entry.kwargs)
+    return bool(needed) and entry.kind == "function" and _is_view(written)
 
 
 def _is_view(tensor: Any) -> bool:
@@ -128,7 +126,7 @@ class _Player:
 
     def _play_function(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         if entry.outcome is not None:
-            return args[0].copy_(entry.outcome)
+            return written_argument(entry.name, args, kwargs).copy_(entry.outcome)
         return entry.target(*args, **kwargs)
 
     def _play_scale(self, entry: Entry, args: Any, kwargs: Any) -> Any:

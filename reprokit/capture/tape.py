@@ -212,7 +212,8 @@ class Tape(TorchFunctionMode):
         if self._is_inside(frame):
             return None
         name = functions.name_of(func) or ""
-        if args and functions.is_in_place(name) and self._is_parameter(args[0]):
+        written = functions.written_argument(name, args, kwargs)
+        if written is not None and self._is_parameter(written):
             self._hand_updated = any(entry.kind == "differentiate" for entry in self.entries)
             return None
         self._end_hand_update()
@@ -220,8 +221,8 @@ class Tape(TorchFunctionMode):
         user = _first_user_frame(frame)
         entry = Entry(kind, func, args, kwargs, current_mode(), name=name, code=user.f_code, line=user.f_lineno)
         entry.versions = [(tensor, _version(tensor)) for tensor in iter_tensors((args, kwargs))]
-        if args and functions.is_in_place(name):
-            self._save_before_write(args[0])
+        if written is not None:
+            self._save_before_write(written)
         if functions.is_random(name) and any(tensor.requires_grad for tensor, _ in entry.versions):
             entry.rng = _rng_state(entry.versions)
         return entry
@@ -229,11 +230,11 @@ class Tape(TorchFunctionMode):
     def _finish_function(self, entry: Entry) -> None:
         """Keep the entry if it made tensors that a replay has to make again."""
         outputs = list(iter_tensors(entry.output))
-        in_place = bool(entry.args) and functions.is_in_place(entry.name)
-        if not (outputs or in_place) or not self._can_repeat(entry, outputs):
+        written = functions.written_argument(entry.name, entry.args, entry.kwargs)
+        if not (outputs or written is not None) or not self._can_repeat(entry, outputs):
             return
-        if in_place and entry.rng is None and functions.is_random(entry.name):
-            entry.outcome = entry.args[0].detach().clone()
+        if isinstance(written, torch.Tensor) and entry.rng is None and functions.is_random(entry.name):
+            entry.outcome = written.detach().clone()
         self._add(entry, outputs)
 
     def _can_repeat(self, entry: Entry, outputs: list[torch.Tensor]) -> bool:

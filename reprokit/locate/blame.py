@@ -50,7 +50,7 @@ def locate(program: Program, tensors: Tensors) -> Failure | None:
 def _watch(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tensor], *, after: bool) -> Found | None:
     """What the watch sees around one call."""
     if call.is_differentiation and not after:
-        return _bad_start(notes, index, call)
+        return _bad_start(notes, index, call, values)
     if call.is_differentiation and call.target != "torch.autograd.grad":
         return _bad_leaf(notes, index)
     if call.is_optimizer_step and after:
@@ -58,8 +58,10 @@ def _watch(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tens
     return None
 
 
-def _bad_start(notes: Notes, index: int, call: Call) -> Found | None:
+def _bad_start(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> Found | None:
     for value in _starts(call):
+        if not values[value].requires_grad:
+            continue  # the differentiation itself is going to object
         ways = notes.reads[index].get(value, frozenset())
         if _gives_gradients(call):
             ways &= {NAN}  # not a loss: an infinity in it may be wanted, and the gradient decides

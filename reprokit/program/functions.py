@@ -8,7 +8,7 @@ to functions through one table built from torch's own namespaces; nothing is eve
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -249,6 +249,13 @@ def is_in_place(name: str) -> bool:
     """Whether the function by its name writes into its first argument."""
     last = name.rpartition(".")[2]
     return last in _IN_PLACE_OPERATORS or (last.endswith("_") and not last.endswith("__"))
+
+
+def written_argument(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an in-place function writes into, its first argument by position or name; ``None`` for others."""
+    if not is_in_place(name):
+        return None
+    return args[0] if args else next(iter(kwargs.values()), None)
 
 
 @functools.cache

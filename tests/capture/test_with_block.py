@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import reprokit
 from reprokit.errors import UsageError
@@ -51,3 +52,15 @@ def test_captures_nest_and_repeat(tmp_path: Path) -> None:
 def test_importing_reprokit_does_not_import_torch() -> None:
     code = "import sys, reprokit; assert callable(reprokit.capture); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_failure_in_the_very_first_step_of_a_new_model(tmp_path: Path) -> None:
+    with reprokit.capture(tmp_path / "first.pt") as session:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = (model(torch.ones(3, 2)) * 0).sqrt().sum()
+        loss.backward()
+        optimizer.step()
+    snapshot = load(session.snapshots[0])
+    assert (snapshot.step, snapshot.failure.phase, snapshot.failure.call) == (0, "backward", "torch.Tensor.sqrt")
+    assert snapshot.fidelity == "exact"
