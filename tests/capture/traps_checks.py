@@ -1,0 +1,151 @@
+"""What the tests of traps share: small models and batches, the end of a run as bits, and the two claims.
+
+`check_silent`: capture notices nothing and changes nothing. `check_caught`: capture saves the right step, and the loop
+that goes on afterwards ends with the same bits as without capture.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from reprokit.capture.session import Session
+from reprokit.snapshot.format import Snapshot, load
+
+Loop = Callable[[], list[torch.Tensor]]
+WATCHES = ("sampled", "every-step", "deferred")
+STEPS = 6
+BAD_STEP = 3
+
+
+def batches(steps: int = STEPS, seed: int = 0) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Steps with a batch of 8 rows of 4 numbers and their classes."""
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        x = torch.randn(8, 4, generator=generator)
+        yield step, x, (x.sum(1) > 0).long()
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    """A model with buffers and random numbers in it."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2))
+
+
+def plain_net(seed: int = 0) -> nn.Sequential:
+    """A model without buffers and random numbers."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def silent_root(x: torch.Tensor, bad: bool) -> torch.Tensor:
+    """A term that is 0 and finite; when ``bad``, its gradient is NaN all the same."""
+    energy = x.pow(2) * (0.0 if bad else 1.0)
+    return torch.where(energy > 0, energy.sqrt(), energy).mean() * 1e-3
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors of modules, optimizers, and nested containers, in a fixed order; numbers become tensors."""
+    if isinstance(value, torch.Tensor):
+        yield value.detach()
+    elif isinstance(value, (int, float)):
+        yield torch.tensor(float(value), dtype=torch.float64)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif hasattr(value, "state_dict"):
+        yield from tensors_in(value.state_dict())
+
+
+def ending(*things: Any) -> list[torch.Tensor]:
+    """Copies of all the tensors in ``things``, and the states of the generators."""
+    return [*(tensor.clone() for tensor in tensors_in(things)), torch.get_rng_state(), _python_generator()]
+
+
+def same_bits(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    """Whether two endings agree in every bit."""
+    return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
+
+
+def run_plain(loop: Loop) -> list[torch.Tensor]:
+    """The ending without capture."""
+    random.seed(0)
+    return loop()
+
+
+def check_silent(loop: Loop, folder: Path, capsys: pytest.CaptureFixture[str], **options: Any) -> None:
+    """Claim that nothing is captured or said, and that no bit is changed."""
+    plain = run_plain(loop)
+    capsys.readouterr()
+    random.seed(0)
+    with Session(directory=folder, **options) as session:
+        watched = loop()
+    assert session.snapshots == [] and list(folder.iterdir()) == []
+    assert capsys.readouterr().err == ""
+    assert same_bits(plain, watched)
+
+
+def check_caught(loop: Loop, folder: Path, **options: Any) -> Snapshot:
+    """Claim that one failing step is saved and that the loop, going on, ends with the bits it would have had."""
+    plain = run_plain(loop)
+    random.seed(0)
+    with Session(directory=folder, after="continue", **options) as session:
+        watched = loop()
+    assert len(session.snapshots) == 1
+    assert same_bits(plain, watched)
+    return load(session.snapshots[0])
+
+
+def where(snapshot: Snapshot) -> tuple[int, str, str | None]:
+    """Step, phase and call of a snapshot's failure."""
+    return snapshot.step, snapshot.failure.phase, snapshot.failure.call
+
+
+def fidelity(snapshot: Snapshot) -> tuple[str, str | None]:
+    """How true the replay was, and what is said about it."""
+    return snapshot.fidelity, snapshot.fidelity_note
+
+
+EXACT = ("exact", None)
+
+
+def is_exact_or_explained(snapshot: Snapshot) -> bool:
+    """For what may truly not be repeatable: exact, or unfaithful with a reason."""
+    return fidelity(snapshot) == EXACT or (snapshot.fidelity == "unfaithful" and bool(snapshot.fidelity_note))
+
+
+def classify(model: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The loss of a classifier."""
+    return F.cross_entropy(model(x), y)
+
+
+def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    """The three lines of every loop."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    dense = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    return dense.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _python_generator() -> torch.Tensor:
+    return torch.tensor(random.getstate()[1], dtype=torch.int64)
