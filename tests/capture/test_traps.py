@@ -1,0 +1,672 @@
+"""Failures that are easy to miss: each is caught at its own step, phase and call, and the run is not disturbed."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from reprokit.capture.session import Session
+from reprokit.snapshot.format import load
+from tests.capture.traps_checks import (
+    BAD_STEP,
+    EXACT,
+    WATCHES,
+    Loop,
+    batches,
+    check_caught,
+    classify,
+    ending,
+    fidelity,
+    is_exact_or_explained,
+    net,
+    plain_net,
+    silent_root,
+    update,
+    where,
+)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Where a failure has to be found."""
+
+    phase: str
+    calls: tuple[str | None, ...]
+    step: int = BAD_STEP
+    micro_step: int = 0
+    must_be_exact: bool = True
+
+
+EXPECTED: dict[Loop, Expected] = {}
+LOOPS = EXPECTED.keys()
+DIVISION = ("torch.Tensor.div",)
+ROOT = ("torch.Tensor.sqrt",)
+
+
+def failing(phase: str, calls: tuple[str | None, ...], **options: Any) -> Callable[[Loop], Loop]:
+    """Add a loop to those that must be caught."""
+
+    def add(loop: Loop) -> Loop:
+        EXPECTED[loop] = Expected(phase, calls, **options)
+        return loop
+
+    return add
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_it_is_caught(loop: Loop, watch: str, tmp_path: Path) -> None:
+    expected = EXPECTED[loop]
+    snapshot = check_caught(loop, tmp_path, watch=watch)
+    step, phase, call = where(snapshot)
+    assert (step, snapshot.micro_step, phase) == (expected.step, expected.micro_step, expected.phase)
+    assert call in expected.calls
+    assert fidelity(snapshot) == EXACT if expected.must_be_exact else is_exact_or_explained(snapshot)
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+def test_the_snapshot_says_which_watch_was_on(watch: str, tmp_path: Path) -> None:
+    snapshot = check_caught(gradient_only, tmp_path, watch=watch)
+    assert watch in str(snapshot.settings)
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_nothing_is_captured_when_values_are_not_to_be_judged(loop: Loop, tmp_path: Path) -> None:
+    with Session(directory=tmp_path, after="continue", on=("exception",)) as session:
+        loop()
+    assert session.snapshots == []
+
+
+# -- seen in the gradients only -------------------------------------------------------------------------------------
+
+
+@failing("backward", ROOT)
+def gradient_only() -> list[torch.Tensor]:
+    """`where(x > 0, sqrt(x), x)` has a finite value and a gradient that is not."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, x, y in batches():
+        logits = model(x)
+        update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP))
+    return ending(model, optimizer)
+
+
+@failing("backward", ROOT)
+def gradient_only_in_the_last_layer() -> list[torch.Tensor]:
+    """Neither the loss nor the gradient of any early layer shows it."""
+    torch.manual_seed(0)
+    body, head, gain = nn.Linear(4, 8), nn.Linear(8, 2), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters(), gain], lr=0.01)
+    for step, x, y in batches():
+        loss = F.cross_entropy(head(body(x).tanh()), y) + silent_root(gain, step == BAD_STEP)
+        update(optimizer, loss)
+    return ending(body, head, gain)
+
+
+@failing("backward", ("torch.Tensor.pow", "torch.Tensor.square", "torch.Tensor.sub"))
+def nan_targets_masked_out() -> list[torch.Tensor]:
+    """The loss leaves NaN targets out, its gradient does not."""
+    model = plain_net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, x, _ in batches():
+        target = x[:, :2].clone()
+        if step == BAD_STEP:
+            target[2, 1] = math.nan
+        error = (model(x) - target).pow(2)
+        update(optimizer, torch.where(torch.isnan(target), torch.zeros(()), error).mean())
+    return ending(model)
+
+
+@failing("backward", ROOT)
+def noise_drawn_between_steps() -> list[torch.Tensor]:
+    """Augmentation draws from the same generator as dropout, in the main process."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, x, y in batches():
+        noisy = x + 0.1 * torch.randn_like(x) * random.random()
+        if torch.rand(()) < 0.5:
+            noisy = noisy.flip(1)
+        logits = model(noisy)
+        update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP))
+    return ending(model)
+
+
+@failing("backward", ROOT)
+def batch_overwritten_before_the_update() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, x, y in batches():
+        logits = model(x)
+        loss = F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP)
+        optimizer.zero_grad()
+        loss.backward()
+        x.zero_()
+        y.fill_(1)
+        optimizer.step()
+    return ending(model)
+
+
+@failing("backward", ROOT)
+def one_buffer_for_all_batches() -> list[torch.Tensor]:
+    """A loader that fills the same memory again and again."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    memory = torch.empty(8, 4)
+    for step, x, y in batches():
+        memory.copy_(x)
+        logits = model(memory)
+        update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP))
+    return ending(model)
+
+
+# -- grad scalers ---------------------------------------------------------------------------------------------------
+
+
+def scaled(model: nn.Module, bad: Callable[[int], bool], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Training whose gradient is NaN in ``bad`` steps, whatever the scale."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    for step, x, y in batches(24):
+        logits = model(x)
+        loss = F.cross_entropy(logits, y) + silent_root(logits, bad(step))
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return ending(model, scaler)
+
+
+def always_from_the_bad_step(step: int) -> bool:
+    return step >= BAD_STEP
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+def test_a_scale_that_collapses_is_a_failure(watch: str, tmp_path: Path) -> None:
+    """Torch never calls the optimizer's step in these steps, and the loss is finite."""
+
+    def loop() -> list[torch.Tensor]:
+        model = net()
+        return scaled(model, always_from_the_bad_step, torch.optim.SGD(model.parameters(), lr=0.01))
+
+    snapshot = check_caught(loop, tmp_path, watch=watch)
+    step, phase, call = where(snapshot)
+    assert BAD_STEP <= step < 24 and (phase, call) == ("backward", *ROOT)
+    assert fidelity(snapshot) == EXACT
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+def test_a_scale_that_collapses_with_a_fused_optimizer_is_a_failure(watch: str, tmp_path: Path) -> None:
+    """Torch calls the optimizer's step in all of these steps, and the kernel does nothing."""
+
+    def loop() -> list[torch.Tensor]:
+        model = net()
+        return scaled(model, always_from_the_bad_step, torch.optim.SGD(model.parameters(), lr=0.01, fused=True))
+
+    snapshot = check_caught(loop, tmp_path, watch=watch)
+    step, phase, call = where(snapshot)
+    assert BAD_STEP <= step < 24 and (phase, call) == ("backward", *ROOT)
+    assert fidelity(snapshot) == EXACT
+
+
+@failing("forward", DIVISION, step=9)
+def bad_loss_under_a_scaler() -> list[torch.Tensor]:
+    """The scaler would skip this step in silence; the loss is NaN before it is scaled."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    for step, x, y in batches(14):
+        with torch.autocast("cpu", dtype=torch.float16):
+            count = torch.full((), 0.0 if step == 9 else 1.0)
+            loss = classify(model, x, y) * (count / count)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return ending(model, scaler)
+
+
+# -- closures and accumulation --------------------------------------------------------------------------------------
+
+
+@failing("backward", ROOT)
+def closure_as_lightning_uses_it() -> list[torch.Tensor]:
+    """The whole step runs inside `optimizer.step`: a hook before it sees the gradients of the step before."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for step, x, y in batches():
+
+        def closure() -> torch.Tensor:
+            logits = model(x)  # noqa: B023
+            loss = F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP)  # noqa: B023
+            optimizer.zero_grad()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return ending(model, optimizer)
+
+
+@failing("forward", DIVISION)
+def closure_with_a_bad_loss() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step, x, y in batches():
+        count = torch.full((), 0.0 if step == BAD_STEP else 1.0)
+
+        def closure() -> torch.Tensor:
+            loss = classify(model, x, y) * (count / count)  # noqa: B023
+            optimizer.zero_grad()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return ending(model, optimizer)
+
+
+@failing("backward", ROOT)
+def closure_of_a_second_order_optimizer() -> list[torch.Tensor]:
+    model = plain_net()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    for step, x, y in batches():
+        num_calls = 0
+
+        def closure() -> torch.Tensor:
+            nonlocal num_calls
+            num_calls += 1
+            logits = model(x)  # noqa: B023
+            is_bad = step == BAD_STEP and num_calls == 2  # noqa: B023
+            loss = F.cross_entropy(logits, y) + silent_root(logits, is_bad)  # noqa: B023
+            optimizer.zero_grad()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return ending(model)
+
+
+def accumulated(bad_loss: bool, bad_gradient: bool) -> list[torch.Tensor]:
+    """Four batches a step, the second of step 3 goes wrong."""
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(6):
+        for micro, x, y in batches(4, seed=step):
+            is_bad = step == BAD_STEP and micro == 1
+            logits = model(x)
+            count = torch.full((), 0.0 if is_bad and bad_loss else 1.0)
+            loss = F.cross_entropy(logits, y) * (count / count) + silent_root(logits, is_bad and bad_gradient)
+            (loss / 4).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return ending(model, optimizer)
+
+
+@failing("forward", DIVISION, micro_step=1)
+def bad_loss_in_the_second_of_four_batches() -> list[torch.Tensor]:
+    return accumulated(True, False)
+
+
+@failing("backward", ROOT, micro_step=1)
+def bad_gradient_in_the_second_of_four_batches() -> list[torch.Tensor]:
+    return accumulated(False, True)
+
+
+# -- born in the optimizer ------------------------------------------------------------------------------------------
+
+
+@failing("optimizer", ("torch.optim.Adam.step",))
+def adam_without_epsilon() -> list[torch.Tensor]:
+    """A part of the model that wakes up with a gradient of exactly zero."""
+    model, gate = plain_net(), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([*model.parameters(), gate], eps=0.0)
+    for step, x, y in batches():
+        logits = model(x)
+        if step >= BAD_STEP:
+            logits = logits + F.relu(-gate)
+        update(optimizer, F.cross_entropy(logits, y))
+    return ending(model, gate)
+
+
+@failing("optimizer", ("torch.optim.SGD.step",))
+def enormous_learning_rate() -> list[torch.Tensor]:
+    """Gradients are finite, weights are not any more."""
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
+    for step, x, y in batches():
+        optimizer.param_groups[0]["lr"] = 1e30 if step == BAD_STEP else 1e-12
+        update(optimizer, classify(model, x, y) * 1e10)
+    return ending(model)
+
+
+@failing("optimizer", ("torch.optim.AdamW.step",))
+def learning_rate_that_is_nan() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step, x, y in batches():
+        optimizer.param_groups[0]["lr"] = math.nan if step == BAD_STEP else 1e-3
+        update(optimizer, classify(model, x, y))
+    return ending(model)
+
+
+@failing("optimizer", ("torch.optim.SGD.step",), step=5)
+def last_step_of_all() -> list[torch.Tensor]:
+    """Nothing comes after it that could show it."""
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, x, y in batches():
+        optimizer.param_groups[0]["lr"] = math.inf if step == 5 else 0.01
+        update(optimizer, classify(model, x, y))
+    return ending(model)
+
+
+class Handmade:
+    """An optimizer that knows nothing of torch.optim."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], *, normalize: bool) -> None:
+        self.parameters = list(parameters)
+        self.normalize = normalize
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.parameters:
+            grad = parameter.grad
+            if self.normalize:
+                grad = grad / grad.abs().mean()
+            parameter -= 0.01 * grad
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+@failing("backward", ROOT)
+def bad_gradient_with_a_handmade_optimizer() -> list[torch.Tensor]:
+    model = net()
+    optimizer = Handmade(model.parameters(), normalize=False)
+    for step, x, y in batches():
+        logits = model(x)
+        loss = F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return ending(model)
+
+
+@failing("optimizer", DIVISION)
+def handmade_optimizer_that_divides_by_zero() -> list[torch.Tensor]:
+    model = plain_net()
+    optimizer = Handmade(model.parameters(), normalize=True)
+    for step, x, y in batches():
+        loss = classify(model, x, y) * (0.0 if step == BAD_STEP else 1.0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return ending(model)
+
+
+# -- buffers --------------------------------------------------------------------------------------------------------
+
+NORM = ("torch.nn.functional.batch_norm", "torch.batch_norm", "torch.nn.functional.linear")
+
+
+@failing("forward", NORM)
+def running_variance_overflows() -> list[torch.Tensor]:
+    """The loss stays finite: dividing by the infinite variance hides the enormous batch. Evaluation is ruined."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, x, y in batches():
+        loss = classify(model, x * (1e25 if step == BAD_STEP else 1.0), y)
+        assert torch.isfinite(loss)
+        update(optimizer, loss)
+    assert not torch.isfinite(model[0].running_var).all()
+    return ending(model)
+
+
+@failing("forward", NORM)
+def running_mean_poisoned_by_a_skipped_step() -> list[torch.Tensor]:
+    """The loop leaves out the step with the bad loss, but the forward has already ruined the running statistics."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, x, y in batches():
+        loss = classify(model, x * (3e38 if step == BAD_STEP else 1.0), y)
+        if torch.isnan(loss):
+            continue
+        update(optimizer, loss)
+    assert torch.isnan(model[1].running_mean).any()
+    return ending(model)
+
+
+# -- other ways to differentiate and to step ------------------------------------------------------------------------
+
+
+def stepping_inside_backward(bad_loss: bool, bad_gradient: bool) -> list[torch.Tensor]:
+    """One optimizer per parameter, each stepping as soon as its gradient is there."""
+    model = net()
+    own = {parameter: torch.optim.SGD([parameter], lr=0.01) for parameter in model.parameters()}
+
+    def step_now(parameter: torch.Tensor) -> None:
+        own[parameter].step()
+        own[parameter].zero_grad()
+
+    hooks = [parameter.register_post_accumulate_grad_hook(step_now) for parameter in model.parameters()]
+    for step, x, y in batches():
+        is_bad = step == BAD_STEP
+        logits = model(x)
+        count = torch.full((), 0.0 if is_bad and bad_loss else 1.0)
+        (F.cross_entropy(logits, y) * (count / count) + silent_root(logits, is_bad and bad_gradient)).backward()
+    for hook in hooks:
+        hook.remove()
+    return ending(model)
+
+
+@failing("forward", DIVISION)
+def bad_loss_with_steps_inside_backward() -> list[torch.Tensor]:
+    return stepping_inside_backward(True, False)
+
+
+@failing("backward", ROOT, must_be_exact=False)
+def bad_gradient_with_steps_inside_backward() -> list[torch.Tensor]:
+    return stepping_inside_backward(False, True)
+
+
+@failing("backward", ROOT)
+def second_of_two_optimizers() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    maker, judge = nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+    train_maker, train_judge = torch.optim.Adam(maker.parameters()), torch.optim.SGD(judge.parameters(), lr=0.01)
+    for step, x, _ in batches():
+        fake = maker(torch.randn(8, 3))
+        update(train_judge, F.softplus(-judge(x)).mean() + F.softplus(judge(fake.detach())).mean())
+        update(train_maker, F.softplus(-judge(fake)).mean() + silent_root(fake, step == BAD_STEP))
+    return ending(maker, judge, train_maker)
+
+
+@failing("forward", DIVISION)
+def autograd_backward_of_two_losses() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, x, y in batches():
+        count = torch.full((), 0.0 if step == BAD_STEP else 1.0)
+        logits = model(x)
+        losses = [F.cross_entropy(logits, y), logits.pow(2).mean() * (count / count)]
+        optimizer.zero_grad()
+        torch.autograd.backward(losses)
+        optimizer.step()
+    return ending(model)
+
+
+@failing("backward", ROOT)
+def autograd_backward_with_weights() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, x, y in batches():
+        logits = model(x)
+        losses = F.cross_entropy(logits, y, reduction="none") + silent_root(logits, step == BAD_STEP)
+        optimizer.zero_grad()
+        torch.autograd.backward(losses, torch.full((8,), 0.125))
+        optimizer.step()
+    return ending(model)
+
+
+@failing("backward", ROOT)
+def gradients_assigned_by_the_loop() -> list[torch.Tensor]:
+    model = net()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.Adam(parameters)
+    for step, x, y in batches():
+        logits = model(x)
+        loss = F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP)
+        for parameter, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter.grad = grad
+        optimizer.step()
+    return ending(model)
+
+
+# -- compiled, threaded, special parameters -------------------------------------------------------------------------
+
+
+@failing("backward", ROOT)
+def compiled_model() -> list[torch.Tensor]:
+    class Rooted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = plain_net()
+
+        def forward(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+            logits = self.body(x)
+            energy = logits.pow(2) * factor
+            return logits + torch.where(energy > 0, energy.sqrt(), energy)
+
+    torch._dynamo.reset()
+    model = Rooted()
+    fast = torch.compile(model, backend="eager")
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, x, y in batches():
+        update(optimizer, F.cross_entropy(fast(x, torch.full((), 0.0 if step == BAD_STEP else 1.0)), y))
+    return ending(model)
+
+
+@failing("backward", ROOT)
+def training_in_a_thread() -> list[torch.Tensor]:
+    result: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: result.extend(gradient_only()))
+    thread.start()
+    thread.join()
+    return result
+
+
+@failing("backward", ROOT)
+def sparse_embedding() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    table, head = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)
+    optimizer = torch.optim.SGD([*table.parameters(), *head.parameters()], lr=0.1)
+    for step, x, y in batches():
+        vectors = table((x[:, 0].abs() * 10).long() % 10)
+        update(optimizer, F.cross_entropy(head(vectors), y) + silent_root(vectors, step == BAD_STEP))
+    return ending(table, head)
+
+
+@failing("forward", DIVISION)
+def shared_and_complex_weights() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    filters = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([filters], lr=0.01)
+    for step, x, _ in batches():
+        power = torch.fft.irfft(torch.fft.rfft(x) * filters * filters).pow(2).mean()
+        total = power * (0.0 if step == BAD_STEP else 1.0)
+        update(optimizer, power * (total / total))
+    return ending(filters)
+
+
+# -- bad from the outside -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+def test_a_bad_batch_is_named(watch: str, tmp_path: Path) -> None:
+    def loop() -> list[torch.Tensor]:
+        model = plain_net()
+        optimizer = torch.optim.Adam(model.parameters())
+        for step, x, y in batches():
+            if step == BAD_STEP:
+                x = torch.from_numpy(x.numpy() * np.float32("nan"))
+            update(optimizer, classify(model, x, y))
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path, watch=watch)
+    assert where(snapshot) == (BAD_STEP, "forward", None)
+    assert snapshot.failure.input_name == "x"
+    assert fidelity(snapshot) == EXACT
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+def test_weights_that_are_bad_from_the_start_are_named(watch: str, tmp_path: Path) -> None:
+    def loop() -> list[torch.Tensor]:
+        model = plain_net()
+        with torch.no_grad():
+            model[2].weight[1, 3] = math.nan
+        optimizer = torch.optim.Adam(model.parameters())
+        for _, x, y in batches():
+            update(optimizer, classify(model, x, y))
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path, watch=watch)
+    assert where(snapshot) == (0, "forward", None)
+    assert snapshot.failure.input_name is not None and snapshot.failure.input_name.endswith("2.weight")
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+def test_buffers_that_are_bad_from_the_start_are_named(watch: str, tmp_path: Path) -> None:
+    def loop() -> list[torch.Tensor]:
+        model = net().eval()
+        model[1].running_mean.fill_(math.nan)
+        optimizer = torch.optim.Adam(model.parameters())
+        for _, x, y in batches():
+            update(optimizer, classify(model, x, y))
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path, watch=watch)
+    assert where(snapshot) == (0, "forward", None)
+    assert snapshot.failure.input_name is not None and snapshot.failure.input_name.endswith("1.running_mean")
+
+
+def test_a_failure_in_an_inner_capture_is_its_own(tmp_path: Path) -> None:
+    outer, inner = (
+        Session(directory=tmp_path / "outer", after="continue"),
+        Session(directory=tmp_path, after="continue"),
+    )
+    with outer, inner:
+        gradient_only()
+    assert len(inner.snapshots) == 1 and outer.snapshots == []
+    assert where(load(inner.snapshots[0])) == (BAD_STEP, "backward", *ROOT)
+
+
+def test_a_failure_after_an_inner_capture_is_caught_by_the_outer_one(tmp_path: Path) -> None:
+    def loop() -> list[torch.Tensor]:
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters())
+        inner = Session(directory=tmp_path / "inner")
+        for step, x, y in batches(8):
+            if step == 2:
+                inner.__enter__()
+            if step == 4:
+                inner.__exit__(None, None, None)
+            logits = model(x)
+            update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, step == 6))
+        assert inner.snapshots == []
+        return ending(model, optimizer)
+
+    snapshot = check_caught(loop, tmp_path)
+    assert (snapshot.failure.phase, snapshot.failure.call) == ("backward", *ROOT)
+    assert fidelity(snapshot) == EXACT
