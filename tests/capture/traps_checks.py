@@ -6,6 +6,8 @@ that goes on afterwards ends with the same bits as without capture.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from reprokit.capture import rescue
 from reprokit.capture.session import Session
 from reprokit.snapshot.format import Snapshot, load
 
@@ -99,11 +102,22 @@ def check_caught(loop: Loop, folder: Path, **options: Any) -> Snapshot:
     """Claim that one failing step is saved and that the loop, going on, ends with the bits it would have had."""
     plain = run_plain(loop)
     random.seed(0)
-    with Session(directory=folder, after="continue", **options) as session:
+    with described_once(), Session(directory=folder, after="continue", **options) as session:
         watched = loop()
     assert len(session.snapshots) == 1
     assert same_bits(plain, watched)
     return load(session.snapshots[0])
+
+
+@contextlib.contextmanager
+def described_once() -> Iterator[None]:
+    """The environment, which takes long to describe, is described once for all tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rescue, "collect_environment", _environment)
+        yield
+
+
+_environment = functools.cache(rescue.collect_environment)
 
 
 def where(snapshot: Snapshot) -> tuple[int, str, str | None]:
