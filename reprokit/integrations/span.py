@@ -1,0 +1,110 @@
+"""A capture that begins in one callback and ends in another one.
+
+A ``with`` block knows when it is left. Callbacks are told of a good end only, some not even of an exception: so the end
+also comes with the exception that ends the process, with the callback's own, and with the process's, whichever is
+first. After it no hook, exception hook or exit function is left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+from reprokit.capture import launch
+from reprokit.capture.block import capture
+
+if TYPE_CHECKING:
+    from reprokit.capture.session import Session
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `reprokit.capture`, which the callbacks take as well."""
+
+    name: str
+    after: Literal["stop", "continue"]
+    overwrite: bool
+    quiet: bool
+    history: int | None
+    watch: Literal["sampled", "every-step", "deferred"]
+    on: Collection[str]
+
+
+class Span:
+    """At most one running capture; ``snapshots`` are the files that all captures of this span have written."""
+
+    def __init__(self, output: str | os.PathLike[str] | None, options: Options) -> None:
+        self.snapshots: list[Path] = []
+        self._output = output
+        self._options = options
+        self._block: AbstractContextManager[Session] | None = None
+        self._session: Session | None = None
+        self._process = 0
+        self._last_resort: weakref.finalize[..., object] | None = None
+        self._unhook: Callable[[], None] | None = None
+
+    def begin(self, owner: object) -> None:
+        """Begin to watch, until `end`, `finish` or the end of ``owner``; a run that never told its end ends now."""
+        self.end()
+        self._process = os.getpid()
+        self._block = capture(self._output, **self._options)
+        self._session = self._block.__enter__()
+        self._last_resort = weakref.finalize(owner, self.end)
+
+    def finish(self) -> None:
+        """End well; what is found only now stops the program as a capture in the midst of the loop would have."""
+        session = self._session
+        self.end()
+        if session is not None and session.snapshots and self._options.get("after", "stop") == "stop":
+            from reprokit.capture.session import CaptureStop
+
+            raise CaptureStop(session)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Stop to watch, with the exception that ended the loop; nothing happens when nothing is watched."""
+        block, session = self._block, self._session
+        self._block = self._session = None
+        if self._last_resort is not None:
+            self._last_resort.detach()
+        if self._unhook is not None:
+            self._unhook()
+        self._last_resort = self._unhook = None
+        if block is None or session is None or os.getpid() != self._process:
+            return
+        try:
+            _leave(block, error)
+        finally:
+            self.snapshots += session.snapshots
+        if error is not None:
+            launch.peel(error)  # whoever shows it shows the frames of the program only
+
+    def end_when_uncaught(self) -> None:
+        """Let an exception that ends the program end this span as well, after its traceback was shown."""
+        shown_by = sys.excepthook
+
+        def show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+            if self._block is None:
+                shown_by(kind, error, traceback)
+                return
+            launch.peel(error)
+            shown_by(kind, error, error.__traceback__)
+            self.end(error.with_traceback(traceback))
+
+        def unhook() -> None:
+            if sys.excepthook is show:
+                sys.excepthook = shown_by
+
+        sys.excepthook = show
+        self._unhook = unhook
+
+
+def _leave(block: AbstractContextManager[Session], error: BaseException | None) -> None:
+    if error is None:
+        block.__exit__(None, None, None)
+    else:
+        block.__exit__(type(error), error, error.__traceback__)
