@@ -1,0 +1,404 @@
+"""Going back in time: failures that show late are saved at the step where they happened, exactly."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from reprokit.capture.history import History
+from tests.capture.traps_checks import (
+    EXACT,
+    Loop,
+    batches,
+    check_caught,
+    check_silent,
+    classify,
+    ending,
+    fidelity,
+    net,
+    plain_net,
+    update,
+    where,
+)
+
+HISTORIES = (1, 7, 50, None)
+RARE = 17
+
+
+class Words(nn.Module):
+    """A table of which one row is used rarely."""
+
+    def __init__(self, *, sparse: bool = False) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 4, sparse=sparse)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.head((self.table(rows) * weights[..., None]).sum(1))
+
+
+def words(x: torch.Tensor, rare: bool) -> torch.Tensor:
+    """Rows 0 to 9, and the rare one where it is asked for."""
+    rows = (x.abs() * 10).long() % 10
+    if rare:
+        rows[0, 0] = RARE
+    return rows
+
+
+# -- the thousand-step runs -----------------------------------------------------------------------------------------
+
+
+def row_poisoned_by_sparse_adam() -> list[torch.Tensor]:
+    """At step 400 a padded word weighs nothing: its gradient is 0, the epsilon underflows, and nobody reads 0/0 so far."""
+    torch.manual_seed(0)
+    model = Words(sparse=True)
+    rare = torch.optim.SparseAdam(list(model.table.parameters()), lr=1e-3, eps=1e-60)
+    common = torch.optim.Adam(model.head.parameters(), lr=1e-3)
+    for step, x, y in batches(1000):
+        weights = torch.full((8, 4), 0.5)
+        if step == 400:
+            weights[0, 0] = 0.0
+        loss = F.cross_entropy(model(words(x, step in (400, 431)), weights), y)
+        rare.zero_grad()
+        common.zero_grad()
+        loss.backward()
+        rare.step()
+        common.step()
+        if step == 400:
+            assert torch.isnan(model.table.weight[RARE]).all()
+    return ending(model)
+
+
+def test_a_row_poisoned_by_the_optimizer_and_used_31_steps_later(tmp_path: Path) -> None:
+    snapshot = check_caught(row_poisoned_by_sparse_adam, tmp_path)
+    assert where(snapshot) == (400, "optimizer", "torch.optim.SparseAdam.step")
+    assert fidelity(snapshot) == EXACT
+
+
+def row_poisoned_by_its_own_rate(steps: int = 1000, poisoned: int = 400, used: int = 431) -> list[torch.Tensor]:
+    """The schedule of the rare rows is infinite at one step, and infinity times a zero gradient is NaN."""
+    torch.manual_seed(0)
+    model, rare = Words(), nn.Parameter(torch.randn(3, 4))
+    optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": [rare]}], lr=0.01, momentum=0.9)
+    for step, x, y in batches(steps):
+        optimizer.param_groups[1]["lr"] = float(1 / torch.tensor(float(abs(poisoned - step))).sqrt())
+        wanted = torch.tensor([[step == used]])
+        logits = model(words(x, False), torch.ones(8, 4)) + model.head(torch.where(wanted, rare, 0.0)).mean(0)
+        update(optimizer, F.cross_entropy(logits, y))
+    return ending(model, rare)
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_a_parameter_poisoned_by_its_own_rate(history: int | None, tmp_path: Path) -> None:
+    snapshot = check_caught(row_poisoned_by_its_own_rate, tmp_path, history=history)
+    assert where(snapshot) == (400, "optimizer", "torch.optim.SGD.step")
+    assert fidelity(snapshot) == EXACT
+    assert [item["step"] for item in snapshot.timeline][-1] == 400
+    assert all(math.isfinite(item["loss"]) for item in snapshot.timeline)
+
+
+def test_a_poisoned_parameter_that_is_never_used(tmp_path: Path) -> None:
+    snapshot = check_caught(lambda: row_poisoned_by_its_own_rate(60, 40, 99), tmp_path)
+    assert where(snapshot) == (40, "optimizer", "torch.optim.SGD.step")
+    assert fidelity(snapshot) == EXACT
+
+
+def test_without_copies_the_snapshot_says_that_there_was_no_going_back(tmp_path: Path) -> None:
+    snapshot = check_caught(lambda: row_poisoned_by_its_own_rate(60, 40, 47), tmp_path, history=0)
+    assert 40 <= snapshot.step <= 47
+    assert snapshot.fidelity == "unfaithful" and snapshot.fidelity_note
+    assert snapshot.settings["capture"]["history_bytes"] == 0
+
+
+def test_a_gradient_that_was_there_before_the_step(tmp_path: Path) -> None:
+    """The gradient of a part that the step does not use stays zero instead of none, and is used all the same."""
+
+    def loop() -> list[torch.Tensor]:
+        model, rare = plain_net(), nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": [rare]}], lr=0.01)
+        rare.grad = torch.zeros(3)
+        for step, x, y in batches(30):
+            optimizer.param_groups[1]["lr"] = math.inf if step == 20 else 0.01
+            loss = classify(model, x, y)
+            optimizer.zero_grad(set_to_none=False)
+            loss.backward()
+            optimizer.step()
+        return ending(model, rare)
+
+    snapshot = check_caught(loop, tmp_path)
+    assert where(snapshot) == (20, "optimizer", "torch.optim.SGD.step")
+    assert fidelity(snapshot) == EXACT
+
+
+# -- a gradient that is swallowed -----------------------------------------------------------------------------------
+
+
+def gradient_swallowed_by_a_rare_row() -> list[torch.Tensor]:
+    """NaN reaches one row of one table at step 20; nothing reads that row before step 31."""
+    torch.manual_seed(0)
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, x, y in batches(40):
+        loss = F.cross_entropy(model(words(x, step == 31), torch.ones(8, 4)), y)
+        if step == 20:
+            energy = model.table(torch.tensor([RARE])).pow(2) * 0.0
+            loss = loss + torch.where(energy > 0, energy.sqrt(), energy).sum()
+        update(optimizer, loss)
+        if step == 20:
+            assert torch.isfinite(model.head.weight).all() and torch.isnan(model.table.weight).sum() == 4
+    return ending(model)
+
+
+@pytest.mark.parametrize("watch", ["sampled", "every-step", "deferred"])
+@pytest.mark.parametrize("history", HISTORIES)
+def test_a_gradient_swallowed_by_a_rare_row(history: int | None, watch: str, tmp_path: Path) -> None:
+    snapshot = check_caught(gradient_swallowed_by_a_rare_row, tmp_path, history=history, watch=watch)
+    assert where(snapshot) == (20, "backward", "torch.Tensor.sqrt")
+    assert fidelity(snapshot) == EXACT
+
+
+# -- everything a loop changes beside the parameters ----------------------------------------------------------------
+
+
+class Rare(nn.Module):
+    """A network with a part that is read only when asked for, and that the optimizer updates in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+        self.rare = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor, use_rare: bool) -> torch.Tensor:
+        return self.body(x) + torch.where(torch.tensor(use_rare), self.rare, 0.0)
+
+
+def with_schedule_and_momentum(optimizer: torch.optim.Optimizer, model: Rare) -> dict[str, Any]:
+    return {"schedule": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 13)}
+
+
+def with_nothing(optimizer: torch.optim.Optimizer, model: Rare) -> dict[str, Any]:
+    return {}
+
+
+def with_average(optimizer: torch.optim.Optimizer, model: Rare) -> dict[str, Any]:
+    return {"average": copy.deepcopy(model)}
+
+
+def with_clamp(optimizer: torch.optim.Optimizer, model: Rare) -> dict[str, Any]:
+    return {"clamp": 0.2}
+
+
+def with_target(optimizer: torch.optim.Optimizer, model: Rare) -> dict[str, Any]:
+    return {"target": copy.deepcopy(model)}
+
+
+def with_scaler(optimizer: torch.optim.Optimizer, model: Rare) -> dict[str, Any]:
+    return {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=5)}
+
+
+def with_clipping(optimizer: torch.optim.Optimizer, model: Rare) -> dict[str, Any]:
+    return {"clip": True}
+
+
+def with_noise(optimizer: torch.optim.Optimizer, model: Rare) -> dict[str, Any]:
+    return {"noise": True}
+
+
+EXTRAS = (
+    with_nothing,
+    with_schedule_and_momentum,
+    with_average,
+    with_clamp,
+    with_target,
+    with_scaler,
+    with_clipping,
+    with_noise,
+)
+
+
+def rich_loop(make: type[torch.optim.Optimizer], extra: Any, *, bad: bool = True) -> Loop:
+    """60 steps; the rare part becomes NaN in the update of step 40 and is read in step 47."""
+
+    def loop() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Rare()
+        groups = [{"params": model.body.parameters()}, {"params": [model.rare], "lr": 0.01}]
+        optimizer = make(groups, lr=0.01, momentum=0.9)
+        parts = extra(optimizer, model)
+        for step, x, y in batches(60):
+            if "schedule" not in parts:
+                optimizer.param_groups[1]["lr"] = math.inf if bad and step == 40 else 0.01
+            elif bad and step == 40:
+                optimizer.param_groups[1]["lr"] = math.inf
+            rich_step(model, optimizer, parts, step, x, y)
+            if bad and step == 40:
+                assert not torch.isfinite(model.rare).any()
+                if "schedule" in parts:
+                    optimizer.param_groups[1]["lr"] = 0.01
+        return ending(model, optimizer, parts)
+
+    return loop
+
+
+def rich_step(
+    model: Rare, optimizer: torch.optim.Optimizer, parts: dict[str, Any], step: int, x: torch.Tensor, y: torch.Tensor
+) -> None:
+    """One step with whatever parts there are."""
+    if "noise" in parts:
+        x = x + 0.1 * torch.randn_like(x) * random.random()
+    with torch.autocast("cpu", dtype=torch.float16, enabled="scaler" in parts):
+        loss = classify(lambda x: model(x, step == 47), x, y)
+        if "target" in parts:
+            with torch.no_grad():
+                wanted = parts["target"](x, False).softmax(-1)
+            loss = loss + F.cross_entropy(model(x, False), wanted)
+    optimizer.zero_grad()
+    if "scaler" in parts:
+        parts["scaler"].scale(loss).backward()
+        parts["scaler"].step(optimizer)
+        parts["scaler"].update()
+    else:
+        loss.backward()
+        if "clip" in parts:
+            torch.nn.utils.clip_grad_norm_(model.body.parameters(), 0.5)
+        optimizer.step()
+    after_step(model, parts, step)
+
+
+def after_step(model: Rare, parts: dict[str, Any], step: int) -> None:
+    """What loops do with the weights once they are updated."""
+    with torch.no_grad():
+        if "average" in parts:
+            for old, new in zip(parts["average"].parameters(), model.parameters(), strict=True):
+                old.mul_(0.9).add_(new, alpha=0.1)
+        if "clamp" in parts:
+            for parameter in model.body.parameters():
+                parameter.clamp_(-parts["clamp"], parts["clamp"])
+    if "target" in parts and step % 5 == 4:
+        parts["target"].body.load_state_dict(model.body.state_dict())
+    if "schedule" in parts:
+        parts["schedule"].step()
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: extra.__name__)
+def test_a_late_failure_is_found_at_its_own_step(extra: Any, history: int | None, tmp_path: Path) -> None:
+    snapshot = check_caught(rich_loop(torch.optim.SGD, extra), tmp_path, history=history)
+    assert where(snapshot) == (40, "optimizer", "torch.optim.SGD.step")
+    assert fidelity(snapshot) == EXACT
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: extra.__name__)
+def test_copies_disturb_nothing(
+    extra: Any, history: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_silent(rich_loop(torch.optim.SGD, extra, bad=False), tmp_path, capsys, history=history)
+
+
+# -- what cannot be seen --------------------------------------------------------------------------------------------
+
+
+def test_writes_that_the_tape_cannot_see_make_the_snapshot_unfaithful(tmp_path: Path) -> None:
+    def loop() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Rare()
+        with torch._C.DisableTorchFunction():
+            memory = model.body[0].weight.detach().numpy()
+        optimizer = torch.optim.SGD([{"params": model.body.parameters()}, {"params": [model.rare]}], lr=0.01)
+        for step, x, y in batches(60):
+            optimizer.param_groups[1]["lr"] = math.inf if step == 40 else 0.01
+            rich_step(model, optimizer, {}, step, x, y)
+            memory *= 0.9
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path, history=7)
+    assert snapshot.fidelity == "unfaithful" and snapshot.fidelity_note
+
+
+def test_a_state_that_does_not_fit_is_not_copied_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(History.__init__, "__defaults__", (None, 16))
+    snapshot = check_caught(rich_loop(torch.optim.SGD, with_nothing), tmp_path)
+    assert 40 <= snapshot.step <= 47
+    assert snapshot.fidelity == "unfaithful" and snapshot.fidelity_note
+
+
+def test_the_memory_of_the_copies_is_reported(tmp_path: Path) -> None:
+    snapshot = check_caught(rich_loop(torch.optim.SGD, with_nothing), tmp_path, history=7)
+    reported = snapshot.settings["capture"]["history_bytes"]
+    elements = sum(tensor.numel() for tensor in Rare().state_dict().values())
+    assert 4 * elements <= reported <= 16 * elements
+
+
+# -- the timeline ---------------------------------------------------------------------------------------------------
+
+
+def test_the_timeline_shows_the_growth_before_the_failure(tmp_path: Path) -> None:
+    losses: list[float] = []
+    norms: list[float] = []
+
+    def loop() -> list[torch.Tensor]:
+        losses.clear()
+        norms.clear()
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 2.0)
+        for step, x, y in batches(12):
+            loss = classify(model, x * 2.0**step, y) * (math.nan if step == 11 else 1.0)
+            losses.append(float(loss))
+            optimizer.zero_grad()
+            loss.backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            schedule.step()
+        return ending(model)
+
+    timeline = check_caught(loop, tmp_path).timeline
+    assert [item["step"] for item in timeline] == list(range(12))
+    assert [item["loss"] for item in timeline[:-1]] == losses[:-1]
+    assert [item["grad_norm"] for item in timeline[:-1]] == norms[:-1]
+    assert [item["lr"] for item in timeline[:-1]] == pytest.approx([0.01 * 2.0**step for step in range(11)])
+    assert all(item["scale"] is None and item["seconds"] > 0 for item in timeline[:-1])
+
+
+def test_the_timeline_shows_the_scale(tmp_path: Path) -> None:
+    scales: list[float] = []
+
+    def loop() -> list[torch.Tensor]:
+        scales.clear()
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        for step, x, y in batches(8):
+            scales.append(scaler.get_scale())
+            loss = classify(model, x, y) * (math.nan if step == 7 else 1.0)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return ending(model)
+
+    timeline = check_caught(loop, tmp_path).timeline
+    assert [item["scale"] for item in timeline[:-1]] == scales[:-1]
+
+
+def test_the_timeline_is_bounded(tmp_path: Path) -> None:
+    def loop() -> list[torch.Tensor]:
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step, x, y in batches(400):
+            update(optimizer, classify(model, x, y) * (math.nan if step == 399 else 1.0))
+        return ending(model)
+
+    timeline = check_caught(loop, tmp_path).timeline
+    assert timeline[-1]["step"] == 399 and 50 <= len(timeline) <= 200
