@@ -9,6 +9,37 @@ from collections.abc import Iterator
 from typing import Any
 
 
+class GeneratorWatch:
+    """Notes the generators' states before a step's first forward, while there is reason to.
+
+    Reading them in every step would cost several per cent of a short step, so they are read in the first steps and once
+    after every copy of the state. If the states differ before and after a step's forward then, they are read always.
+    """
+
+    def __init__(self) -> None:
+        self.states: dict[str, Any] | None = None
+        self._looks_left = 3
+        self._is_drawn = False
+
+    def before_module(self) -> None:
+        """A root module is about to run."""
+        if self.states is None and (self._is_drawn or self._looks_left > 0):
+            self.states = python_generators()
+
+    def restart(self) -> None:
+        """The step is over."""
+        if self.states is None:
+            return
+        if not self._is_drawn:
+            self._looks_left -= 1
+            self._is_drawn = not _are_equal(self.states, python_generators())
+        self.states = None
+
+    def look_closely(self) -> None:
+        """Look again in the next step."""
+        self._looks_left = max(self._looks_left, 1)
+
+
 def python_generators() -> dict[str, Any]:
     """The states of Python's and, where the program uses it, NumPy's generator."""
     numpy = sys.modules.get("numpy")
@@ -16,6 +47,14 @@ def python_generators() -> dict[str, Any]:
     if numpy is not None and hasattr(numpy, "random"):
         states["numpy"] = numpy.random.get_state()
     return states
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(_are_equal(first[key], second[key]) for key in first)
+    if isinstance(first, tuple):
+        return len(first) == len(second) and all(map(_are_equal, first, second))
+    return bool(first.tobytes() == second.tobytes()) if hasattr(first, "tobytes") else bool(first == second)
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from reprokit.capture.entry import Entry
 from reprokit.capture.structure import iter_tensors
-from reprokit.capture.tape import Entry
 from reprokit.program.sites import kind_of_file
 from reprokit.program.trace import Origin
 
@@ -55,6 +55,20 @@ class Names:
                     if isinstance(value, (torch.Tensor, list, tuple, dict)) and not name.startswith("_"):
                         self._add_values(name, value)
             frame = frame.f_back
+
+    def add_by_place(self, entries: list[Entry], likewise: list[Entry]) -> None:
+        """Names for what earlier calls of the same lines were given: those of ``likewise``, argument by argument."""
+        known = {}
+        for entry in likewise:
+            for position, tensor in enumerate(iter_tensors((entry.args, entry.kwargs))):
+                origin = self._origins.get(id(tensor))
+                if origin is not None and origin.role == "batch":
+                    known[entry.code, entry.line, entry.name, position] = origin
+        for entry in entries:
+            for position, tensor in enumerate(iter_tensors((entry.args, entry.kwargs))):
+                origin = known.get((entry.code, entry.line, entry.name, position))
+                if origin is not None:
+                    self._origins.setdefault(id(tensor), origin)
 
     def _add_values(self, name: str, value: Any) -> None:
         if isinstance(value, dict):

@@ -6,23 +6,25 @@ The user's live state is borrowed for that. Buffers, gradients and generators ar
 from __future__ import annotations
 
 import contextlib
+import sys
+import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 
-from reprokit.capture.counting import Iterations
+from reprokit.capture.entry import Entry
+from reprokit.capture.exceptions import Raised
 from reprokit.capture.generators import python_generators_restored
 from reprokit.capture.names import Names
 from reprokit.capture.replay import Replayed, replay
-from reprokit.capture.state import Copies, UpdateCopies, parameters_of
+from reprokit.capture.state import Copies, parameters_of
 from reprokit.capture.structure import is_leaf, iter_tensors
-from reprokit.capture.tape import Entry
 from reprokit.locate.blame import locate
-from reprokit.locate.failure import Failure, kind_of
+from reprokit.locate.failure import EXCEPTION, Failure, kind_of
 from reprokit.locate.ways import NAN, ways_of
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE
 from reprokit.program.run import matmul_precision
@@ -36,23 +38,27 @@ from reprokit.snapshot.source import describe_source
 class FailedStep:
     """What a session knows of the step that failed.
 
-    ``pending`` is the differentiation that was not begun because its start was bad; ``optimizer`` the one whose update
-    ruined parameters. ``buffers``, ``updates`` and ``generators`` lead back to where the step began.
+    ``pending`` is the differentiation that was not begun because its start was bad. ``buffers`` and ``generators`` lead
+    back to where the step began; ``buffers`` is ``None`` when the state is there already. ``raised`` is the exception
+    that ended the step, with the place it was raised at. ``likewise`` are entries of a step whose variables are still
+    there to name tensors by. ``notes`` say what is known to differ from training.
     """
 
     observed_at: str
     entries: list[Entry]
     saved: dict[int, torch.Tensor]
     pending: Entry | None
-    optimizer: torch.optim.Optimizer | None
     modules: list[torch.nn.Module]
-    buffers: Copies
-    updates: UpdateCopies
+    buffers: Copies | None
     generators: dict[str, Any] | None
-    iterations: Iterations
+    completed: int
+    micro_step: int
     timeline: list[dict[str, Any]]
-    loss: float | None
     command: list[str]
+    capture: dict[str, Any]
+    raised: Raised | None = None
+    likewise: list[Entry] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def all_entries(self) -> list[Entry]:
@@ -63,17 +69,31 @@ class FailedStep:
 def make_snapshot(step: FailedStep, frame: FrameType | None) -> Snapshot:
     """Replay a failed step and describe it; ``frame`` is where the loop stands, for the names of its variables."""
     names = _names(step, frame)
-    notes: list[str] = []
-    with _at_its_beginning(step, notes):
+    notes = list(step.notes)
+    raises = step.raised is not None and step.raised.is_call
+    with _at_its_beginning(step), warnings.catch_warnings(), torch.autograd.set_detect_anomaly(False):
+        warnings.simplefilter("ignore")
         rng = get_rng_state()
-        replayed = replay(step.all_entries, step.saved, names.describe, perform_last=step.pending is None)
+        performs = step.pending is None
+        replayed = replay(step.all_entries, step.saved, names.describe, perform_last=performs, raises=raises)
         failure = locate(replayed.program, replayed.tensors)
     if failure is None:
-        failure = Failure(_PHASES.get(step.observed_at, "forward"), _observed_kind(step.pending))
-        notes += _why_not_again(replayed)
-        replayed.is_close = False
+        failure = _unexplained(step)
+        if step.raised is None or (step.raised.is_call and replayed.error is None):
+            notes += _why_not_again(replayed)
+            replayed.is_close = False
     notes += replayed.mismatches
     return _assemble(step, replayed, failure, notes, rng)
+
+
+def _unexplained(step: FailedStep) -> Failure:
+    """What is known of a failure that the replay did not show."""
+    phase = _PHASES.get(step.observed_at, "forward")
+    raised = step.raised
+    if raised is not None:
+        exception = (raised.type, raised.message)
+        return Failure(raised.phase, EXCEPTION, module=raised.module, site=raised.site, exception=exception)
+    return Failure(phase, _observed_kind(step.pending))
 
 
 _PHASES = {"gradient": "backward", "parameter": "optimizer"}
@@ -87,6 +107,7 @@ def _names(step: FailedStep, frame: FrameType | None) -> Names:
     for entry in step.all_entries:
         names.add_arguments(entry)
     names.add_locals(frame)
+    names.add_by_place(step.all_entries, step.likewise)
     return names
 
 
@@ -94,21 +115,20 @@ def _assemble(
     step: FailedStep, replayed: Replayed, failure: Failure, notes: list[str], rng: dict[str, Any]
 ) -> Snapshot:
     script = Path(step.command[0]) if step.command else None
-    now = {"step": step.iterations.completed, "loss": step.loss, "lr": None, "seconds": None}
     return Snapshot(
         program=replayed.program,
         tensors=replayed.tensors,
         failure=failure,
-        step=step.iterations.completed,
+        step=step.completed,
         micro_step=_micro_step(step, replayed, failure),
         observed_at=step.observed_at,
         fidelity="exact" if not notes else "close" if replayed.is_close else "unfaithful",
         fidelity_note="; ".join(dict.fromkeys(notes)) or None,
         environment=collect_environment(),
         source=describe_source(script, step.command),
-        settings=_settings(),
+        settings={**_settings(), **step.capture},
         rng=rng,
-        timeline=[*step.timeline, now],
+        timeline=step.timeline,
         command=step.command,
     )
 
@@ -123,7 +143,7 @@ def _why_not_again(replayed: Replayed) -> Iterator[str]:
 
 def _micro_step(step: FailedStep, replayed: Replayed, failure: Failure) -> int:
     """Backward calls made before the failing one; a bad gradient may be noticed several of them later."""
-    made = step.iterations.micro_step
+    made = step.micro_step
     if failure.phase != "backward" or failure.call_index is None:
         return made
     backward = [n for n, call in enumerate(replayed.program.calls) if call.target in (BACKWARD, AUTOGRAD_BACKWARD)]
@@ -145,32 +165,58 @@ def _settings() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _at_its_beginning(step: FailedStep, notes: list[str]) -> Iterator[None]:
+def _at_its_beginning(step: FailedStep) -> Iterator[None]:
     """The state the step began with; afterwards buffers, gradients and generators are as they were."""
-    with torch.random.fork_rng(enabled=True), python_generators_restored(step.generators):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(enabled=True))
+        stack.enter_context(python_generators_restored(step.generators))
         first = next((entry.rng for entry in step.entries if entry.rng is not None), None)
         if first is not None:
             torch.set_rng_state(first[0])
-        grads = _take_gradients(step)
-        if step.optimizer is not None and not step.updates.put_back():
-            notes.append("parameters from before the update were not kept, they did not fit into the memory limit")
-        current = step.buffers.put_back()
-        try:
-            yield
-        finally:
-            current.put_back()
-            for parameter, grad in grads:
-                parameter.grad = grad
+        if step.buffers is not None:
+            stack.callback(step.buffers.put_back().put_back)
+        leaves = _leaves(step)
+        stack.callback(_give_gradients, [(leaf, leaf.grad) for leaf in leaves])
+        for leaf in leaves:
+            leaf.grad = None
+        stack.enter_context(_without_hooks_of_gradients(leaves))
+        stack.enter_context(_eagerly())
+        yield
 
 
-def _take_gradients(step: FailedStep) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Set the gradients of everything that could get one aside."""
+def _leaves(step: FailedStep) -> list[torch.Tensor]:
+    """Everything that could get a gradient."""
     leaves: dict[int, torch.Tensor] = {id(p): p for module in step.modules for p in module.parameters()}
     for entry in step.entries:
         leaves.update((id(tensor), tensor) for tensor, _ in entry.versions if is_leaf(tensor))
         if entry.kind == "optimizer":
             leaves.update((id(p), p) for p in parameters_of(entry.target))
-    taken = [(leaf, leaf.grad) for leaf in leaves.values()]
-    for leaf, _ in taken:
-        leaf.grad = None
-    return taken
+    return list(leaves.values())
+
+
+def _give_gradients(grads: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    for leaf, grad in grads:
+        leaf.grad = grad
+
+
+@contextlib.contextmanager
+def _without_hooks_of_gradients(leaves: list[torch.Tensor]) -> Iterator[None]:
+    """Without what the loop does when a gradient is complete, such as an optimizer's step inside backward."""
+    waiting = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf._post_accumulate_grad_hooks)]
+    for hooks, _ in waiting:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, content in waiting:
+            hooks.update(content)
+
+
+@contextlib.contextmanager
+def _eagerly() -> Iterator[None]:
+    """Compiled parts run as they are written; nothing when the compiler was never loaded."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

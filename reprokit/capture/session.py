@@ -1,40 +1,36 @@
 """A capture session: from installing the hooks to a snapshot on disk, and back to a world without reprokit.
 
-The session listens to the tape and the hooks, decides whether a step is bad, and on the first bad step replays it,
-locates
-the origin and saves. Nothing it does may stop, slow or change the training: an error of its own is said once and
-switches it off.
+The session listens to the tape and the hooks and decides whether a step is bad; on the first bad step it has the step
+replayed and saved. Nothing it does may stop, slow or change the training: an error of its own is said once and switches
+it off.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import math
 import os
 import sys
 import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar, Literal
 
 import torch
 
-from reprokit.capture.counting import Iterations
-from reprokit.capture.generators import python_generators
+from reprokit.capture import exceptions
+from reprokit.capture.entry import Entry
+from reprokit.capture.history import History
 from reprokit.capture.hooks import Hooks
-from reprokit.capture.rescue import FailedStep, make_snapshot
-from reprokit.capture.state import Copies, UpdateCopies, parameters_of
-from reprokit.capture.structure import iter_tensors
-from reprokit.capture.tape import Entry, Tape
-from reprokit.capture.watch import bad_tensor
-from reprokit.locate.ways import ways_of
-from reprokit.snapshot.format import Snapshot, save
+from reprokit.capture.saving import Noticed, Place, snapshot_of
+from reprokit.capture.state import options_of, parameters_of
+from reprokit.capture.tape import Tape
+from reprokit.capture.training import Training
+from reprokit.capture.watch import LaterFlags, Sentinel, bad_tensor, is_bad, is_handed_to_kernel, judged
 
-TIMELINE_STEPS = 100
-SETTLED_AFTER = 2  # optimizer steps after which every root module is taken to be known
-COLLAPSED_SCALE = 1.0
-SKIPPED_STREAK = 100
+ON = ("nonfinite", "exception")
+Watch = Literal["sampled", "every-step", "deferred"]
 
 
 class CaptureStop(SystemExit):
@@ -51,10 +47,13 @@ class CaptureStop(SystemExit):
 class Session:
     """Watches a training loop and saves its first failing step.
 
-    Use as a context manager. ``output`` is the file to write (made from ``name`` and the step inside ``directory``
-    when ``None``); ``after`` says whether
-    the loop is stopped (`CaptureStop` is raised in it) or goes on unwatched. ``snapshots`` are the files written and
-    ``results`` their summaries.
+    Use as a context manager. ``output`` is the file to write (made from ``name`` and the step inside ``directory`` when
+    ``None``); ``after`` says whether the loop is stopped (`CaptureStop` is raised in it) or goes on unwatched.
+    ``history`` is the number of steps between copies of the training state (``None``: chosen by their cost; 0: no
+    copies). ``watch``: ``sampled`` judges the loss, one early gradient and clipped norms in every step and everything
+    when the copy is refreshed; ``every-step`` judges everything always; ``deferred`` never waits for a value. ``on``
+    says
+    what is a failure. ``snapshots`` are the files written and ``results`` their summaries.
     """
 
     _watchers: ClassVar[list[Session]] = []
@@ -69,66 +68,85 @@ class Session:
         command: Sequence[str] = (),
         overwrite: bool = False,
         quiet: bool = False,
+        history: int | None = None,
+        watch: Watch = "sampled",
+        on: Collection[str] = ON,
     ) -> None:
         self.snapshots: list[Path] = []
         self.results: list[dict[str, Any]] = []
-        self._output = output
-        self._name = name
-        self._directory = directory or Path.cwd()
+        self._place = Place(output, directory or Path.cwd(), name, overwrite)
         self._after = after
         self._command = list(command)
-        self._overwrite = overwrite
         self._quiet = quiet
+        self._watch = watch
+        self._judges = "nonfinite" in on
+        self._takes_exceptions = "exception" in on
         self._tape = Tape(on_differentiate=self._judge_start, on_module=self._meet_module, on_error=self._switch_off)
         self._tape.is_watched = lambda: self._is_watching
         self._tape.on_hand_update = self._finish_hand_update
-        self._tape.parameters = self._parameters
+        self._tape.on_read = self._note_read
         self._hooks = Hooks(self)
-        self._roots: dict[int, weakref.ref[torch.nn.Module]] = {}
-        self._buffers = Copies()
-        self._updates = UpdateCopies()
-        self._iterations = Iterations()
-        self._generators: dict[str, Any] | None = None
-        self._timeline: collections.deque[dict[str, Any]] = collections.deque(maxlen=TIMELINE_STEPS)
-        self._loss: float | None = None
-        self._started = time.perf_counter()
+        self._training = Training(self._tape, History(1 if watch == "every-step" and history is None else history))
+        self._sentinel = Sentinel()
+        self._later = LaterFlags()
+        self._has_read_bad = False
+        self._held: Entry | None = None
         self._clipped: torch.Tensor | None = None
-        self._skipped = 0
         self._stepping: contextlib.AbstractContextManager[None] | None = None
+        self._stepper: torch.optim.Optimizer | None = None
+        self._stepper_scaler: dict[str, Any] = {}
+        self._stepped_inside: torch.optim.Optimizer | None = None
         self._active = False
-        self._stopped = False
 
     # -- life ----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
-        self._watchers.append(self)
-        self._hooks.install()
-        self._tape.install()
-        self._tape.enter_stack()
-        self._active = True
+        self.resume()
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:
+        path = None
+        if self._is_watching and not isinstance(exc, CaptureStop):
+            try:
+                path = self._look_back(exc)
+            except Exception as error:
+                self._switch_off(error)
         self._leave()
         self._tape.leave_stack()
+        if path is not None and exc is None and self._after == "stop":
+            raise CaptureStop(self)
 
-    def _leave(self) -> None:
-        """Take everything away; the mode itself leaves torch's stack in ``__exit__``."""
+    def resume(self) -> None:
+        """Put every hook in place and watch. Also after `pause`, with all that is known of the training."""
+        self._watchers.append(self)
+        self._hooks.install()
+        self._tape.install()
+        self._active = True
+
+    def pause(self) -> None:
+        """Take every hook away and keep what is known of the training; what happens until `resume` is not seen."""
+        self._unhook()
+        self._tape.leave_stack()
+
+    def _unhook(self) -> None:
         self._active = False
         if self in self._watchers:
             self._watchers.remove(self)
             if self._watchers:
-                self._watchers[-1]._resume()
+                self._watchers[-1]._wake()
         self._exit_step()
         self._hooks.remove()
         self._tape.uninstall()
-        self._buffers.clear()
-        self._updates = UpdateCopies()
 
-    def _resume(self) -> None:
+    def _leave(self) -> None:
+        """Take everything away; the mode itself leaves torch's stack in ``__exit__``."""
+        self._unhook()
+        self._training.forget()
+
+    def _wake(self) -> None:
         """A capture inside this one has ended: what happened meanwhile was not noted, so the step starts anew."""
         self._exit_step()
-        self._restart()
+        self._training.interrupt()
 
     @property
     def _is_watching(self) -> bool:
@@ -143,7 +161,8 @@ class Session:
 
     def _say(self, text: str) -> None:
         if not self._quiet:
-            print(f"reprokit: {text}", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError, ValueError):  # the script may have closed its streams
+                print(f"reprokit: {text}", file=sys.stderr, flush=True)
 
     def _guarded(self, work: Callable[..., Any], *args: Any) -> Any:
         """Run work of our own unless the session has ended; errors switch it off."""
@@ -154,40 +173,46 @@ class Session:
     # -- what the loop does --------------------------------------------------------------------------------------
 
     def _meet_module(self, module: torch.nn.Module) -> None:
-        """A root module is about to be called: note its buffers and the generators before it changes them."""
-        if self._generators is None:
-            self._generators = python_generators()
-        known = self._roots.get(id(module))
-        if known is None or known() is not module:
-            self._roots[id(module)] = weakref.ref(module)
-            self._buffers.add([buffer for buffer in module.buffers() if not buffer.is_inference()])
+        """A root module is about to be called."""
+        self._training.meet_module(module)
+
+    def _note_read(self, value: Any) -> None:
+        """The loop has read a number, so the device has caught up with it."""
+        if isinstance(value, float) and not math.isfinite(value):
+            self._has_read_bad = True
 
     def _judge_start(self, entry: Entry) -> None:
         """Asked before every differentiation: is the loss bad?"""
         if not self._is_watching:
             return
-        bad = self._guarded(self._bad_start, entry)
-        if bad:
+        verdict = self._guarded(self._bad_start, entry)
+        if verdict == "now" and self._training.ranks.is_parallel:
+            self._held = self._held or entry  # the other processes wait for this backward
+        elif verdict == "now":
             self._fail("loss", pending=entry)
+        elif verdict == "before":
+            self._fail("loss", is_late=True)
         if entry.target is not torch.autograd.grad:
-            self._iterations.differentiated()
+            self._training.iterations.differentiated()
 
-    def _bad_start(self, entry: Entry) -> bool:
-        starts = list(iter_tensors(entry.args[:1] or tuple(entry.kwargs.values())[:1]))
-        if entry.name == "torch.Tensor.backward" and starts and starts[0].numel() == 1:
-            self._loss = self._unscaled_loss(starts[0])
-        return any(ways_of(self._judged(tensor)) for tensor in starts)
-
-    def _judged(self, start: torch.Tensor) -> torch.Tensor:
-        """The tensor to judge: what the grad scaler was given, if the start is its product."""
-        for entry in reversed(self._tape.entries):
-            if entry.kind == "scale" and any(tensor is start for tensor in iter_tensors(entry.output)):
-                olds, news = iter_tensors(entry.args[1]), iter_tensors(entry.output)
-                return next(old for old, new in zip(olds, news, strict=True) if new is start)
-        return start
-
-    def _unscaled_loss(self, start: torch.Tensor) -> float:
-        return float(self._judged(start).detach())
+    def _bad_start(self, entry: Entry) -> str | None:
+        starts = entry.starts
+        if all(start.numel() == 1 for start in starts):
+            entry.settings = [start.detach() for start in starts]
+        tensors = [judged(self._tape.entries, start) for start in starts] if self._training.scalers.is_used else starts
+        if entry.name == "torch.Tensor.backward" and entry.settings:
+            self._training.timeline.loss = tensors[0].detach()
+        if not self._judges:
+            return None
+        if self._watch == "deferred" or (tensors and tensors[0].is_cuda and self._watch != "every-step"):
+            self._later.add(tensors)
+            suspicious, self._has_read_bad = self._has_read_bad, False
+            bad = self._later.read() if suspicious and self._watch != "deferred" else self._later.poll()
+            return "before" if bad else None
+        if not any(is_bad(tensor) for tensor in tensors):
+            return None
+        self._training.ranks.accuse(self._training.iterations.completed)
+        return "now"
 
     def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `hooks.Listener`."""
@@ -204,21 +229,25 @@ class Session:
 
     def _perform(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Perform as one thing and note it."""
-        outermost = self._tape.is_outermost
+        is_outermost = self._tape.is_outermost
         with self._tape.paused():
             output = target(*args, **kwargs)
-        if outermost:
-            frame = sys._getframe(3)
-            entry = self._guarded(lambda: self._tape.note(kind, target, frame))
-            if entry is not None:
-                entry.args, entry.kwargs, entry.output = args, kwargs, output
+        if is_outermost and self._is_watching:
+            try:
+                entry = self._tape.note(kind, target, sys._getframe(3), args)
+                entry.kwargs, entry.output = kwargs, output
+                if kind == "scale":
+                    entry.settings = self._training.scalers.scaled(args[0])
+            except Exception as error:
+                self._switch_off(error)
         return output
 
     def _around_clip(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args and isinstance(args[0], Iterator):
             args = (list(args[0]), *args[1:])  # a generator can be read only once
         output = self._perform(kind, target, args, kwargs)
-        self._clipped = output if isinstance(output, torch.Tensor) else None
+        self._clipped = output.detach() if isinstance(output, torch.Tensor) else None
+        self._training.timeline.grad_norm = self._clipped
         return output
 
     def _around_scaler_update(
@@ -232,12 +261,7 @@ class Session:
     ) -> Any:
         output = target(*args, **kwargs)
         frame = sys._getframe(3)
-
-        def note() -> None:
-            inverse = float(args[2])
-            self._tape.note("unscale", target, frame).args = (None, args[1], inverse)
-
-        self._guarded(note)
+        self._guarded(lambda: self._tape.note("unscale", target, frame, (None, args[1], args[2].detach().clone())))
         return output
 
     def _around_scaler_step(
@@ -245,33 +269,38 @@ class Session:
     ) -> Any:
         """A grad scaler's step: when it leaves the optimizer's step out, that is an attempt all the same."""
         optimizer = args[1] if len(args) > 1 else kwargs["optimizer"]
-        before = self._iterations.attempts(optimizer)
+        before = self._training.iterations.attempts(optimizer)
         output = target(*args, **kwargs)
-        if self._is_watching and self._iterations.attempts(optimizer) == before:
-            self._skipped += 1
-            if self._is_collapsed(args[0]):
-                self._fail("gradient")
-            self._guarded(self._finish_step, optimizer)
+        if not self._is_watching:
+            return output
+        if self._training.iterations.attempts(optimizer) != before:
+            self._training.scalers.stepped()
         else:
-            self._skipped = 0
+            if self._guarded(self._training.scalers.skipped, args[0]) and self._judges:
+                self._fail("gradient")
+            self._guarded(self._training.end_step, optimizer, None)
         return output
-
-    def _is_collapsed(self, scaler: torch.amp.GradScaler) -> bool:
-        """Whether skipping steps is no longer the scaler's normal search for a scale."""
-        return self._skipped >= SKIPPED_STREAK or (self._skipped > 1 and scaler.get_scale() < COLLAPSED_SCALE)
 
     # -- optimizer steps -----------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """See `hooks.Listener`: judge the gradients, remember the state, get out of the way."""
-        if not self._is_watching or not self._tape.is_outermost:
+        """See `hooks.Listener`: judge the gradients and get out of the way."""
+        if not self._is_watching:
+            return None
+        if not self._tape.is_outermost:
+            if self._stepping is None and torch._C._current_graph_task_id() != -1:
+                self._stepped_inside = optimizer
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        if closure is None and self._guarded(self._bad_gradients, optimizer):
+        self._guarded(self._training.meet_optimizer, optimizer)
+        is_bad_gradient = closure is None and self._guarded(self._bad_gradients, optimizer)
+        if self._is_watching and self._training.ranks.is_parallel and (is_bad_gradient or self._held is not None):
+            self._fail_together(bool(is_bad_gradient))
+        elif is_bad_gradient:
             self._fail("gradient")
-        if not self._guarded(self._remember, optimizer):
+        if not self._is_watching:
             return None
-        self._enter_step()
+        self._enter_step(optimizer)
         if closure is None:
             return None
         wrapped = self._watched_closure(optimizer, closure)
@@ -279,13 +308,10 @@ class Session:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
 
-    def _remember(self, optimizer: torch.optim.Optimizer) -> bool:
-        if not isinstance(optimizer, torch.optim.LBFGS):
-            self._updates.take(optimizer)
-        return True
-
-    def _enter_step(self) -> None:
+    def _enter_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._exit_step()
+        scaler = {name: getattr(optimizer, name) for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)}
+        self._stepper, self._stepper_scaler = optimizer, scaler
         self._stepping = self._tape.paused()
         self._stepping.__enter__()
 
@@ -305,88 +331,130 @@ class Session:
                 return closure()
             self._exit_step()
             if calls > 1:
-                self._guarded(self._restart)
+                self._guarded(self._training.interrupt)
             try:
                 loss = closure()
                 if self._is_watching and self._guarded(self._bad_gradients, optimizer):
                     self._fail("gradient")
             finally:
                 if self._is_watching:
-                    self._enter_step()
+                    self._enter_step(optimizer)
             return loss
 
         return watched
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """See `hooks.Listener`: judge the parameters; a good step is forgotten."""
-        if not self._is_watching or self._stepping is None:
+        """See `hooks.Listener`: when it is time to, judge the state; a good step becomes the past."""
+        if not self._is_watching or self._stepping is None or optimizer is not self._stepper:
             return
         self._exit_step()
-        frame = sys._getframe(3)
-        self._guarded(lambda: self._tape.note("optimizer", optimizer, frame))
-        if self._guarded(self._bad_parameters, optimizer):
-            self._fail("parameter", optimizer=optimizer)
-        self._guarded(self._finish_step, optimizer)
+        try:
+            entry = self._tape.note("optimizer", optimizer, sys._getframe(3))
+            entry.settings = {"options": options_of(optimizer), "scaler": self._stepper_scaler}
+            started = time.perf_counter()
+            is_due = self._training.history.is_due
+            judges = is_due and self._judges and self._training.ranks.is_alone
+            bad = self._tape.guard(self._is_state_bad) if judges else None
+        except Exception as error:
+            self._switch_off(error)
+            return
+        if bad:
+            self._fail(bad, is_late=True)
+        if self._is_watching:
+            self._tape.guard(self._training.end_step, optimizer, started if is_due else None)
 
     def _bad_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
-            return False  # a fused kernel looks at the scaler's verdict itself
+        """The quick look at the gradients of a step; a hit is confirmed tensor by tensor."""
         clipped, self._clipped = self._clipped, None
-        if clipped is not None and bool(torch.isfinite(clipped)):
+        if not self._judges or self._watch == "deferred" or is_handed_to_kernel(optimizer):
             return False
-        grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-        return bad_tensor(grads) is not None
+        if self._watch == "every-step":
+            return bad_tensor(self._gradients(optimizer)) is not None
+        gradient = self._sentinel.gradient(optimizer)
+        if gradient is None or gradient.is_cuda:
+            self._later.add([clipped] if clipped is not None else [])
+            return False
+        suspicious = not math.isfinite(gradient.sum(dtype=_sum_type(gradient)).real.item())
+        suspicious = suspicious or (clipped is not None and not math.isfinite(clipped.item()))
+        return suspicious and bad_tensor(self._gradients(optimizer)) is not None
 
-    def _bad_parameters(self, optimizer: torch.optim.Optimizer) -> bool:
-        return bad_tensor(parameters_of(optimizer)) is not None or bad_tensor(self._buffers.changed()) is not None
+    def _gradients(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
 
-    def _finish_step(self, optimizer: torch.optim.Optimizer) -> None:
-        now = time.perf_counter()
-        rate = optimizer.param_groups[0].get("lr")
-        self._timeline.append(
-            {
-                "step": self._iterations.completed,
-                "loss": self._loss,
-                "lr": float(rate) if rate is not None else None,
-                "seconds": round(now - self._started, 6),
-            }
-        )
-        self._started = now
-        self._iterations.attempted(optimizer)
-        if self._iterations.total == SETTLED_AFTER:
-            self._tape.settle()
-        self._restart()
+    def _is_state_bad(self) -> str | None:
+        """Where anything has gone bad since the last copy."""
+        if self._later.read():
+            return "loss"
+        return "parameter" if self._training.history.newly_bad() is not None else None
 
     def _finish_hand_update(self) -> None:
         """The loop changed parameters itself, without an optimizer: that ends the step as well."""
-        self._iterations.updated_by_hand()
-        self._restart()
-
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        for reference in self._roots.values():
-            module = reference()
-            if module is not None:
-                yield from module.parameters()
-
-    def _restart(self) -> None:
-        self._tape.restart()
-        self._buffers.refresh()
-        self._generators = None
+        if not self._is_watching:
+            return
+        started = time.perf_counter()
+        is_due = self._training.history.is_due
+        bad = self._is_state_bad() if is_due and self._judges else None
+        if bad:
+            self._fail(bad, is_late=True)
+        if self._is_watching:
+            self._training.end_step(None, started if is_due else None)
 
     # -- failure -------------------------------------------------------------------------------------------------
 
-    def _fail(
-        self, observed_at: str, *, pending: Entry | None = None, optimizer: torch.optim.Optimizer | None = None
-    ) -> None:
+    def _look_back(self, error: BaseException | None) -> Path | None:
+        """The block ends: judge what has not been judged yet, and what it ended with."""
+        frame = exceptions.innermost_user_frame(error) if error is not None else sys._getframe(2)
+        with self._tape.paused():
+            bad = self._is_state_bad() if self._judges else None
+            if bad is not None:
+                return self._save(Noticed(bad, frame, is_late=True))
+            if self._judges and exceptions.ends_training(error):
+                pending = exceptions.bad_loss(self._tape.entries)
+                if pending is not None:
+                    return self._save(Noticed("loss", frame, pending))
+        if self._takes_exceptions and isinstance(error, Exception):
+            return self._take_exception(error, frame)
+        return None
+
+    def _take_exception(self, error: Exception, frame: FrameType | None) -> Path | None:
+        raised, entries = self._tape.raised, self._tape.entries
+        known = next((e for e in exceptions.chain(error) if raised is not None and e is raised[0]), None)
+        if known is None and not exceptions.is_inside_step(entries):
+            return None
+        entry = raised[1] if raised is not None and known is not None else None
+        described = exceptions.describe(known or error, entry, self._training.history.modules)
+        if entry is not None and not any(noted is entry for noted in entries):
+            entries.append(entry)
+        return self._save(Noticed("exception", frame, raised=described))
+
+    def _fail(self, observed_at: str, *, pending: Entry | None = None, is_late: bool = False) -> None:
         """Save the step and end the session; raises `CaptureStop` unless the loop is to go on."""
-        frame = sys._getframe(1)
+        path = self._save(Noticed(observed_at, sys._getframe(1), pending, is_late))
+        if path is not None and self._after == "stop":
+            raise CaptureStop(self)
+
+    def _fail_together(self, is_seen_by_all: bool) -> None:
+        """One of several processes had a bad loss or gradient: its rank saves, and all stop in the same step."""
+        frame, guilty = sys._getframe(1), self._training.ranks.guilty()
+        if self._held is not None:
+            self._save(Noticed("loss", frame, self._held))
+        elif guilty:
+            self._leave()
+            self._say(f"the loss went bad on rank {guilty[0]}, which saves its step; this one stops with it")
+        else:
+            self._save(Noticed("gradient", frame))
+        if is_seen_by_all and self._after == "stop" and self._training.ranks.meet_all():
+            raise CaptureStop(self)
+
+    def _save(self, noticed: Noticed) -> Path | None:
+        """Write a snapshot of the failing step; the session is over then, whatever comes of it."""
         self._active = False
         path = None
         with self._tape.paused():
             Tape.replays += 1
             try:
-                snapshot = self._snapshot(observed_at, pending, optimizer, frame)
-                path = self._write(snapshot)
+                snapshot = snapshot_of(self._training, noticed, self._command, {"watch": self._watch})
+                path = self._place.write(snapshot)
                 self.snapshots.append(path)
                 self.results.append({**snapshot.summary(), "path": str(path)})
             except Exception as error:
@@ -394,46 +462,11 @@ class Session:
             finally:
                 Tape.replays -= 1
                 self._leave()
-        if path is not None and self._after == "stop":
-            self._stopped = True
-            raise CaptureStop(self)
-
-    def _snapshot(
-        self, observed_at: str, pending: Entry | None, optimizer: torch.optim.Optimizer | None, frame: Any
-    ) -> Snapshot:
-        modules = [module for root in self._roots.values() if (module := root()) is not None]
-        step = FailedStep(
-            observed_at=observed_at,
-            entries=self._tape.entries,
-            saved=self._tape.saved,
-            pending=pending,
-            optimizer=optimizer,
-            modules=modules,
-            buffers=self._buffers,
-            updates=self._updates,
-            generators=self._generators,
-            iterations=self._iterations,
-            timeline=list(self._timeline),
-            loss=self._loss,
-            command=self._command,
-        )
-        return make_snapshot(step, frame)
-
-    def _write(self, snapshot: Snapshot) -> Path:
-        path = self._output or free_path(self._directory, f"{self._name}-step{snapshot.step}")
-        if path.exists() and not self._overwrite:
-            path = free_path(path.parent, path.name.removesuffix(".pt").removesuffix(".repro"))
-        save(snapshot, path)
         return path
 
 
-def free_path(directory: Path, stem: str) -> Path:
-    """``<stem>.repro.pt`` in ``directory``, numbered when that name is taken."""
-    for number in range(10_000):
-        path = directory / (f"{stem}.repro.pt" if number == 0 else f"{stem}-{number}.repro.pt")
-        if not path.exists():
-            return path
-    raise FileExistsError(f"no free name for {stem} in {directory}")
+def _sum_type(tensor: torch.Tensor) -> torch.dtype | None:
+    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
 
 
 def _abandon_in_child() -> None:

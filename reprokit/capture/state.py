@@ -1,20 +1,24 @@
-"""Copies of what a step changes, so that it can be run again from where it began.
+"""Copies of what training changes: parameters, buffers and optimizer state, so that steps can be run again.
 
-Buffers that a forward mutates are copied when a step starts; parameters and optimizer state right before an update. A
-copy is reused from step to step, so the memory is taken once.
+Memory of a copy is reused from one to the next. Restoring writes into the user's own tensors, without touching their
+version counters, and gives back a copy of what they held.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from reprokit.capture.structure import iter_tensors
 
-DEFAULT_HISTORY_BYTES = 2 * 2**30
+_FREE_SHARE = 0.1  # copies that would take more of a device's free memory live on the CPU
+
+
+class CannotGoBack(Exception):
+    """Tensors are no longer what they were when they were copied."""
 
 
 class Copies:
@@ -27,23 +31,20 @@ class Copies:
 
     def take(self, tensors: list[torch.Tensor]) -> None:
         """Remember the contents of ``tensors``, using the memory of the last copy where it is of the same tensors."""
-        if len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors)):
+        same = len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+        if same:
             self._overwrite(range(len(tensors)))
-            return
-        self._tensors = tensors
-        self._contents = [_copy(tensor) for tensor in tensors]
+        else:
+            self._tensors = tensors
+            self._contents = [_copy(tensor) for tensor in tensors]
         self._versions = [tensor._version for tensor in tensors]
 
-    def fits(self, tensors: list[torch.Tensor], limit: int) -> bool:
-        """Whether a copy of ``tensors`` takes at most ``limit`` bytes; as many as last time are taken to be the
-        same."""
-        return len(tensors) == len(self._tensors) or sum(t.numel() * t.element_size() for t in tensors) <= limit
-
-    def add(self, tensors: list[torch.Tensor]) -> None:
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Remember more tensors."""
         known = set(map(id, self._tensors))
         for tensor in tensors:
             if id(tensor) not in known:
+                known.add(id(tensor))
                 self._tensors.append(tensor)
                 self._contents.append(_copy(tensor))
                 self._versions.append(tensor._version)
@@ -62,13 +63,33 @@ class Copies:
         return [tensor for tensor, version in pairs if tensor._version != version]
 
     def put_back(self) -> Copies:
-        """Write the remembered contents into the tensors; returns copies of what they held before."""
+        """Write the remembered contents into the tensors; returns copies of what they held before.
+
+        Raises `CannotGoBack` before anything is written if a tensor has another shape or dtype by now.
+        """
+        for tensor, content in zip(self._tensors, self._contents, strict=True):
+            if tensor.shape != content.shape or tensor.dtype != content.dtype:
+                raise CannotGoBack("the model was changed since the last copy of its state")
         current = Copies()
         current.take(list(self._tensors))
         with torch.no_grad():
             for tensor, content in zip(self._tensors, self._contents, strict=True):
                 tensor.data.copy_(content)
         return current
+
+    def contents(self) -> dict[int, torch.Tensor]:
+        """What was remembered, by the ``id`` of the tensor."""
+        return dict(zip(map(id, self._tensors), self._contents, strict=True))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What is remembered."""
+        return self._tensors
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory the contents take."""
+        return num_bytes(self._contents)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -80,51 +101,70 @@ class Copies:
         tensors = [self._tensors[number] for number in numbers]
         try:
             with torch.no_grad():
-                torch._foreach_copy_(contents, tensors)
+                torch._foreach_copy_(contents, tensors, non_blocking=False)
         except RuntimeError:  # a shape or layout has changed
             for number in numbers:
                 self._contents[number] = _copy(self._tensors[number])
-
-
-class UpdateCopies:
-    """Parameters and state of an optimizer right before its step, if they fit into ``limit`` bytes."""
-
-    def __init__(self, limit: int = DEFAULT_HISTORY_BYTES) -> None:
-        self._limit = limit
-        self._copies: dict[int, Copies] = {}
-        self._absent: list[torch.Tensor] = []
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._numbers: dict[int, dict[str, Any]] = {}
-
-    def take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember the state before a step of ``optimizer``."""
-        tensors = list(state_tensors(optimizer))
-        self._optimizer = None
-        copies = self._copies.setdefault(id(optimizer), Copies())
-        if not copies.fits(tensors, self._limit):
-            self._copies.clear()
             return
-        copies.take(tensors)
-        self._absent = [p for p in parameters_of(optimizer) if p not in optimizer.state]
-        self._numbers = {
-            id(p): {key: value for key, value in state.items() if isinstance(value, (bool, int, float))}
-            for p, state in optimizer.state.items()
-            if isinstance(p, torch.Tensor)
-        }
-        self._optimizer = optimizer
+        for number in numbers:
+            if self._contents[number].dtype != self._tensors[number].dtype:
+                self._contents[number] = _copy(self._tensors[number])
 
-    def put_back(self) -> bool:
-        """Go back to before the last step; ``False`` when there is no copy of it."""
-        optimizer = self._optimizer
-        if optimizer is None:
-            return False
-        self._copies[id(optimizer)].put_back()
-        for parameter in self._absent:
-            optimizer.state.pop(parameter, None)
-        for parameter, state in optimizer.state.items():
-            if isinstance(parameter, torch.Tensor):
-                state.update(self._numbers.get(id(parameter), {}))
-        return True
+
+class OptimizerNote:
+    """What an optimizer holds beside tensors' contents: its options, and which state it keeps for which parameter."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._options = options_of(optimizer)
+        self._state = [(key, state, dict(state)) for key, state in optimizer.state.items() if isinstance(state, dict)]
+
+    def put_back(self) -> OptimizerNote:
+        """Go back to it; returns a note of what was there before."""
+        current = OptimizerNote(self._optimizer)
+        set_options(self._optimizer, self._options)
+        self._optimizer.state.clear()
+        for key, state, content in self._state:
+            state.clear()
+            state.update(content)
+            self._optimizer.state[key] = state
+        return current
+
+
+class State:
+    """Everything that steps change, at one moment: tensors' contents and optimizers' notes."""
+
+    def __init__(self) -> None:
+        self.copies = Copies()
+        self._notes: list[OptimizerNote] = []
+
+    def take(self, tensors: list[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Remember all of it, reusing memory."""
+        self.copies.take(tensors)
+        self._notes = [OptimizerNote(optimizer) for optimizer in optimizers]
+
+    def add(self, tensors: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
+        """Remember more."""
+        self.copies.add(tensors)
+        self._notes += [OptimizerNote(optimizer) for optimizer in optimizers]
+
+    def put_back(self) -> State:
+        """Go back to it; returns the state of before. Raises `CannotGoBack` with nothing changed."""
+        current = State()
+        current.copies = self.copies.put_back()
+        current._notes = [note.put_back() for note in self._notes]
+        return current
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The options of every parameter group, such as the learning rate of now."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
+    """The inverse of `options_of`."""
+    for group, values in zip(optimizer.param_groups, options, strict=False):
+        group.update(values)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -137,9 +177,21 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Parameters and every tensor of the optimizer's state."""
     yield from parameters_of(optimizer)
     for state in optimizer.state.values():
-        yield from iter_tensors(state)
+        if isinstance(state, dict):
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    yield value
+                else:
+                    yield from iter_tensors(value)
+
+
+def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The memory that tensors take, in bytes."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach()
+    if plain.is_cuda and num_bytes([plain]) > _FREE_SHARE * torch.cuda.mem_get_info(plain.device)[0]:
+        return plain.cpu()
     return plain.clone() if plain.layout is not torch.strided else plain.clone(memory_format=torch.preserve_format)

@@ -12,7 +12,15 @@ import torch
 
 _MAX_DEPTH = 6
 _ATOMS = (str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
-_OPAQUE = (torch.nn.Module, torch.optim.Optimizer, torch.dtype, torch.device, torch.Generator, Enum)
+_OPAQUE = (
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    torch.amp.GradScaler,
+    torch.dtype,
+    torch.device,
+    torch.Generator,
+    Enum,
+)
 
 
 def iter_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

@@ -1,14 +1,32 @@
-"""Is this step bad? Cheap screens over a loss, gradients and parameters, confirmed element by element on a hit."""
+"""Is this step bad? Cheap screens over a loss, gradients and parameters, confirmed element by element on a hit.
+
+Every step: the loss where a differentiation starts, one small gradient of an early layer (backward passes through
+everything before it), and a clipped norm that the loop computed anyway. Flags on an accelerator are not waited for.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 
+from reprokit.capture.entry import Entry
+from reprokit.capture.state import parameters_of
+from reprokit.capture.structure import iter_tensors
 from reprokit.locate.ways import ways_of
 
 _HALVES = (torch.float16, torch.bfloat16)
+_CANDIDATES = 8  # parameters with a gradient, from the model's beginning, among which the sentinel is chosen
+_SMALL = 65_536  # elements that take a few microseconds to sum
+_BATCH = 16  # flags on an accelerator that are sent to the host together
+
+
+def is_bad(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds a NaN or an infinity."""
+    if tensor.numel() == 1 and not tensor.is_complex() and tensor.layout is torch.strided:
+        return not math.isfinite(tensor.item())
+    return bool(ways_of(tensor))
 
 
 def bad_tensor(tensors: Iterable[torch.Tensor]) -> int | None:
@@ -22,13 +40,91 @@ def bad_tensor(tensors: Iterable[torch.Tensor]) -> int | None:
     return next((number for number, tensor in enumerate(candidates) if ways_of(tensor)), None)
 
 
+def judged(entries: list[Entry], start: torch.Tensor) -> torch.Tensor:
+    """The tensor to judge: what the grad scaler was given, if ``start`` is its product."""
+    for entry in reversed(entries):
+        if entry.kind == "scale" and any(tensor is start for tensor in iter_tensors(entry.output)):
+            olds, news = iter_tensors(entry.args[1]), iter_tensors(entry.output)
+            return next(old for old, new in zip(olds, news, strict=True) if new is start)
+    return start
+
+
+def is_handed_to_kernel(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a grad scaler leaves the look at the gradients to the optimizer's fused kernel."""
+    return getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
+
+
+class Sentinel:
+    """Looks at one small gradient of an early layer of an optimizer; nearly every bad backward pass reaches it."""
+
+    def __init__(self) -> None:
+        self._chosen: dict[int, torch.Tensor] = {}
+
+    def gradient(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+        """The gradient to look at, ``None`` when there is no dense one."""
+        chosen = self._chosen.get(id(optimizer))
+        if chosen is None or chosen.grad is None:
+            chosen = self._choose(optimizer)
+            if chosen is None:
+                return None
+            self._chosen[id(optimizer)] = chosen
+        return chosen.grad
+
+    def _choose(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+        with_grad = (p for p in parameters_of(optimizer) if p.grad is not None and p.grad.layout is torch.strided)
+        early = [parameter for parameter, _ in zip(with_grad, range(_CANDIDATES), strict=False)]
+        small = (parameter for parameter in early if parameter.numel() <= _SMALL)
+        return next(small, min(early, key=torch.Tensor.numel, default=None))
+
+
+class LaterFlags:
+    """Losses that are judged later, without making the host wait for an accelerator."""
+
+    def __init__(self) -> None:
+        self._waiting: list[torch.Tensor] = []
+        self._sent: list[tuple[torch.Tensor, torch.cuda.Event]] = []
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Remember tensors to be judged."""
+        self._waiting += [tensor.detach() for tensor in tensors]
+        if len(self._waiting) >= _BATCH and self._waiting[-1].is_cuda:
+            self._send()
+
+    def _send(self) -> None:
+        flag = torch.stack([_sum(tensor) for tensor in self._waiting]).sum()
+        host = torch.empty((), dtype=flag.dtype, pin_memory=True)
+        host.copy_(flag, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._sent.append((host, event))
+        self._waiting = []
+
+    def poll(self) -> bool:
+        """Whether a flag that has arrived by itself is bad."""
+        while self._sent and self._sent[0][1].query():
+            if not math.isfinite(self._sent.pop(0)[0].item()):
+                return True
+        return False
+
+    def read(self) -> bool:
+        """Whether anything was bad; waits for the device."""
+        waiting, self._waiting = self._waiting, []
+        sent, self._sent = self._sent, []
+        for _, event in sent:
+            event.synchronize()
+        return any(not math.isfinite(host.item()) for host, _ in sent) or any(is_bad(tensor) for tensor in waiting)
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float().sum() if not tensor.is_complex() else tensor.abs().sum().float()
+
+
 def _is_finite_together(tensors: list[torch.Tensor]) -> bool:
-    """Whether one norm over all tensors is finite; ``False`` also when torch cannot compute it (mixed kinds of
-    tensors)."""
+    """Whether one norm over all tensors is finite; ``False`` also when torch cannot compute it (mixed kinds)."""
     dtype = torch.float32 if tensors[0].dtype in _HALVES else None
     try:
         with torch.no_grad():
             norms = torch._foreach_norm(tensors, 2, dtype=dtype)
-            return bool(torch.isfinite(torch.stack(list(norms)).sum()))
+            return math.isfinite(torch.stack(list(norms)).sum().item())
     except (RuntimeError, NotImplementedError):
         return False

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from reprokit.locate.failure import Failure, kind_of, module_of
+from reprokit.locate.failure import EXCEPTION, Failure, kind_of, module_of
 from reprokit.locate.gradient import blame_gradient
 from reprokit.locate.notes import Found, Notes
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
@@ -213,7 +213,7 @@ def _exception(program: Program, outcome: Outcome) -> Failure:
     call = program.calls[outcome.error_call]
     return Failure(
         "backward" if call.is_differentiation else "optimizer" if call.is_optimizer_step else call.phase,
-        "exception",
+        EXCEPTION,
         call=display_name(call.target),
         call_index=outcome.error_call,
         module=module_of(call),

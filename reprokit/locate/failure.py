@@ -8,6 +8,9 @@ from typing import Any
 from reprokit.program.ir import Call, Site
 
 
+EXCEPTION = "exception"  # the kind of a failure that is not a bad value
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """The origin of a failure in a program.

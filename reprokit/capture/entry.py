@@ -1,0 +1,152 @@
+"""One thing the training loop did, as the tape notes it, and the light form in which past steps are kept.
+
+While a step runs its entries hold the very tensors the loop had. When it is over, `Freezer` replaces what the step made
+itself by empty stand-ins, so that only what came from outside (the batch, small states) stays alive until the next
+copy.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field, replace
+from types import CodeType
+from typing import Any
+
+import torch
+
+from reprokit.capture.structure import is_leaf, iter_tensors, map_tensors
+from reprokit.program.ir import Mode
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """``kind``: ``module``, ``function``, ``differentiate``, ``zero_grad``, ``clip``, ``scale``, ``unscale`` or
+    ``optimizer``.
+
+    ``versions`` pairs the tensors it was given with their version counters. ``rng`` holds the states of the CPU and,
+    where used, the CUDA generator before a call that may draw. ``outcome`` is what a random in-place function left.
+    ``settings`` is what else a replay needs: an optimizer's options of that step, a grad scaler's scale.
+    ``is_state`` marks writes into parameters and buffers outside of optimizers: they are part of the state that the
+    next
+    forward begins with. ``writes_view`` marks writes into a view of another tensor.
+    """
+
+    kind: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    mode: Mode
+    output: Any = None
+    name: str = ""
+    code: CodeType | None = None
+    line: int = 0
+    rng: tuple[torch.Tensor, torch.Tensor | None] | None = None
+    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    outcome: torch.Tensor | None = None
+    settings: Any = None
+    is_state: bool = False
+    writes_view: bool = False
+
+    @property
+    def starts(self) -> list[torch.Tensor]:
+        """The tensors a differentiation starts from."""
+        return list(iter_tensors(self.args[:1] or tuple(self.kwargs.values())[:1]))
+
+
+class Freezer:
+    """Turns finished steps into light ones.
+
+    A tensor that one step made and a later one uses with its graph (a generator's output that the next optimizer's loss
+    starts from) keeps its stand-in: ``_carried`` knows it as long as the tensor lives.
+    """
+
+    def __init__(self) -> None:
+        self._carried: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+
+    def forget(self) -> None:
+        """No step before now can be played again."""
+        self._carried = {}
+
+    def freeze(self, entries: list[Entry], saved: dict[int, torch.Tensor]) -> Frozen:
+        """The entries of a finished step without what the step made."""
+        work = _Freezing({id(tensor) for entry in entries for tensor in iter_tensors(entry.output)}, self._carried)
+        light = [work.freeze(entry) for entry in entries]
+        kept = {}
+        for key, content in saved.items():
+            if key in work.stand_ins:
+                kept[id(work.stand_ins[key][1])] = content
+            elif key in work.outside:
+                kept[key] = content
+        for tensor, stand_in in work.stand_ins.values():
+            if tensor.requires_grad:
+                self._carried[id(tensor)] = (weakref.ref(tensor), stand_in)
+        num_bytes = sum(t.numel() * t.element_size() for t in (*work.outside.values(), *kept.values()))
+        return Frozen(light, kept, num_bytes, work.is_cut)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A light step. ``is_cut``: it uses a graph that began before anything that is remembered."""
+
+    entries: list[Entry]
+    saved: dict[int, torch.Tensor]
+    num_bytes: int
+    is_cut: bool
+
+
+class _Freezing:
+    """Maps tensors that a step made to stand-ins; keeps the originals alive while ids are compared."""
+
+    def __init__(self, made: set[int], carried: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]]) -> None:
+        self._made = made
+        self._carried = carried
+        self.stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.outside: dict[int, torch.Tensor] = {}
+        self.is_cut = False
+
+    def freeze(self, entry: Entry) -> Entry:
+        args = map_tensors(entry.args, self._light)
+        kwargs = map_tensors(entry.kwargs, self._light) if entry.kwargs else entry.kwargs
+        return replace(
+            entry,
+            args=args,
+            kwargs=kwargs,
+            output=[self._light(tensor) for tensor in iter_tensors(entry.output)],
+            versions=[pair for pair in entry.versions if id(pair[0]) in self.outside],
+        )
+
+    def _light(self, tensor: torch.Tensor) -> torch.Tensor:
+        known = self.stand_ins.get(id(tensor))
+        if known is not None:
+            return known[1]
+        if id(tensor) in self._made:
+            light = torch.empty(0)
+        elif tensor.requires_grad and not is_leaf(tensor):
+            light = self._carried_from_before(tensor)
+        else:
+            if not isinstance(tensor, torch.nn.Parameter):
+                self.outside[id(tensor)] = tensor
+            return tensor
+        self.stand_ins[id(tensor)] = (tensor, light)
+        return light
+
+    def _carried_from_before(self, tensor: torch.Tensor) -> torch.Tensor:
+        reference, light = self._carried.get(id(tensor), (None, None))
+        if reference is not None and light is not None and reference() is tensor:
+            return light
+        self.is_cut = True
+        return tensor.detach().requires_grad_()
+
+
+def with_makers(entries: list[Entry], earlier: list[list[Entry]]) -> list[Entry]:
+    """``entries`` of a step with those of earlier steps that made the graphs it goes on with."""
+    result = list(entries)
+    made = {id(tensor) for entry in entries for tensor in iter_tensors(entry.output)}
+    needed = {id(tensor) for entry in entries for tensor in iter_tensors((entry.args, entry.kwargs))} - made
+    for step in reversed(earlier):
+        for entry in reversed(step):
+            outputs = {id(tensor) for tensor in iter_tensors(entry.output)}
+            if entry.kind in ("module", "function") and not entry.is_state and outputs & needed:
+                result.insert(0, entry)
+                needed = (needed - outputs) | {id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs))}
+    return result

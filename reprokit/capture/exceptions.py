@@ -1,0 +1,105 @@
+"""An exception that ends the script: did it come out of a step, out of which call, and where was it raised?"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+from reprokit.capture.entry import Entry
+from reprokit.capture.structure import iter_tensors
+from reprokit.capture.watch import is_bad
+from reprokit.program.ir import BACKWARD, Site
+from reprokit.program.sites import kind_of_file, make_site
+from reprokit.program.trace import current_mode
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception that ended a step. ``is_call`` says whether it came out of something on the tape, at which ``phase``
+    and in which ``module`` it was."""
+
+    type: str
+    message: str
+    site: Site | None
+    module: str | None
+    phase: str
+    is_call: bool
+
+
+def ends_training(error: BaseException | None) -> bool:
+    """Whether an exception is an error, not the normal end of a script or a wish of the user."""
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0)
+    return isinstance(error, Exception)
+
+
+def describe(error: BaseException, entry: Entry | None, roots: Iterable[torch.nn.Module]) -> Raised:
+    """What is known of an exception; ``entry`` is what it came out of, if that was on the tape."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
+    site = None
+    for frame, line in zip(frames, lines, strict=True):
+        if kind_of_file(frame.f_code.co_filename) == "user":
+            site = make_site(frame.f_code, line)
+    phase = "backward" if entry is not None and entry.kind == "differentiate" else "forward"
+    return Raised(type(error).__name__, str(error), site, _module(frames, list(roots)), phase, entry is not None)
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those it came from."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def is_inside_step(entries: list[Entry]) -> bool:
+    """Whether the loop has begun to build a graph, so that a step is under way."""
+    return any(tensor.requires_grad for entry in entries for tensor in iter_tensors(entry.output)) or any(
+        entry.kind == "module" and entry.output is None and entry.mode.grad for entry in entries
+    )
+
+
+def bad_loss(entries: list[Entry]) -> Entry | None:
+    """The differentiation that the loop would have come to, had it not looked at its bad loss and given up."""
+    for entry in reversed(entries):
+        for tensor in iter_tensors(entry.output):
+            if tensor.requires_grad and tensor.numel() == 1 and is_bad(tensor.detach()):
+                return Entry(
+                    "differentiate",
+                    torch.Tensor.backward,
+                    (tensor,),
+                    {},
+                    current_mode(),
+                    name=BACKWARD,
+                    code=entry.code,
+                    line=entry.line,
+                )
+    return None
+
+
+def innermost_user_frame(error: BaseException) -> FrameType | None:
+    """The frame of the user's code in which an exception was raised; its variables name tensors."""
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if kind_of_file(frame.f_code.co_filename) == "user":
+            found = frame
+    return found
+
+
+def _module(frames: list[FrameType], roots: list[torch.nn.Module]) -> str | None:
+    """The innermost module whose forward an exception passed through."""
+    inside: Any = None
+    for frame in frames:
+        if frame.f_code is torch.nn.Module._call_impl.__code__:
+            inside = frame.f_locals.get("self")
+    if inside is None:
+        return None
+    paths = (path for root in roots for path, module in root.named_modules() if module is inside)
+    return next((path for path in paths if path), f"<{type(inside).__name__}>")

@@ -1,0 +1,211 @@
+"""The past of a training run: a copy of its state every so many steps, and what the loop did since the last one.
+
+How often a copy is taken follows from what it costs: copying and checking together take a fixed small share of the
+training time. Memory is bounded; when the steps since the last copy hold too much, the next copy comes early.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reprokit.capture.entry import Entry
+from reprokit.capture.state import State, num_bytes, parameters_of, state_tensors
+from reprokit.capture.watch import bad_tensor
+from reprokit.locate.ways import ways_of
+
+DEFAULT_STATE_BYTES = 2 * 2**30
+DEFAULT_STEP_BYTES = 256 * 2**20
+MOST_STEPS = 1000
+_SHARE = 0.004  # of the training time, for copying and checking together
+
+
+@dataclass(frozen=True, eq=False)
+class PastStep:
+    """A finished step: what the loop did in it, and what was true when it began or ended."""
+
+    entries: list[Entry]
+    saved: dict[int, torch.Tensor]
+    completed: int
+    micro_step: int
+    loss: float | None
+    generators: dict[str, Any] | None
+
+
+class History:
+    """Holds the last copy of the state and the steps since.
+
+    ``every`` is the number of steps between copies, ``None`` to choose it by cost, 0 for no copies. ``is_complete``
+    says
+    whether the steps since the copy are all here, so that one can go back. Modules and optimizers that the script has let go of are forgotten with the next copy.
+    """
+
+    def __init__(self, every: int | None = None, state_bytes: int = DEFAULT_STATE_BYTES) -> None:
+        self.steps: list[PastStep] = []
+        self.state = State()
+        self.is_complete = False
+        self.num_copies = 0
+        self._every = every
+        self._limit = state_bytes
+        self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self._held: list[object] = []
+        self._has_grown = False
+        self._step_bytes = 0
+        self._cost = 0.0
+        self._taken_at = time.perf_counter()
+
+    # -- what belongs to the state -------------------------------------------------------------------------------
+
+    def meet_module(self, module: torch.nn.Module) -> bool:
+        """A root is about to run; whether it is a new one. A new one is added to the last copy as it is now."""
+        known = self._modules.get(id(module))
+        if known is not None and known() is module:
+            return False
+        self._modules[id(module)] = weakref.ref(module)
+        self._hold(module)
+        self._add([tensor for tensor in _tensors_of(module) if _is_changing(tensor)], ())
+        return True
+
+    def meet_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+        """An optimizer is about to step; whether it is a new one."""
+        known = self._optimizers.get(id(optimizer))
+        if known is not None and known() is optimizer:
+            return False
+        self._optimizers[id(optimizer)] = weakref.ref(optimizer)
+        self._hold(optimizer)
+        self._add(list(state_tensors(optimizer)), (optimizer,))
+        return True
+
+    def _hold(self, owner: object) -> None:
+        """Keep an owner of state alive until the next copy, so that the end of a script can still be judged."""
+        self._held.append(owner)
+        self._has_grown = self.num_copies > 0
+
+    def add_written(self, tensor: torch.Tensor) -> None:
+        """The loop writes into a part of the state for the first time, for example into a target network."""
+        self._add([tensor], ())
+
+    def _add(self, tensors: list[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        if self._every == 0:
+            return
+        if not self.num_copies:
+            self.num_copies = 1
+            self.is_complete = True
+        if not self.is_complete:
+            return
+        if num_bytes(tensors) + self.state.copies.num_bytes > self._limit:
+            self.give_up()
+            return
+        self.state.add(tensors, optimizers)
+
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """The roots that are alive."""
+        return [module for reference in self._modules.values() if (module := reference()) is not None]
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that are alive."""
+        return [optimizer for reference in self._optimizers.values() if (optimizer := reference()) is not None]
+
+    def changing(self) -> list[torch.Tensor]:
+        """The tensors that steps change, each once."""
+        unique: dict[int, torch.Tensor] = {}
+        for module in self.modules:
+            unique.update((id(tensor), tensor) for tensor in _tensors_of(module) if _is_changing(tensor))
+        for optimizer in self.optimizers:
+            unique.update((id(tensor), tensor) for tensor in state_tensors(optimizer))
+        for tensor in self.state.copies.tensors:
+            if id(tensor) not in unique and isinstance(tensor, torch.nn.Parameter):
+                unique[id(tensor)] = tensor  # frozen, but written by the loop
+        return list(unique.values())
+
+    def newly_bad(self) -> torch.Tensor | None:
+        """A parameter, or a buffer written since the last copy, that is bad now and was not in that copy."""
+        parameters = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
+        parameters.update((id(p), p) for optimizer in self.optimizers for p in parameters_of(optimizer))
+        written = set(map(id, self.state.copies.changed()))
+        buffers = {id(b): b for module in self.modules for b in module.buffers() if id(b) in written}
+        tensors = [*parameters.values(), *buffers.values()]
+        if bad_tensor(tensors) is None:
+            return None
+        before = self.state.copies.contents()
+        for tensor in tensors:
+            ways = ways_of(tensor)
+            if ways and (id(tensor) not in before or not ways <= ways_of(before[id(tensor)])):
+                return tensor
+        return None
+
+    def untouched(self) -> Iterator[torch.Tensor]:
+        """Frozen parameters: copied only once something writes them."""
+        copied = set(map(id, self.state.copies.tensors))
+        for module in self.modules:
+            for tensor in _tensors_of(module):
+                if not _is_changing(tensor) and id(tensor) not in copied:
+                    yield tensor
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def add_step(self, step: PastStep, size: int) -> None:
+        """A step is over; keep it until the next copy."""
+        if self.is_complete:
+            self.steps.append(step)
+            self._step_bytes += size
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to check everything and to take the next copy."""
+        if self._every:
+            return len(self.steps) >= self._every - 1 or not self.is_complete
+        if self._has_grown:
+            return True
+        if self._step_bytes > DEFAULT_STEP_BYTES or len(self.steps) >= MOST_STEPS:
+            return True
+        return (time.perf_counter() - self._taken_at) * _SHARE >= self._cost
+
+    def take(self, started: float) -> None:
+        """Copy the state of now and forget the steps; ``started`` is when the checks before it began."""
+        self.forget_steps()
+        self._held, self._has_grown = [], False
+        self._held = [*self.modules, *self.optimizers]
+        if self._every != 0:
+            tensors = self.changing()
+            if num_bytes(tensors) > self._limit:
+                self.give_up()
+            else:
+                self.state.take(tensors, self.optimizers)
+                self.is_complete = True
+                self.num_copies += 1
+        self._taken_at = time.perf_counter()
+        self._cost = self._taken_at - started
+
+    def interrupt(self) -> None:
+        """Something happened that the steps do not tell: there is no going back behind this moment."""
+        self.forget_steps()
+        self.is_complete = False
+
+    def give_up(self) -> None:
+        """The state does not fit into the memory limit."""
+        self.interrupt()
+        self.state = State()
+
+    def forget_steps(self) -> None:
+        """Let go of the steps."""
+        self.steps = []
+        self._step_bytes = 0
+
+
+def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from (buffer for buffer in module.buffers() if not buffer.is_inference())
+
+
+def _is_changing(tensor: torch.Tensor) -> bool:
+    """Whether training is expected to change it: everything but frozen parameters."""
+    return tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)

@@ -1,0 +1,166 @@
+"""Doing again what the loop did: every entry of a step, on the user's own modules and optimizers, in order.
+
+Nothing is recorded here (`replay` adds that). The state that playing changes is put back by whoever asked for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+import torch
+
+from reprokit.capture.entry import Entry
+from reprokit.capture.state import parameters_of, set_options
+from reprokit.capture.structure import is_leaf, iter_tensors, map_tensors
+from reprokit.program.functions import written_argument
+
+
+class Player:
+    """Plays entries of one step. ``_new`` maps the id of a tensor the loop had to the one that stands for it now.
+
+    ``saved`` holds what outside tensors contained before the loop wrote into them. ``mismatches`` says in words what is
+    known to differ from what the loop did. ``with_gradient`` are the ids of leaves whose gradients the loop sets to
+    zero
+    instead of dropping them, where it says so.
+    """
+
+    def __init__(self, saved: Mapping[int, torch.Tensor], with_gradient: Set[int] = frozenset()) -> None:
+        self.mismatches: list[str] = []
+        self._with_gradient = with_gradient
+        self._saved = saved
+        self._new: dict[int, torch.Tensor] = {}
+        self._old: dict[int, torch.Tensor] = {}
+        self._made: set[int] = set()
+
+    def play(self, entry: Entry) -> None:
+        """Do what the entry says."""
+        self._check_versions(entry)
+        args, kwargs = map_tensors(entry.args, self._stand_in), map_tensors(entry.kwargs, self._stand_in)
+        self._play(entry, args, kwargs)
+
+    def _play(self, entry: Entry, args: Any, kwargs: Any) -> None:
+        if entry.rng is not None:
+            _set_rng(entry.rng)
+        result = getattr(self, f"_play_{entry.kind}")(entry, args, kwargs)
+        for old, new in zip(iter_tensors(entry.output), iter_tensors(result), strict=False):
+            self._new[id(old)] = new
+            self._old[id(new)] = old
+            self._made.add(id(old))
+
+    def now(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a tensor of the loop in the replay."""
+        return self._stand_in(tensor)
+
+    def _play_module(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        target = entry.target
+        if isinstance(target, torch.nn.parallel.DistributedDataParallel):
+            target = target.module  # the other processes are not taking part
+        return target(*args, **kwargs)
+
+    def _play_function(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        if entry.outcome is not None:
+            return written_argument(entry.name, args, kwargs).copy_(entry.outcome)
+        return entry.target(*args, **kwargs)
+
+    def _play_differentiate(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        return entry.target(*args, **kwargs)
+
+    def _play_scale(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        scaler = entry.args[0]
+        now, scaler._scale = scaler._scale, entry.settings if entry.settings is not None else scaler._scale
+        try:
+            return entry.target(*args, **kwargs)
+        finally:
+            scaler._scale = now
+
+    def _play_clip(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        return entry.target(*args, **kwargs)
+
+    def _play_unscale(self, entry: Entry, args: Any, kwargs: Any) -> None:
+        """Multiply the gradients by what the scaler multiplied them with."""
+        optimizer, inverse = entry.args[1], float(entry.args[2])
+        with torch.no_grad():
+            for parameter in parameters_of(optimizer):
+                if parameter.grad is not None:
+                    parameter.grad.mul_(inverse)
+
+    def _play_zero_grad(self, entry: Entry, args: Any, kwargs: Any) -> None:
+        owner, *rest = args
+        keep = not (rest[0] if rest else kwargs.get("set_to_none", True))
+        for parameter in parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else owner.parameters():
+            parameter.grad = torch.zeros_like(parameter) if keep and id(parameter) in self._with_gradient else None
+
+    def _play_optimizer(self, entry: Entry, args: Any, kwargs: Any) -> None:
+        with self.as_then(entry):
+            step_without_hooks(entry.target)
+
+    @contextlib.contextmanager
+    def as_then(self, entry: Entry) -> Iterator[None]:
+        """The optimizer's options and its scaler's verdict as they were in the loop."""
+        optimizer, settings = entry.target, entry.settings
+        if settings is not None:
+            set_options(optimizer, settings["options"])
+            for name, value in settings["scaler"].items():
+                setattr(optimizer, name, value)
+        try:
+            yield
+        finally:
+            for name in settings["scaler"] if settings is not None else ():
+                delattr(optimizer, name)
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a tensor of the loop in the replay."""
+        known = self._new.get(id(tensor))
+        if known is not None:
+            return known
+        saved = self._saved.get(id(tensor))
+        if saved is None and (not tensor.requires_grad or is_leaf(tensor)):
+            return tensor
+        content = saved.clone() if saved is not None else tensor.detach()
+        stand_in = content.requires_grad_() if tensor.requires_grad else content
+        self._new[id(tensor)] = stand_in
+        self._old[id(stand_in)] = tensor
+        return stand_in
+
+    def _check_versions(self, entry: Entry) -> None:
+        for tensor, version in entry.versions:
+            untouched = version < 0 or tensor._version == version or isinstance(tensor, torch.nn.Parameter)
+            if not untouched and id(tensor) not in self._saved and id(tensor) not in self._made:
+                self.mismatches.append(
+                    "a tensor was written after the step had used it, by something the tape cannot see"
+                )
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer's step as its class defines it, without anybody's hooks and wrappers around it."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    step(optimizer)
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors agree bit for bit, every NaN taken as the same."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    a, b = first.detach(), second.detach().to(first.device)
+    if a.layout is not torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    return bool(((a == b) | (torch.isnan(a) & torch.isnan(b))).all())
+
+
+def describe_mismatch(what: str, old: torch.Tensor, new: torch.Tensor) -> str:
+    """In which way two tensors that ought to be equal are not."""
+    if old.numel() == 1 and new.numel() == 1:
+        return f"{what} was {float(old.detach()):.9g} in training and {float(new.detach()):.9g} in the replay"
+    return f"{what} differs between training and the replay"
+
+
+def _set_rng(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1])

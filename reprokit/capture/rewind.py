@@ -1,0 +1,162 @@
+"""Going back in time: from the last copy of the state, play the steps since, and find the first one that goes bad.
+
+Everything is checked in every step that is played. What training saw (its losses) is compared bit for bit with what the
+replay sees. The user's live state is borrowed and given back as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from reprokit.capture.entry import Entry
+from reprokit.capture.generators import python_generators_restored
+from reprokit.capture.history import History, PastStep
+from reprokit.capture.player import Player, describe_mismatch, same_bits
+from reprokit.capture.state import State, parameters_of
+from reprokit.capture.structure import is_leaf
+from reprokit.capture.watch import bad_tensor, is_bad, judged
+from reprokit.program.run import Modes
+
+
+@dataclass
+class Found:
+    """The first bad step: ``entries`` lead from the state that has been put back to what was ``observed_at``.
+
+    ``pending`` is the differentiation whose start was bad, which is not to be performed. ``notes`` say what differed
+    from training on the way.
+    """
+
+    step: PastStep
+    observed_at: str
+    entries: list[Entry]
+    saved: dict[int, torch.Tensor]
+    pending: Entry | None
+    notes: list[str] = field(default_factory=list)
+
+
+class Rewind:
+    """Plays the steps of a history. ``going_back`` is the context in which the live state is borrowed."""
+
+    def __init__(self, history: History, steps: list[PastStep]) -> None:
+        self._history = history
+        self._steps = steps
+        self._saved = _saved_by_step(steps)
+        self._start = State()
+        self.notes: list[str] = []
+        self._persistent: set[int] = set()
+
+    @contextlib.contextmanager
+    def going_back(self) -> Iterator[None]:
+        """The state of the last copy; afterwards everything is as it was. Raises `CannotGoBack` with nothing
+        changed."""
+        leaves = self._leaves()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(enabled=True))
+            stack.enter_context(python_generators_restored(None))
+            stack.enter_context(_unsafe_preserve_version_counter(tuple(self._history.changing())))
+            live = self._history.state.put_back()
+            stack.callback(live.put_back)
+            grads = [(leaf, leaf.grad) for leaf in leaves]
+            self._persistent = {id(leaf) for leaf, grad in grads if grad is not None}
+            stack.callback(_give_gradients, grads)
+            for leaf in leaves:
+                leaf.grad = None
+            yield
+
+    def find(self) -> Found | None:
+        """Play until something is bad, then go back to where that step began."""
+        for number, step in enumerate(self._steps):
+            found = self._play(step, self._saved[number])
+            if found is not None:
+                for leaf in self._leaves():
+                    leaf.grad = None
+                self._start.put_back()
+                found.notes = self.notes
+                return found
+        return None
+
+    def _play(self, step: PastStep, saved: dict[int, torch.Tensor]) -> Found | None:
+        player = Player(saved, self._persistent)
+        lead, rest = _split(step.entries)
+        with Modes() as modes, python_generators_restored(step.generators):
+            for entry in lead:
+                modes.enter(entry.mode)
+                player.play(entry)
+            self._start.take(self._history.changing(), self._history.optimizers)
+            for position, entry in enumerate(rest):
+                modes.enter(entry.mode)
+                where = self._watched(player, entry, rest[:position])
+                if where is not None:
+                    end = position if where == "loss" else position + (where == "parameter")
+                    return self._found(step, where, rest[:end], saved, entry if where == "loss" else None)
+            if any(entry.is_state for entry in rest) and self._is_state_bad():
+                return self._found(step, "parameter", rest, saved, None)
+        self.notes += [note for note in player.mismatches if note not in self.notes]
+        return None
+
+    def _watched(self, player: Player, entry: Entry, before: list[Entry]) -> str | None:
+        """Play one entry; where it is bad, or ``None``."""
+        if entry.kind == "differentiate":
+            with torch.no_grad():
+                self._compare(player, entry)
+                if any(is_bad(player.now(judged(before, start))) for start in entry.starts):
+                    return "loss"
+        if entry.kind == "optimizer":
+            optimizer = entry.target
+            grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+            if not (entry.settings or {}).get("scaler") and bad_tensor(grads) is not None:
+                return "gradient"
+        player.play(entry)
+        if entry.kind == "optimizer" and self._is_state_bad():
+            return "parameter"
+        return None
+
+    def _found(
+        self, step: PastStep, where: str, entries: list[Entry], saved: dict[int, torch.Tensor], pending: Entry | None
+    ) -> Found:
+        hand_made = where == "parameter" and not any(entry.kind == "optimizer" for entry in entries)
+        kept = entries if hand_made else [entry for entry in entries if not entry.is_state]
+        return Found(step, where, kept, saved, pending)
+
+    def _compare(self, player: Player, entry: Entry) -> None:
+        for old, start in zip(entry.settings or (), entry.starts, strict=False):
+            new = player.now(start)
+            if not same_bits(old, new):
+                self.notes.append(describe_mismatch("a loss on the way from the last copy", old, new))
+
+    def _is_state_bad(self) -> bool:
+        return self._history.newly_bad() is not None
+
+    def _leaves(self) -> list[torch.Tensor]:
+        leaves = {id(tensor): tensor for tensor in self._history.changing() if is_leaf(tensor)}
+        for step in self._steps:
+            for entry in step.entries:
+                leaves.update((id(tensor), tensor) for tensor, _ in entry.versions if is_leaf(tensor))
+        return list(leaves.values())
+
+
+def _split(entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
+    """What the loop changed by hand before the step's first forward, and the rest."""
+    first = next((n for n, e in enumerate(entries) if e.kind in ("module", "differentiate")), len(entries))
+    end = max((n + 1 for n in range(first) if entries[n].is_state), default=0)
+    return entries[:end], entries[end:]
+
+
+def _saved_by_step(steps: list[PastStep]) -> list[dict[int, torch.Tensor]]:
+    """For every step, what outside tensors held in it that it or a later step has written."""
+    merged: dict[int, torch.Tensor] = {}
+    result = []
+    for step in reversed(steps):
+        merged = {**merged, **step.saved}
+        result.append(merged)
+    return result[::-1]
+
+
+def _give_gradients(grads: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    for leaf, grad in grads:
+        leaf.grad = grad

@@ -1,0 +1,168 @@
+"""From a failure that was noticed to a file: the step that is running is saved or, when the state was bad before it,
+the
+step that the past shows to be the first bad one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from reprokit.capture.entry import Entry, with_makers
+from reprokit.capture.exceptions import Raised
+from reprokit.capture.history import PastStep
+from reprokit.capture.rescue import FailedStep, make_snapshot
+from reprokit.capture.rewind import Found, Rewind
+from reprokit.capture.state import CannotGoBack
+from reprokit.capture.timeline import number_of
+from reprokit.capture.training import Training
+from reprokit.snapshot.format import Snapshot, save
+
+NOT_KEPT = "the state from before the step was not kept, so there was no going back"
+NOT_SHOWN = "playing the steps since the last copy did not show when the state went bad"
+
+
+@dataclass(frozen=True)
+class Noticed:
+    """What was noticed: where, in which frame the loop stands, the differentiation that was not begun, the exception.
+
+    ``is_late``: it has happened some steps ago.
+    """
+
+    observed_at: str
+    frame: FrameType | None
+    pending: Entry | None = None
+    is_late: bool = False
+    raised: Raised | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where snapshots go: the file that was asked for, or a name made of ``name`` and the step inside ``directory``."""
+
+    output: Path | None
+    directory: Path
+    name: str
+    overwrite: bool
+
+    def write(self, snapshot: Snapshot) -> Path:
+        """Write the file; another name is found when it is taken and may not be overwritten."""
+        path = self.output or free_path(self.directory, f"{self.name}-step{snapshot.step}")
+        if path.exists() and not self.overwrite:
+            path = free_path(path.parent, path.name.removesuffix(".pt").removesuffix(".repro"))
+        save(snapshot, path)
+        return path
+
+
+def snapshot_of(training: Training, noticed: Noticed, command: Sequence[str], described: dict[str, Any]) -> Snapshot:
+    """Describe the step that failed; ``described`` is what the snapshot is to say about the capture."""
+    return _Describing(training, noticed, command, described).snapshot()
+
+
+class _Describing:
+    def __init__(self, training: Training, noticed: Noticed, command: Sequence[str], described: dict[str, Any]) -> None:
+        self._training = training
+        self._noticed = noticed
+        self._command = list(command)
+        self._described = described
+
+    def snapshot(self) -> Snapshot:
+        """The first bad step: in the past if the state is bad, else the one that is running."""
+        training, noticed = self._training, self._noticed
+        entries = _before(training.tape.entries, noticed.pending)
+        step = training.step_of(entries, training.tape.saved)
+        notes: list[str] = []
+        is_past = noticed.is_late or (noticed.raised is None and training.history.newly_bad() is not None)
+        if is_past:
+            past, notes = self._from_the_past(step)
+            if past is not None:
+                return past
+        entries, saved, pending = self._with_graphs_from_before(step)
+        entries = [entry for entry in entries if not entry.is_state]
+        failed = self._failed(step, noticed.observed_at, entries, saved, pending)
+        return make_snapshot(replace(failed, raised=noticed.raised, notes=notes), noticed.frame)
+
+    def _from_the_past(self, step: PastStep) -> tuple[Snapshot | None, list[str]]:
+        """The snapshot of the first bad step, or why there is none."""
+        training, pending = self._training, self._noticed.pending
+        if not training.history.is_complete:
+            return None, [NOT_KEPT]
+        light = training.freezer.freeze([*step.entries, *([pending] if pending is not None else [])], step.saved)
+        steps = [*training.history.steps, replace(step, entries=light.entries, saved=light.saved)]
+        rewind = Rewind(training.history, steps)
+        try:
+            with rewind.going_back():
+                found = rewind.find()
+                if found is not None:
+                    return make_snapshot(self._failed_before(found, steps), self._noticed.frame), []
+        except CannotGoBack as reason:
+            return None, [str(reason)]
+        return None, [*rewind.notes, NOT_SHOWN]
+
+    def _failed_before(self, found: Found, steps: list[PastStep]) -> FailedStep:
+        """The step that a rewind has found; the live state is where that step began."""
+        earlier = [step.entries for step in steps[: steps.index(found.step)]]
+        entries = with_makers(found.entries, earlier)
+        failed = self._failed(found.step, found.observed_at, entries, found.saved, found.pending)
+        likewise = self._training.tape.entries
+        return replace(failed, buffers=None, notes=found.notes, likewise=likewise)
+
+    def _with_graphs_from_before(self, step: PastStep) -> tuple[list[Entry], dict[int, torch.Tensor], Entry | None]:
+        """The running step, begun with what earlier steps made with a graph that it goes on with."""
+        pending = self._noticed.pending
+        earlier = [past.entries for past in self._training.history.steps]
+        if earlier:
+            light = self._training.freezer.freeze([*step.entries, *([pending] if pending else [])], step.saved)
+            entries = with_makers(light.entries, earlier)
+            if len(entries) > len(light.entries):
+                return (entries[:-1], light.saved, entries[-1]) if pending else (entries, light.saved, None)
+        return step.entries, step.saved, pending
+
+    def _failed(
+        self,
+        step: PastStep,
+        observed_at: str,
+        entries: list[Entry],
+        saved: dict[int, torch.Tensor],
+        pending: Entry | None,
+    ) -> FailedStep:
+        training, number, loss = self._training, step.completed, number_of(step.loss)
+        timeline = training.timeline
+        return FailedStep(
+            observed_at=observed_at,
+            entries=entries,
+            saved=saved,
+            pending=pending,
+            modules=training.history.modules,
+            buffers=training.buffers,
+            generators=step.generators,
+            completed=number,
+            micro_step=step.micro_step,
+            timeline=[*timeline.before(number), timeline.at(number) or timeline.now(number, loss)],
+            command=self._command,
+            capture={
+                **self._described,
+                "history_steps": len(training.history.steps),
+                "history_bytes": training.history.state.copies.num_bytes,
+                **training.ranks.describe(),
+            },
+        )
+
+
+def _before(entries: list[Entry], pending: Entry | None) -> list[Entry]:
+    """The entries up to a pending one, which may have been performed all the same."""
+    numbers = (number for number, entry in enumerate(entries) if entry is pending)
+    return entries[: next(numbers, len(entries))]
+
+
+def free_path(directory: Path, stem: str) -> Path:
+    """``<stem>.repro.pt`` in ``directory``, numbered when that name is taken."""
+    for number in range(10_000):
+        path = directory / (f"{stem}.repro.pt" if number == 0 else f"{stem}-{number}.repro.pt")
+        if not path.exists():
+            return path
+    raise FileExistsError(f"no free name for {stem} in {directory}")

@@ -1,0 +1,118 @@
+"""What a capture knows of a training run: the step that is running, the steps since the last copy, the numbers of it
+all.
+
+No decisions are made here, and nothing is hooked.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from reprokit.capture.counting import Iterations
+from reprokit.capture.entry import Entry, Freezer
+from reprokit.capture.generators import GeneratorWatch
+from reprokit.capture.history import History, PastStep
+from reprokit.capture.ranks import Ranks
+from reprokit.capture.scaling import ScalerWatch
+from reprokit.capture.state import Copies
+from reprokit.capture.tape import Tape
+from reprokit.capture.timeline import Timeline
+
+SETTLED_AFTER = 2  # optimizer steps after which every root module is taken to be known
+
+
+class Training:
+    """Knows one run. ``tape`` notes the running step; ``buffers`` are copies from when it began; ``history`` is the
+    past."""
+
+    def __init__(self, tape: Tape, history: History) -> None:
+        self.tape = tape
+        self.history = history
+        self.freezer = Freezer()
+        self.buffers = Copies()
+        self.iterations = Iterations()
+        self.generators = GeneratorWatch()
+        self.timeline = Timeline()
+        self.scalers = ScalerWatch()
+        self.ranks = Ranks()
+        tape.memory.on_first_write = history.add_written
+
+    def meet_module(self, module: torch.nn.Module) -> None:
+        """A root module is about to be called: note its buffers and the generators before it changes them."""
+        self.generators.before_module()
+        if self.history.meet_module(module):
+            self.buffers.add([buffer for buffer in module.buffers() if not buffer.is_inference()])
+            self._know_state()
+
+    def meet_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+        if self.history.meet_optimizer(optimizer):
+            self.ranks.meet(self.history.modules)
+            if not self.ranks.is_alone:
+                self.history.give_up()  # going back would need the gradients of the other processes
+            self._know_state()
+
+    def end_step(self, optimizer: torch.optim.Optimizer | None, checked_since: float | None) -> None:
+        """The running step is over: keep it, or, when everything was just checked, take a new copy of the state.
+
+        ``optimizer`` is ``None`` after an update made by hand; ``checked_since`` is when the checks began.
+        """
+        rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
+        rate = rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
+        self.timeline.end_step(self.iterations.completed, rate, self.scalers.scale)
+        if checked_since is not None:
+            self.history.take(checked_since)
+            self.freezer.forget()
+            self._know_state()
+            self.generators.look_closely()
+        elif self.history.is_complete:
+            self._keep_step()
+        if optimizer is None:
+            self.iterations.updated_by_hand()
+        else:
+            self.iterations.attempted(optimizer)
+        if self.iterations.total == SETTLED_AFTER:
+            self.tape.roots.settle()
+        self.restart()
+
+    def _keep_step(self) -> None:
+        try:
+            step = self.freezer.freeze(self.tape.entries, self.tape.saved)
+        except Exception:  # an argument that cannot be copied
+            self.history.interrupt()
+            return
+        if step.is_cut:
+            self.history.interrupt()
+        else:
+            self.history.add_step(self.step_of(step.entries, step.saved), step.num_bytes)
+
+    def step_of(self, entries: list[Entry], saved: dict[int, torch.Tensor]) -> PastStep:
+        """The running step with these entries."""
+        iterations = self.iterations
+        return PastStep(
+            entries, saved, iterations.completed, iterations.micro_step, self.timeline.loss, self.generators.states
+        )
+
+    def restart(self) -> None:
+        """A new step begins."""
+        self.tape.restart()
+        self.buffers.refresh()
+        self.generators.restart()
+
+    def interrupt(self) -> None:
+        """Something happened that the tape does not tell; the step starts anew."""
+        self.history.interrupt()
+        self.restart()
+
+    def forget(self) -> None:
+        """Let go of everything that belongs to the user."""
+        self.buffers.clear()
+        self.history = History(0)
+        self.tape.memory.on_first_write = _ignore
+
+    def _know_state(self) -> None:
+        self.tape.memory.know_state(self.history.changing(), self.history.untouched())
+
+
+def _ignore(tensor: torch.Tensor) -> None:
+    del tensor

@@ -1,0 +1,108 @@
+"""What the loop writes into in place: parameters and buffers (state), tensors of its own, results of the step.
+
+State is not saved here: it is part of the copies that a capture goes back with. Of tensors that a replay needs as they
+were before, the old content is kept; big ones only if the step has read them already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from reprokit.capture.entry import Entry
+
+_SMALL = 65_536  # elements that are always worth saving before a write
+
+
+class WrittenMemory:
+    """Knows the memory of the state, and what outside tensors held before the step wrote into them.
+
+    ``made`` holds the ids of tensors that the step made. Invariant: ``_by_memory`` lists the outside tensors of the
+    first
+    ``_scanned`` entries by their memory.
+    """
+
+    def __init__(self) -> None:
+        self.saved: dict[int, torch.Tensor] = {}
+        self.made: set[int] = set()
+        self._state: set[int] = set()
+        self._untouched: dict[int, torch.Tensor] = {}
+        self.on_first_write: Callable[[torch.Tensor], None] = lambda tensor: None
+        self._by_memory: dict[int, list[torch.Tensor]] = {}
+        self._scanned = 0
+
+    def restart(self) -> None:
+        """A new step begins."""
+        self.saved = {}
+        self.made = set()
+        self._by_memory = {}
+        self._scanned = 0
+
+    def know_state(self, copied: Iterable[torch.Tensor], untouched: Iterable[torch.Tensor]) -> None:
+        """These tensors are all the state: a capture holds copies of the ones, and of the others once they are
+        written."""
+        self._untouched = {p: tensor for tensor in untouched if (p := _pointer(tensor)) is not None}
+        self._state = {p for tensor in copied if (p := _pointer(tensor)) is not None} | set(self._untouched)
+
+    def is_state(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor shares memory with the state."""
+        return _pointer(tensor) in self._state
+
+    def judge(self, target: Any, versions: list[tuple[torch.Tensor, int]], entries: list[Entry]) -> bool | None:
+        """Whether a write into ``target`` changes the state; ``None`` if it need not be noted.
+
+        Old contents that a replay may need are saved on the way.
+        """
+        if isinstance(target, (list, tuple)):
+            written = [item for item in target if isinstance(item, torch.Tensor) and self.is_state(item)]
+            for item in written:
+                self._announce(item)
+            return True if written else None
+        if not isinstance(target, torch.Tensor):
+            return None
+        if self.is_state(target):
+            self._announce(target)
+            return True
+        if isinstance(target, torch.nn.Parameter):
+            return None  # of a module that no root holds yet
+        if target.layout is not torch.strided:
+            return False
+        self._scan(entries)
+        pointer = _pointer(target)
+        outside = self._by_memory.get(pointer, []) if pointer is not None else []
+        if id(target) not in self.made:
+            carries_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor, _ in versions)
+            if not outside and not carries_grad and target.numel() > _SMALL:
+                return None  # later calls use it by its value
+            outside = [target, *outside]
+        for tensor in outside:
+            if id(tensor) not in self.saved:
+                self.saved[id(tensor)] = tensor.detach().clone(memory_format=torch.preserve_format)
+        return False
+
+    def _announce(self, target: torch.Tensor) -> None:
+        """State that nothing had written so far is about to change."""
+        pointer = _pointer(target)
+        tensor = self._untouched.pop(pointer, None) if pointer is not None else None
+        if tensor is not None:
+            self.on_first_write(tensor)
+
+    def _scan(self, entries: list[Entry]) -> None:
+        for entry in entries[self._scanned :]:
+            for tensor, _ in entry.versions:
+                pointer = _pointer(tensor)
+                if id(tensor) not in self.made and pointer is not None and pointer not in self._state:
+                    self._by_memory.setdefault(pointer, []).append(tensor)
+        self._scanned = len(entries)
+
+
+def _pointer(tensor: torch.Tensor) -> int | None:
+    """Where the memory of a tensor begins; ``None`` for tensors without plain memory of their own."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (RuntimeError, NotImplementedError):
+        return None
