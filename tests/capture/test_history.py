@@ -57,7 +57,7 @@ def words(x: torch.Tensor, rare: bool) -> torch.Tensor:
 
 
 def row_poisoned_by_sparse_adam() -> list[torch.Tensor]:
-    """At step 400 a padded word weighs nothing: its gradient is 0, the epsilon underflows, and nobody reads 0/0 so far."""
+    """At step 400 a padded word weighs nothing: its gradient is 0, the epsilon underflows, nobody reads 0/0 yet."""
     torch.manual_seed(0)
     model = Words(sparse=True)
     rare = torch.optim.SparseAdam(list(model.table.parameters()), lr=1e-3, eps=1e-60)
@@ -355,7 +355,7 @@ def test_the_timeline_shows_the_growth_before_the_failure(tmp_path: Path) -> Non
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 2.0)
         for step, x, y in batches(12):
             loss = classify(model, x * 2.0**step, y) * (math.nan if step == 11 else 1.0)
-            losses.append(float(loss))
+            losses.append(loss.item())
             optimizer.zero_grad()
             loss.backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))

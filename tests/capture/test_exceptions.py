@@ -1,0 +1,441 @@
+"""Exceptions are failures too: those that leave a step are saved, and the user sees them exactly as without capture."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import reprokit
+from reprokit.capture.session import Session
+from reprokit.snapshot.format import Snapshot, load
+from tests.capture.traps_checks import (
+    BAD_STEP,
+    EXACT,
+    batches,
+    classify,
+    described_once,
+    fidelity,
+    plain_net,
+    silent_root,
+    update,
+    where,
+)
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is raised, and what the snapshot has to say about it."""
+
+    error: type[BaseException]
+    phase: str
+    calls: tuple[str | None, ...]
+    module: str | None = None
+    name: str = ""
+
+
+EXPECTED: dict[Callable[[], None], Expected] = {}
+
+
+def raising(
+    error: type[BaseException],
+    phase: str,
+    calls: tuple[str | None, ...],
+    module: str | None = None,
+    name: str = "",
+) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Add a loop whose step 3 raises."""
+
+    def add(loop: Callable[[], None]) -> Callable[[], None]:
+        EXPECTED[loop] = Expected(error, phase, calls, module, name or error.__name__)
+        return loop
+
+    return add
+
+
+def capture_raising(loop: Callable[[], None], error: type[BaseException], folder: Path) -> Snapshot:
+    """The snapshot of a loop that ends with an exception, which comes out as itself."""
+    with described_once(), pytest.raises(error) as caught, Session(directory=folder) as session:
+        loop()
+    assert type(caught.value) is error or issubclass(type(caught.value), error)
+    assert len(session.snapshots) == 1
+    return load(session.snapshots[0])
+
+
+@pytest.mark.parametrize("loop", EXPECTED, ids=lambda loop: loop.__name__)
+def test_it_is_saved(loop: Callable[[], None], tmp_path: Path) -> None:
+    expected = EXPECTED[loop]
+    snapshot = capture_raising(loop, expected.error, tmp_path)
+    step, phase, call = where(snapshot)
+    assert (step, phase) == (BAD_STEP, expected.phase)
+    assert call in expected.calls
+    assert snapshot.failure.module == expected.module
+    assert (snapshot.failure.kind, snapshot.observed_at) == ("exception", "exception")
+    assert snapshot.failure.exception is not None and snapshot.failure.exception[0] == expected.name
+    assert snapshot.failure.site is not None and snapshot.failure.site.file.endswith("test_exceptions.py")
+    assert fidelity(snapshot) == EXACT
+
+
+@pytest.mark.parametrize("loop", EXPECTED, ids=lambda loop: loop.__name__)
+def test_nothing_is_saved_when_exceptions_are_not_failures(loop: Callable[[], None], tmp_path: Path) -> None:
+    with pytest.raises(EXPECTED[loop].error), Session(directory=tmp_path, on=("nonfinite",)) as session:
+        loop()
+    assert session.snapshots == [] and list(tmp_path.iterdir()) == []
+
+
+class Deep(nn.Module):
+    """A model with a nested part that raises when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = plain_net()
+        self.checked = Checked()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, fail: str = "") -> torch.Tensor:
+        return F.cross_entropy(self.checked(self.body(x), fail), y)
+
+
+class Checked(nn.Module):
+    """Raises in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 2)
+
+    def forward(self, h: torch.Tensor, fail: str) -> torch.Tensor:
+        assert fail != "assert", "the width is wrong"
+        if fail == "index":
+            return h + self.table(torch.full((8,), 3))
+        if fail == "matrix":
+            return h @ torch.linalg.inv(torch.zeros(2, 2) * h[:2, :2])
+        if fail == "cholesky":
+            return h @ torch.linalg.cholesky(-torch.eye(2))
+        if fail == "memory":
+            return h + torch.empty(10**15).sum()
+        return h
+
+
+def train_deep(fail: str) -> None:
+    torch.manual_seed(0)
+    model = Deep()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, x, y in batches():
+        update(optimizer, model(x, y, fail if step == BAD_STEP else ""))
+
+
+@raising(RuntimeError, "forward", ("torch.nn.functional.linear",), module="0")
+def shape_mismatch() -> None:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        update(optimizer, classify(model, x[:, :3] if step == BAD_STEP else x, y))
+
+
+@raising(RuntimeError, "forward", ("torch.matmul", "torch.Tensor.matmul", "torch.Tensor.__matmul__"))
+def shape_mismatch_in_the_loop() -> None:
+    model, weight = plain_net(), nn.Parameter(torch.ones(2, 2))
+    optimizer = torch.optim.SGD([*model.parameters(), weight], lr=0.1)
+    for step, x, y in batches():
+        h = model(x)
+        update(optimizer, F.cross_entropy((h.T if step == BAD_STEP else h) @ weight, y))
+
+
+@raising(IndexError, "forward", ("torch.nn.functional.embedding",), module="checked.table")
+def index_out_of_range() -> None:
+    train_deep("index")
+
+
+@raising(torch.linalg.LinAlgError, "forward", ("torch.linalg.inv",), module="checked", name="_LinAlgError")
+def singular_matrix() -> None:
+    train_deep("matrix")
+
+
+@raising(torch.linalg.LinAlgError, "forward", ("torch.linalg.cholesky",), module="checked", name="_LinAlgError")
+def matrix_that_is_not_positive() -> None:
+    train_deep("cholesky")
+
+
+@raising(RuntimeError, "forward", ("torch.empty",), module="checked")
+def out_of_memory() -> None:
+    train_deep("memory")
+
+
+@raising(AssertionError, "forward", (None,), module="checked")
+def assertion_in_a_forward() -> None:
+    train_deep("assert")
+
+
+@raising(IndexError, "forward", ("torch.nn.functional.cross_entropy",))
+def class_out_of_range() -> None:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        update(optimizer, classify(model, x, y + 5 if step == BAD_STEP else y))
+
+
+@raising(RuntimeError, "backward", ("torch.Tensor.exp", "torch.exp", "torch.Tensor.backward"))
+def write_into_what_backward_needs() -> None:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        h = model(x).exp()
+        loss = F.cross_entropy(h, y) + h.sum()
+        if step == BAD_STEP:
+            h.add_(1)
+        update(optimizer, loss)
+
+
+@raising(RuntimeError, "backward", ("torch.Tensor.backward",))
+def backward_twice() -> None:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        loss = classify(model, x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        if step == BAD_STEP:
+            loss.backward()
+        optimizer.step()
+
+
+@raising(ValueError, "forward", (None,))
+def check_of_the_loop_itself() -> None:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        loss = classify(model, x, y)
+        if step == BAD_STEP:
+            raise ValueError("the loss does not fall")
+        update(optimizer, loss)
+
+
+# -- where a NaN lies behind the exception --------------------------------------------------------------------------
+
+
+def raise_at_a_bad_loss(error: type[BaseException]) -> None:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        count = torch.full((), 0.0 if step == BAD_STEP else 1.0)
+        loss = classify(model, x, y) * (count / count)
+        if not torch.isfinite(loss):
+            raise error("loss is not finite")
+        update(optimizer, loss)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, SystemExit])
+def test_a_loop_that_gives_up_at_a_bad_loss(error: type[BaseException], tmp_path: Path) -> None:
+    """The NaN is what went wrong, the exception is only how the loop took it."""
+    snapshot = capture_raising(lambda: raise_at_a_bad_loss(error), error, tmp_path)
+    assert where(snapshot) == (BAD_STEP, "forward", "torch.Tensor.div")
+    assert snapshot.failure.kind == "nan"
+    assert fidelity(snapshot) == EXACT
+
+
+def test_anomaly_mode_raises_as_always(tmp_path: Path) -> None:
+    def loop() -> None:
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.warns(UserWarning), torch.autograd.set_detect_anomaly(True):
+            for step, x, y in batches():
+                logits = model(x)
+                update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP))
+
+    snapshot = capture_raising(loop, RuntimeError, tmp_path)
+    assert where(snapshot) == (BAD_STEP, "backward", "torch.Tensor.sqrt")
+
+
+# -- what is no failure ---------------------------------------------------------------------------------------------
+
+
+def test_exceptions_that_the_loop_handles_are_its_own_business(tmp_path: Path) -> None:
+    num_handled = 0
+    with Session(directory=tmp_path) as session:
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, x, y in batches():
+            try:
+                update(optimizer, classify(model, x[:, :3] if step == BAD_STEP else x, y))
+            except RuntimeError:
+                num_handled += 1
+    assert num_handled == 1 and session.snapshots == []
+
+
+def test_an_exception_behind_a_handled_one_is_saved(tmp_path: Path) -> None:
+    """Frameworks raise their own exception from the one of the step."""
+
+    class TrainerError(Exception):
+        pass
+
+    def loop() -> None:
+        try:
+            shape_mismatch()
+        except RuntimeError as error:
+            raise TrainerError("step failed") from error
+
+    snapshot = capture_raising(loop, TrainerError, tmp_path)
+    assert where(snapshot) == (BAD_STEP, "forward", "torch.nn.functional.linear")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_wishes_of_the_user_are_no_failures(error: type[BaseException], tmp_path: Path) -> None:
+    with pytest.raises(error), Session(directory=tmp_path) as session:
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, x, y in batches():
+            loss = classify(model, x, y)
+            if step == BAD_STEP:
+                raise error
+            update(optimizer, loss)
+    assert session.snapshots == []
+
+
+def test_an_exception_before_any_step_is_no_failure(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), Session(directory=tmp_path) as session:
+        plain_net()
+        Path(tmp_path / "missing").read_text()
+    assert session.snapshots == []
+
+
+def test_an_exception_between_steps_is_no_failure(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no space"), Session(directory=tmp_path) as session:
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _, x, y in batches():
+            update(optimizer, classify(model, x, y))
+        raise OSError("no space for the checkpoint")
+    assert session.snapshots == []
+
+
+def test_an_exception_in_evaluation_is_no_failure_of_a_step(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), Session(directory=tmp_path) as session:
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _, x, y in batches():
+            update(optimizer, classify(model, x, y))
+        with torch.no_grad():
+            model(torch.ones(2, 9))
+    assert all(load(path).failure.phase == "forward" for path in session.snapshots)
+    assert len(session.snapshots) <= 1
+
+
+def test_a_bad_update_before_the_exception_is_what_is_saved(tmp_path: Path) -> None:
+    """The weights are ruined at step 3; at step 4 the loop's own check raises."""
+
+    def loop() -> None:
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, x, y in batches():
+            logits = model(x)
+            if torch.isnan(logits).any():
+                raise ValueError("bad logits")
+            optimizer.param_groups[0]["lr"] = float("inf") if step == BAD_STEP else 0.1
+            update(optimizer, F.cross_entropy(logits, y))
+
+    snapshot = capture_raising(loop, ValueError, tmp_path)
+    assert where(snapshot) == (BAD_STEP, "optimizer", "torch.optim.SGD.step")
+    assert fidelity(snapshot) == EXACT
+
+
+def test_the_block_lets_the_exception_through(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), reprokit.capture(tmp_path / "x.pt") as session:
+        shape_mismatch()
+    assert session.snapshots == [tmp_path / "x.pt"]
+    assert "captured RuntimeError" in capsys.readouterr().err
+
+
+def test_the_traceback_inside_the_process_begins_in_the_loop(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError) as plain:
+        shape_mismatch()
+    with pytest.raises(RuntimeError) as watched, Session(directory=tmp_path):
+        shape_mismatch()
+    assert str(plain.value) == str(watched.value)
+    assert plain.traceback[-1].lineno == watched.traceback[-1].lineno
+    assert watched.value.__cause__ is None and watched.value.__context__ is None
+
+
+# -- the command line -----------------------------------------------------------------------------------------------
+
+TRAINING = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x, fail):
+        h = self.first(x[:, :3] if fail == "shape" else x)
+        assert fail != "assert", "no"
+        return self.second(h)
+
+def step(model, optimizer, x, y, fail):
+    loss = F.cross_entropy(model(x, fail), y)
+    if fail == "loop":
+        raise ValueError("enough")
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+def main(fail):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(5):
+        x = torch.randn(8, 4)
+        y = (x.sum(1) > 0).long() + (7 if number == 3 and fail == "classes" else 0)
+        step(model, optimizer, x, y, fail if number == 3 else "")
+        print(number)
+    if fail == "after":
+        raise OSError("after training")
+    if fail == "exit":
+        raise SystemExit(9)
+"""
+
+
+def own_lines_removed(text: str) -> str:
+    """What the script itself put on stderr."""
+    return "".join(line for line in text.splitlines(True) if not line.startswith("reprokit:"))
+
+
+@pytest.mark.parametrize("fail", ["shape", "assert", "loop", "classes"])
+def test_the_traceback_is_the_one_that_python_prints(fail: str, run_python: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(dedent(TRAINING) + f'\nmain("{fail}")\n')
+    plain = run_python("train.py")
+    watched = run_python("-m", "reprokit", "capture", "train.py")
+    assert plain.returncode == 1 and watched.returncode == 3
+    assert own_lines_removed(watched.stderr) == plain.stderr
+    assert watched.stdout == plain.stdout
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["train-step3.repro.pt"]
+    assert "reprokit shrink train-step3.repro.pt" in watched.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("fail", "code"), [("after", 1), ("exit", 9)])
+def test_exits_outside_of_steps_are_the_scripts_own(fail: str, code: int, run_python: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(dedent(TRAINING) + f'\nmain("{fail}")\n')
+    plain = run_python("train.py")
+    watched = run_python("-m", "reprokit", "capture", "train.py")
+    assert plain.returncode == watched.returncode == code
+    assert own_lines_removed(watched.stderr) == plain.stderr
+    assert watched.stdout == plain.stdout
+    assert list(tmp_path.glob("*.pt")) == []
+
+
+def test_only_bad_values_are_captured_when_only_they_are_asked_for(run_python: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(dedent(TRAINING) + '\nmain("shape")\n')
+    plain = run_python("train.py")
+    watched = run_python("-m", "reprokit", "capture", "--on", "nonfinite", "train.py")
+    assert plain.returncode == watched.returncode == 1
+    assert own_lines_removed(watched.stderr) == plain.stderr
+    assert list(tmp_path.glob("*.pt")) == []
