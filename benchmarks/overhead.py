@@ -36,7 +36,7 @@ JSON = dict[str, Any]
 SHARES = {"mlp": 0.15, "gpt": 0.45, "cnn": 0.2, "narrow": 0.2}  # of the time, by how long a step takes
 TRIM = 0.01  # of the quadruples, at either end, left out of the mean
 COLLECT_EVERY = 0.5  # seconds between garbage collections, outside of what is timed
-SETTLE_BELOW = 0.1  # seconds: after every switch, a step shorter than this is first run once without being timed
+SETTLE_BELOW = 0.2  # seconds: after every switch, a step shorter than this is first run once without being timed
 WARM_COPIES = 3
 
 
@@ -118,6 +118,7 @@ class Reprokit(Variant):
     def step(self) -> None:
         self.training.step()
         self._steps += 1
+        self.session._training.tape.roots.settle()  # as in a long run: `resume` meets the root modules anew
 
     def warm_up(self, seconds: float) -> None:
         super().warm_up(seconds)

@@ -1,0 +1,308 @@
+"""What a capture takes beside the time of healthy steps: memory, and the time from a failure to the file.
+
+    python benchmarks/capture.py [--shapes mlp gpt cnn narrow] [--steps N] [--json FILE]
+
+Every measurement is a process of its own, so that its peak memory is its own. Memory: the same loop bare and watched.
+Failures: the loss goes bad in the forward pass; only a gradient does; the optimizer ruins the parameters, which is
+found by going back. The table goes to stderr, JSON to stdout. README.md in this folder says how to read them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+JSON = dict[str, Any]
+SHAPES = ("mlp", "gpt", "cnn", "narrow")
+STEPS = {"mlp": 400, "gpt": 16, "cnn": 100, "narrow": 100}
+FAILURES = {"loss": "forward", "gradient": "backward", "optimizer": "optimizer"}  # name -> phase expected
+STEPS_AFTER = 300  # a failure that nobody noticed after so many more steps is missed
+WRITES = 3
+
+
+# -- in a process of its own ------------------------------------------------------------------------------------------
+
+
+def peak_bytes() -> int:
+    """The most memory that was resident in this process so far."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmHWM")
+
+
+def measure_memory(shape: str, steps: int, is_watched: bool) -> JSON:
+    """Train ``steps`` steps, each on a batch with memory of its own, as a data loader gives them."""
+    from reprokit.capture.session import Session
+
+    training = _fresh_training(shape)
+    session = Session(quiet=True)
+    with session if is_watched else contextlib.nullcontext():
+        for _ in range(steps):
+            training.step()
+        if is_watched and not session._is_watching:
+            raise RuntimeError(f"the session stopped watching a healthy training: {session.results}")
+        copies = session._training.history.state.copies.num_bytes
+        held = len(session._training.history.steps)
+        peak = peak_bytes()
+    batch = sum(tensor.numel() * tensor.element_size() for tensor in training.batches[0])
+    return {
+        "peak_bytes": peak,
+        "copy_bytes": copies,
+        "held_steps": held,
+        "batch_bytes": batch,
+        "state_bytes": training.state_bytes(),
+    }
+
+
+def _fresh_training(shape: str) -> Any:
+    import torch
+    from shapes import make
+
+    class FreshBatches(list[Any]):
+        """Batches that are copied whenever they are asked for."""
+
+        def __getitem__(self, position: Any) -> Any:
+            return tuple(torch.from_numpy(array.copy()) for array in super().__getitem__(position))
+
+    torch.set_num_threads(1)
+    training = make(shape)
+    arrays = [tuple(tensor.numpy() for tensor in batch) for batch in training.batches]
+    training.batches = FreshBatches(arrays)
+    return training
+
+
+def measure_failure(shape: str, failure: str, steps: int, folder: Path) -> JSON:
+    """Train ``steps`` good steps under capture, then a bad one; how long until its file is on disk?"""
+    from reprokit.capture.session import CaptureStop, Session
+
+    training = _fresh_training(shape)
+    training.step()
+    loop = FailingLoop(training, failure, bad_step=steps)
+    session = Session(quiet=True, directory=folder)
+    try:
+        with session:
+            while loop.number < steps + STEPS_AFTER:
+                loop.step()
+    except CaptureStop:
+        pass
+    end = time.perf_counter()
+    if not session.snapshots:
+        return {"captured": False, "expected_step": steps, "expected_phase": FAILURES[failure]}
+    return {
+        "captured": True,
+        **loop.summary(end),
+        **_describe(session.snapshots[0]),
+        "expected_step": steps,
+        "expected_phase": FAILURES[failure],
+        "write_s": _write_seconds(session.snapshots[0]),
+        "environment_s": _environment_seconds(),
+    }
+
+
+class FailingLoop:
+    """A training loop whose step ``bad_step`` fails; notes when the failure was and when the loop last had control."""
+
+    def __init__(self, training: Any, failure: str, bad_step: int) -> None:
+        self.number = 0
+        self._training = training
+        self._failure = failure
+        self._bad_step = bad_step
+        self._failed_at: float | None = None
+        self._last = 0.0
+        self._seconds: list[float] = []
+
+    def step(self) -> None:
+        """One step; the forward pass and the loss are the shape's own, with the failure added."""
+        import torch
+        from torch.nn import functional as F
+
+        training = self._training
+        is_bad = self.number == self._bad_step
+        started = time.perf_counter()
+        inputs, targets = training.batches[self.number % len(training.batches)]
+        training.optimizer.zero_grad()
+        logits = training.model(inputs)
+        if is_bad and self._failure == "loss":
+            self._fail()
+            logits = (logits - logits.detach() - 1.0).log()
+        loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        if is_bad and self._failure == "gradient":
+            zeros = logits - logits.detach()
+            loss = loss + torch.where(zeros > 0, zeros.sqrt(), zeros).sum()
+            self._fail()
+        self._last = time.perf_counter()
+        loss.backward()
+        if training.clip is not None:
+            torch.nn.utils.clip_grad_norm_(training.model.parameters(), training.clip)
+        if is_bad and self._failure == "optimizer":
+            training.optimizer.param_groups[0]["lr"] = float("inf")
+            self._fail()
+        self._last = time.perf_counter()
+        training.optimizer.step()
+        self._seconds.append(time.perf_counter() - started)
+        self.number += 1
+
+    def _fail(self) -> None:
+        self._failed_at = time.perf_counter()
+
+    def summary(self, end: float) -> JSON:
+        """Seconds: of a good step, from the failure to the end, and of these until something was noticed."""
+        assert self._failed_at is not None
+        return {
+            "step_s": statistics.median(self._seconds[: self._bad_step]),
+            "total_s": end - self._failed_at,
+            "noticed_s": max(self._last - self._failed_at, 0.0),
+            "steps_until_noticed": self.number - self._bad_step,
+        }
+
+
+def _describe(path: Path) -> JSON:
+    """What the snapshot says of the failure, and its size."""
+    from reprokit.snapshot.format import load
+
+    snapshot = load(path)
+    return {
+        "file_bytes": path.stat().st_size,
+        "step": snapshot.step,
+        "phase": snapshot.failure.phase,
+        "call": snapshot.failure.call,
+        "observed_at": snapshot.observed_at,
+        "fidelity": snapshot.fidelity,
+        "fidelity_note": snapshot.fidelity_note,
+    }
+
+
+def _environment_seconds() -> float:
+    """Seconds for the description of the environment, which is part of every snapshot whatever the model."""
+    from reprokit.snapshot.environment import collect_environment
+
+    started = time.perf_counter()
+    collect_environment()
+    return time.perf_counter() - started
+
+
+def _write_seconds(path: Path) -> float:
+    """Median of the seconds that writing the same bytes takes, until they are on disk."""
+    content = path.read_bytes()
+    copy = path.with_suffix(".copy")
+    seconds = []
+    for _ in range(WRITES):
+        started = time.perf_counter()
+        with open(copy, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        seconds.append(time.perf_counter() - started)
+        copy.unlink()
+    return statistics.median(seconds)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; prints the table and the JSON."""
+    options = _parser().parse_args(argv)
+    if options.one is not None:
+        print(json.dumps(_run_one(json.loads(options.one))))
+        return 0
+    result: JSON = {"schema": 1, "python": platform.python_version(), "shapes": {}}
+    for shape in options.shapes:
+        steps = options.steps or (6 if options.quick else STEPS[shape])
+        result["shapes"][shape] = measured = measure(shape, steps, 1 if options.quick else options.repeats)
+        print(table(shape, measured), file=sys.stderr, flush=True)
+    text = json.dumps(result, indent=1)
+    print(text)
+    if options.json is not None:
+        options.json.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="SHAPE")
+    parser.add_argument("--steps", type=int, help="good steps in each measurement (default: by shape)")
+    parser.add_argument("--repeats", type=int, default=3, help="processes for each peak of memory (default 3)")
+    parser.add_argument("--quick", action="store_true", help="a few steps, to see that everything runs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here as well")
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # a single measurement, in this process
+    return parser
+
+
+def _run_one(wanted: JSON) -> JSON:
+    if "failure" not in wanted:
+        return measure_memory(wanted["shape"], wanted["steps"], wanted["watched"])
+    with tempfile.TemporaryDirectory() as folder:
+        return measure_failure(wanted["shape"], wanted["failure"], wanted["steps"], Path(folder))
+
+
+def measure(shape: str, steps: int, repeats: int) -> JSON:
+    """Everything about one shape; ratios are in steps of the same process."""
+    bare = [_in_process(shape=shape, steps=steps, watched=False) for _ in range(repeats)]
+    watched = [_in_process(shape=shape, steps=steps, watched=True) for _ in range(repeats)]
+    peaks = [statistics.median(run["peak_bytes"] for run in runs) for runs in (bare, watched)]
+    failures = {}
+    for failure in FAILURES:
+        failures[failure] = row = _in_process(shape=shape, steps=steps, failure=failure)
+        if row["captured"]:
+            row["steps_beyond_writing"] = (row["total_s"] - row["write_s"]) / row["step_s"]
+            row["steps_without_environment"] = row["steps_beyond_writing"] - row["environment_s"] / row["step_s"]
+            row["is_right"] = row["step"] == row["expected_step"] and row["phase"] == row["expected_phase"]
+    return {
+        "steps": steps,
+        "memory": {
+            **{name: watched[-1][name] for name in ("copy_bytes", "held_steps", "batch_bytes", "state_bytes")},
+            "bare_peak_bytes": peaks[0],
+            "watched_peak_bytes": peaks[1],
+            "extra_bytes": peaks[1] - peaks[0],
+        },
+        "failures": failures,
+    }
+
+
+def _in_process(**wanted: Any) -> JSON:
+    command = [sys.executable, __file__, "--one", json.dumps(wanted)]
+    finished = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if finished.returncode != 0:
+        raise RuntimeError(f"{wanted} ended with {finished.returncode}:\n{finished.stderr}")
+    return dict(json.loads(finished.stdout.splitlines()[-1]))
+
+
+def table(shape: str, measured: JSON) -> str:
+    """The results of one shape as text."""
+    memory = measured["memory"]
+    sizes = {name: f"{memory[name] / 2**20:.1f} MiB" for name in memory if name.endswith("_bytes")}
+    lines = [
+        f"{shape}: {measured['steps']} steps; peak bare {sizes['bare_peak_bytes']}, watched +{sizes['extra_bytes']}"
+        f" (copies {sizes['copy_bytes']} of a state of {sizes['state_bytes']};"
+        f" {memory['held_steps']} steps held, batch {sizes['batch_bytes']})",
+        f"  {'failure':10} {'total':>10} {'noticed':>10} {'environment':>11} {'writing':>10} {'step':>10}"
+        f" {'steps':>8} {'file':>10}  what was saved",
+    ]
+    for failure, row in measured["failures"].items():
+        if not row["captured"]:
+            lines.append(f"  {failure:10} missed")
+            continue
+        clocks = ("total_s", "noticed_s", "environment_s", "write_s", "step_s")
+        times = " ".join(f"{row[name] * 1e3:7.1f} ms" for name in clocks)
+        lines.append(
+            f"  {failure:10} {times} {row['steps_beyond_writing']:8.1f} {row['file_bytes'] / 2**20:6.1f} MiB"
+            f"  step {row['step']}, {row['phase']}, {row['fidelity']}{'' if row['is_right'] else ': WRONG'}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

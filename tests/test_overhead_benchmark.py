@@ -1,0 +1,129 @@
+"""The benchmarks of cost: that they run, that what they measure really watches, and that it can be switched off.
+
+No time is asserted here. A detector that notices nothing, or stays behind when switched off, would make every figure of
+the benchmark wrong, so each is given a training that is bad.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from reprokit.capture.session import CaptureStop
+from tests.conftest import ROOT, Run
+
+BENCHMARKS = ROOT / "benchmarks"
+DETECTORS = (
+    "reprokit",
+    "reprokit_every_step",
+    "anomaly",
+    "underflow_overflow",
+    "leaf_hooks",
+    "norm_hooks",
+    "three_ms_hook",
+    "clone_and_check",
+    "loss_and_sums",
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+
+
+@pytest.fixture
+def overhead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield importlib.import_module("overhead")
+    torch.autograd.set_detect_anomaly(False)
+
+
+def test_every_detector_is_measured(overhead: ModuleType) -> None:
+    assert set(overhead.VARIANTS) == {"control", *DETECTORS}
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_a_detector_notices_when_on_and_is_gone_when_off(overhead: ModuleType, name: str) -> None:
+    training = overhead.make("mlp")
+    variant = overhead.VARIANTS[name](training)
+    variant.warm_up(0.0)
+    with torch.no_grad():
+        next(training.model.parameters()).fill_(math.nan)
+    training.step()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in training.model.modules())
+    assert not training.optimizer._optimizer_step_pre_hooks
+    variant.on()
+    with pytest.raises((overhead.Noticed, CaptureStop, RuntimeError, ValueError)):
+        variant.step()
+
+
+@pytest.mark.parametrize("name", ["control", *DETECTORS])
+def test_watching_does_not_change_the_training(overhead: ModuleType, name: str) -> None:
+    bare, watched = overhead.make("cnn"), overhead.make("cnn")
+    variant = overhead.VARIANTS[name](watched)
+    variant.on()
+    for _ in range(2):
+        variant.step()
+        bare.step()
+    variant.off()
+    for ours, theirs in zip(watched.model.state_dict().values(), bare.model.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_statistics(overhead: ModuleType) -> None:
+    quadruples = overhead.Quadruples()
+    for ratio in (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 9.0):
+        quadruples.add([1.0, ratio, ratio, 1.0])
+    summary = quadruples.summary()
+    assert summary["median"] == pytest.approx(1.45)
+    assert (summary["low"], summary["high"]) == (1.1, 1.8)  # the 2nd and the 9th of ten values: 97.9%
+    assert summary["mean"] == pytest.approx(2.16)
+    assert summary["plain_ms"] == pytest.approx(1000.0)
+
+
+def test_the_mean_leaves_out_as_much_at_either_end(overhead: ModuleType) -> None:
+    quadruples = overhead.Quadruples()
+    for ratio in (0.01, 100.0, *[1.0] * 98):
+        quadruples.add([1.0, ratio, ratio, 1.0])
+    assert quadruples.summary()["mean"] == pytest.approx(1.0)
+
+
+def test_overhead_runs(run_python: Run, tmp_path: Path) -> None:
+    done = run_python(str(BENCHMARKS / "overhead.py"), "--quick", "--shapes", "mlp", "--json", "result.json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert json.loads((tmp_path / "result.json").read_text(encoding="utf-8")) == result
+    shape = result["shapes"]["mlp"]
+    assert shape["modules"] == 6
+    assert set(shape["variants"]) == {"control", *DETECTORS}
+    for name, row in shape["variants"].items():
+        assert row["quadruples"] == (2 if name in ("control", "reprokit") else 1)
+        for clock in ("cpu", "wall"):
+            assert 0 < row[clock]["low"] <= row[clock]["median"] <= row[clock]["high"]
+        assert name in done.stderr
+    every_step = shape["variants"]["reprokit_every_step"]
+    assert every_step["copies"] == every_step["watched_steps"] > 0
+    assert every_step["copy_bytes"] == shape["state_bytes"]
+
+
+def test_capture_runs(run_python: Run) -> None:
+    done = run_python(str(BENCHMARKS / "capture.py"), "--quick", "--shapes", "mlp")
+    assert done.returncode == 0, done.stderr
+    shape = json.loads(done.stdout)["shapes"]["mlp"]
+    memory: dict[str, Any] = shape["memory"]
+    assert memory["copy_bytes"] == memory["state_bytes"] < memory["bare_peak_bytes"]
+    assert memory["extra_bytes"] == memory["watched_peak_bytes"] - memory["bare_peak_bytes"]
+    assert list(shape["failures"]) == ["loss", "gradient", "optimizer"]
+    for failure, row in shape["failures"].items():
+        assert row["captured"], failure
+        assert (row["step"], row["phase"]) == (shape["steps"], row["expected_phase"])
+        assert row["is_right"]
+        assert row["file_bytes"] > 0
+        assert failure in done.stderr
