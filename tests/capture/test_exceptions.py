@@ -81,7 +81,8 @@ def test_it_is_saved(loop: Callable[[], None], tmp_path: Path) -> None:
     assert snapshot.failure.module == expected.module
     assert (snapshot.failure.kind, snapshot.observed_at) == ("exception", "exception")
     assert snapshot.failure.exception is not None and snapshot.failure.exception[0] == expected.name
-    assert snapshot.failure.site is not None and snapshot.failure.site.file.endswith("test_exceptions.py")
+    assert snapshot.failure.site is not None
+    assert Path(snapshot.failure.site.file).name in ("test_exceptions.py", "traps_checks.py")
     assert fidelity(snapshot) == EXACT
 
 
@@ -418,7 +419,8 @@ def test_the_traceback_is_the_one_that_python_prints(fail: str, run_python: Run,
     assert own_lines_removed(watched.stderr) == plain.stderr
     assert watched.stdout == plain.stdout
     assert [path.name for path in tmp_path.glob("*.pt")] == ["train-step3.repro.pt"]
-    assert "reprokit shrink train-step3.repro.pt" in watched.stderr.splitlines()[-1]
+    last_line = watched.stderr.splitlines()[-1]
+    assert last_line.startswith("reprokit: next: reprokit ") and last_line.endswith("train-step3.repro.pt")
 
 
 @pytest.mark.parametrize(("fail", "code"), [("after", 1), ("exit", 9)])

@@ -115,7 +115,7 @@ def test_without_copies_the_snapshot_says_that_there_was_no_going_back(tmp_path:
     snapshot = check_caught(lambda: row_poisoned_by_its_own_rate(60, 40, 47), tmp_path, history=0)
     assert 40 <= snapshot.step <= 47
     assert snapshot.fidelity == "unfaithful" and snapshot.fidelity_note
-    assert snapshot.settings["capture"]["history_bytes"] == 0
+    assert snapshot.settings["history_bytes"] == 0
 
 
 def test_a_gradient_that_was_there_before_the_step(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_a_state_that_does_not_fit_is_not_copied_and_that_is_said(
 
 def test_the_memory_of_the_copies_is_reported(tmp_path: Path) -> None:
     snapshot = check_caught(rich_loop(torch.optim.SGD, with_nothing), tmp_path, history=7)
-    reported = snapshot.settings["capture"]["history_bytes"]
+    reported = snapshot.settings["history_bytes"]
     elements = sum(tensor.numel() for tensor in Rare().state_dict().values())
     assert 4 * elements <= reported <= 16 * elements
 

@@ -1,0 +1,462 @@
+"""Whatever breaks inside capture, the training ends with the bits it would have had, and one line is said.
+
+Faults are put into every function of capture in turn, found by looking; then the disk, odd arguments, and signals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import inspect
+import pkgutil
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import reprokit.capture
+from reprokit.capture.session import Session
+from tests.capture.traps_checks import (
+    BAD_STEP,
+    Loop,
+    batches,
+    check_caught,
+    check_silent,
+    classify,
+    described_once,
+    ending,
+    net,
+    plain_net,
+    run_plain,
+    same_bits,
+    silent_root,
+    update,
+)
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+# What guards the rest, takes capture away, or runs before the block begins has nobody behind it.
+GUARDS = {
+    "Tape.guard",
+    "Tape.paused",
+    "Tape.install",
+    "Tape.uninstall",
+    "Tape.leave_stack",
+    "Tape.is_root_call",
+    "Tape.call_module",
+    "Tape.__torch_function__",
+    "_Paused.__init__",
+    "_Paused.__enter__",
+    "_Paused.__exit__",
+    "RootCalls.install",
+    "RootCalls.uninstall",
+}
+WITHOUT_FAULTS = {"session", "hooks", "launch", "block", "structure"}  # the guards, their callers, and running scripts
+PARTS = [part.name for part in pkgutil.iter_modules(reprokit.capture.__path__) if part.name not in WITHOUT_FAULTS]
+
+
+class Gated(nn.Module):
+    """A network with a part that is ruined at step 4 and read at step 7."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+        self.gate = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor, is_open: bool) -> torch.Tensor:
+        return self.body(x) + torch.where(torch.tensor(is_open), self.gate, 0.0)
+
+
+def failing_late() -> list[torch.Tensor]:
+    model = Gated()
+    optimizer = torch.optim.SGD([{"params": model.body.parameters()}, {"params": [model.gate]}], lr=0.01, momentum=0.9)
+    average = [parameter.detach().clone() for parameter in model.parameters()]
+    for step, x, y in batches(9):
+        optimizer.param_groups[1]["lr"] = float("inf") if step == 4 else 0.01
+        noisy = x + 0.1 * torch.randn_like(x) * random.random()
+        optimizer.zero_grad()
+        classify(lambda x, step=step: model(x, step == 7), noisy, y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        with torch.no_grad():
+            for old, new in zip(average, model.parameters(), strict=True):
+                old.mul_(0.9).add_(new, alpha=0.1)
+            model.body[0].weight.clamp_(-0.5, 0.5)
+    return ending(model, optimizer, average)
+
+
+def failing_at_once() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, x, y in batches():
+        logits = model(x)
+        update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP))
+    return ending(model, optimizer)
+
+
+def scaled_and_failing() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    for step, x, y in batches(12):
+        with torch.autocast("cpu", dtype=torch.float16):
+            count = torch.full((), 0.0 if step == 10 else 1.0)
+            loss = classify(model, x, y) * (count / count)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return ending(model, scaler)
+
+
+RUNS: dict[Loop, int | None] = {failing_late: 3, failing_at_once: None, scaled_and_failing: None}
+
+
+# -- faults in every function ---------------------------------------------------------------------------------------
+
+
+class Fault:
+    """Lets a function raise from its ``nth`` call on, while armed."""
+
+    def __init__(self, original: Callable[..., Any], nth: int) -> None:
+        self.is_armed = False
+        self.num_calls = 0
+        self._original = original
+        self._nth = nth
+
+    def function(self) -> Callable[..., Any]:
+        """What to put in the place of the original."""
+
+        def faulty(*args: Any, **kwargs: Any) -> Any:
+            if self.is_armed:
+                self.num_calls += 1
+                if self.num_calls >= self._nth:
+                    raise RuntimeError("injected")
+            return self._original(*args, **kwargs)
+
+        return faulty
+
+
+def functions_of(module: ModuleType) -> Iterator[tuple[str, Any, str, Callable[..., Any]]]:
+    """Name, owner, attribute and function of everything a module defines."""
+    for name, value in vars(module).items():
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not inspect.isgeneratorfunction(value):
+            yield name, module, name, value
+        if inspect.isclass(value) and value.__module__ == module.__name__:
+            for attribute, function in vars(value).items():
+                label = f"{name}.{attribute}"
+                if inspect.isfunction(function) and label not in GUARDS and "__create_fn__" not in str(function):
+                    yield label, value, attribute, function
+
+
+@contextlib.contextmanager
+def fault_in(owner: Any, attribute: str, function: Callable[..., Any], nth: int) -> Iterator[Fault]:
+    """Put a fault into a function wherever capture has imported it to."""
+    fault = Fault(function, nth)
+    faulty = fault.function()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, attribute, faulty)
+        if isinstance(owner, ModuleType):
+            for name, module in list(sys.modules.items()):
+                if name.startswith("reprokit.") and vars(module).get(attribute) is function:
+                    patch.setattr(module, attribute, faulty)
+        yield fault
+
+
+def broken_promises(
+    loop: Loop, plain: list[torch.Tensor], fault: Fault, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> list[str]:
+    """What a fault did that it may not do. ``loop`` fails, so that either a snapshot or a line has to come of it."""
+    random.seed(0)
+    capsys.readouterr()
+    session = Session(directory=folder, after="continue", history=RUNS[loop])
+    try:
+        with session:
+            fault.is_armed = True
+            watched = loop()
+    except BaseException as error:
+        return [f"the training ended with {error!r}"]
+    finally:
+        fault.is_armed = False
+        torch._C._len_torch_function_stack()
+    said = capsys.readouterr().err.splitlines()
+    promises = {
+        "a bit was changed": same_bits(plain, watched),
+        f"it said {said}": len(said) <= 1 and all(line.startswith("reprokit: ") for line in said),
+        "nothing was saved and nothing was said": bool(said) or bool(session.snapshots),
+        "half a file was left": sorted(folder.iterdir()) == sorted(session.snapshots),
+    }
+    for path in session.snapshots:
+        path.unlink()
+    return [promise for promise, is_kept in promises.items() if not is_kept]
+
+
+@pytest.mark.parametrize("nth", [1, 5])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_fault_in_any_function(part: str, nth: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = {loop: run_plain(loop) for loop in RUNS}
+    module = importlib.import_module(f"reprokit.capture.{part}")
+    broken: dict[str, list[str]] = {}
+    with described_once():
+        for label, owner, attribute, function in list(functions_of(module)):
+            for loop in RUNS:
+                with fault_in(owner, attribute, function, nth) as fault:
+                    promises = broken_promises(loop, plain[loop], fault, tmp_path, capsys)
+                if promises:
+                    broken[f"{label} in {loop.__name__}"] = promises
+                if fault.num_calls >= nth:
+                    break
+    assert broken == {}
+
+
+def test_faults_are_put_into_what_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The test above is worth something only if its faults are met."""
+    plain, met = run_plain(failing_late), set()
+    with described_once():
+        for part in ("tape", "history", "timeline", "rescue", "replay", "rewind", "state"):
+            module = importlib.import_module(f"reprokit.capture.{part}")
+            for _, owner, attribute, function in list(functions_of(module)):
+                with fault_in(owner, attribute, function, 10**9) as fault:
+                    assert broken_promises(failing_late, plain, fault, tmp_path, capsys) == []
+                if fault.num_calls:
+                    met.add(part)
+                    break
+    assert met == {"tape", "history", "timeline", "rescue", "replay", "rewind", "state"}
+
+
+# -- the disk -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["torch.save", "os.fsync", "os.replace", "tempfile.mkstemp"])
+def test_a_full_disk(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    plain = run_plain(failing_at_once)
+    random.seed(0)
+    monkeypatch.setattr(place, full)
+    with described_once(), Session(directory=tmp_path, after="stop") as session:
+        watched = failing_at_once()
+    assert session.snapshots == [] and list(tmp_path.iterdir()) == []
+    assert same_bits(plain, watched)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "No space left on device" in lines[0]
+
+
+def test_a_folder_that_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = run_plain(failing_at_once)
+    random.seed(0)
+    with described_once(), Session(directory=tmp_path / "gone") as session:
+        watched = failing_at_once()
+    assert session.snapshots == [] and same_bits(plain, watched)
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+# -- odd arguments --------------------------------------------------------------------------------------------------
+
+
+class Unwilling:
+    """Can be neither copied nor pickled, compared, hashed, counted or shown."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _refuse(self, *args: Any) -> Any:
+        raise TypeError("leave me alone")
+
+    __reduce_ex__ = __deepcopy__ = __copy__ = __eq__ = __len__ = __iter__ = __bool__ = __repr__ = _refuse
+
+
+class Odd(nn.Module):
+    """Takes anything beside the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x: torch.Tensor, extra: Any, *, option: Any = None) -> tuple[torch.Tensor, Any]:
+        return self.body(x), extra
+
+
+ODD: dict[str, Callable[[], Any]] = {
+    "lambda": lambda: lambda x: x,
+    "generator": lambda: (number for number in range(3)),
+    "lock": threading.Lock,
+    "file": lambda: contextlib.closing,
+    "unwilling": Unwilling,
+    "loop_in_itself": lambda: _inside_itself(),
+}
+
+
+def _inside_itself() -> list[Any]:
+    items: list[Any] = []
+    items.append(items)
+    return items
+
+
+def odd_loop(make: Callable[[], Any], *, bad: bool) -> Loop:
+    def loop() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Odd()
+        optimizer = torch.optim.Adam(model.parameters())
+        for step, x, y in batches():
+            logits, _ = model(x, make(), option=[make()])
+            update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, bad and step == BAD_STEP))
+        return ending(model)
+
+    return loop
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_arguments_of_a_healthy_run(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check_silent(odd_loop(ODD[name], bad=False), tmp_path, capsys)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_arguments_of_a_failing_step(name: str, tmp_path: Path) -> None:
+    snapshot = check_caught(odd_loop(ODD[name], bad=True), tmp_path)
+    assert (snapshot.step, snapshot.failure.call) == (BAD_STEP, "torch.Tensor.sqrt")
+
+
+def test_a_stream_that_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed:
+        def write(self, text: str) -> int:
+            raise ValueError("I/O operation on closed file")
+
+        flush = close = write
+
+    plain = run_plain(failing_at_once)
+    random.seed(0)
+    monkeypatch.setattr(sys, "stderr", Closed())
+    with described_once(), Session(directory=tmp_path / "gone"):
+        watched = failing_at_once()
+    assert same_bits(plain, watched)
+
+
+# -- signals --------------------------------------------------------------------------------------------------------
+
+TRAINING = """
+import os, signal, sys
+import torch
+from torch import nn
+import torch.nn.functional as F
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def step(number, bad=False):
+    x = torch.randn(8, 4)
+    count = torch.full((), 0.0 if bad else 1.0)
+    loss = F.cross_entropy(model(x), (x.sum(1) > 0).long()) * (count / count)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(number, flush=True)
+"""
+
+DURING_TRAINING = """
+for number in range(6):
+    step(number)
+    if number == 3:
+        os.kill(os.getpid(), signal.{signal})
+"""
+
+WITH_HANDLER = """
+def leave(number, frame):
+    print("checkpoint written", float(sum(p.sum() for p in model.parameters())))
+    sys.exit(17)
+
+signal.signal(signal.SIGTERM, leave)
+for number in range(6):
+    step(number)
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+DURING_SAVING = """
+synchronize = os.fsync
+
+def interrupted(descriptor):
+    os.kill(os.getpid(), signal.{signal})
+    return synchronize(descriptor)
+
+os.fsync = interrupted
+for number in range(6):
+    step(number, bad=number == 3)
+"""
+
+
+def compare(script: str, run_python: Run, folder: Path) -> tuple[Any, Any]:
+    """Run a script with and without capture."""
+    (folder / "train.py").write_text(dedent(TRAINING) + dedent(script))
+    return run_python("train.py"), run_python("-m", "reprokit", "capture", "train.py")
+
+
+def scripts_own(text: str) -> str:
+    """What the script itself put on stderr."""
+    return "".join(line for line in text.splitlines(True) if not line.startswith("reprokit:"))
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGKILL"])
+def test_a_signal_during_training(name: str, run_python: Run, tmp_path: Path) -> None:
+    plain, watched = compare(DURING_TRAINING.format(signal=name), run_python, tmp_path)
+    assert watched.returncode == plain.returncode != 0
+    assert watched.stdout == plain.stdout
+    assert scripts_own(watched.stderr) == plain.stderr
+    assert list(tmp_path.glob("*.pt")) == []
+
+
+def test_a_script_with_a_handler_of_its_own(run_python: Run, tmp_path: Path) -> None:
+    plain, watched = compare(WITH_HANDLER, run_python, tmp_path)
+    assert watched.returncode == plain.returncode == 17
+    assert watched.stdout == plain.stdout and "checkpoint written" in watched.stdout
+    assert scripts_own(watched.stderr) == plain.stderr
+    assert list(tmp_path.glob("*.pt")) == []
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", -15), ("SIGKILL", -9), ("SIGINT", -2)])
+def test_a_signal_during_saving_leaves_no_half_file(name: str, code: int, run_python: Run, tmp_path: Path) -> None:
+    _, watched = compare(DURING_SAVING.format(signal=name), run_python, tmp_path)
+    assert watched.returncode == code
+    assert watched.stdout.split() == ["0", "1", "2"]
+    assert list(tmp_path.glob("*.pt")) == []
+
+
+def test_a_handler_that_exits_while_saving_is_obeyed(run_python: Run, tmp_path: Path) -> None:
+    script = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(17))\n" + dedent(DURING_SAVING.format(signal="SIGTERM"))
+    _, watched = compare(script, run_python, tmp_path)
+    assert watched.returncode == 17
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+
+
+def test_nothing_is_left_of_a_capture_that_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.optim import optimizer as optimizers
+
+    from reprokit.capture.tape import Tape
+
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("injected")
+
+    before = torch.nn.Module.__call__, torch.autograd.backward, torch.nn.utils.clip_grad_norm_
+    with Session(directory=tmp_path, quiet=True):
+        monkeypatch.setattr(Tape, "_prepare", broken)
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _, x, y in batches():
+            update(optimizer, classify(model, x, y))
+        assert (torch.nn.Module.__call__, torch.autograd.backward, torch.nn.utils.clip_grad_norm_) == before
+        assert not optimizers._global_optimizer_pre_hooks
+    assert torch._C._len_torch_function_stack() == 0

@@ -1,0 +1,139 @@
+"""Two hundred captures entered and left: no hook, thread, open file or patched class remains, and memory does not grow."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as optimizers
+
+from reprokit.capture.session import Session
+from tests.capture.traps_checks import batches, classify, described_once, net, silent_root, update
+
+CAPTURES = 200
+
+
+def patched_things() -> tuple[Any, ...]:
+    """Everything in torch that capture touches, as it is now."""
+    return (
+        nn.Module.__call__,
+        nn.Module.zero_grad,
+        torch.autograd.backward,
+        torch.Tensor.backward,
+        torch.optim.Optimizer.zero_grad,
+        torch.nn.utils.clip_grad_norm_,
+        torch.nn.utils.clip_grad_value_,
+        *(getattr(torch.amp.GradScaler, name) for name in ("scale", "step", "update", "_unscale_grads_")),
+        torch.utils.checkpoint.checkpoint,
+        threading.Thread.run,
+        threading.Thread.start,
+    )
+
+
+def counts() -> dict[str, int]:
+    """What could pile up."""
+    return {
+        "optimizer hooks": len(optimizers._global_optimizer_pre_hooks) + len(optimizers._global_optimizer_post_hooks),
+        "module hooks": sum(len(value) for name, value in vars(nn.modules.module).items() if name.endswith("_hooks")),
+        "function modes": torch._C._len_torch_function_stack(),
+        "threads": threading.active_count(),
+        "open files": len(os.listdir("/proc/self/fd")),
+        "sessions": len(Session._watchers),
+        "classes with a call of their own": sum("__call__" in vars(kind) for kind in kinds(nn.Module)),
+    }
+
+
+def kinds(kind: type) -> set[type]:
+    """A class and all that derive from it."""
+    return {kind, *(each for derived in kind.__subclasses__() for each in kinds(derived))}
+
+
+def resident_bytes() -> int:
+    """The memory this process holds."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def capture_once(folder: Path, *, bad: bool = False, error: bool = False) -> None:
+    """A few steps of a new model in a capture of their own."""
+    with Session(directory=folder, after="continue", quiet=True):
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters())
+        for step, x, y in batches(4):
+            logits = model(x)
+            update(optimizer, classify(lambda _, logits=logits: logits, x, y) + silent_root(logits, bad and step == 2))
+        if error:
+            raise ValueError("out of the block")
+
+
+def test_nothing_piles_up(tmp_path: Path) -> None:
+    capture_once(tmp_path)
+    gc.collect()
+    things, before = patched_things(), counts()
+    sizes = []
+    for _ in range(CAPTURES):
+        capture_once(tmp_path)
+        assert patched_things() == things
+        sizes.append(resident_bytes())
+    assert counts() == before
+    first, second = sizes[CAPTURES // 4 : CAPTURES // 2], sizes[-CAPTURES // 4 :]
+    assert sum(second) / len(second) - sum(first) / len(first) < 2 * 2**20
+
+
+def test_nothing_piles_up_when_the_block_ends_with_an_exception(tmp_path: Path) -> None:
+    capture_once(tmp_path)
+    gc.collect()
+    things, before = patched_things(), counts()
+    for _ in range(20):
+        with pytest.raises(ValueError, match="out of the block"):
+            capture_once(tmp_path, error=True)
+    assert patched_things() == things
+    assert counts() == before
+
+
+def test_nothing_is_left_after_failures(tmp_path: Path) -> None:
+    with described_once():
+        capture_once(tmp_path, bad=True)
+        gc.collect()
+        things, before = patched_things(), counts()
+        for _ in range(10):
+            capture_once(tmp_path, bad=True)
+    assert patched_things() == things
+    assert counts() == before
+    assert len(list(tmp_path.iterdir())) == 11
+
+
+def test_nothing_is_left_after_pauses(tmp_path: Path) -> None:
+    things, before = patched_things(), counts()
+    with Session(directory=tmp_path) as session:
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters())
+        for _, x, y in batches(20):
+            update(optimizer, classify(model, x, y))
+            session.pause()
+            assert patched_things() == things and counts() == before
+            update(optimizer, classify(model, x, y))
+            session.resume()
+    assert patched_things() == things and counts() == before
+
+
+def test_the_model_is_let_go(tmp_path: Path) -> None:
+    """A session that is over, but still there, keeps nothing of the training alive."""
+    import weakref
+
+    with Session(directory=tmp_path) as session:
+        model = net()
+        optimizer = torch.optim.Adam(model.parameters())
+        for _, x, y in batches(4):
+            update(optimizer, classify(model, x, y))
+        watched = weakref.ref(model), weakref.ref(model[0].weight), weakref.ref(optimizer)
+    del model, optimizer, x, y
+    gc.collect()
+    assert session.snapshots == []
+    assert [reference() is None for reference in watched] == [True, True, True]
