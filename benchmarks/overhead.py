@@ -304,10 +304,10 @@ class Quadruples:
 
 def _interval(ordered: list[float]) -> tuple[float, float]:
     """A 95% interval of the median from order statistics; the whole range where there are too few values for one."""
-    size, below, rank = len(ordered), 0.0, 0
+    size, below, rank = len(ordered), 0, 0
     while rank < size // 2:
-        below += math.comb(size, rank) * 0.5**size
-        if below > 0.025:
+        below += math.comb(size, rank)  # of 2**size equally likely outcomes, those with at most `rank` values below
+        if below * 40 > 2**size:
             break
         rank += 1
     position = max(rank - 1, 0)

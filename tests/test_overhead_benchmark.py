@@ -88,6 +88,16 @@ def test_statistics(overhead: ModuleType) -> None:
     assert summary["plain_ms"] == pytest.approx(1000.0)
 
 
+def test_the_interval_of_many_values(overhead: ModuleType) -> None:
+    quadruples = overhead.Quadruples()
+    for number in range(3001):
+        quadruples.add([1.0, number, number, 1.0])
+    summary = quadruples.summary()
+    assert summary["median"] == 1500
+    assert summary["low"] == pytest.approx(1500 - 0.98 * math.sqrt(3001), abs=2)  # 1.96 / 2 standard deviations
+    assert summary["high"] == 3000 - summary["low"]
+
+
 def test_the_mean_leaves_out_as_much_at_either_end(overhead: ModuleType) -> None:
     quadruples = overhead.Quadruples()
     for ratio in (0.01, 100.0, *[1.0] * 98):
