@@ -89,7 +89,7 @@ def test_callback_captures_an_exception(words: tuple[str, ...], run_python: Run,
     snapshot = load(tmp_path / f"{Path(words[0]).stem}-step3.repro.pt")
     assert snapshot.failure.kind == "exception"
     assert snapshot.failure.exception is not None
-    assert snapshot.failure.exception["type"] == "IndexError"
+    assert snapshot.failure.exception[0] == "IndexError"
 
 
 def test_span_ends_where_it_is_told_to(span: Span) -> None:
@@ -126,6 +126,18 @@ def test_span_that_was_stopped_does_not_finish_well(span: Span) -> None:
         span.finish()
     span.finish()
     assert len(span.snapshots) == 1
+
+
+def test_failure_found_only_at_the_end_stops_the_program(tmp_path: Path) -> None:
+    owner = Owner()
+    span = Span(tmp_path / "late.pt", Options(watch="deferred", history=100, quiet=True))
+    span.begin(owner)
+    train(bad_step=3)
+    with pytest.raises(CaptureStop):
+        span.finish()
+    assert span.snapshots == [tmp_path / "late.pt"]
+    assert load(span.snapshots[0]).step == 3
+    assert not is_watched()
 
 
 def test_span_that_goes_on_finishes_well(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_exception_is_captured_with_its_own_traceback(
     failure = snapshot.failure
     assert (failure.kind, failure.phase, failure.call) == ("exception", "forward", expected.raising_call)
     assert failure.exception is not None
-    assert failure.exception["type"] == expected.error.partition(":")[0]
+    assert failure.exception[0] == expected.error.partition(":")[0]
     assert snapshot.observed_at == "exception"
     assert (snapshot.step, snapshot.micro_step) == (expected.step, expected.micro_step)
 
