@@ -823,3 +823,20 @@ def a_line_search() -> list[torch.Tensor]:
 
         optimizer.step(closure)
     return ending(model)
+
+
+def test_warnings_of_torch_name_the_line_of_the_loop(tmp_path: Path) -> None:
+    """The same warning, from the same place, so that filters by module and once-per-line work as without capture."""
+
+    def warned() -> list[tuple[str, int]]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = plain_net()
+            for _, x, y in batches(2):
+                float(classify(model, x, y))
+        return [(warning.filename, warning.lineno) for warning in caught]
+
+    plain = warned()
+    with Session(directory=tmp_path):
+        watched = warned()
+    assert watched == plain

@@ -1,4 +1,4 @@
-"""Two hundred captures entered and left: no hook, thread, open file or patched class remains, and memory does not grow."""
+"""Two hundred captures entered and left: nothing is left in torch, no thread, no open file, and no memory."""
 
 from __future__ import annotations
 
@@ -77,13 +77,14 @@ def test_nothing_piles_up(tmp_path: Path) -> None:
     gc.collect()
     things, before = patched_things(), counts()
     sizes = []
-    for _ in range(CAPTURES):
+    for number in range(CAPTURES):
         capture_once(tmp_path)
         assert patched_things() == things
-        sizes.append(resident_bytes())
+        if number % 10 == 9:
+            sizes.append(resident_bytes())
     assert counts() == before
-    first, second = sizes[CAPTURES // 4 : CAPTURES // 2], sizes[-CAPTURES // 4 :]
-    assert sum(second) / len(second) - sum(first) / len(first) < 2 * 2**20
+    settled, last = sizes[5:10], sizes[-5:]  # the first captures fill caches
+    assert sum(last) / 5 - sum(settled) / 5 < 2 * 2**20
 
 
 def test_nothing_piles_up_when_the_block_ends_with_an_exception(tmp_path: Path) -> None:
