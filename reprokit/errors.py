@@ -1,14 +1,14 @@
 """The errors of reprokit.
 
-    ReprokitError            exit code 1
-    ├── UsageError           2
-    ├── SnapshotError        1
-    │   ├── NotASnapshot
-    │   ├── TruncatedSnapshot
-    │   └── NewerFormat
-    ├── NotReproduced        4
-    ├── Flaky                5
-    └── Interrupted          130
+ReprokitError            exit code 1
+├── UsageError           2
+├── SnapshotError        1
+│   ├── NotASnapshot
+│   ├── TruncatedSnapshot
+│   └── NewerFormat
+├── NotReproduced        4
+├── Flaky                5
+└── Interrupted          130
 """
 
 from __future__ import annotations

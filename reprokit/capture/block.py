@@ -9,7 +9,7 @@ import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,12 +27,16 @@ def capture(
     after: Literal["stop", "continue"] = "stop",
     overwrite: bool = False,
     quiet: bool = False,
+    history: int | None = None,
+    watch: Literal["sampled", "every-step", "deferred"] = "sampled",
+    on: Collection[str] = ("nonfinite", "exception"),
 ) -> Iterator[Session]:
     """Watch the training loop in this block and save its first failing step.
 
     Writes ``output``, or ``<name>-step<N>.repro.pt`` in the current folder. With ``after="stop"`` the block is left at
-    the failure and the program goes on behind it; with ``"continue"`` the loop goes on unwatched. Yields the session;
-    its ``snapshots`` are the files written. Raises `UsageError` when ``output`` exists and ``overwrite`` is false.
+    the failure and the program goes on behind it; with ``"continue"`` the loop goes on unwatched. ``history``, ``watch``
+    and ``on`` are those of `Session`. Yields the session; its ``snapshots`` are the files written. Raises `UsageError`
+    when ``output`` exists and ``overwrite`` is false.
     """
     from reprokit.capture.session import CaptureStop, Session
     from reprokit.snapshot.redact import redact_argv
@@ -40,7 +44,17 @@ def capture(
     path = Path(output).absolute() if output is not None else None
     if path is not None and path.exists() and not overwrite:
         raise UsageError(f"`{path}` exists already", hint="choose another name, or pass overwrite=True")
-    session = Session(path, name=name, after=after, command=redact_argv(sys.argv), overwrite=overwrite, quiet=quiet)
+    session = Session(
+        path,
+        name=name,
+        after=after,
+        command=redact_argv(sys.argv),
+        overwrite=overwrite,
+        quiet=quiet,
+        history=history,
+        watch=watch,
+        on=on,
+    )
     try:
         with session:
             yield session
@@ -58,16 +72,21 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path) -> list[s
     """What was captured, where it is, and the command to go on with; paths as seen from the folder ``start``."""
     failure = result["failure"]
     shown = shown_path(path, start)
-    if failure["exception"]:
+    if failure["exception"] and failure["call"] is None:
+        where = failure["site"]
+        what = failure["exception"]["type"] + (f" raised at {where['file']}:{where['line']}" if where else "")
+    elif failure["exception"]:
         what = f"{failure['exception']['type']} from `{failure['call']}`"
+    elif failure["call"] is None and failure["input"] is None:
+        what = f"{failure['kind']} of unknown origin"
     elif failure["call"] is None:
         what = f"{failure['kind']} that was already in `{failure['input']}`"
     else:
         what = f"{failure['kind']} from `{failure['call']}`"
-    return [
-        f"captured {what} at step {failure['step']} -> {shown}",
-        f"next: {shlex.join(['reprokit', 'shrink', shown])}",
-    ]
+    said = f"captured {what} at step {failure['step']} -> {shown}"
+    if failure["call"] is None and failure["input"] is None:  # nothing that a program could do again
+        return [said, f"next: {shlex.join(['reprokit', 'show', shown])}"]
+    return [said, f"next: {shlex.join(['reprokit', 'shrink', shown])}"]
 
 
 def shown_path(path: Path, start: Path | None = None) -> str:

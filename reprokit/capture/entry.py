@@ -7,14 +7,15 @@ copy.
 
 from __future__ import annotations
 
+import copy
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
 import torch
 
-from reprokit.capture.structure import is_leaf, iter_tensors, map_tensors
+from reprokit.capture.structure import ATOMS, iter_tensors, map_tensors
 from reprokit.program.ir import Mode
 
 
@@ -50,7 +51,11 @@ class Entry:
     @property
     def starts(self) -> list[torch.Tensor]:
         """The tensors a differentiation starts from."""
-        return list(iter_tensors(self.args[:1] or tuple(self.kwargs.values())[:1]))
+        first = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
+        return [first] if isinstance(first, torch.Tensor) else list(iter_tensors(first))
+
+
+_WITHOUT_RESULTS = frozenset({"zero_grad", "clip", "unscale", "optimizer"})  # are not given what the step made
 
 
 class Freezer:
@@ -62,15 +67,25 @@ class Freezer:
 
     def __init__(self) -> None:
         self._carried: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+        self._pool: list[torch.Tensor] = []  # stand-ins that nobody has used yet
 
     def forget(self) -> None:
         """No step before now can be played again."""
         self._carried = {}
 
-    def freeze(self, entries: list[Entry], saved: dict[int, torch.Tensor]) -> Frozen:
-        """The entries of a finished step without what the step made."""
-        work = _Freezing({id(tensor) for entry in entries for tensor in iter_tensors(entry.output)}, self._carried)
-        light = [work.freeze(entry) for entry in entries]
+    def freeze(self, entries: list[Entry], saved: dict[int, torch.Tensor], *, in_place: bool = False) -> Frozen:
+        """The entries of a finished step without what the step made; ``in_place`` changes the entries themselves."""
+        work = _Freezing(self._carried, self._pool)
+        made = work.made
+        for entry in entries:
+            output = entry.output
+            if isinstance(output, torch.Tensor):
+                made.add(id(output))
+            elif output is not None:
+                made.update(map(id, iter_tensors(output)))
+        light = entries if in_place else [copy.copy(entry) for entry in entries]
+        for entry in light:
+            work.freeze(entry)
         kept = {}
         for key, content in saved.items():
             if key in work.stand_ins:
@@ -80,7 +95,9 @@ class Freezer:
         for tensor, stand_in in work.stand_ins.values():
             if tensor.requires_grad:
                 self._carried[id(tensor)] = (weakref.ref(tensor), stand_in)
-        num_bytes = sum(t.numel() * t.element_size() for t in (*work.outside.values(), *kept.values()))
+        num_bytes = 0
+        for tensor in (*work.outside.values(), *kept.values()):
+            num_bytes += tensor.numel() * tensor.element_size()
         return Frozen(light, kept, num_bytes, work.is_cut)
 
 
@@ -95,39 +112,50 @@ class Frozen:
 
 
 class _Freezing:
-    """Maps tensors that a step made to stand-ins; keeps the originals alive while ids are compared."""
+    """Maps tensors that a step ``made`` to stand-ins; keeps the originals alive while ids are compared."""
 
-    def __init__(self, made: set[int], carried: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]]) -> None:
-        self._made = made
+    def __init__(
+        self, carried: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]], pool: list[torch.Tensor]
+    ) -> None:
         self._carried = carried
+        self._pool = pool
+        self.made: set[int] = set()
         self.stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.outside: dict[int, torch.Tensor] = {}
         self.is_cut = False
 
-    def freeze(self, entry: Entry) -> Entry:
-        args = map_tensors(entry.args, self._light)
-        kwargs = map_tensors(entry.kwargs, self._light) if entry.kwargs else entry.kwargs
-        return replace(
-            entry,
-            args=args,
-            kwargs=kwargs,
-            output=[self._light(tensor) for tensor in iter_tensors(entry.output)],
-            versions=[pair for pair in entry.versions if id(pair[0]) in self.outside],
-        )
+    def freeze(self, entry: Entry) -> None:
+        light = self._light
+        if entry.kind not in _WITHOUT_RESULTS:
+            entry.args = tuple([light(v) if isinstance(v, torch.Tensor) else self._map(v) for v in entry.args])
+            if entry.kwargs:
+                entry.kwargs = {name: self._map(value) for name, value in entry.kwargs.items()}
+        output = entry.output
+        if output is not None:
+            tensors = (output,) if isinstance(output, torch.Tensor) else iter_tensors(output)
+            entry.output = [light(tensor) for tensor in tensors]
+        if entry.versions:
+            entry.versions = [pair for pair in entry.versions if id(pair[0]) in self.outside]
+
+    def _map(self, value: Any) -> Any:
+        return value if type(value) in ATOMS else map_tensors(value, self._light)
 
     def _light(self, tensor: torch.Tensor) -> torch.Tensor:
-        known = self.stand_ins.get(id(tensor))
+        key = id(tensor)
+        known = self.stand_ins.get(key)
         if known is not None:
             return known[1]
-        if id(tensor) in self._made:
-            light = torch.empty(0)
-        elif tensor.requires_grad and not is_leaf(tensor):
+        if key in self.made:
+            if not self._pool:
+                self._pool.extend(torch.empty(256, 0).unbind())
+            light = self._pool.pop()
+        elif tensor.grad_fn is not None and tensor.requires_grad:
             light = self._carried_from_before(tensor)
         else:
-            if not isinstance(tensor, torch.nn.Parameter):
-                self.outside[id(tensor)] = tensor
+            if type(tensor) is not torch.nn.Parameter:
+                self.outside[key] = tensor
             return tensor
-        self.stand_ins[id(tensor)] = (tensor, light)
+        self.stand_ins[key] = (tensor, light)
         return light
 
     def _carried_from_before(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -49,12 +49,13 @@ def python_generators() -> dict[str, Any]:
     return states
 
 
-def _are_equal(first: Any, second: Any) -> bool:
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(_are_equal(first[key], second[key]) for key in first)
-    if isinstance(first, tuple):
-        return len(first) == len(second) and all(map(_are_equal, first, second))
-    return bool(first.tobytes() == second.tobytes()) if hasattr(first, "tobytes") else bool(first == second)
+def _are_equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    if first["python"] != second["python"] or first.keys() != second.keys():
+        return False
+    return all(
+        a.tobytes() == b.tobytes() if hasattr(a, "tobytes") else a == b
+        for a, b in zip(first.get("numpy", ()), second.get("numpy", ()), strict=True)
+    )
 
 
 @contextlib.contextmanager

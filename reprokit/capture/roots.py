@@ -32,9 +32,15 @@ class RootCalls:
         self._listener = listener
         self._patched: dict[type[torch.nn.Module], Any] = {}
         self._original: Any = None
+        self._known: list[type[torch.nn.Module]] = []
+        self._is_settled = False
 
     def install(self) -> None:
         """Watch every module until `settle`, so that the first call of each root is seen from its beginning."""
+        if self._is_settled:
+            for cls in self._known:
+                self.meet(cls, torch.nn.Module.__call__)
+            return
         roots, listener, original = self, self._listener, torch.nn.Module.__call__
         self._original = original
 
@@ -48,24 +54,23 @@ class RootCalls:
 
     def settle(self) -> None:
         """The roots are known: stop watching every module."""
+        self._is_settled = True
+        self._watch_no_more()
+
+    def _watch_no_more(self) -> None:
         if self._original is not None:
             torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
             self._original = None
 
     def uninstall(self) -> None:
-        """Give every class its own ``__call__`` back."""
-        self.settle()
+        """Give every class its own ``__call__`` back; `install` finds the ones known so far again."""
+        self._watch_no_more()
         for cls, own in self._patched.items():
             if own is None:
                 del cls.__call__
             else:
                 cls.__call__ = own  # type: ignore[method-assign]
         self._patched.clear()
-
-    @property
-    def classes(self) -> list[type[torch.nn.Module]]:
-        """The classes of the roots met so far."""
-        return list(self._patched)
 
     def meet(self, cls: type[torch.nn.Module], original: Callable[..., Any]) -> None:
         """Give a root's class a ``__call__`` that tells the listener."""
@@ -74,6 +79,8 @@ class RootCalls:
         listener = self._listener
         own = cls.__dict__.get("__call__")
         self._patched[cls] = own
+        if cls not in self._known:
+            self._known.append(cls)
         inner = own or original
 
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

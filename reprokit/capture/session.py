@@ -28,6 +28,7 @@ from reprokit.capture.state import options_of, parameters_of
 from reprokit.capture.tape import Tape
 from reprokit.capture.training import Training
 from reprokit.capture.watch import LaterFlags, Sentinel, bad_tensor, is_bad, is_handed_to_kernel, judged
+from reprokit.program.ir import BACKWARD
 
 ON = ("nonfinite", "exception")
 Watch = Literal["sampled", "every-step", "deferred"]
@@ -82,7 +83,6 @@ class Session:
         self._judges = "nonfinite" in on
         self._takes_exceptions = "exception" in on
         self._tape = Tape(on_differentiate=self._judge_start, on_module=self._meet_module, on_error=self._switch_off)
-        self._tape.is_watched = lambda: self._is_watching
         self._tape.on_hand_update = self._finish_hand_update
         self._tape.on_read = self._note_read
         self._hooks = Hooks(self)
@@ -97,6 +97,7 @@ class Session:
         self._stepper_scaler: dict[str, Any] = {}
         self._stepped_inside: torch.optim.Optimizer | None = None
         self._active = False
+        self._is_watching = False
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -122,6 +123,7 @@ class Session:
         self._hooks.install()
         self._tape.install()
         self._active = True
+        self._settle_watching()
 
     def pause(self) -> None:
         """Take every hook away and keep what is known of the training; what happens until `resume` is not seen."""
@@ -129,9 +131,10 @@ class Session:
         self._tape.leave_stack()
 
     def _unhook(self) -> None:
-        self._active = False
+        self._active = self._is_watching = self._tape.enabled = False
         if self in self._watchers:
             self._watchers.remove(self)
+            self._settle_watching()
             if self._watchers:
                 self._watchers[-1]._wake()
         self._exit_step()
@@ -148,10 +151,12 @@ class Session:
         self._exit_step()
         self._training.interrupt()
 
-    @property
-    def _is_watching(self) -> bool:
-        """Whether the session is on, is the innermost one, and no session is just replaying a step."""
-        return self._active and self._watchers[-1] is self and not Tape.replays
+    @classmethod
+    def _settle_watching(cls) -> None:
+        """Who watches: the innermost session that is on, unless a session is just replaying a step."""
+        for session in cls._watchers:
+            is_watching = session._active and cls._watchers[-1] is session and not Tape.replays
+            session._is_watching = session._tape.enabled = is_watching
 
     def _switch_off(self, error: Exception) -> None:
         """Fail open: say it once, stop watching, let the training go on."""
@@ -185,7 +190,11 @@ class Session:
         """Asked before every differentiation: is the loss bad?"""
         if not self._is_watching:
             return
-        verdict = self._guarded(self._bad_start, entry)
+        try:
+            verdict = self._bad_start(entry)
+        except Exception as error:
+            self._switch_off(error)
+            return
         if verdict == "now" and self._training.ranks.is_parallel:
             self._held = self._held or entry  # the other processes wait for this backward
         elif verdict == "now":
@@ -196,23 +205,25 @@ class Session:
             self._training.iterations.differentiated()
 
     def _bad_start(self, entry: Entry) -> str | None:
+        """``now`` if what a differentiation starts from is bad, ``before`` if something was bad some steps ago."""
         starts = entry.starts
-        if all(start.numel() == 1 for start in starts):
-            entry.settings = [start.detach() for start in starts]
-        tensors = [judged(self._tape.entries, start) for start in starts] if self._training.scalers.is_used else starts
-        if entry.name == "torch.Tensor.backward" and entry.settings:
-            self._training.timeline.loss = tensors[0].detach()
+        entry.settings = [start.detach() for start in starts] if sum(map(torch.Tensor.numel, starts)) == 1 else None
+        scalers = self._training.scalers
+        tensors = [judged(self._tape.entries, start) for start in starts] if scalers.is_used else starts
+        if entry.settings is not None and entry.name == BACKWARD:
+            self._training.timeline.loss = tensors[0].detach() if scalers.is_used else entry.settings[0]
         if not self._judges:
             return None
-        if self._watch == "deferred" or (tensors and tensors[0].is_cuda and self._watch != "every-step"):
+        if self._watch == "deferred" or (starts and starts[0].is_cuda and self._watch != "every-step"):
             self._later.add(tensors)
             suspicious, self._has_read_bad = self._has_read_bad, False
             bad = self._later.read() if suspicious and self._watch != "deferred" else self._later.poll()
             return "before" if bad else None
-        if not any(is_bad(tensor) for tensor in tensors):
-            return None
-        self._training.ranks.accuse(self._training.iterations.completed)
-        return "now"
+        for tensor in tensors:
+            if is_bad(tensor):
+                self._training.ranks.accuse(self._training.iterations.completed)
+                return "now"
+        return None
 
     def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `hooks.Listener`."""
@@ -292,16 +303,18 @@ class Session:
                 self._stepped_inside = optimizer
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-        self._guarded(self._training.meet_optimizer, optimizer)
-        is_bad_gradient = closure is None and self._guarded(self._bad_gradients, optimizer)
-        if self._is_watching and self._training.ranks.is_parallel and (is_bad_gradient or self._held is not None):
-            self._fail_together(bool(is_bad_gradient))
+        self._enter_step(optimizer)
+        try:
+            self._training.meet_optimizer(optimizer)
+            is_bad_gradient = closure is None and self._bad_gradients(optimizer)
+        except Exception as error:
+            self._switch_off(error)
+            return None
+        if (is_bad_gradient or self._held is not None) and self._training.ranks.is_parallel:
+            self._fail_together(is_bad_gradient)
         elif is_bad_gradient:
             self._fail("gradient")
-        if not self._is_watching:
-            return None
-        self._enter_step(optimizer)
-        if closure is None:
+        if not self._is_watching or closure is None:
             return None
         wrapped = self._watched_closure(optimizer, closure)
         if "closure" in kwargs:
@@ -310,8 +323,11 @@ class Session:
 
     def _enter_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._exit_step()
-        scaler = {name: getattr(optimizer, name) for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)}
-        self._stepper, self._stepper_scaler = optimizer, scaler
+        found = getattr(optimizer, "found_inf", None)
+        scale = getattr(optimizer, "grad_scale", None)
+        has_scaler = found is not None or scale is not None
+        self._stepper_scaler = {"grad_scale": scale, "found_inf": found} if has_scaler else {}
+        self._stepper = optimizer
         self._stepping = self._tape.paused()
         self._stepping.__enter__()
 
@@ -347,21 +363,26 @@ class Session:
         """See `hooks.Listener`: when it is time to, judge the state; a good step becomes the past."""
         if not self._is_watching or self._stepping is None or optimizer is not self._stepper:
             return
-        self._exit_step()
         try:
             entry = self._tape.note("optimizer", optimizer, sys._getframe(3))
             entry.settings = {"options": options_of(optimizer), "scaler": self._stepper_scaler}
-            started = time.perf_counter()
-            is_due = self._training.history.is_due
-            judges = is_due and self._judges and self._training.ranks.is_alone
-            bad = self._tape.guard(self._is_state_bad) if judges else None
+            self._judge_past(optimizer)
         except Exception as error:
             self._switch_off(error)
-            return
-        if bad:
-            self._fail(bad, is_late=True)
+        finally:
+            self._exit_step()
+
+    def _judge_past(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """At the end of a step: when it is time to, judge everything; then begin a new step."""
+        training = self._training
+        checked_since = None
+        if training.history.is_due:
+            checked_since = time.perf_counter()
+            bad = self._is_state_bad() if self._judges and training.ranks.is_alone else None
+            if bad is not None:
+                self._fail(bad, is_late=True)
         if self._is_watching:
-            self._tape.guard(self._training.end_step, optimizer, started if is_due else None)
+            training.end_step(optimizer, checked_since)
 
     def _bad_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """The quick look at the gradients of a step; a hit is confirmed tensor by tensor."""
@@ -374,7 +395,7 @@ class Session:
         if gradient is None or gradient.is_cuda:
             self._later.add([clipped] if clipped is not None else [])
             return False
-        suspicious = not math.isfinite(gradient.sum(dtype=_sum_type(gradient)).real.item())
+        suspicious = not math.isfinite(abs(gradient.sum(dtype=_sum_type(gradient)).item()))
         suspicious = suspicious or (clipped is not None and not math.isfinite(clipped.item()))
         return suspicious and bad_tensor(self._gradients(optimizer)) is not None
 
@@ -389,15 +410,8 @@ class Session:
 
     def _finish_hand_update(self) -> None:
         """The loop changed parameters itself, without an optimizer: that ends the step as well."""
-        if not self._is_watching:
-            return
-        started = time.perf_counter()
-        is_due = self._training.history.is_due
-        bad = self._is_state_bad() if is_due and self._judges else None
-        if bad:
-            self._fail(bad, is_late=True)
         if self._is_watching:
-            self._training.end_step(None, started if is_due else None)
+            self._judge_past(None)
 
     # -- failure -------------------------------------------------------------------------------------------------
 
@@ -452,6 +466,7 @@ class Session:
         path = None
         with self._tape.paused():
             Tape.replays += 1
+            self._settle_watching()
             try:
                 snapshot = snapshot_of(self._training, noticed, self._command, {"watch": self._watch})
                 path = self._place.write(snapshot)
@@ -462,6 +477,7 @@ class Session:
             finally:
                 Tape.replays -= 1
                 self._leave()
+                self._settle_watching()
         return path
 
 

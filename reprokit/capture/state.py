@@ -51,6 +51,8 @@ class Copies:
 
     def refresh(self) -> None:
         """Remember the contents of now for the same tensors; those that nothing wrote are left alone."""
+        if not self._tensors:
+            return
         numbers = [n for n, (t, v) in enumerate(zip(self._tensors, self._versions, strict=True)) if t._version != v]
         if numbers:
             self._overwrite(numbers)
@@ -158,7 +160,10 @@ class State:
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The options of every parameter group, such as the learning rate of now."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    found = [dict(group) for group in optimizer.param_groups]
+    for group in found:
+        del group["params"]
+    return found
 
 
 def set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:

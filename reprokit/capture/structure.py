@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 _MAX_DEPTH = 6
+ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})  # by exact type
 _ATOMS = (str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 _OPAQUE = (
     torch.nn.Module,
@@ -27,7 +28,7 @@ def iter_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """Every tensor in ``value``, in an order that depends on its structure only."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (*_ATOMS, *_OPAQUE)) or depth > _MAX_DEPTH:
+    elif type(value) in ATOMS or isinstance(value, (*_ATOMS, *_OPAQUE)) or depth > _MAX_DEPTH:
         return
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -45,6 +46,8 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], dept
     shared."""
     if isinstance(value, torch.Tensor):
         return change(value)
+    if type(value) in ATOMS:
+        return value
     if isinstance(value, (*_ATOMS, *_OPAQUE)) or depth > _MAX_DEPTH:
         return value
     if isinstance(value, (list, tuple)):

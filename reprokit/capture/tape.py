@@ -8,9 +8,9 @@ What it cannot note (random outcomes, values from NumPy) is used later by its va
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping
-from types import FrameType
+from threading import get_ident
+from types import CodeType, FrameType
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from reprokit.capture.entry import Entry
 from reprokit.capture.roots import RootCalls
-from reprokit.capture.structure import iter_tensors
+from reprokit.capture.structure import ATOMS, iter_tensors
 from reprokit.capture.written import WrittenMemory
 from reprokit.program import functions
 from reprokit.program.sites import kind_of_file
@@ -33,7 +33,7 @@ class Tape(TorchFunctionMode):
     """Notes the loop's outermost calls of one thread.
 
     ``on_differentiate(entry)`` is asked before a differentiation runs, ``on_module(module)`` before a root module does,
-    ``on_error`` when the tape itself fails. Invariant: while ``_depth`` is above 0 the loop is inside something that is
+    ``on_error`` when the tape itself fails. ``enabled`` is set by the session. Invariant: while ``_depth`` is above 0 the loop is inside something that is
     noted as a whole, and nothing is added. ``replays`` counts the replays that run right now, in any session.
     ``raised`` is the last exception that came out of something the loop called, with its entry.
     """
@@ -50,7 +50,7 @@ class Tape(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.entries: list[Entry] = []
-        self.enabled = True
+        self.enabled = False
         self.raised: tuple[BaseException, Entry] | None = None
         self.roots = RootCalls(self)
         self.memory = WrittenMemory()
@@ -60,11 +60,9 @@ class Tape(TorchFunctionMode):
         self._budget = budget
         self._bytes = 0
         self._depth = 0
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self._is_claimed = False
-        self._made: set[int] = set()
         self._hand_updated = False
-        self.is_watched: Callable[[], bool] = lambda: True
         self.on_hand_update: Callable[[], None] = lambda: None
         self.on_read: Callable[[Any], None] = lambda value: None
 
@@ -72,7 +70,6 @@ class Tape(TorchFunctionMode):
 
     def install(self) -> None:
         """Meet root modules and go on top of torch's stack of function modes."""
-        self.enabled = True
         self.roots.install()
         torch._C._push_on_torch_function_stack(self)
 
@@ -95,7 +92,6 @@ class Tape(TorchFunctionMode):
         self.entries = []
         self.memory.restart()
         self.raised = None
-        self._made = set()
         self._bytes = 0
         self._hand_updated = False
 
@@ -107,17 +103,17 @@ class Tape(TorchFunctionMode):
     @property
     def is_outermost(self) -> bool:
         """Whether the loop itself is running, on the thread that is watched."""
-        return self._depth == 0 and self.enabled and threading.get_ident() == self._thread and self.is_watched()
+        return self._depth == 0 and self.enabled and get_ident() == self._thread
 
     def is_root_call(self) -> bool:
         """Whether a module called now is called by the loop itself; the first thread that trains is the one watched."""
-        if self._depth or not self.enabled or not self.is_watched():
+        if self._depth or not self.enabled:
             return False
-        if threading.get_ident() == self._thread:
+        if get_ident() == self._thread:
             return True
         if self._is_claimed or not torch.is_grad_enabled() or not self._is_on_stack():
             return False
-        self._thread = threading.get_ident()
+        self._thread = get_ident()
         self.restart()
         return True
 
@@ -160,6 +156,8 @@ class Tape(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Perform a torch function of the loop and note it."""
+        if self._depth or isinstance(func, _OPERATORS):  # such as the marks that torch's profiler leaves
+            return func(*args, **kwargs) if kwargs else func(*args)
         options: dict[str, Any] = kwargs or {}  # type: ignore[assignment]
         if func in _SILENT:
             result = func(*args, **options)
@@ -197,15 +195,15 @@ class Tape(TorchFunctionMode):
 
     def _differentiate(self, entry: Entry) -> Any:
         self._is_claimed = True
-        self._on_differentiate(entry)
         with self.paused():
+            self._on_differentiate(entry)
             try:
-                entry.output = entry.target(*entry.args, **entry.kwargs)
+                output = entry.output = entry.target(*entry.args, **entry.kwargs)
             except BaseException as error:
                 self.raised = (error, entry)
                 raise
-        self._add(entry, list(iter_tensors(entry.output)))
-        return entry.output
+        self._add(entry, [] if output is None else list(iter_tensors(output)))
+        return output
 
     def _prepare(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
@@ -269,7 +267,6 @@ class Tape(TorchFunctionMode):
     def _add(self, entry: Entry, outputs: list[torch.Tensor]) -> None:
         self.entries.append(entry)
         for tensor in outputs:
-            self._made.add(id(tensor))
             self.memory.made.add(id(tensor))
             self._bytes += tensor.numel() * tensor.element_size()
         while self._bytes > self._budget and self._drop_oldest():
@@ -281,7 +278,6 @@ class Tape(TorchFunctionMode):
             outputs = list(iter_tensors(entry.output))
             if entry.kind == "function" and outputs and not any(tensor.requires_grad for tensor in outputs):
                 del self.entries[position]
-                self._made.difference_update(map(id, outputs))
                 self.memory.made.difference_update(map(id, outputs))
                 self._bytes -= sum(tensor.numel() * tensor.element_size() for tensor in outputs)
                 return True
@@ -339,10 +335,8 @@ class Tape(TorchFunctionMode):
         return entry
 
     def _finish_module(self, output: Any) -> None:
-        outputs = [output] if isinstance(output, torch.Tensor) else iter_tensors(output)
-        for tensor in outputs:
-            self._made.add(id(tensor))
-            self.memory.made.add(id(tensor))
+        outputs = (output,) if isinstance(output, torch.Tensor) else iter_tensors(output)
+        self.memory.made.update(map(id, outputs))
 
     def _caller(self, frame: FrameType) -> FrameType | None:
         """The user's frame that calls a function; ``None`` inside a custom autograd function or an unknown root.
@@ -355,18 +349,20 @@ class Tape(TorchFunctionMode):
         walker: FrameType | None = frame
         while walker is not None:
             code = walker.f_code
-            if code is _FUNCTION_APPLY:
-                return None
-            if code is _CALL_IMPL:
-                root = walker
-            elif user is None and kind_of_file(code.co_filename) == "user":
-                user = walker
+            kind = _KINDS.get(code) or _kind_of_code(code)
+            if kind != "other":
+                if kind == "user":
+                    user = user or walker
+                elif kind == "function":
+                    return None
+                else:
+                    root = walker
             walker = walker.f_back
         if root is not None:
             cls = type(root.f_locals["self"])
             self.roots.meet(cls, cls.__call__)
             return None
-        return user if user is not None else frame
+        return user or frame
 
 
 class _Paused:
@@ -397,7 +393,7 @@ def _versions(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[to
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, torch.Tensor):
             found.append((value, -1 if value.is_inference() else value._version))
-        elif type(value) not in _ATOMS:
+        elif type(value) not in ATOMS:
             found += [(t, -1 if t.is_inference() else t._version) for t in iter_tensors(value)]
     return found
 
@@ -411,20 +407,37 @@ def _begins_forward(name: str, versions: list[tuple[torch.Tensor, int]]) -> bool
 
 def _rng_state(versions: Iterable[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The states of the CPU generator and, when a CUDA tensor is involved, of its device's generator."""
-    cuda = next((tensor.device for tensor, _ in versions if tensor.is_cuda), None)
-    return torch.get_rng_state(), torch.cuda.get_rng_state(cuda) if cuda is not None else None
+    state = torch.default_generator.get_state()
+    for tensor, _ in versions:
+        if tensor.is_cuda:
+            return state, torch.cuda.get_rng_state(tensor.device)
+    return state, None
 
 
 def _first_user_frame(frame: FrameType) -> FrameType:
     walker: FrameType | None = frame
     while walker is not None:
-        if kind_of_file(walker.f_code.co_filename) == "user":
+        code = walker.f_code
+        if (_KINDS.get(code) or _kind_of_code(code)) == "user":
             return walker
         walker = walker.f_back
     return frame
 
 
-_ATOMS = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})
+def _kind_of_code(code: CodeType) -> str:
+    """``user``, ``module`` for a module's call, ``function`` for a custom autograd function's, or ``other``."""
+    if code is _FUNCTION_APPLY:
+        kind = "function"
+    elif code is _CALL_IMPL:
+        kind = "module"
+    else:
+        kind = "user" if kind_of_file(code.co_filename) == "user" else "other"
+    _KINDS[code] = kind
+    return kind
+
+
+_KINDS: dict[CodeType, str] = {}
+_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _DIFFERENTIATION = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _SILENT_METHODS = [
     "size",

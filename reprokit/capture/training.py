@@ -77,7 +77,7 @@ class Training:
 
     def _keep_step(self) -> None:
         try:
-            step = self.freezer.freeze(self.tape.entries, self.tape.saved)
+            step = self.freezer.freeze(self.tape.entries, self.tape.saved, in_place=True)
         except Exception:  # an argument that cannot be copied
             self.history.interrupt()
             return

@@ -63,12 +63,14 @@ class Sentinel:
     def gradient(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
         """The gradient to look at, ``None`` when there is no dense one."""
         chosen = self._chosen.get(id(optimizer))
-        if chosen is None or chosen.grad is None:
+        gradient = chosen.grad if chosen is not None else None
+        if gradient is None:
             chosen = self._choose(optimizer)
             if chosen is None:
                 return None
             self._chosen[id(optimizer)] = chosen
-        return chosen.grad
+            gradient = chosen.grad
+        return gradient
 
     def _choose(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
         with_grad = (p for p in parameters_of(optimizer) if p.grad is not None and p.grad.layout is torch.strided)

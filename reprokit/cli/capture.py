@@ -37,6 +37,9 @@ class Capture:
     output: Path | None
     overwrite: bool
     after: Literal["stop", "continue"]
+    history: int | None
+    watch: Literal["sampled", "every-step", "deferred"]
+    on: tuple[str, ...]
     json: bool
     verbosity: Verbosity
 
@@ -126,6 +129,9 @@ class Watch:
                 command=redact_argv(plan.command),
                 overwrite=plan.overwrite,
                 quiet=plan.verbosity is Verbosity.QUIET,
+                history=plan.history,
+                watch=plan.watch,
+                on=plan.on,
             )
             self._session = stack.enter_context(session)
         except Exception as error:
@@ -153,6 +159,28 @@ class Watch:
     show_default=True,
     help="Stop the script with exit code 3, or let it go on unwatched.",
 )
+@click.option(
+    "--on",
+    type=click.Choice(["nonfinite", "exception"]),
+    multiple=True,
+    default=("nonfinite", "exception"),
+    help="What is a failure: NaN and infinity, an exception that ends a step; both by default.",
+)
+@click.option(
+    "--watch",
+    type=click.Choice(["sampled", "every-step", "deferred"]),
+    default="sampled",
+    show_default=True,
+    help="Judge every loss and the rest now and then, or everything in every step, or nothing at once.",
+)
+@click.option(
+    "--history",
+    default="auto",
+    show_default=True,
+    metavar="N|auto|off",
+    callback=lambda context, option, value: _history(value),
+    help="Steps between copies of the training state, with which a failure found late is traced back.",
+)
 @click.option("-m", "--module", is_flag=True, help="Run a module, as `python -m` does.")
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="(SCRIPT | -m MODULE) [ARGS]...")
 @common_options
@@ -160,6 +188,9 @@ def command(
     output: Path | None,
     force: bool,
     after_capture: Literal["stop", "continue"],
+    on: tuple[str, ...],
+    watch: Literal["sampled", "every-step", "deferred"],
+    history: int | None,
     module: bool,
     target: tuple[str, ...],
     verbosity: str | None,
@@ -173,7 +204,18 @@ def command(
         kind = "module" if module else "script"
         raise UsageError(f"no {kind} given", hint="reprokit capture train.py [ARGS]...")
     level = Verbosity(verbosity or "normal")
-    return Capture(target[0], module, target[1:], output, force, after_capture, json, level)
+    return Capture(target[0], module, target[1:], output, force, after_capture, history, watch, on, json, level)
+
+
+def _history(value: str) -> int | None:
+    """``auto`` as ``None``, ``off`` as 0, or a number of steps."""
+    if value == "auto":
+        return None
+    if value == "off":
+        return 0
+    if not value.isdigit() or int(value) < 1:
+        raise UsageError(f"`{value}` is not a number of steps", hint="--history takes a number, `auto` or `off`")
+    return int(value)
 
 
 def _rank_suffix() -> str:

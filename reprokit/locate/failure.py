@@ -7,7 +7,6 @@ from typing import Any
 
 from reprokit.program.ir import Call, Site
 
-
 EXCEPTION = "exception"  # the kind of a failure that is not a bad value
 
 

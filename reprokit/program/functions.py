@@ -235,16 +235,19 @@ def display_name(name: str) -> str:
     return f"{owner}.{_OPERATORS.get(last, last)}"
 
 
+@functools.cache
 def is_random(name: str) -> bool:
     """Whether the function may draw from a random generator (or returns uninitialised memory)."""
     return name.rpartition(".")[2] in RANDOM
 
 
+@functools.cache
 def is_factory(name: str) -> bool:
     """Whether the function makes a tensor out of numbers only."""
     return name.startswith("torch.") and name.count(".") == 1 and name[6:] in _FACTORIES
 
 
+@functools.cache
 def is_in_place(name: str) -> bool:
     """Whether the function by its name writes into its first argument."""
     last = name.rpartition(".")[2]

@@ -390,7 +390,12 @@ def _constructor_arguments(module: torch.nn.Module) -> dict[str, Any]:
 
 def current_mode() -> Mode:
     """The thread's torch settings of now."""
+    if not torch._C._is_any_autocast_enabled():
+        return _PLAIN_MODES[torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
     return Mode(torch.is_grad_enabled(), autocast_state(), torch.is_inference_mode_enabled())
+
+
+_PLAIN_MODES = {(grad, inference): Mode(grad, (), inference) for grad in (False, True) for inference in (False, True)}
 
 
 def autocast_state() -> tuple[tuple[str, str], ...]:
