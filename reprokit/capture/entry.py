@@ -101,7 +101,7 @@ class Freezer:
         return Frozen(light, kept, num_bytes, work.is_cut)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Frozen:
     """A light step. ``is_cut``: it uses a graph that began before anything that is remembered."""
 

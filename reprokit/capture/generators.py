@@ -21,9 +21,14 @@ class GeneratorWatch:
         self._looks_left = 3
         self._is_drawn = False
 
+    @property
+    def is_looking(self) -> bool:
+        """Whether the next forward matters."""
+        return self._is_drawn or self._looks_left > 0
+
     def before_module(self) -> None:
         """A root module is about to run."""
-        if self.states is None and (self._is_drawn or self._looks_left > 0):
+        if self.states is None and self.is_looking:
             self.states = python_generators()
 
     def restart(self) -> None:

@@ -22,10 +22,11 @@ from reprokit.locate.ways import ways_of
 DEFAULT_STATE_BYTES = 2 * 2**30
 DEFAULT_STEP_BYTES = 256 * 2**20
 MOST_STEPS = 1000
+_SHORT = 0.005  # seconds: in a step that short every microsecond counts
 _SHARE = 0.004  # of the training time, for copying and checking together
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PastStep:
     """A finished step: what the loop did in it, and what was true when it began or ended."""
 
@@ -33,7 +34,7 @@ class PastStep:
     saved: dict[int, torch.Tensor]
     completed: int
     micro_step: int
-    loss: float | None
+    loss: torch.Tensor | float | None
     generators: dict[str, Any] | None
 
 
@@ -56,8 +57,10 @@ class History:
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._held: list[object] = []
         self._has_grown = False
+        self._num_frozen = 0
         self._step_bytes = 0
         self._cost = 0.0
+        self.is_short = False
         self._taken_at = time.perf_counter()
 
     # -- what belongs to the state -------------------------------------------------------------------------------
@@ -152,11 +155,19 @@ class History:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def add_step(self, step: PastStep, size: int) -> None:
+    def add_step(self, step: PastStep) -> None:
         """A step is over; keep it until the next copy."""
-        if self.is_complete:
-            self.steps.append(step)
-            self._step_bytes += size
+        self.steps.append(step)
+
+    def waiting(self) -> list[PastStep]:
+        """The steps that still hold everything they made."""
+        return self.steps[self._num_frozen :]
+
+    def freeze(self, step: PastStep, saved: dict[int, torch.Tensor], size: int) -> None:
+        """A step, the next of those waiting, holds only what came from outside now: ``size`` bytes."""
+        step.saved = saved
+        self._num_frozen += 1
+        self._step_bytes += size
 
     @property
     def is_due(self) -> bool:
@@ -171,6 +182,9 @@ class History:
 
     def take(self, started: float) -> None:
         """Copy the state of now and forget the steps; ``started`` is when the checks before it began."""
+        if self.steps:
+            seconds = (started - self._taken_at) / (len(self.steps) + 1)
+            self.is_short = seconds < _SHORT and not any(tensor.is_cuda for tensor in self.state.copies.tensors)
         self.forget_steps()
         self._held, self._has_grown = [], False
         self._held = [*self.modules, *self.optimizers]
@@ -198,6 +212,7 @@ class History:
     def forget_steps(self) -> None:
         """Let go of the steps."""
         self.steps = []
+        self._num_frozen = 0
         self._step_bytes = 0
 
 

@@ -5,7 +5,6 @@ Everything is put in place by `Hooks.install` and taken away by `Hooks.remove`; 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -23,8 +22,11 @@ class Listener(Protocol):
         """An optimizer's step ended."""
 
     def around(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Perform ``target`` as one thing (``zero_grad``, ``clip``, ``scale``, ``unscale``, ``scaler_step``,
+        """Perform ``target`` as one thing (``clip``, ``scale``, ``unscale``, ``scaler_step``,
         ``scaler_update``)."""
+
+    def zero_grad(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Perform ``target``, which forgets gradients."""
 
     def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Perform ``torch.autograd.backward`` called by the loop itself."""
@@ -47,8 +49,8 @@ class Hooks:
             lambda optimizer, args, kwargs: listener.after_step(optimizer)
         )
         self._undo += [before.remove, after.remove]
-        self._wrap(torch.optim.Optimizer, "zero_grad", "zero_grad")
-        self._wrap(torch.nn.Module, "zero_grad", "zero_grad")
+        self._wrap_zero_grad(torch.optim.Optimizer)
+        self._wrap_zero_grad(torch.nn.Module)
         self._wrap(torch.amp.GradScaler, "scale", "scale")
         self._wrap(torch.amp.GradScaler, "_unscale_grads_", "unscale")
         self._wrap(torch.amp.GradScaler, "step", "scaler_step")
@@ -61,6 +63,16 @@ class Hooks:
         """Take all hooks away."""
         while self._undo:
             self._undo.pop()()
+
+    def _wrap_zero_grad(self, owner: Any) -> None:
+        original, listener = owner.zero_grad, self._listener
+
+        def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            return listener.zero_grad(original, args, kwargs)
+
+        _imitate(zero_grad, original)
+        owner.zero_grad = zero_grad
+        self._undo.append(lambda: setattr(owner, "zero_grad", original))
 
     def _wrap(self, owner: Any, name: str, kind: str) -> None:
         original = getattr(owner, name)
@@ -78,8 +90,6 @@ class Hooks:
         listener = self._listener
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if sys._getframe(1).f_code is torch.Tensor.backward.__code__:
-                return original(*args, **kwargs)
             return listener.differentiate(original, args, kwargs)
 
         _imitate(backward, original)

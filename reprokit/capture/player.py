@@ -153,10 +153,18 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     return bool(((a == b) | (torch.isnan(a) & torch.isnan(b))).all())
 
 
-def describe_mismatch(what: str, old: torch.Tensor, new: torch.Tensor) -> str:
+def is_same(seen: torch.Tensor | float, new: torch.Tensor) -> bool:
+    """Whether a tensor has the value that was seen; a single real number may have been kept as a float."""
+    if isinstance(seen, torch.Tensor):
+        return same_bits(seen, new)
+    value = new.detach().item()
+    return value == seen or (value != value and seen != seen)
+
+
+def describe_mismatch(what: str, old: torch.Tensor | float, new: torch.Tensor) -> str:
     """In which way two tensors that ought to be equal are not."""
-    if old.numel() == 1 and new.numel() == 1:
-        return f"{what} was {float(old.detach()):.9g} in training and {float(new.detach()):.9g} in the replay"
+    if new.numel() == 1 and (not isinstance(old, torch.Tensor) or old.numel() == 1):
+        return f"{what} was {float(old):.9g} in training and {float(new.detach()):.9g} in the replay"
     return f"{what} differs between training and the replay"
 
 

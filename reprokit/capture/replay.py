@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from reprokit.capture.entry import Entry
-from reprokit.capture.player import Player, describe_mismatch, same_bits, step_without_hooks
+from reprokit.capture.player import Player, describe_mismatch, is_same, same_bits, step_without_hooks
 from reprokit.capture.state import parameters_of
 from reprokit.capture.structure import iter_tensors, map_tensors
 from reprokit.locate.blame import GRAD_SCALER
@@ -192,7 +192,7 @@ class _Recorder(Player):
         """Is what the differentiation starts from the same as in the loop?"""
         olds = entry.settings if entry.settings is not None else entry.starts
         for old, new in zip(olds, iter_tensors(args[:1]), strict=False):
-            if (entry.settings is not None or old.numel()) and not same_bits(old, new):
+            if (entry.settings is not None or old.numel()) and not is_same(old, new):
                 self.mismatches.append(describe_mismatch("the loss", old, new))
             value = self.tracer.value_of(new)
             if value is not None:

@@ -16,7 +16,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from reprokit.capture.entry import Entry
 from reprokit.capture.generators import python_generators_restored
 from reprokit.capture.history import History, PastStep
-from reprokit.capture.player import Player, describe_mismatch, same_bits
+from reprokit.capture.player import Player, describe_mismatch, is_same
 from reprokit.capture.state import State, parameters_of
 from reprokit.capture.structure import is_leaf
 from reprokit.capture.watch import bad_tensor, is_bad, judged
@@ -126,7 +126,7 @@ class Rewind:
     def _compare(self, player: Player, entry: Entry) -> None:
         for old, start in zip(entry.settings or (), entry.starts, strict=False):
             new = player.now(start)
-            if not same_bits(old, new):
+            if not is_same(old, new):
                 self.notes.append(describe_mismatch("a loss on the way from the last copy", old, new))
 
     def _is_state_bad(self) -> bool:

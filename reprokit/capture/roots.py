@@ -33,11 +33,11 @@ class RootCalls:
         self._patched: dict[type[torch.nn.Module], Any] = {}
         self._original: Any = None
         self._known: list[type[torch.nn.Module]] = []
-        self._is_settled = False
+        self._has_settled = False
 
     def install(self) -> None:
         """Watch every module until `settle`, so that the first call of each root is seen from its beginning."""
-        if self._is_settled:
+        if self._has_settled:
             for cls in self._known:
                 self.meet(cls, torch.nn.Module.__call__)
             return
@@ -54,7 +54,7 @@ class RootCalls:
 
     def settle(self) -> None:
         """The roots are known: stop watching every module."""
-        self._is_settled = True
+        self._has_settled = True
         self._watch_no_more()
 
     def _watch_no_more(self) -> None:
@@ -90,9 +90,14 @@ class RootCalls:
 
         cls.__call__ = __call__  # type: ignore[method-assign]
 
-    def unwatched(self) -> _Unwatched | None:
+    @property
+    def is_settled(self) -> bool:
+        """Whether only the classes of roots are watched."""
+        return self._original is None
+
+    def unwatched(self) -> _Unwatched:
         """While every module is watched: a context in which modules inside a root are called as if nobody did."""
-        return _Unwatched(self._original) if self._original is not None else None
+        return _Unwatched(self._original)
 
 
 class _Unwatched:

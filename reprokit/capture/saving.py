@@ -73,6 +73,7 @@ class _Describing:
     def snapshot(self) -> Snapshot:
         """The first bad step: in the past if the state is bad, else the one that is running."""
         training, noticed = self._training, self._noticed
+        training.freeze_past()
         entries = _before(training.tape.entries, noticed.pending)
         step = training.step_of(entries, training.tape.saved)
         notes: list[str] = []

@@ -28,9 +28,11 @@ from reprokit.capture.state import options_of, parameters_of
 from reprokit.capture.tape import Tape
 from reprokit.capture.training import Training
 from reprokit.capture.watch import LaterFlags, Sentinel, bad_tensor, is_bad, is_handed_to_kernel, judged
-from reprokit.program.ir import BACKWARD
+from reprokit.program.ir import BACKWARD, Mode
 
 ON = ("nonfinite", "exception")
+PLAIN_MODE = Mode()
+_NO_SCALER: dict[str, Any] = {}
 Watch = Literal["sampled", "every-step", "deferred"]
 
 
@@ -207,6 +209,14 @@ class Session:
     def _bad_start(self, entry: Entry) -> str | None:
         """``now`` if what a differentiation starts from is bad, ``before`` if something was bad some steps ago."""
         starts = entry.starts
+        first = starts[0]
+        is_plain = len(starts) == 1 and first.numel() == 1 and not self._training.scalers.is_used
+        if is_plain and self._watch != "deferred" and not first.is_cuda and not first.is_complex():
+            seen = first.item()
+            entry.settings = [seen]
+            if entry.name == BACKWARD:
+                self._training.timeline.loss = seen
+            return self._accuse() if self._judges and not math.isfinite(seen) else None
         entry.settings = [start.detach() for start in starts] if sum(map(torch.Tensor.numel, starts)) == 1 else None
         scalers = self._training.scalers
         tensors = [judged(self._tape.entries, start) for start in starts] if scalers.is_used else starts
@@ -221,15 +231,31 @@ class Session:
             return "before" if bad else None
         for tensor in tensors:
             if is_bad(tensor):
-                self._training.ranks.accuse(self._training.iterations.completed)
-                return "now"
+                return self._accuse()
         return None
+
+    def _accuse(self) -> str:
+        self._training.ranks.accuse(self._training.iterations.completed)
+        return "now"
 
     def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `hooks.Listener`."""
-        if not self._is_watching or not self._tape.is_outermost:
+        if not self._is_watching or not self._tape.is_outermost:  # so is the one that `Tensor.backward` calls
             return function(*args, **kwargs)
         return self._tape.differentiate(function, args, kwargs)
+
+    def zero_grad(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See `hooks.Listener`."""
+        tape = self._tape
+        if not tape.is_outermost:
+            return target(*args, **kwargs)
+        popped = tape.step_aside()
+        try:
+            output = target(*args, **kwargs)
+        finally:
+            tape.step_back(popped)
+        tape.entries.append(Entry("zero_grad", target, args, kwargs, PLAIN_MODE))
+        return output
 
     def around(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `hooks.Listener`."""
@@ -323,11 +349,10 @@ class Session:
 
     def _enter_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._exit_step()
-        found = getattr(optimizer, "found_inf", None)
-        scale = getattr(optimizer, "grad_scale", None)
-        has_scaler = found is not None or scale is not None
-        self._stepper_scaler = {"grad_scale": scale, "found_inf": found} if has_scaler else {}
         self._stepper = optimizer
+        self._stepper_scaler = _NO_SCALER
+        if self._training.scalers.is_used and is_handed_to_kernel(optimizer):
+            self._stepper_scaler = {name: getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")}
         self._stepping = self._tape.paused()
         self._stepping.__enter__()
 
@@ -387,8 +412,10 @@ class Session:
     def _bad_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """The quick look at the gradients of a step; a hit is confirmed tensor by tensor."""
         clipped, self._clipped = self._clipped, None
-        if not self._judges or self._watch == "deferred" or is_handed_to_kernel(optimizer):
+        if not self._judges or self._watch == "deferred" or self._stepper_scaler:
             return False
+        if self._training.history.is_short and clipped is None and self._training.ranks.is_alone:
+            return False  # cheaper to go back a few short steps than to look at every one
         if self._watch == "every-step":
             return bad_tensor(self._gradients(optimizer)) is not None
         gradient = self._sentinel.gradient(optimizer)

@@ -33,7 +33,7 @@ class Tape(TorchFunctionMode):
     """Notes the loop's outermost calls of one thread.
 
     ``on_differentiate(entry)`` is asked before a differentiation runs, ``on_module(module)`` before a root module does,
-    ``on_error`` when the tape itself fails. ``enabled`` is set by the session. Invariant: while ``_depth`` is above 0 the loop is inside something that is
+    unless its id is in ``met``, ``on_error`` when the tape itself fails. ``enabled`` is set by the session. Invariant: while ``_depth`` is above 0 the loop is inside something that is
     noted as a whole, and nothing is added. ``replays`` counts the replays that run right now, in any session.
     ``raised`` is the last exception that came out of something the loop called, with its entry.
     """
@@ -54,6 +54,7 @@ class Tape(TorchFunctionMode):
         self.raised: tuple[BaseException, Entry] | None = None
         self.roots = RootCalls(self)
         self.memory = WrittenMemory()
+        self.met: set[int] = set()
         self._on_differentiate = on_differentiate
         self._on_module = on_module
         self._on_error = on_error
@@ -130,6 +131,21 @@ class Tape(TorchFunctionMode):
         finally:
             self.leave_stack()
 
+    def step_aside(self) -> bool:
+        """Note nothing until `step_back`; whether the mode was taken off torch's stack for that."""
+        self._depth += 1
+        height = torch._C._len_torch_function_stack()
+        if height and torch._C._get_function_stack_at(height - 1) is self:
+            torch._C._pop_torch_function_stack()
+            return True
+        return False
+
+    def step_back(self, popped: bool) -> None:
+        """The inverse of `step_aside`."""
+        if popped:
+            torch._C._push_on_torch_function_stack(self)
+        self._depth -= 1
+
     def paused(self) -> _Paused:
         """A context in which the tape notes nothing and, where possible, is not on torch's mode stack at all."""
         return _Paused(self)
@@ -164,7 +180,7 @@ class Tape(TorchFunctionMode):
             if func in _READS:
                 self.on_read(result)
             return result
-        if not self.is_outermost:
+        if not self.enabled or get_ident() != self._thread:
             return func(*args, **options)
         if func is torch.Tensor.__iter__ and args[0].dim() > 0:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, (args[0], 0)))
@@ -195,14 +211,19 @@ class Tape(TorchFunctionMode):
 
     def _differentiate(self, entry: Entry) -> Any:
         self._is_claimed = True
-        with self.paused():
+        popped = self.step_aside()
+        try:
             self._on_differentiate(entry)
-            try:
-                output = entry.output = entry.target(*entry.args, **entry.kwargs)
-            except BaseException as error:
-                self.raised = (error, entry)
-                raise
-        self._add(entry, [] if output is None else list(iter_tensors(output)))
+            output = entry.output = entry.target(*entry.args, **entry.kwargs)
+        except BaseException as error:
+            self.raised = (error, entry)
+            raise
+        finally:
+            self.step_back(popped)
+        if output is None:
+            self.entries.append(entry)
+        else:
+            self._add(entry, list(iter_tensors(output)))
         return output
 
     def _prepare(
@@ -214,6 +235,8 @@ class Tape(TorchFunctionMode):
         name = functions.name_of(func) or ""
         kind = "function"
         versions = _versions(args, kwargs)
+        if func is _BACKWARD and not self._hand_updated:
+            return Entry("differentiate", func, args, kwargs, current_mode(), None, name, user.f_code, user.f_lineno)
         is_state = writes_view = False
         if functions.is_in_place(name):
             written = functions.written_argument(name, args, kwargs)
@@ -266,11 +289,13 @@ class Tape(TorchFunctionMode):
 
     def _add(self, entry: Entry, outputs: list[torch.Tensor]) -> None:
         self.entries.append(entry)
+        made = self.memory.made
         for tensor in outputs:
-            self.memory.made.add(id(tensor))
+            made.add(id(tensor))
             self._bytes += tensor.numel() * tensor.element_size()
-        while self._bytes > self._budget and self._drop_oldest():
-            pass
+        if self._bytes > self._budget:
+            while self._bytes > self._budget and self._drop_oldest():
+                pass
 
     def _drop_oldest(self) -> bool:
         """Drop the oldest function entry that no gradient flows through; what it made is then used by value."""
@@ -296,47 +321,50 @@ class Tape(TorchFunctionMode):
         self, original: Callable[..., Any], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a root module with the tape out of the way, and note the call."""
-        with self.paused():
+        popped = self.step_aside()
+        try:
             try:
                 entry = self._prepare_module(module, args, kwargs, sys._getframe(2))
             except Exception as error:
                 self._on_error(error)
-                entry = None
-            unwatched = self.roots.unwatched()
+                return original(module, *args, **kwargs)
             try:
-                if unwatched is None:
+                if self.roots.is_settled:
                     output = original(module, *args, **kwargs)
                 else:
-                    with unwatched:
+                    with self.roots.unwatched():
                         output = original(module, *args, **kwargs)
             except BaseException as error:
-                if entry is not None:
-                    self.raised = (error, entry)
+                self.raised = (error, entry)
                 raise
-            if entry is not None:
-                entry.output = output
-                try:
-                    self._finish_module(output)
-                except Exception as error:
-                    self._on_error(error)
-        return output
+            entry.output = output
+            if isinstance(output, torch.Tensor):
+                self.memory.made.add(id(output))
+            else:
+                self._finish_module(output)
+            return output
+        finally:
+            self.step_back(popped)
 
     def _prepare_module(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Entry:
         if self._hand_updated:
             self._end_hand_update()
-        self._on_module(module)
+        if id(module) not in self.met:
+            self._on_module(module)
         user = _first_user_frame(frame)
         entry = Entry("module", module, args, kwargs, current_mode(), None, "", user.f_code, user.f_lineno)
-        entry.versions = _versions(args, kwargs)
-        entry.rng = _rng_state(entry.versions)
+        entry.versions = versions = _versions(args, kwargs)
+        entry.rng = _rng_state(versions)
         self.entries.append(entry)
         return entry
 
     def _finish_module(self, output: Any) -> None:
-        outputs = (output,) if isinstance(output, torch.Tensor) else iter_tensors(output)
-        self.memory.made.update(map(id, outputs))
+        try:
+            self.memory.made.update(map(id, iter_tensors(output)))
+        except Exception as error:
+            self._on_error(error)
 
     def _caller(self, frame: FrameType) -> FrameType | None:
         """The user's frame that calls a function; ``None`` inside a custom autograd function or an unknown root.
@@ -348,8 +376,7 @@ class Tape(TorchFunctionMode):
         user: FrameType | None = None
         walker: FrameType | None = frame
         while walker is not None:
-            code = walker.f_code
-            kind = _KINDS.get(code) or _kind_of_code(code)
+            kind = _KINDS.get(id(walker.f_code)) or _kind_of_code(walker.f_code)
             if kind != "other":
                 if kind == "user":
                     user = user or walker
@@ -375,16 +402,10 @@ class _Paused:
         self._popped = False
 
     def __enter__(self) -> None:
-        self._tape._depth += 1
-        height = torch._C._len_torch_function_stack()
-        if height and torch._C._get_function_stack_at(height - 1) is self._tape:
-            torch._C._pop_torch_function_stack()
-            self._popped = True
+        self._popped = self._tape.step_aside()
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._popped:
-            torch._C._push_on_torch_function_stack(self._tape)
-        self._tape._depth -= 1
+        self._tape.step_back(self._popped)
 
 
 def _versions(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, int]]:
@@ -417,8 +438,7 @@ def _rng_state(versions: Iterable[tuple[torch.Tensor, int]]) -> tuple[torch.Tens
 def _first_user_frame(frame: FrameType) -> FrameType:
     walker: FrameType | None = frame
     while walker is not None:
-        code = walker.f_code
-        if (_KINDS.get(code) or _kind_of_code(code)) == "user":
+        if (_KINDS.get(id(walker.f_code)) or _kind_of_code(walker.f_code)) == "user":
             return walker
         walker = walker.f_back
     return frame
@@ -432,12 +452,15 @@ def _kind_of_code(code: CodeType) -> str:
         kind = "module"
     else:
         kind = "user" if kind_of_file(code.co_filename) == "user" else "other"
-    _KINDS[code] = kind
+    _KINDS[id(code)] = kind
+    _CODES.append(code)  # so that the id stays its own
     return kind
 
 
-_KINDS: dict[CodeType, str] = {}
+_KINDS: dict[int, str] = {}
+_CODES: list[CodeType] = []
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+_BACKWARD = torch.Tensor.backward
 _DIFFERENTIATION = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _SILENT_METHODS = [
     "size",

@@ -18,7 +18,7 @@ class Timeline:
     """Notes of the last `TIMELINE_STEPS` steps. ``loss`` and ``grad_norm`` are those of the step that is running."""
 
     def __init__(self) -> None:
-        self.loss: torch.Tensor | None = None
+        self.loss: torch.Tensor | float | None = None
         self.grad_norm: torch.Tensor | None = None
         self._steps: collections.deque[tuple[Any, ...]] = collections.deque(maxlen=TIMELINE_STEPS)
         self._started = time.perf_counter()

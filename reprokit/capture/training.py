@@ -18,6 +18,7 @@ from reprokit.capture.state import Copies
 from reprokit.capture.tape import Tape
 from reprokit.capture.timeline import Timeline
 
+_TOGETHER = 16  # short steps that are frozen together
 SETTLED_AFTER = 2  # optimizer steps after which every root module is taken to be known
 
 
@@ -43,6 +44,8 @@ class Training:
         if self.history.meet_module(module):
             self.buffers.add([buffer for buffer in module.buffers() if not buffer.is_inference()])
             self._know_state()
+        if not self.generators.is_looking:
+            self.tape.met.add(id(module))
 
     def meet_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
@@ -58,13 +61,15 @@ class Training:
         ``optimizer`` is ``None`` after an update made by hand; ``checked_since`` is when the checks began.
         """
         rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
-        rate = rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
+        if rate.__class__ is torch.Tensor:
+            rate = rate.detach().clone()
         self.timeline.end_step(self.iterations.completed, rate, self.scalers.scale)
         if checked_since is not None:
             self.history.take(checked_since)
             self.freezer.forget()
             self._know_state()
             self.generators.look_closely()
+            self.tape.met.clear()
         elif self.history.is_complete:
             self._keep_step()
         if optimizer is None:
@@ -76,15 +81,23 @@ class Training:
         self.restart()
 
     def _keep_step(self) -> None:
+        """Let the step become the past; short steps wait, because work that is done in one go is done faster."""
+        tape = self.tape
+        self.history.add_step(self.step_of(tape.entries, tape.saved))
+        if not self.history.is_short or len(self.history.steps) % _TOGETHER == 0:
+            self.freeze_past()
+
+    def freeze_past(self) -> None:
+        """Let go of what past steps made and nobody needs any more."""
         try:
-            step = self.freezer.freeze(self.tape.entries, self.tape.saved, in_place=True)
-        except Exception:  # an argument that cannot be copied
+            for step in self.history.waiting():
+                light = self.freezer.freeze(step.entries, step.saved, in_place=True)
+                self.history.freeze(step, light.saved, light.num_bytes)
+                if light.is_cut:
+                    self.history.interrupt()
+                    return
+        except Exception:  # an argument that cannot be copied: then there is no going back behind this step
             self.history.interrupt()
-            return
-        if step.is_cut:
-            self.history.interrupt()
-        else:
-            self.history.add_step(self.step_of(step.entries, step.saved), step.num_bytes)
 
     def step_of(self, entries: list[Entry], saved: dict[int, torch.Tensor]) -> PastStep:
         """The running step with these entries."""
@@ -97,7 +110,8 @@ class Training:
         """A new step begins."""
         self.tape.restart()
         self.buffers.refresh()
-        self.generators.restart()
+        if self.generators.states is not None:
+            self.generators.restart()
 
     def interrupt(self) -> None:
         """Something happened that the tape does not tell; the step starts anew."""
