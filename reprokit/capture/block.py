@@ -38,6 +38,8 @@ def capture(
     and ``on`` are those of `Session`. Yields the session; its ``snapshots`` are the files written. Raises `UsageError`
     when ``output`` exists and ``overwrite`` is false.
     """
+    from reprokit.capture.launch import peel
+    from reprokit.capture.rank_name import rank_suffix
     from reprokit.capture.session import CaptureStop, Session
     from reprokit.snapshot.redact import redact_argv
 
@@ -46,7 +48,7 @@ def capture(
         raise UsageError(f"`{path}` exists already", hint="choose another name, or pass overwrite=True")
     session = Session(
         path,
-        name=name,
+        name=f"{name}{rank_suffix()}",
         after=after,
         command=redact_argv(sys.argv),
         overwrite=overwrite,
@@ -61,6 +63,9 @@ def capture(
     except CaptureStop as stop:
         if stop.session is not session:
             raise
+    except BaseException as error:
+        peel(error)
+        raise
     finally:
         if not quiet:
             for written, result in zip(session.snapshots, session.results, strict=True):

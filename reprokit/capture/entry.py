@@ -55,6 +55,16 @@ class Entry:
         return [first] if isinstance(first, torch.Tensor) else list(iter_tensors(first))
 
 
+def new_tensors(entry: Entry, made: set[int]) -> list[torch.Tensor]:
+    """What an entry made: its outputs, but not what it was given from outside and only wrote into or handed back."""
+    output = entry.output
+    if output is None:
+        return []
+    outputs = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
+    given = [id(tensor) for tensor, _ in entry.versions]
+    return [tensor for tensor in outputs if id(tensor) in made or id(tensor) not in given]
+
+
 _WITHOUT_RESULTS = frozenset({"zero_grad", "clip", "unscale", "optimizer"})  # are not given what the step made
 
 
@@ -78,11 +88,7 @@ class Freezer:
         work = _Freezing(self._carried, self._pool)
         made = work.made
         for entry in entries:
-            output = entry.output
-            if isinstance(output, torch.Tensor):
-                made.add(id(output))
-            elif output is not None:
-                made.update(map(id, iter_tensors(output)))
+            made.update(map(id, new_tensors(entry, made)))
         light = entries if in_place else [copy.copy(entry) for entry in entries]
         for entry in light:
             work.freeze(entry)

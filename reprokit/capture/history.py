@@ -130,11 +130,10 @@ class History:
         return list(unique.values())
 
     def newly_bad(self) -> torch.Tensor | None:
-        """A parameter, or a buffer written since the last copy, that is bad now and was not in that copy."""
+        """A parameter or buffer that is bad now and was not in the last copy."""
         parameters = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
         parameters.update((id(p), p) for optimizer in self.optimizers for p in parameters_of(optimizer))
-        written = set(map(id, self.state.copies.changed()))
-        buffers = {id(b): b for module in self.modules for b in module.buffers() if id(b) in written}
+        buffers = {id(b): b for module in self.modules for b in module.buffers() if b.is_floating_point()}
         tensors = [*parameters.values(), *buffers.values()]
         if bad_tensor(tensors) is None:
             return None

@@ -5,11 +5,16 @@ Everything is put in place by `Hooks.install` and taken away by `Hooks.remove`; 
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch.compiler import is_compiling
 from torch.optim import optimizer as optimizers
+
+from reprokit.capture.launch import when_imported
 
 
 class Listener(Protocol):
@@ -27,6 +32,12 @@ class Listener(Protocol):
 
     def zero_grad(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Perform ``target``, which forgets gradients."""
+
+    def run_in_thread(self, run: Callable[[], None]) -> None:
+        """Run the body of a new thread."""
+
+    def before_compiling(self, arguments: Any) -> None:
+        """The compiler is about to look at a function."""
 
     def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Perform ``torch.autograd.backward`` called by the loop itself."""
@@ -58,6 +69,8 @@ class Hooks:
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             self._wrap(torch.nn.utils, name, "clip")
         self._wrap_backward()
+        self._wrap_threads()
+        self._watch_compiler()
 
     def remove(self) -> None:
         """Take all hooks away."""
@@ -68,6 +81,8 @@ class Hooks:
         original, listener = owner.zero_grad, self._listener
 
         def zero_grad(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return original(*args, **kwargs)
             return listener.zero_grad(original, args, kwargs)
 
         _imitate(zero_grad, original)
@@ -79,17 +94,59 @@ class Hooks:
         listener = self._listener
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return original(*args, **kwargs)
             return listener.around(kind, original, args, kwargs)
 
         _imitate(wrapper, original)
         setattr(owner, name, wrapper)
         self._undo.append(lambda: setattr(owner, name, original))
 
+    def _wrap_threads(self) -> None:
+        """Threads that are started while the capture is on may be the ones that train."""
+        original, listener = threading.Thread.start, self._listener
+
+        def start(thread: threading.Thread) -> None:
+            run = thread.run
+
+            def watched() -> None:
+                thread.__dict__.pop("run", None)
+                listener.run_in_thread(run)
+
+            thread.run = watched  # type: ignore[method-assign]
+            original(thread)
+
+        _imitate(start, original)
+        threading.Thread.start = start  # type: ignore[method-assign]
+        self._undo.append(lambda: setattr(threading.Thread, "start", original))
+
+    def _watch_compiler(self) -> None:
+        """Be told when the loop calls something that is compiled just then, if the compiler is or gets loaded."""
+        told, removed = self._listener.before_compiling, False
+
+        def register() -> None:
+            from torch._dynamo.callback import callback_handler
+
+            if not removed:
+                callback_handler.register_start_callback(told)
+
+        def remove() -> None:
+            nonlocal removed
+            removed = True
+            callback = sys.modules.get("torch._dynamo.callback")
+            if callback is not None and told in callback.callback_handler.start_callbacks:
+                callback.callback_handler.remove_start_callback(told)
+
+        when_imported("torch._dynamo.callback", register)
+        self._undo.append(remove)
+
     def _wrap_backward(self) -> None:
         original = torch.autograd.backward
         listener = self._listener
 
         def backward(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return original(*args, **kwargs)
             return listener.differentiate(original, args, kwargs)
 
         _imitate(backward, original)

@@ -14,7 +14,7 @@ import torch
 from reprokit.capture.entry import Entry
 from reprokit.capture.state import parameters_of, set_options
 from reprokit.capture.structure import is_leaf, iter_tensors, map_tensors
-from reprokit.program.functions import written_argument
+from reprokit.program.functions import DATA_WRITES, written_argument
 
 
 class Player:
@@ -23,16 +23,21 @@ class Player:
     ``saved`` holds what outside tensors contained before the loop wrote into them. ``mismatches`` says in words what is
     known to differ from what the loop did. ``with_gradient`` are the ids of leaves whose gradients the loop sets to
     zero
-    instead of dropping them, where it says so.
+    instead of dropping them, where it says so. ``carried`` is what earlier steps made for this one.
     """
 
-    def __init__(self, saved: Mapping[int, torch.Tensor], with_gradient: Set[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        saved: Mapping[int, torch.Tensor],
+        with_gradient: Set[int] = frozenset(),
+        carried: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
         self.mismatches: list[str] = []
         self._with_gradient = with_gradient
         self._saved = saved
-        self._new: dict[int, torch.Tensor] = {}
+        self._new: dict[int, torch.Tensor] = dict(carried or {})
         self._old: dict[int, torch.Tensor] = {}
-        self._made: set[int] = set()
+        self._made: set[int] = set(self._new)
 
     def play(self, entry: Entry) -> None:
         """Do what the entry says."""
@@ -49,6 +54,10 @@ class Player:
             self._old[id(new)] = old
             self._made.add(id(old))
 
+    def made(self, ids: Set[int]) -> dict[int, torch.Tensor]:
+        """What the step made of the tensors with these ids."""
+        return {key: self._new[key] for key in ids if key in self._new}
+
     def now(self, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor of the loop in the replay."""
         return self._stand_in(tensor)
@@ -62,6 +71,8 @@ class Player:
     def _play_function(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         if entry.outcome is not None:
             return written_argument(entry.name, args, kwargs).copy_(entry.outcome)
+        if entry.is_state and entry.name in DATA_WRITES:
+            return args[0].data.copy_(args[1])  # other tensors may look at the same memory
         return entry.target(*args, **kwargs)
 
     def _play_differentiate(self, entry: Entry, args: Any, kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from reprokit.capture.player import Player, describe_mismatch, is_same, same_bit
 from reprokit.capture.state import parameters_of
 from reprokit.capture.structure import iter_tensors, map_tensors
 from reprokit.locate.blame import GRAD_SCALER
-from reprokit.program.functions import written_argument
+from reprokit.program.functions import GRAD_WRITES, written_argument
 from reprokit.program.ir import AUTOGRAD_BACKWARD, ZERO_GRAD, Call, Program, Ref
 from reprokit.program.run import Modes, run
 from reprokit.program.sites import make_site
@@ -86,7 +86,8 @@ def needed_entries(entries: list[Entry]) -> list[Entry]:
         written = written_argument(entry.name, entry.args, entry.kwargs)
         if written is not None:
             made.add(id(written))
-        is_pure = entry.kind in ("module", "function", "scale") and not entry.is_state and id(written) not in grads
+        is_pure = entry.kind in ("module", "function", "scale") and not entry.is_state
+        is_pure = is_pure and id(written) not in grads and entry.name not in GRAD_WRITES
         if not is_pure or made & needed or (entry.writes_view and needed):
             kept.append(entry)
             needed.update(id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs)))

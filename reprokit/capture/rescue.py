@@ -83,6 +83,7 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Snapshot:
             notes += _why_not_again(replayed)
             replayed.is_close = False
     notes += replayed.mismatches
+    replayed.is_close = replayed.is_close and not step.notes
     return _assemble(step, replayed, failure, notes, rng)
 
 

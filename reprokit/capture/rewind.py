@@ -18,7 +18,7 @@ from reprokit.capture.generators import python_generators_restored
 from reprokit.capture.history import History, PastStep
 from reprokit.capture.player import Player, describe_mismatch, is_same
 from reprokit.capture.state import State, parameters_of
-from reprokit.capture.structure import is_leaf
+from reprokit.capture.structure import is_leaf, iter_tensors
 from reprokit.capture.watch import bad_tensor, is_bad, judged
 from reprokit.program.run import Modes
 
@@ -47,6 +47,8 @@ class Rewind:
         self._steps = steps
         self._saved = _saved_by_step(steps)
         self._start = State()
+        self._carried: dict[int, torch.Tensor] = {}
+        self._used_later = _used_later(steps)
         self.notes: list[str] = []
         self._persistent: set[int] = set()
 
@@ -81,7 +83,7 @@ class Rewind:
         return None
 
     def _play(self, step: PastStep, saved: dict[int, torch.Tensor]) -> Found | None:
-        player = Player(saved, self._persistent)
+        player = Player(saved, self._persistent, self._carried)
         lead, rest = _split(step.entries)
         with Modes() as modes, python_generators_restored(step.generators):
             for entry in lead:
@@ -97,6 +99,7 @@ class Rewind:
             if any(entry.is_state for entry in rest) and self._is_state_bad():
                 return self._found(step, "parameter", rest, saved, None)
         self.notes += [note for note in player.mismatches if note not in self.notes]
+        self._carried = player.made(self._used_later)
         return None
 
     def _watched(self, player: Player, entry: Entry, before: list[Entry]) -> str | None:
@@ -145,6 +148,17 @@ def _split(entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
     first = next((n for n, e in enumerate(entries) if e.kind in ("module", "differentiate")), len(entries))
     end = max((n + 1 for n in range(first) if entries[n].is_state), default=0)
     return entries[:end], entries[end:]
+
+
+def _used_later(steps: list[PastStep]) -> set[int]:
+    """The ids of what one step makes, graph and all, and a later one is given."""
+    made: set[int] = set()
+    used: set[int] = set()
+    for step in steps:
+        for entry in step.entries:
+            used.update(key for tensor in iter_tensors((entry.args, entry.kwargs)) if (key := id(tensor)) in made)
+        made.update(id(tensor) for entry in step.entries for tensor in iter_tensors(entry.output))
+    return used
 
 
 def _saved_by_step(steps: list[PastStep]) -> list[dict[int, torch.Tensor]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch.compiler import is_compiling
 
 
 class Listener(Protocol):
@@ -18,6 +19,9 @@ class Listener(Protocol):
 
     def is_root_call(self) -> bool:
         """Whether a module called now is called by the loop itself."""
+
+    def guard(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Do work of our own, whose errors must not reach the loop."""
 
     def call_module(
         self, original: Callable[..., Any], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -45,9 +49,9 @@ class RootCalls:
         self._original = original
 
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not listener.is_root_call():
+            if is_compiling() or not listener.is_root_call():
                 return original(self, *args, **kwargs)
-            roots.meet(type(self), original)
+            listener.guard(roots.meet, type(self), original)
             return listener.call_module(original, self, args, kwargs)
 
         torch.nn.Module.__call__ = __call__  # type: ignore[method-assign]
@@ -84,7 +88,7 @@ class RootCalls:
         inner = own or original
 
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not listener.is_root_call():
+            if is_compiling() or not listener.is_root_call():
                 return inner(self, *args, **kwargs)
             return listener.call_module(inner, self, args, kwargs)
 

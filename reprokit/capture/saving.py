@@ -110,7 +110,9 @@ class _Describing:
         entries = with_makers(found.entries, earlier)
         failed = self._failed(found.step, found.observed_at, entries, found.saved, found.pending)
         likewise = self._training.tape.entries
-        return replace(failed, buffers=None, notes=found.notes, likewise=likewise)
+        made = sum(entry.kind == "differentiate" and entry.name != "torch.autograd.grad" for entry in found.entries)
+        micro_step = made if found.pending is not None else found.step.micro_step
+        return replace(failed, buffers=None, notes=found.notes, likewise=likewise, micro_step=micro_step)
 
     def _with_graphs_from_before(self, step: PastStep) -> tuple[list[Entry], dict[int, torch.Tensor], Entry | None]:
         """The running step, begun with what earlier steps made with a graph that it goes on with."""

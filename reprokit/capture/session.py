@@ -87,6 +87,7 @@ class Session:
         self._tape = Tape(on_differentiate=self._judge_start, on_module=self._meet_module, on_error=self._switch_off)
         self._tape.on_hand_update = self._finish_hand_update
         self._tape.on_read = self._note_read
+        self._tape.on_differentiated = self._finish_differentiation
         self._hooks = Hooks(self)
         self._training = Training(self._tape, History(1 if watch == "every-step" and history is None else history))
         self._sentinel = Sentinel()
@@ -145,8 +146,13 @@ class Session:
 
     def _leave(self) -> None:
         """Take everything away; the mode itself leaves torch's stack in ``__exit__``."""
-        self._unhook()
-        self._training.forget()
+        for end in (self._unhook, self._training.forget):
+            try:
+                end()
+            except Exception as error:
+                self._say(f"an error of its own while ending ({type(error).__name__}: {error}); training goes on")
+        self._stepper = self._stepped_inside = self._held = self._clipped = None
+        self._sentinel, self._later = Sentinel(), LaterFlags()
 
     def _wake(self) -> None:
         """A capture inside this one has ended: what happened meanwhile was not noted, so the step starts anew."""
@@ -194,6 +200,8 @@ class Session:
             return
         try:
             verdict = self._bad_start(entry)
+            if verdict is None and entry.target is not torch.autograd.grad:
+                self._training.iterations.differentiated()
         except Exception as error:
             self._switch_off(error)
             return
@@ -203,15 +211,33 @@ class Session:
             self._fail("loss", pending=entry)
         elif verdict == "before":
             self._fail("loss", is_late=True)
-        if entry.target is not torch.autograd.grad:
-            self._training.iterations.differentiated()
+
+    def _finish_differentiation(self) -> None:
+        """A differentiation is over; optimizers may have stepped inside it, as soon as a gradient was complete."""
+        optimizer, self._stepped_inside = self._stepped_inside, None
+        if optimizer is not None and self._is_watching:
+            self._tape.guard(self._judge_past, optimizer)
+
+    def run_in_thread(self, run: Callable[[], None]) -> None:
+        """See `hooks.Listener`."""
+        if self._is_watching:
+            self._tape.run_in_thread(run)
+        else:
+            run()
+
+    def before_compiling(self, arguments: Any) -> None:
+        """See `hooks.Listener`: a whole step that is compiled cannot be noted, so the tape gets out of its way."""
+        if self._is_watching and self._tape.is_outermost:
+            self._tape.leave_stack()
+            self._training.history.give_up()
 
     def _bad_start(self, entry: Entry) -> str | None:
         """``now`` if what a differentiation starts from is bad, ``before`` if something was bad some steps ago."""
         starts = entry.starts
         first = starts[0]
         is_plain = len(starts) == 1 and first.numel() == 1 and not self._training.scalers.is_used
-        if is_plain and self._watch != "deferred" and not first.is_cuda and not first.is_complex():
+        is_now = self._watch != "deferred" or not self._training.history.is_complete
+        if is_plain and is_now and not first.is_cuda and not first.is_complex():
             seen = first.item()
             entry.settings = [seen]
             if entry.name == BACKWARD:
@@ -224,7 +250,9 @@ class Session:
             self._training.timeline.loss = tensors[0].detach() if scalers.is_used else entry.settings[0]
         if not self._judges:
             return None
-        if self._watch == "deferred" or (starts and starts[0].is_cuda and self._watch != "every-step"):
+        if (self._watch == "deferred" and self._training.history.is_complete) or (
+            starts and starts[0].is_cuda and self._watch != "every-step"
+        ):
             self._later.add(tensors)
             suspicious, self._has_read_bad = self._has_read_bad, False
             bad = self._later.read() if suspicious and self._watch != "deferred" else self._later.poll()
@@ -306,11 +334,11 @@ class Session:
     ) -> Any:
         """A grad scaler's step: when it leaves the optimizer's step out, that is an attempt all the same."""
         optimizer = args[1] if len(args) > 1 else kwargs["optimizer"]
-        before = self._training.iterations.attempts(optimizer)
+        before = self._guarded(self._training.iterations.attempts, optimizer)
         output = target(*args, **kwargs)
         if not self._is_watching:
             return output
-        if self._training.iterations.attempts(optimizer) != before:
+        if self._guarded(self._training.iterations.attempts, optimizer) != before:
             self._training.scalers.stepped()
         else:
             if self._guarded(self._training.scalers.skipped, args[0]) and self._judges:
@@ -327,6 +355,7 @@ class Session:
         if not self._tape.is_outermost:
             if self._stepping is None and torch._C._current_graph_task_id() != -1:
                 self._stepped_inside = optimizer
+                self._tape.guard(self._training.meet_optimizer, optimizer)
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._enter_step(optimizer)

@@ -49,21 +49,6 @@ class Copies:
                 self._contents.append(_copy(tensor))
                 self._versions.append(tensor._version)
 
-    def refresh(self) -> None:
-        """Remember the contents of now for the same tensors; those that nothing wrote are left alone."""
-        if not self._tensors:
-            return
-        numbers = [n for n, (t, v) in enumerate(zip(self._tensors, self._versions, strict=True)) if t._version != v]
-        if numbers:
-            self._overwrite(numbers)
-            for number in numbers:
-                self._versions[number] = self._tensors[number]._version
-
-    def changed(self) -> list[torch.Tensor]:
-        """The tensors that were written since they were remembered."""
-        pairs = zip(self._tensors, self._versions, strict=True)
-        return [tensor for tensor, version in pairs if tensor._version != version]
-
     def put_back(self) -> Copies:
         """Write the remembered contents into the tensors; returns copies of what they held before.
 
@@ -74,10 +59,17 @@ class Copies:
                 raise CannotGoBack("the model was changed since the last copy of its state")
         current = Copies()
         current.take(list(self._tensors))
+        try:
+            self._write()
+        except BaseException:
+            current._write()
+            raise
+        return current
+
+    def _write(self) -> None:
         with torch.no_grad():
             for tensor, content in zip(self._tensors, self._contents, strict=True):
                 tensor.data.copy_(content)
-        return current
 
     def contents(self) -> dict[int, torch.Tensor]:
         """What was remembered, by the ``id`` of the tensor."""
@@ -111,6 +103,46 @@ class Copies:
         for number in numbers:
             if self._contents[number].dtype != self._tensors[number].dtype:
                 self._contents[number] = _copy(self._tensors[number])
+
+
+class BufferCopies(Copies):
+    """Copies of modules' buffers from when a step began, refreshed when something wrote them.
+
+    Batch normalisation writes its running statistics without telling their version counters; the counter of the batches
+    it has seen tells for them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._witnesses: list[torch.Tensor] = []
+
+    def add_module(self, module: torch.nn.Module) -> None:
+        """Remember the buffers of a module."""
+        known = set(map(id, self._tensors))
+        for part in module.modules():
+            counter = part._buffers.get("num_batches_tracked")
+            for buffer in part._buffers.values():
+                if buffer is not None and not buffer.is_inference() and id(buffer) not in known:
+                    known.add(id(buffer))
+                    self.add([buffer])
+                    witness = buffer if counter is None else counter
+                    self._witnesses.append(witness)
+                    self._versions[-1] = witness._version
+
+    def refresh(self) -> None:
+        """Remember the contents of now; buffers that nothing wrote are left alone."""
+        if not self._tensors:
+            return
+        numbers = [n for n, (w, v) in enumerate(zip(self._witnesses, self._versions, strict=True)) if w._version != v]
+        if numbers:
+            self._overwrite(numbers)
+            for number in numbers:
+                self._versions[number] = self._witnesses[number]._version
+
+    def clear(self) -> None:
+        """Forget everything."""
+        super().clear()
+        self._witnesses = []
 
 
 class OptimizerNote:
@@ -154,7 +186,12 @@ class State:
         """Go back to it; returns the state of before. Raises `CannotGoBack` with nothing changed."""
         current = State()
         current.copies = self.copies.put_back()
-        current._notes = [note.put_back() for note in self._notes]
+        try:
+            for note in self._notes:
+                current._notes.append(note.put_back())
+        except BaseException:
+            current.put_back()
+            raise
         return current
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch.overrides import TorchFunctionMode
 
-from reprokit.capture.entry import Entry
+from reprokit.capture.entry import Entry, new_tensors
 from reprokit.capture.roots import RootCalls
 from reprokit.capture.structure import ATOMS, iter_tensors
 from reprokit.capture.written import WrittenMemory
@@ -65,6 +65,7 @@ class Tape(TorchFunctionMode):
         self._is_claimed = False
         self._hand_updated = False
         self.on_hand_update: Callable[[], None] = lambda: None
+        self.on_differentiated: Callable[[], None] = lambda: None
         self.on_read: Callable[[Any], None] = lambda value: None
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -180,7 +181,7 @@ class Tape(TorchFunctionMode):
             if func in _READS:
                 self.on_read(result)
             return result
-        if not self.enabled or get_ident() != self._thread:
+        if not self.enabled or get_ident() != self._thread or _peek_transforms() is not None:
             return func(*args, **options)
         if func is torch.Tensor.__iter__ and args[0].dim() > 0:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, (args[0], 0)))
@@ -223,7 +224,8 @@ class Tape(TorchFunctionMode):
         if output is None:
             self.entries.append(entry)
         else:
-            self._add(entry, list(iter_tensors(output)))
+            self.guard(self._add, entry)
+        self.on_differentiated()
         return output
 
     def _prepare(
@@ -266,12 +268,12 @@ class Tape(TorchFunctionMode):
             return
         entry.output = output
         outputs = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
-        is_in_place = functions.is_in_place(entry.name)
+        is_in_place = functions.is_in_place(entry.name) or entry.name in functions.GRAD_WRITES
         if not (outputs or is_in_place) or not self._can_repeat(entry, outputs):
             return
         if is_in_place:
             self._keep_random_outcome(entry)
-        self._add(entry, outputs)
+        self._add(entry)
 
     def _keep_random_outcome(self, entry: Entry) -> None:
         if entry.rng is None and functions.is_random(entry.name):
@@ -287,10 +289,10 @@ class Tape(TorchFunctionMode):
             return entry.rng is not None or functions.is_in_place(entry.name)
         return bool(entry.versions) or functions.is_factory(entry.name)
 
-    def _add(self, entry: Entry, outputs: list[torch.Tensor]) -> None:
+    def _add(self, entry: Entry) -> None:
         self.entries.append(entry)
         made = self.memory.made
-        for tensor in outputs:
+        for tensor in new_tensors(entry, made):
             made.add(id(tensor))
             self._bytes += tensor.numel() * tensor.element_size()
         if self._bytes > self._budget:
@@ -338,10 +340,7 @@ class Tape(TorchFunctionMode):
                 self.raised = (error, entry)
                 raise
             entry.output = output
-            if isinstance(output, torch.Tensor):
-                self.memory.made.add(id(output))
-            else:
-                self._finish_module(output)
+            self._finish_module(entry)
             return output
         finally:
             self.step_back(popped)
@@ -360,9 +359,10 @@ class Tape(TorchFunctionMode):
         self.entries.append(entry)
         return entry
 
-    def _finish_module(self, output: Any) -> None:
+    def _finish_module(self, entry: Entry) -> None:
         try:
-            self.memory.made.update(map(id, iter_tensors(output)))
+            made = self.memory.made
+            made.update(map(id, new_tensors(entry, made)))
         except Exception as error:
             self._on_error(error)
 
@@ -457,6 +457,9 @@ def _kind_of_code(code: CodeType) -> str:
     return kind
 
 
+_peek_transforms = (
+    torch._C._functorch.peek_interpreter_stack
+)  # vmap, grad and the like, inside which values are not ours
 _KINDS: dict[int, str] = {}
 _CODES: list[CodeType] = []
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)

@@ -14,7 +14,7 @@ from reprokit.capture.generators import GeneratorWatch
 from reprokit.capture.history import History, PastStep
 from reprokit.capture.ranks import Ranks
 from reprokit.capture.scaling import ScalerWatch
-from reprokit.capture.state import Copies
+from reprokit.capture.state import BufferCopies
 from reprokit.capture.tape import Tape
 from reprokit.capture.timeline import Timeline
 
@@ -30,7 +30,7 @@ class Training:
         self.tape = tape
         self.history = history
         self.freezer = Freezer()
-        self.buffers = Copies()
+        self.buffers = BufferCopies()
         self.iterations = Iterations()
         self.generators = GeneratorWatch()
         self.timeline = Timeline()
@@ -42,7 +42,7 @@ class Training:
         """A root module is about to be called: note its buffers and the generators before it changes them."""
         self.generators.before_module()
         if self.history.meet_module(module):
-            self.buffers.add([buffer for buffer in module.buffers() if not buffer.is_inference()])
+            self.buffers.add_module(module)
             self._know_state()
         if not self.generators.is_looking:
             self.tape.met.add(id(module))

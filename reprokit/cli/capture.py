@@ -17,6 +17,7 @@ import click
 
 from reprokit.capture import launch
 from reprokit.capture.block import captured_lines, shown_path
+from reprokit.capture.rank_name import rank_suffix
 from reprokit.cli.console import Verbosity, common_options, print_json, say
 from reprokit.cli.outputs import check_file, check_folder
 from reprokit.errors import UsageError
@@ -65,13 +66,13 @@ class Capture:
         if self.output is None or self.output.is_dir():
             return self.output
         stem, suffix = _split_suffix(self.output.name)
-        return self.output.with_name(f"{stem}{_rank_suffix()}{suffix}")
+        return self.output.with_name(f"{stem}{rank_suffix()}{suffix}")
 
     @property
     def name(self) -> str:
         """What an automatic file name begins with."""
         stem = self.target.rpartition(".")[2] if self.is_module else Path(self.target).stem
-        return f"{stem}{_rank_suffix()}"
+        return f"{stem}{rank_suffix()}"
 
     @property
     def command(self) -> list[str]:
@@ -216,12 +217,6 @@ def _history(value: str) -> int | None:
     if not value.isdigit() or int(value) < 1:
         raise UsageError(f"`{value}` is not a number of steps", hint="--history takes a number, `auto` or `off`")
     return int(value)
-
-
-def _rank_suffix() -> str:
-    """``.rank<R>`` under torchrun, where each process writes a file of its own."""
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    return f".rank{os.environ.get('RANK', '0')}" if world_size.isdigit() and int(world_size) > 1 else ""
 
 
 def _split_suffix(name: str) -> tuple[str, str]:

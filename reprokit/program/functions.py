@@ -47,6 +47,8 @@ _FACTORIES = frozenset(
 )
 _TENSOR_ATTRIBUTES = ("data", "grad", "real", "imag", "T", "mT", "H", "mH")
 _WRITABLE_ATTRIBUTES = ("data", "grad")
+GRAD_WRITES = frozenset({"torch.Tensor.grad.__set__"})
+DATA_WRITES = frozenset({"torch.Tensor.data.__set__"})
 
 # Overridable in fact, but missing from torch's own list.
 _UNLISTED_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "unflatten")
@@ -251,7 +253,7 @@ def is_factory(name: str) -> bool:
 def is_in_place(name: str) -> bool:
     """Whether the function by its name writes into its first argument."""
     last = name.rpartition(".")[2]
-    return last in _IN_PLACE_OPERATORS or (last.endswith("_") and not last.endswith("__"))
+    return name in DATA_WRITES or last in _IN_PLACE_OPERATORS or (last.endswith("_") and not last.endswith("__"))
 
 
 def written_argument(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
