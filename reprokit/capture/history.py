@@ -134,7 +134,9 @@ class History:
         parameters = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
         parameters.update((id(p), p) for optimizer in self.optimizers for p in parameters_of(optimizer))
         buffers = {id(b): b for module in self.modules for b in module.buffers() if b.is_floating_point()}
-        tensors = [*parameters.values(), *buffers.values()]
+        return self._newly_bad([*parameters.values(), *buffers.values()])
+
+    def _newly_bad(self, tensors: list[torch.Tensor]) -> torch.Tensor | None:
         if bad_tensor(tensors) is None:
             return None
         before = self.state.copies.contents()
@@ -143,6 +145,11 @@ class History:
             if ways and (id(tensor) not in before or not ways <= ways_of(before[id(tensor)])):
                 return tensor
         return None
+
+    def newly_bad_buffer(self) -> bool:
+        """Whether a buffer is bad now and was not in the last copy."""
+        buffers = {id(b): b for module in self.modules for b in module.buffers() if b.is_floating_point()}
+        return self._newly_bad(list(buffers.values())) is not None
 
     def untouched(self) -> Iterator[torch.Tensor]:
         """Frozen parameters: copied only once something writes them."""

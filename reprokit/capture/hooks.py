@@ -14,8 +14,6 @@ import torch
 from torch.compiler import is_compiling
 from torch.optim import optimizer as optimizers
 
-from reprokit.capture.launch import when_imported
-
 
 class Listener(Protocol):
     """Who is told."""
@@ -28,7 +26,7 @@ class Listener(Protocol):
 
     def around(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Perform ``target`` as one thing (``clip``, ``scale``, ``unscale``, ``scaler_step``,
-        ``scaler_update``)."""
+        ``quietly``)."""
 
     def zero_grad(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Perform ``target``, which forgets gradients."""
@@ -54,10 +52,10 @@ class Hooks:
         """Put the hooks in place."""
         listener = self._listener
         before = optimizers.register_optimizer_step_pre_hook(
-            lambda optimizer, args, kwargs: listener.before_step(optimizer, args, kwargs)
+            lambda optimizer, args, kwargs: None if is_compiling() else listener.before_step(optimizer, args, kwargs)
         )
         after = optimizers.register_optimizer_step_post_hook(
-            lambda optimizer, args, kwargs: listener.after_step(optimizer)
+            lambda optimizer, args, kwargs: None if is_compiling() else listener.after_step(optimizer)
         )
         self._undo += [before.remove, after.remove]
         self._wrap_zero_grad(torch.optim.Optimizer)
@@ -65,7 +63,8 @@ class Hooks:
         self._wrap(torch.amp.GradScaler, "scale", "scale")
         self._wrap(torch.amp.GradScaler, "_unscale_grads_", "unscale")
         self._wrap(torch.amp.GradScaler, "step", "scaler_step")
-        self._wrap(torch.amp.GradScaler, "update", "scaler_update")
+        self._wrap(torch.amp.GradScaler, "unscale_", "quietly")
+        self._wrap(torch.amp.GradScaler, "update", "quietly")
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             self._wrap(torch.nn.utils, name, "clip")
         self._wrap_backward()
@@ -121,24 +120,28 @@ class Hooks:
         self._undo.append(lambda: setattr(threading.Thread, "start", original))
 
     def _watch_compiler(self) -> None:
-        """Be told when the loop calls something that is compiled just then, if the compiler is or gets loaded."""
-        told, removed = self._listener.before_compiling, False
+        """Be told when the loop calls something that is compiled just then, as soon as the compiler is loaded."""
+        told, original = self._listener.before_compiling, torch.compile
 
         def register() -> None:
-            from torch._dynamo.callback import callback_handler
-
-            if not removed:
-                callback_handler.register_start_callback(told)
+            handler = _callback_handler()
+            if handler is not None and told not in handler.start_callbacks:
+                handler.register_start_callback(told)
 
         def remove() -> None:
-            nonlocal removed
-            removed = True
-            callback = sys.modules.get("torch._dynamo.callback")
-            if callback is not None and told in callback.callback_handler.start_callbacks:
-                callback.callback_handler.remove_start_callback(told)
+            handler = _callback_handler()
+            if handler is not None and told in handler.start_callbacks:
+                handler.remove_start_callback(told)
 
-        when_imported("torch._dynamo.callback", register)
-        self._undo.append(remove)
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            compiled = original(*args, **kwargs)
+            register()
+            return compiled
+
+        _imitate(compile, original)
+        torch.compile = compile
+        register()
+        self._undo += [remove, lambda: setattr(torch, "compile", original)]
 
     def _wrap_backward(self) -> None:
         original = torch.autograd.backward
@@ -152,6 +155,12 @@ class Hooks:
         _imitate(backward, original)
         torch.autograd.backward = backward
         self._undo.append(lambda: setattr(torch.autograd, "backward", original))
+
+
+def _callback_handler() -> Any:
+    """Where the compiler tells what it does; ``None`` while it is not loaded."""
+    module = sys.modules.get("torch._dynamo.callback")
+    return getattr(module, "callback_handler", None)
 
 
 def _imitate(wrapper: Any, original: Any) -> None:

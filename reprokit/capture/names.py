@@ -14,6 +14,7 @@ from reprokit.program.sites import kind_of_file
 from reprokit.program.trace import Origin
 
 _MAX_FRAMES = 30
+_PLAIN_NAMES = frozenset({"input", "args", "kwargs"})
 
 
 class Names:
@@ -34,8 +35,11 @@ class Names:
         """Parameters and buffers of a root module, by their state-dict names."""
         self._roots.append(module)
 
-    def add_arguments(self, entry: Entry) -> None:
-        """What a root module was called with, by the names of its forward's parameters."""
+    def add_arguments(self, entry: Entry, *, plain: bool = False) -> None:
+        """What a root module was called with, by the names of its forward's parameters.
+
+        ``plain`` names such as torch's own ``input`` say less than those of the loop's variables, which may come before.
+        """
         if entry.kind != "module":
             return
         try:
@@ -43,7 +47,8 @@ class Names:
         except (TypeError, ValueError):
             return
         for name, value in bound.arguments.items():
-            self._add_values(name, value)
+            if plain or name not in _PLAIN_NAMES:
+                self._add_values(name, value)
 
     def add_locals(self, frame: FrameType | None) -> None:
         """Variables of the user's functions that are running, innermost first."""

@@ -23,7 +23,8 @@ class Player:
     ``saved`` holds what outside tensors contained before the loop wrote into them. ``mismatches`` says in words what is
     known to differ from what the loop did. ``with_gradient`` are the ids of leaves whose gradients the loop sets to
     zero
-    instead of dropping them, where it says so. ``carried`` is what earlier steps made for this one.
+    instead of dropping them, where it says so. ``carried`` is what earlier steps made for this one;
+    ``state`` are the ids of tensors that are put back as a whole, whoever wrote them.
     """
 
     def __init__(
@@ -31,9 +32,11 @@ class Player:
         saved: Mapping[int, torch.Tensor],
         with_gradient: Set[int] = frozenset(),
         carried: Mapping[int, torch.Tensor] | None = None,
+        state: Set[int] = frozenset(),
     ) -> None:
         self.mismatches: list[str] = []
         self._with_gradient = with_gradient
+        self._state = state
         self._saved = saved
         self._new: dict[int, torch.Tensor] = dict(carried or {})
         self._old: dict[int, torch.Tensor] = {}
@@ -138,7 +141,8 @@ class Player:
     def _check_versions(self, entry: Entry) -> None:
         for tensor, version in entry.versions:
             untouched = version < 0 or tensor._version == version or isinstance(tensor, torch.nn.Parameter)
-            if not untouched and id(tensor) not in self._saved and id(tensor) not in self._made:
+            known = id(tensor) in self._saved or id(tensor) in self._made or id(tensor) in self._state
+            if not untouched and not known:
                 self.mismatches.append(
                     "a tensor was written after the step had used it, by something the tape cannot see"
                 )

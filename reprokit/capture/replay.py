@@ -6,7 +6,7 @@ user's own code runs once more; the state it changes is put back by the caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,20 +46,23 @@ def replay(
     *,
     perform_last: bool,
     raises: bool = False,
+    state: Set[int] = frozenset(),
 ) -> Replayed:
     """Run ``entries`` again and record them.
 
     ``saved`` holds what outside tensors contained before the loop wrote into them. ``perform_last`` is false when
     the last
     entry is a differentiation that the loop did not come to, because its start was already bad; ``raises`` is true when
-    the last entry is expected to raise.
+    the last entry is expected to raise. ``state`` are the ids of tensors that the caller has put back.
     """
-    recorder = _Recorder(saved, describe)
+    recorder = _Recorder(saved, describe, state)
     needed = entries if raises else needed_entries(entries)
     error = None
     with recording(recorder.tracer), Modes() as modes:
+        updating = _start_of_hand_update(needed)
         for position, entry in enumerate(needed):
             modes.enter(entry.mode)
+            recorder.tracer.phase = "optimizer" if position >= updating else "forward"
             try:
                 recorder.record(entry, perform=perform_last or position < len(needed) - 1)
             except Exception as raised:
@@ -94,14 +97,25 @@ def needed_entries(entries: list[Entry]) -> list[Entry]:
     return kept[::-1]
 
 
+def _start_of_hand_update(entries: list[Entry]) -> int:
+    """The position from which on the loop updates parameters by itself; behind the end when it does not."""
+    last = max((number for number, entry in enumerate(entries) if entry.kind == "differentiate"), default=len(entries))
+    return last + 1 if any(entry.is_state for entry in entries[last + 1 :]) else len(entries)
+
+
 _GRAD_READS = frozenset({"torch.Tensor.grad.__get__", "torch.Tensor._grad.__get__"})
 
 
 class _Recorder(Player):
     """Plays entries under the tracer."""
 
-    def __init__(self, saved: Mapping[int, torch.Tensor], describe: Callable[[torch.Tensor], Origin | None]) -> None:
-        super().__init__(saved)
+    def __init__(
+        self,
+        saved: Mapping[int, torch.Tensor],
+        describe: Callable[[torch.Tensor], Origin | None],
+        state: Set[int] = frozenset(),
+    ) -> None:
+        super().__init__(saved, state=state)
         self.tracer = Tracer(self._describe, driver=_DRIVER)
         self.starts: list[tuple[int, torch.Tensor]] = []
         self._describe_old = describe

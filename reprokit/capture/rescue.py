@@ -75,7 +75,10 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Snapshot:
         warnings.simplefilter("ignore")
         rng = get_rng_state()
         performs = step.pending is None
-        replayed = replay(step.all_entries, step.saved, names.describe, perform_last=performs, raises=raises)
+        state = {id(buffer) for module in step.modules for buffer in module.buffers()}
+        replayed = replay(
+            step.all_entries, step.saved, names.describe, perform_last=performs, raises=raises, state=state
+        )
         failure = locate(replayed.program, replayed.tensors)
     if failure is None:
         failure = _unexplained(step)
@@ -109,6 +112,8 @@ def _names(step: FailedStep, frame: FrameType | None) -> Names:
         names.add_arguments(entry)
     names.add_locals(frame)
     names.add_by_place(step.all_entries, step.likewise)
+    for entry in step.all_entries:
+        names.add_arguments(entry, plain=True)
     return names
 
 

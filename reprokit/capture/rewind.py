@@ -83,7 +83,8 @@ class Rewind:
         return None
 
     def _play(self, step: PastStep, saved: dict[int, torch.Tensor]) -> Found | None:
-        player = Player(saved, self._persistent, self._carried)
+        state = {id(tensor) for tensor in self._history.changing()}
+        player = Player(saved, self._persistent, self._carried, state)
         lead, rest = _split(step.entries)
         with Modes() as modes, python_generators_restored(step.generators):
             for entry in lead:
@@ -94,7 +95,7 @@ class Rewind:
                 modes.enter(entry.mode)
                 where = self._watched(player, entry, rest[:position])
                 if where is not None:
-                    end = position if where == "loss" else position + (where == "parameter")
+                    end = position + (where in ("parameter", "output"))
                     return self._found(step, where, rest[:end], saved, entry if where == "loss" else None)
             if any(entry.is_state for entry in rest) and self._is_state_bad():
                 return self._found(step, "parameter", rest, saved, None)
@@ -115,7 +116,9 @@ class Rewind:
             if not (entry.settings or {}).get("scaler") and bad_tensor(grads) is not None:
                 return "gradient"
         player.play(entry)
-        if entry.kind == "optimizer" and self._is_state_bad():
+        if entry.kind == "module" and self._history.newly_bad_buffer():
+            return "output"
+        if (entry.kind == "optimizer" or (entry.kind == "differentiate" and entry.is_state)) and self._is_state_bad():
             return "parameter"
         return None
 
@@ -123,7 +126,7 @@ class Rewind:
         self, step: PastStep, where: str, entries: list[Entry], saved: dict[int, torch.Tensor], pending: Entry | None
     ) -> Found:
         hand_made = where == "parameter" and not any(entry.kind == "optimizer" for entry in entries)
-        kept = entries if hand_made else [entry for entry in entries if not entry.is_state]
+        kept = entries if hand_made else [entry for entry in entries if not entry.writes_state]
         return Found(step, where, kept, saved, pending)
 
     def _compare(self, player: Player, entry: Entry) -> None:

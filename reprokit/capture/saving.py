@@ -83,7 +83,7 @@ class _Describing:
             if past is not None:
                 return past
         entries, saved, pending = self._with_graphs_from_before(step)
-        entries = [entry for entry in entries if not entry.is_state]
+        entries = [entry for entry in entries if not entry.writes_state]
         failed = self._failed(step, noticed.observed_at, entries, saved, pending)
         return make_snapshot(replace(failed, raised=noticed.raised, notes=notes), noticed.frame)
 
@@ -111,7 +111,7 @@ class _Describing:
         failed = self._failed(found.step, found.observed_at, entries, found.saved, found.pending)
         likewise = self._training.tape.entries
         made = sum(entry.kind == "differentiate" and entry.name != "torch.autograd.grad" for entry in found.entries)
-        micro_step = made if found.pending is not None else found.step.micro_step
+        micro_step = made if found.observed_at in ("loss", "output") else found.step.micro_step
         return replace(failed, buffers=None, notes=found.notes, likewise=likewise, micro_step=micro_step)
 
     def _with_graphs_from_before(self, step: PastStep) -> tuple[list[Entry], dict[int, torch.Tensor], Entry | None]:

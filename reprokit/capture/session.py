@@ -98,6 +98,7 @@ class Session:
         self._stepping: contextlib.AbstractContextManager[None] | None = None
         self._stepper: torch.optim.Optimizer | None = None
         self._stepper_scaler: dict[str, Any] = {}
+        self._stepping_scaler: torch.amp.GradScaler | None = None
         self._stepped_inside: torch.optim.Optimizer | None = None
         self._active = False
         self._is_watching = False
@@ -151,7 +152,7 @@ class Session:
                 end()
             except Exception as error:
                 self._say(f"an error of its own while ending ({type(error).__name__}: {error}); training goes on")
-        self._stepper = self._stepped_inside = self._held = self._clipped = None
+        self._stepper = self._stepped_inside = self._stepping_scaler = self._held = self._clipped = None
         self._sentinel, self._later = Sentinel(), LaterFlags()
 
     def _wake(self) -> None:
@@ -216,6 +217,7 @@ class Session:
         """A differentiation is over; optimizers may have stepped inside it, as soon as a gradient was complete."""
         optimizer, self._stepped_inside = self._stepped_inside, None
         if optimizer is not None and self._is_watching:
+            self._tape.entries[-1].is_state = True
             self._tape.guard(self._judge_past, optimizer)
 
     def run_in_thread(self, run: Callable[[], None]) -> None:
@@ -297,14 +299,14 @@ class Session:
         is_outermost = self._tape.is_outermost
         with self._tape.paused():
             output = target(*args, **kwargs)
-        if is_outermost and self._is_watching:
-            try:
-                entry = self._tape.note(kind, target, sys._getframe(3), args)
-                entry.kwargs, entry.output = kwargs, output
-                if kind == "scale":
-                    entry.settings = self._training.scalers.scaled(args[0])
-            except Exception as error:
-                self._switch_off(error)
+            if is_outermost and self._is_watching:
+                try:
+                    entry = self._tape.note(kind, target, sys._getframe(3), args)
+                    entry.kwargs, entry.output = kwargs, output
+                    if kind == "scale":
+                        entry.settings = self._training.scalers.scaled(args[0])
+                except Exception as error:
+                    self._switch_off(error)
         return output
 
     def _around_clip(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -315,16 +317,18 @@ class Session:
         self._training.timeline.grad_norm = self._clipped
         return output
 
-    def _around_scaler_update(
+    def _around_quietly(
         self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        """What a scaler does in there is noted as a whole or not at all."""
         with self._tape.paused():
             return target(*args, **kwargs)
 
     def _around_unscale(
         self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        output = target(*args, **kwargs)
+        with self._tape.paused():
+            output = target(*args, **kwargs)
         frame = sys._getframe(3)
         self._guarded(lambda: self._tape.note("unscale", target, frame, (None, args[1], args[2].detach().clone())))
         return output
@@ -335,11 +339,18 @@ class Session:
         """A grad scaler's step: when it leaves the optimizer's step out, that is an attempt all the same."""
         optimizer = args[1] if len(args) > 1 else kwargs["optimizer"]
         before = self._guarded(self._training.iterations.attempts, optimizer)
-        output = target(*args, **kwargs)
+        is_outermost = self._tape.is_outermost
+        with self._tape.paused():
+            self._stepping_scaler = args[0] if is_outermost else None
+            try:
+                output = target(*args, **kwargs)
+            finally:
+                self._stepping_scaler = None
         if not self._is_watching:
             return output
         if self._guarded(self._training.iterations.attempts, optimizer) != before:
-            self._training.scalers.stepped()
+            if not self._stepper_scaler:
+                self._training.scalers.stepped()
         else:
             if self._guarded(self._training.scalers.skipped, args[0]) and self._judges:
                 self._fail("gradient")
@@ -352,7 +363,7 @@ class Session:
         """See `hooks.Listener`: judge the gradients and get out of the way."""
         if not self._is_watching:
             return None
-        if not self._tape.is_outermost:
+        if not self._tape.is_outermost and (self._stepping_scaler is None or self._stepping is not None):
             if self._stepping is None and torch._C._current_graph_task_id() != -1:
                 self._stepped_inside = optimizer
                 self._tape.guard(self._training.meet_optimizer, optimizer)
@@ -420,11 +431,24 @@ class Session:
         try:
             entry = self._tape.note("optimizer", optimizer, sys._getframe(3))
             entry.settings = {"options": options_of(optimizer), "scaler": self._stepper_scaler}
+            if self._stepper_scaler and self._is_collapsing():
+                self._tape.entries.pop()  # the kernel has left the parameters alone
+                self._fail("gradient")
             self._judge_past(optimizer)
         except Exception as error:
             self._switch_off(error)
         finally:
             self._exit_step()
+
+    def _is_collapsing(self) -> bool:
+        """Whether a fused kernel was told to leave this step out once too often; a GPU is not waited for."""
+        found, scaler = self._stepper_scaler["found_inf"], self._stepping_scaler
+        if not self._judges or scaler is None or not isinstance(found, torch.Tensor) or found.is_cuda:
+            return False
+        if not found.item():
+            self._training.scalers.stepped()
+            return False
+        return self._training.scalers.skipped(scaler)
 
     def _judge_past(self, optimizer: torch.optim.Optimizer | None) -> None:
         """At the end of a step: when it is time to, judge everything; then begin a new step."""

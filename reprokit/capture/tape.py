@@ -386,10 +386,28 @@ class Tape(TorchFunctionMode):
                     root = walker
             walker = walker.f_back
         if root is not None:
-            cls = type(root.f_locals["self"])
-            self.roots.meet(cls, cls.__call__)
+            self._meet_late(root)
             return None
         return user or frame
+
+    def _meet_late(self, frame: FrameType) -> None:
+        """A root that the tape did not know has just begun to run: note this call too, and wait for its end."""
+        found = frame.f_locals
+        module = found["self"]
+        self.roots.meet(type(module), type(module).__call__)
+        if sys.getprofile() is not None or frame.f_back is None:
+            return  # somebody else is profiling; what this one call returns is used by value
+        entry = self._prepare_module(module, found.get("args", ()), found.get("kwargs", {}), frame.f_back)
+        self._depth += 1
+
+        def wait(current: FrameType, event: str, value: Any) -> None:
+            if event == "return" and current is frame:
+                sys.setprofile(None)
+                self._depth -= 1
+                entry.output = value
+                self._finish_module(entry)
+
+        sys.setprofile(wait)
 
 
 class _Paused:

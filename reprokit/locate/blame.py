@@ -19,7 +19,7 @@ from reprokit.locate.failure import EXCEPTION, Failure, kind_of, module_of
 from reprokit.locate.gradient import blame_gradient
 from reprokit.locate.notes import Found, Notes
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
-from reprokit.program.functions import display_name, is_factory
+from reprokit.program.functions import GRAD_WRITES, display_name, is_factory
 from reprokit.program.ir import OPAQUE, Call, Program, Scope, iter_refs, map_leaves
 from reprokit.program.run import Outcome, Tensors
 
@@ -55,6 +55,8 @@ def _watch(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tens
         return _bad_leaf(notes, index)
     if call.is_optimizer_step and after:
         return _bad_parameter(notes, index, call, values)
+    if call.target in GRAD_WRITES and after:
+        return _bad_assigned(notes, index, call)
     return None
 
 
@@ -87,6 +89,15 @@ def _bad_leaf(notes: Notes, index: int) -> Found | None:
     return None
 
 
+def _bad_assigned(notes: Notes, index: int, call: Call) -> Found | None:
+    """A gradient that the loop itself put in place."""
+    for ref in iter_refs(call.args[1:]):
+        ways = notes.reads[index].get(ref.value)
+        if ways:
+            return Found("assigned", ref.value, _worst(ways), index)
+    return None
+
+
 def _bad_parameter(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> Found | None:
     for value in dict.fromkeys(ref.value for group in call.kwargs["params"] for ref in group):
         ways = ways_of(values[value])
@@ -103,7 +114,7 @@ def _at_end(program: Program, notes: Notes, outcome: Outcome) -> Found | None:
         if ways:
             return Found("output", ref.value, _worst(ways), end)
     for item in program.inputs:
-        if item.role == "parameter" and notes.writer(item.value, end) is not None:
+        if item.role in ("parameter", "buffer") and notes.writer(item.value, end) is not None:
             ways = ways_of(outcome.inputs[item.value])
             if ways:
                 return Found("parameter", item.value, _worst(ways), end)
@@ -120,7 +131,9 @@ def _blame_gradient(program: Program, tensors: Tensors, notes: Notes, found: Fou
         for value, ways in flags.items():
             if NAN in ways:
                 at = index if flags is notes.reads[index] else index + 1
-                return _Walk(program, tensors, notes).blame(value, NAN, at)
+                earlier = _Walk(program, tensors, notes).blame(value, NAN, at)
+                if earlier.call is not None:
+                    return earlier  # else the data holds it, and the forward has dealt with that
     return failure
 
 

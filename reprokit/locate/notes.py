@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from reprokit.locate.ways import Badness, examine, ways_of
-from reprokit.program.functions import is_in_place
-from reprokit.program.ir import Call, Program
+from reprokit.program.functions import hidden_writes, is_in_place
+from reprokit.program.ir import Call, Program, iter_refs
 from reprokit.program.run import Outcome, Tensors, run
 
 Ways = frozenset[str]
@@ -105,7 +105,10 @@ class Notes:
         written = dict.fromkeys(call.output_refs())
         if call.is_optimizer_step:
             written.update(dict.fromkeys(call.input_refs()))
-        elif is_in_place(call.target):
+        for ref in iter_refs(hidden_writes(call.target, call.args, call.kwargs)):
+            self._known.pop(ref.value, None)  # its version does not tell
+            written[ref.value] = None
+        if is_in_place(call.target):
             for target in call.input_refs()[:1]:
                 tensor = values.get(target)
                 shared = self._storages.get(_memory(tensor), {target}) if tensor is not None else ()

@@ -256,6 +256,21 @@ def is_in_place(name: str) -> bool:
     return name in DATA_WRITES or last in _IN_PLACE_OPERATORS or (last.endswith("_") and not last.endswith("__"))
 
 
+_STATISTICS = {
+    "torch.nn.functional.batch_norm": (1, 2),
+    "torch.batch_norm": (3, 4),
+    "torch.nn.functional.instance_norm": (1, 2),
+    "torch.instance_norm": (3, 4),
+}
+
+
+def hidden_writes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The running statistics that a normalisation updates without telling their version counters."""
+    positions = _STATISTICS.get(name, ())
+    by_position = [args[position] for position in positions if position < len(args)]
+    return by_position + [kwargs[key] for key in ("running_mean", "running_var") if positions and key in kwargs]
+
+
 def written_argument(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an in-place function writes into, its first argument by position or name; ``None`` for others."""
     if not is_in_place(name):

@@ -21,11 +21,29 @@ import torch.nn.functional
 from torch.overrides import TorchFunctionMode
 
 from reprokit.program import functions
-from reprokit.program.ir import OPAQUE, Call, Device, Input, Mode, ModuleNote, Program, Ref, Scope, Site, Slice, Symbol
+from reprokit.program.ir import (
+    AUTOGRAD_BACKWARD,
+    BACKWARD,
+    OPAQUE,
+    Call,
+    Device,
+    Input,
+    Mode,
+    ModuleNote,
+    Program,
+    Ref,
+    Scope,
+    Site,
+    Slice,
+    Symbol,
+)
 from reprokit.program.sites import current_site, library_line, relative_path
 
 # Functionals that stand for a whole layer: recorded as the calls they are made of.
 _LAYERS = frozenset({"torch.nn.functional.multi_head_attention_forward", "torch.nn.functional.gumbel_softmax"})
+
+
+_WITHOUT_RESULT = functions.GRAD_WRITES | {BACKWARD, AUTOGRAD_BACKWARD}  # matter all the same
 
 
 class CannotRecord(TypeError):
@@ -115,7 +133,7 @@ class Tracer(TorchFunctionMode):
             return self._end_random(call, args, result, state)
         if not call.input_refs() and not functions.is_factory(name):
             return self._outcome(result, "batch")
-        if not _holds_tensor(result) and not in_place and name != "torch.Tensor.backward":
+        if not _holds_tensor(result) and not in_place and name not in _WITHOUT_RESULT:
             return result
         if name.endswith(".empty") or name.endswith("empty_like") or name.endswith("new_empty"):
             return self._outcome(result, "batch")
