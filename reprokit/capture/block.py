@@ -34,9 +34,9 @@ def capture(
     """Watch the training loop in this block and save its first failing step.
 
     Writes ``output``, or ``<name>-step<N>.repro.pt`` in the current folder. With ``after="stop"`` the block is left at
-    the failure and the program goes on behind it; with ``"continue"`` the loop goes on unwatched. ``history``, ``watch``
-    and ``on`` are those of `Session`. Yields the session; its ``snapshots`` are the files written. Raises `UsageError`
-    when ``output`` exists and ``overwrite`` is false.
+    the failure and the program goes on behind it; with ``"continue"`` the loop goes on unwatched. ``history``,
+    ``watch`` and ``on`` are those of `Session`. Yields the session; its ``snapshots`` are the files written. Raises
+    `UsageError` when ``output`` exists and ``overwrite`` is false.
     """
     from reprokit.capture.launch import peel
     from reprokit.capture.rank_name import rank_suffix

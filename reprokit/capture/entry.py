@@ -28,7 +28,8 @@ class Entry:
     where used, the CUDA generator before a call that may draw. ``outcome`` is what a random in-place function left.
     ``settings`` is what else a replay needs: an optimizer's options of that step, a grad scaler's scale.
     ``is_state`` marks writes into parameters and buffers outside of optimizers: they are part of the state that the
-    next forward begins with; and differentiations inside which optimizers stepped. ``writes_view`` marks writes into a view of another tensor.
+    next forward begins with; and differentiations inside which optimizers stepped. ``writes_view`` marks writes into a
+    view of another tensor.
     """
 
     kind: str

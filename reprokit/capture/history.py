@@ -42,8 +42,8 @@ class History:
     """Holds the last copy of the state and the steps since.
 
     ``every`` is the number of steps between copies, ``None`` to choose it by cost, 0 for no copies. ``is_complete``
-    says
-    whether the steps since the copy are all here, so that one can go back. Modules and optimizers that the script has let go of are forgotten with the next copy.
+    says whether the steps since the copy are all here, so that one can go back. Modules and optimizers that the script
+    has let go of are forgotten with the next copy.
     """
 
     def __init__(self, every: int | None = None, state_bytes: int = DEFAULT_STATE_BYTES) -> None:
@@ -121,7 +121,7 @@ class History:
         """The tensors that steps change, each once."""
         unique: dict[int, torch.Tensor] = {}
         for module in self.modules:
-            unique.update((id(tensor), tensor) for tensor in _tensors_of(module) if _is_changing(tensor))
+            unique.update({id(tensor): tensor for tensor in _tensors_of(module) if _is_changing(tensor)})
         for optimizer in self.optimizers:
             unique.update((id(tensor), tensor) for tensor in state_tensors(optimizer))
         for tensor in self.state.copies.tensors:
@@ -131,7 +131,8 @@ class History:
 
     def newly_bad(self) -> torch.Tensor | None:
         """A parameter or buffer that is bad now and was not in the last copy."""
-        parameters = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
+        parameters: dict[int, torch.Tensor] = {}
+        parameters.update((id(p), p) for module in self.modules for p in module.parameters() if p.requires_grad)
         parameters.update((id(p), p) for optimizer in self.optimizers for p in parameters_of(optimizer))
         buffers = {id(b): b for module in self.modules for b in module.buffers() if b.is_floating_point()}
         return self._newly_bad([*parameters.values(), *buffers.values()])
@@ -213,7 +214,14 @@ class History:
     def give_up(self) -> None:
         """The state does not fit into the memory limit."""
         self.interrupt()
-        self.state = State()
+        self.state.clear()
+
+    def forget(self) -> None:
+        """The capture is over: let go of everything that belongs to the user."""
+        self.steps, self._held = [], []
+        self._modules.clear()
+        self._optimizers.clear()
+        self.give_up()
 
     def forget_steps(self) -> None:
         """Let go of the steps."""

@@ -14,6 +14,8 @@ import torch
 from torch.compiler import is_compiling
 from torch.optim import optimizer as optimizers
 
+from reprokit.capture.warned import redirect_warnings
+
 
 class Listener(Protocol):
     """Who is told."""
@@ -70,11 +72,12 @@ class Hooks:
         self._wrap_backward()
         self._wrap_threads()
         self._watch_compiler()
+        self._undo.append(redirect_warnings())
 
-    def remove(self) -> None:
-        """Take all hooks away."""
-        while self._undo:
-            self._undo.pop()()
+    def removals(self) -> list[Callable[[], None]]:
+        """What takes the hooks away: each to be called once, whether or not another one fails."""
+        undo, self._undo = self._undo[::-1], []
+        return undo
 
     def _wrap_zero_grad(self, owner: Any) -> None:
         original, listener = owner.zero_grad, self._listener
@@ -105,15 +108,15 @@ class Hooks:
         """Threads that are started while the capture is on may be the ones that train."""
         original, listener = threading.Thread.start, self._listener
 
-        def start(thread: threading.Thread) -> None:
-            run = thread.run
+        def start(self: threading.Thread) -> None:
+            run = self.run
 
             def watched() -> None:
-                thread.__dict__.pop("run", None)
+                self.__dict__.pop("run", None)
                 listener.run_in_thread(run)
 
-            thread.run = watched  # type: ignore[method-assign]
-            original(thread)
+            self.run = watched  # type: ignore[method-assign]
+            original(self)
 
         _imitate(start, original)
         threading.Thread.start = start  # type: ignore[method-assign]

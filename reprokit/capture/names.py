@@ -38,7 +38,8 @@ class Names:
     def add_arguments(self, entry: Entry, *, plain: bool = False) -> None:
         """What a root module was called with, by the names of its forward's parameters.
 
-        ``plain`` names such as torch's own ``input`` say less than those of the loop's variables, which may come before.
+        ``plain`` names such as torch's own ``input`` say less than those of the loop's variables, which may come
+        before.
         """
         if entry.kind != "module":
             return

@@ -180,7 +180,7 @@ def _at_its_beginning(step: FailedStep) -> Iterator[None]:
         if first is not None:
             torch.set_rng_state(first[0])
         if step.buffers is not None:
-            stack.callback(step.buffers.put_back().put_back)
+            stack.callback(step.buffers.put_back().give_back)
         leaves = _leaves(step)
         stack.callback(_give_gradients, [(leaf, leaf.grad) for leaf in leaves])
         for leaf in leaves:

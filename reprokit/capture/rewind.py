@@ -62,7 +62,7 @@ class Rewind:
             stack.enter_context(python_generators_restored(None))
             stack.enter_context(_unsafe_preserve_version_counter(tuple(self._history.changing())))
             live = self._history.state.put_back()
-            stack.callback(live.put_back)
+            stack.callback(live.give_back)
             grads = [(leaf, leaf.grad) for leaf in leaves]
             self._persistent = {id(leaf) for leaf, grad in grads if grad is not None}
             stack.callback(_give_gradients, grads)
@@ -77,7 +77,7 @@ class Rewind:
             if found is not None:
                 for leaf in self._leaves():
                     leaf.grad = None
-                self._start.put_back()
+                self._start.give_back()
                 found.notes = self.notes
                 return found
         return None

@@ -59,16 +59,15 @@ class RootCalls:
     def settle(self) -> None:
         """The roots are known: stop watching every module."""
         self._has_settled = True
-        self._watch_no_more()
-
-    def _watch_no_more(self) -> None:
         if self._original is not None:
             torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
             self._original = None
 
     def uninstall(self) -> None:
         """Give every class its own ``__call__`` back; `install` finds the ones known so far again."""
-        self._watch_no_more()
+        if self._original is not None:
+            torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
+            self._original = None
         for cls, own in self._patched.items():
             if own is None:
                 del cls.__call__
@@ -94,25 +93,14 @@ class RootCalls:
 
         cls.__call__ = __call__  # type: ignore[method-assign]
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether only the classes of roots are watched."""
-        return self._original is None
+    def look_away(self) -> Any:
+        """A root is about to run: call the modules inside it as if nobody watched.
 
-    def unwatched(self) -> _Unwatched:
-        """While every module is watched: a context in which modules inside a root are called as if nobody did."""
-        return _Unwatched(self._original)
-
-
-class _Unwatched:
-    """See `RootCalls.unwatched`."""
-
-    def __init__(self, original: Any) -> None:
-        self._original = original
-
-    def __enter__(self) -> None:
-        self._watching = torch.nn.Module.__call__
+        Returns the ``nn.Module.__call__`` that is to be put back afterwards, ``None`` when every root is known and no
+        module is watched.
+        """
+        if self._original is None:
+            return None
+        watching = torch.nn.Module.__call__
         torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
-
-    def __exit__(self, *exc_info: object) -> None:
-        torch.nn.Module.__call__ = self._watching  # type: ignore[method-assign]
+        return watching

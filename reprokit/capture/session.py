@@ -93,6 +93,7 @@ class Session:
         self._sentinel = Sentinel()
         self._later = LaterFlags()
         self._has_read_bad = False
+        self._has_complained = False
         self._held: Entry | None = None
         self._clipped: torch.Tensor | None = None
         self._stepping: contextlib.AbstractContextManager[None] | None = None
@@ -131,29 +132,39 @@ class Session:
 
     def pause(self) -> None:
         """Take every hook away and keep what is known of the training; what happens until `resume` is not seen."""
-        self._unhook()
+        self._do_all(*self._unhooking())
         self._tape.leave_stack()
 
-    def _unhook(self) -> None:
+    def _unhooking(self) -> list[Callable[[], None]]:
         self._active = self._is_watching = self._tape.enabled = False
+        return [self._make_way, self._exit_step, *self._hooks.removals(), self._tape.uninstall, self._tape.restart]
+
+    def _make_way(self) -> None:
+        """The capture that this one was entered in watches again."""
         if self in self._watchers:
             self._watchers.remove(self)
             self._settle_watching()
             if self._watchers:
                 self._watchers[-1]._wake()
-        self._exit_step()
-        self._hooks.remove()
-        self._tape.uninstall()
 
     def _leave(self) -> None:
-        """Take everything away; the mode itself leaves torch's stack in ``__exit__``."""
-        for end in (self._unhook, self._training.forget):
-            try:
-                end()
-            except Exception as error:
-                self._say(f"an error of its own while ending ({type(error).__name__}: {error}); training goes on")
+        """Take everything away, whatever breaks on the way; the mode itself leaves torch's stack in ``__exit__``."""
         self._stepper = self._stepped_inside = self._stepping_scaler = self._held = self._clipped = None
-        self._sentinel, self._later = Sentinel(), LaterFlags()
+        self._do_all(*self._unhooking(), self._training.forget, self._sentinel.forget, self._later.forget)
+
+    def _do_all(self, *parts: Callable[[], None]) -> None:
+        """Do every part; what breaks is said, and does not keep the others from being done."""
+        for part in parts:
+            try:
+                part()
+            except Exception as error:
+                self._complain("an error of its own while ending", error)
+
+    def _complain(self, what: str, error: Exception) -> None:
+        """Say what broke; one line for everything that may come of it."""
+        if not self._has_complained:
+            self._has_complained = True
+            self._say(f"{what} ({type(error).__name__}: {error}); training goes on")
 
     def _wake(self) -> None:
         """A capture inside this one has ended: what happened meanwhile was not noted, so the step starts anew."""
@@ -170,8 +181,8 @@ class Session:
     def _switch_off(self, error: Exception) -> None:
         """Fail open: say it once, stop watching, let the training go on."""
         if self._active:
+            self._complain("switched off after an error of its own", error)
             self._leave()
-            self._say(f"switched off after an error of its own ({type(error).__name__}: {error}); training goes on")
 
     def _say(self, text: str) -> None:
         if not self._quiet:
@@ -553,7 +564,7 @@ class Session:
                 self.snapshots.append(path)
                 self.results.append({**snapshot.summary(), "path": str(path)})
             except Exception as error:
-                self._say(f"could not save the failing step ({type(error).__name__}: {error}); training goes on")
+                self._complain("could not save the failing step", error)
             finally:
                 Tape.replays -= 1
                 self._leave()

@@ -60,13 +60,14 @@ class Copies:
         current = Copies()
         current.take(list(self._tensors))
         try:
-            self._write()
+            self.give_back()
         except BaseException:
-            current._write()
+            current.give_back()
             raise
         return current
 
-    def _write(self) -> None:
+    def give_back(self) -> None:
+        """Write the remembered contents into the tensors, which are as they were; needs no memory."""
         with torch.no_grad():
             for tensor, content in zip(self._tensors, self._contents, strict=True):
                 tensor.data.copy_(content)
@@ -156,13 +157,17 @@ class OptimizerNote:
     def put_back(self) -> OptimizerNote:
         """Go back to it; returns a note of what was there before."""
         current = OptimizerNote(self._optimizer)
+        self.give_back()
+        return current
+
+    def give_back(self) -> None:
+        """Go back to it."""
         set_options(self._optimizer, self._options)
         self._optimizer.state.clear()
         for key, state, content in self._state:
             state.clear()
             state.update(content)
             self._optimizer.state[key] = state
-        return current
 
 
 class State:
@@ -182,6 +187,11 @@ class State:
         self.copies.add(tensors)
         self._notes += [OptimizerNote(optimizer) for optimizer in optimizers]
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._notes = []
+        self.copies.clear()
+
     def put_back(self) -> State:
         """Go back to it; returns the state of before. Raises `CannotGoBack` with nothing changed."""
         current = State()
@@ -190,9 +200,15 @@ class State:
             for note in self._notes:
                 current._notes.append(note.put_back())
         except BaseException:
-            current.put_back()
+            current.give_back()
             raise
         return current
+
+    def give_back(self) -> None:
+        """Go back to it, knowing that nothing has another shape by now."""
+        self.copies.give_back()
+        for note in self._notes:
+            note.give_back()
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

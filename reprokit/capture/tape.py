@@ -33,9 +33,10 @@ class Tape(TorchFunctionMode):
     """Notes the loop's outermost calls of one thread.
 
     ``on_differentiate(entry)`` is asked before a differentiation runs, ``on_module(module)`` before a root module does,
-    unless its id is in ``met``, ``on_error`` when the tape itself fails. ``enabled`` is set by the session. Invariant: while ``_depth`` is above 0 the loop is inside something that is
-    noted as a whole, and nothing is added. ``replays`` counts the replays that run right now, in any session.
-    ``raised`` is the last exception that came out of something the loop called, with its entry.
+    unless its id is in ``met``, ``on_error`` when the tape itself fails. ``enabled`` is set by the session. Invariant:
+    while ``_depth`` is above 0 the loop is inside something that is noted as a whole, and nothing is added. ``replays``
+    counts the replays that run right now, in any session. ``raised`` is the last exception that came out of something
+    the loop called, with its entry.
     """
 
     replays: ClassVar[int] = 0
@@ -84,10 +85,9 @@ class Tape(TorchFunctionMode):
                 torch._C._push_on_torch_function_stack(mode)
 
     def uninstall(self) -> None:
-        """Give every class its own ``__call__`` back and forget everything; the mode stays on the stack."""
+        """Give every class its own ``__call__`` back; the mode stays on the stack."""
         self.enabled = False
         self.roots.uninstall()
-        self.restart()
 
     def restart(self) -> None:
         """Forget the step: parameters have just changed."""
@@ -327,20 +327,22 @@ class Tape(TorchFunctionMode):
         try:
             try:
                 entry = self._prepare_module(module, args, kwargs, sys._getframe(2))
+                watching = self.roots.look_away()
             except Exception as error:
                 self._on_error(error)
                 return original(module, *args, **kwargs)
             try:
-                if self.roots.is_settled:
-                    output = original(module, *args, **kwargs)
-                else:
-                    with self.roots.unwatched():
-                        output = original(module, *args, **kwargs)
+                output = original(module, *args, **kwargs)
             except BaseException as error:
                 self.raised = (error, entry)
                 raise
-            entry.output = output
-            self._finish_module(entry)
+            finally:
+                if watching is not None:
+                    torch.nn.Module.__call__ = watching  # type: ignore[method-assign]
+            try:
+                self._finish_module(entry, output)
+            except Exception as error:
+                self._on_error(error)
             return output
         finally:
             self.step_back(popped)
@@ -359,12 +361,10 @@ class Tape(TorchFunctionMode):
         self.entries.append(entry)
         return entry
 
-    def _finish_module(self, entry: Entry) -> None:
-        try:
-            made = self.memory.made
-            made.update(map(id, new_tensors(entry, made)))
-        except Exception as error:
-            self._on_error(error)
+    def _finish_module(self, entry: Entry, output: Any) -> None:
+        entry.output = output
+        made = self.memory.made
+        made.update(map(id, new_tensors(entry, made)))
 
     def _caller(self, frame: FrameType) -> FrameType | None:
         """The user's frame that calls a function; ``None`` inside a custom autograd function or an unknown root.
@@ -404,8 +404,7 @@ class Tape(TorchFunctionMode):
             if event == "return" and current is frame:
                 sys.setprofile(None)
                 self._depth -= 1
-                entry.output = value
-                self._finish_module(entry)
+                self.guard(self._finish_module, entry, value)
 
         sys.setprofile(wait)
 

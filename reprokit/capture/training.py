@@ -120,13 +120,10 @@ class Training:
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
+        self.tape.memory.forget()
+        self.history.forget()
         self.buffers.clear()
-        self.history = History(0)
-        self.tape.memory.on_first_write = _ignore
 
     def _know_state(self) -> None:
         self.tape.memory.know_state(self.history.changing(), self.history.untouched())
 
-
-def _ignore(tensor: torch.Tensor) -> None:
-    del tensor

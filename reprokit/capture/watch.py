@@ -72,6 +72,10 @@ class Sentinel:
             gradient = chosen.grad
         return gradient
 
+    def forget(self) -> None:
+        """Let go of the parameters."""
+        self._chosen.clear()
+
     def _choose(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
         with_grad = (p for p in parameters_of(optimizer) if p.grad is not None and p.grad.layout is torch.strided)
         early = [parameter for parameter, _ in zip(with_grad, range(_CANDIDATES), strict=False)]
@@ -96,17 +100,22 @@ class LaterFlags:
         flag = torch.stack([_sum(tensor) for tensor in self._waiting]).sum()
         host = torch.empty((), dtype=flag.dtype, pin_memory=True)
         host.copy_(flag, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._sent.append((host, event))
         self._waiting = []
 
     def poll(self) -> bool:
         """Whether a flag that has arrived by itself is bad."""
-        while self._sent and self._sent[0][1].query():
+        while self._sent and self._sent[0][1].query():  # type: ignore[no-untyped-call]
             if not math.isfinite(self._sent.pop(0)[0].item()):
                 return True
         return False
+
+    def forget(self) -> None:
+        """Nothing waits any more."""
+        self._waiting.clear()
+        self._sent.clear()
 
     def read(self) -> bool:
         """Whether anything was bad; waits for the device."""

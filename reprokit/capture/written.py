@@ -40,6 +40,11 @@ class WrittenMemory:
         self._by_memory = {}
         self._scanned = 0
 
+    def forget(self) -> None:
+        """There is no state to know any more."""
+        self.on_first_write = lambda tensor: None
+        self._state, self._untouched = set(), {}
+
     def know_state(self, copied: Iterable[torch.Tensor], untouched: Iterable[torch.Tensor]) -> None:
         """These tensors are all the state: a capture holds copies of the ones, and of the others once they are
         written."""

@@ -53,20 +53,27 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 GUARDS = {
     "Tape.guard",
     "Tape.paused",
+    "Tape.step_aside",
+    "Tape.step_back",
+    "Copies.give_back",
+    "OptimizerNote.give_back",
+    "State.give_back",
     "Tape.install",
     "Tape.uninstall",
     "Tape.leave_stack",
     "Tape.is_root_call",
     "Tape.call_module",
     "Tape.__torch_function__",
+    "Tape._differentiate",
     "_Paused.__init__",
     "_Paused.__enter__",
     "_Paused.__exit__",
     "RootCalls.install",
     "RootCalls.uninstall",
 }
-WITHOUT_FAULTS = {"session", "hooks", "launch", "block", "structure"}  # the guards, their callers, and running scripts
-NOT_IN_THESE_RUNS = {"exceptions"}
+# The guards, their callers, and what runs before or without a loop.
+WITHOUT_FAULTS = {"session", "hooks", "launch", "block", "structure", "rank_name"}
+NOT_IN_THESE_RUNS = {"exceptions", "warned"}
 PARTS = [part.name for part in pkgutil.iter_modules(reprokit.capture.__path__) if part.name not in WITHOUT_FAULTS]
 
 
