@@ -117,6 +117,11 @@ class History:
         """The optimizers that are alive."""
         return [optimizer for reference in self._optimizers.values() if (optimizer := reference()) is not None]
 
+    @property
+    def num_optimizers(self) -> int:
+        """How many optimizers were met, alive or not."""
+        return len(self._optimizers)
+
     def changing(self) -> list[torch.Tensor]:
         """The tensors that steps change, each once."""
         unique: dict[int, torch.Tensor] = {}
@@ -187,8 +192,11 @@ class History:
             return True
         return (time.perf_counter() - self._taken_at) * _SHARE >= self._cost
 
-    def take(self, started: float) -> None:
-        """Copy the state of now and forget the steps; ``started`` is when the checks before it began."""
+    def take(self, started: float, unfinished: Iterable[torch.optim.Optimizer] = ()) -> None:
+        """Copy the state of now and forget the steps; ``started`` is when the checks before it began.
+
+        The optimizers that are ``unfinished`` have gradients of which they are still to make a step.
+        """
         if self.steps:
             seconds = (started - self._taken_at) / (len(self.steps) + 1)
             self.is_short = seconds < _SHORT and not any(tensor.is_cuda for tensor in self.state.copies.tensors)
@@ -201,6 +209,7 @@ class History:
                 self.give_up()
             else:
                 self.state.take(tensors, self.optimizers)
+                self.state.take_gradients(p for optimizer in unfinished for p in parameters_of(optimizer))
                 self.is_complete = True
                 self.num_copies += 1
         self._taken_at = time.perf_counter()

@@ -10,6 +10,7 @@ import torch
 
 from reprokit.capture.entry import Entry
 from reprokit.capture.structure import iter_tensors
+from reprokit.capture.written_names import argument_names
 from reprokit.program.sites import kind_of_file
 from reprokit.program.trace import Origin
 
@@ -75,6 +76,15 @@ class Names:
                 origin = known.get((entry.code, entry.line, entry.name, position))
                 if origin is not None:
                     self._origins.setdefault(id(tensor), origin)
+
+    def add_by_source(self, entry: Entry) -> None:
+        """Names of the variables that a root module is given where its call is written."""
+        if entry.kind == "module" and entry.code is not None:
+            where = (entry.code.co_filename, entry.line)
+            names = argument_names(*where, len(entry.args), frozenset(map(str, entry.kwargs)))
+            for name, value in zip(names, entry.args, strict=False):
+                if name is not None:
+                    self._add_values(name, value)
 
     def _add_values(self, name: str, value: Any) -> None:
         if isinstance(value, dict):

@@ -47,6 +47,7 @@ def replay(
     perform_last: bool,
     raises: bool = False,
     state: Set[int] = frozenset(),
+    with_gradient: Set[int] = frozenset(),
 ) -> Replayed:
     """Run ``entries`` again and record them.
 
@@ -55,7 +56,7 @@ def replay(
     entry is a differentiation that the loop did not come to, because its start was already bad; ``raises`` is true when
     the last entry is expected to raise. ``state`` are the ids of tensors that the caller has put back.
     """
-    recorder = _Recorder(saved, describe, state)
+    recorder = _Recorder(saved, describe, state, with_gradient)
     needed = entries if raises else needed_entries(entries)
     error = None
     with recording(recorder.tracer), Modes() as modes:
@@ -114,8 +115,10 @@ class _Recorder(Player):
         saved: Mapping[int, torch.Tensor],
         describe: Callable[[torch.Tensor], Origin | None],
         state: Set[int] = frozenset(),
+        with_gradient: Set[int] = frozenset(),
     ) -> None:
-        super().__init__(saved, state=state)
+        super().__init__(saved, with_gradient, state=state)
+        self._zeroed: dict[int, tuple[torch.Tensor, int]] = {}
         self.tracer = Tracer(self._describe, driver=_DRIVER)
         self.starts: list[tuple[int, torch.Tensor]] = []
         self._describe_old = describe
@@ -139,7 +142,8 @@ class _Recorder(Player):
     def _play_zero_grad(self, entry: Entry, args: Any, kwargs: Any) -> None:
         owner = entry.args[0]
         super()._play_zero_grad(entry, args, kwargs)
-        parameters = parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else owner.parameters()
+        parameters = list(parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else owner.parameters())
+        self._zeroed.update((id(p), (p.grad, p.grad._version)) for p in parameters if p.grad is not None)
         known = [p for p in parameters if self.tracer.value_of(p) is not None]
         if self._differentiated and known:
             refs = [Ref(self.tracer.value(parameter)) for parameter in known]
@@ -165,12 +169,18 @@ class _Recorder(Player):
             for parameter in with_grad:
                 tracer.save_before_write(parameter)
             params.append([Ref(tracer.value(p)) for p in with_grad])
-            grads.append([None if self._differentiated else Ref(tracer.value(p.grad)) for p in with_grad])
+            grads.append([None if self._is_from_program(p) else Ref(tracer.value(p.grad)) for p in with_grad])
             options.append(self._plain_items(group, without="params"))
             states.append([self._plain_items(optimizer.state.get(p, {}), role="state") for p in with_grad])
         call = tracer.make_call(f"torch.optim.{type(optimizer).__name__}.step")
         content = {"params": params, "grads": grads, "options": options, "state": states}
         return replace(call, kwargs=content, phase="optimizer")
+
+    def _is_from_program(self, parameter: torch.Tensor) -> bool:
+        """Whether the program itself computes a gradient, which is not what `zero_grad` has left of an older one."""
+        left = self._zeroed.get(id(parameter))
+        is_left = left is not None and left[0] is parameter.grad and left[0]._version == left[1]
+        return self._differentiated and not is_left
 
     def _plain_items(self, items: Mapping[str, Any], without: str = "", role: str = "") -> dict[str, Any]:
         """The entries of a state or option dict that a program can hold."""

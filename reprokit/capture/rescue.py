@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -41,7 +41,8 @@ class FailedStep:
     ``pending`` is the differentiation that was not begun because its start was bad. ``buffers`` and ``generators`` lead
     back to where the step began; ``buffers`` is ``None`` when the state is there already. ``raised`` is the exception
     that ended the step, with the place it was raised at. ``likewise`` are entries of a step whose variables are still
-    there to name tensors by. ``notes`` say what is known to differ from training.
+    there to name tensors by. ``with_gradient`` are the ids of leaves that had a gradient when the failure was noticed.
+    ``notes`` say what is known to differ from training.
     """
 
     observed_at: str
@@ -58,6 +59,7 @@ class FailedStep:
     capture: dict[str, Any]
     raised: Raised | None = None
     likewise: list[Entry] = field(default_factory=list)
+    with_gradient: Set[int] = frozenset()
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -71,13 +73,20 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Snapshot:
     names = _names(step, frame)
     notes = list(step.notes)
     raises = step.raised is not None and step.raised.is_call
+    with_gradient = step.with_gradient or {id(leaf) for leaf in _leaves(step) if leaf.grad is not None}
     with _at_its_beginning(step), warnings.catch_warnings(), torch.autograd.set_detect_anomaly(False):
         warnings.simplefilter("ignore")
         rng = get_rng_state()
         performs = step.pending is None
         state = {id(buffer) for module in step.modules for buffer in module.buffers()}
         replayed = replay(
-            step.all_entries, step.saved, names.describe, perform_last=performs, raises=raises, state=state
+            step.all_entries,
+            step.saved,
+            names.describe,
+            perform_last=performs,
+            raises=raises,
+            state=state,
+            with_gradient=with_gradient,
         )
         failure = locate(replayed.program, replayed.tensors)
     if failure is None:
@@ -113,6 +122,7 @@ def _names(step: FailedStep, frame: FrameType | None) -> Names:
     names.add_locals(frame)
     names.add_by_place(step.all_entries, step.likewise)
     for entry in step.all_entries:
+        names.add_by_source(entry)
         names.add_arguments(entry, plain=True)
     return names
 

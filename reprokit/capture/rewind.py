@@ -7,7 +7,7 @@ replay sees. The user's live state is borrowed and given back as it was.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,7 +40,10 @@ class Found:
 
 
 class Rewind:
-    """Plays the steps of a history. ``going_back`` is the context in which the live state is borrowed."""
+    """Plays the steps of a history. ``going_back`` is the context in which the live state is borrowed.
+
+    ``with_gradient`` are the ids of leaves that had a gradient when the failure was noticed.
+    """
 
     def __init__(self, history: History, steps: list[PastStep]) -> None:
         self._history = history
@@ -50,7 +53,7 @@ class Rewind:
         self._carried: dict[int, torch.Tensor] = {}
         self._used_later = _used_later(steps)
         self.notes: list[str] = []
-        self._persistent: set[int] = set()
+        self.with_gradient: set[int] = set()
 
     @contextlib.contextmanager
     def going_back(self) -> Iterator[None]:
@@ -64,10 +67,10 @@ class Rewind:
             live = self._history.state.put_back()
             stack.callback(live.give_back)
             grads = [(leaf, leaf.grad) for leaf in leaves]
-            self._persistent = {id(leaf) for leaf, grad in grads if grad is not None}
+            self.with_gradient = {id(leaf) for leaf, grad in grads if grad is not None}
             stack.callback(_give_gradients, grads)
-            for leaf in leaves:
-                leaf.grad = None
+            _give_gradients([(leaf, None) for leaf in leaves])
+            _give_gradients([(leaf, grad.clone()) for leaf, grad in self._history.state.gradients])
             yield
 
     def find(self) -> Found | None:
@@ -75,8 +78,7 @@ class Rewind:
         for number, step in enumerate(self._steps):
             found = self._play(step, self._saved[number])
             if found is not None:
-                for leaf in self._leaves():
-                    leaf.grad = None
+                _give_gradients([(leaf, None) for leaf in self._leaves()])
                 self._start.give_back()
                 found.notes = self.notes
                 return found
@@ -84,7 +86,7 @@ class Rewind:
 
     def _play(self, step: PastStep, saved: dict[int, torch.Tensor]) -> Found | None:
         state = {id(tensor) for tensor in self._history.changing()}
-        player = Player(saved, self._persistent, self._carried, state)
+        player = Player(saved, self.with_gradient, self._carried, state)
         lead, rest = _split(step.entries)
         with Modes() as modes, python_generators_restored(step.generators):
             for entry in lead:
@@ -174,6 +176,6 @@ def _saved_by_step(steps: list[PastStep]) -> list[dict[int, torch.Tensor]]:
     return result[::-1]
 
 
-def _give_gradients(grads: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+def _give_gradients(grads: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
     for leaf, grad in grads:
         leaf.grad = grad

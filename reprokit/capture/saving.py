@@ -4,7 +4,7 @@ step that the past shows to be the first bad one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -99,12 +99,13 @@ class _Describing:
             with rewind.going_back():
                 found = rewind.find()
                 if found is not None:
-                    return make_snapshot(self._failed_before(found, steps), self._noticed.frame), []
+                    failed = self._failed_before(found, steps, rewind.with_gradient)
+                    return make_snapshot(failed, self._noticed.frame), []
         except CannotGoBack as reason:
             return None, [str(reason)]
         return None, [*rewind.notes, NOT_SHOWN]
 
-    def _failed_before(self, found: Found, steps: list[PastStep]) -> FailedStep:
+    def _failed_before(self, found: Found, steps: list[PastStep], with_gradient: Set[int]) -> FailedStep:
         """The step that a rewind has found; the live state is where that step began."""
         earlier = [step.entries for step in steps[: steps.index(found.step)]]
         entries = with_makers(found.entries, earlier)
@@ -112,7 +113,14 @@ class _Describing:
         likewise = self._training.tape.entries
         made = sum(entry.kind == "differentiate" and entry.name != "torch.autograd.grad" for entry in found.entries)
         micro_step = made if found.observed_at in ("loss", "output") else found.step.micro_step
-        return replace(failed, buffers=None, notes=found.notes, likewise=likewise, micro_step=micro_step)
+        return replace(
+            failed,
+            buffers=None,
+            notes=found.notes,
+            likewise=likewise,
+            micro_step=micro_step,
+            with_gradient=with_gradient,
+        )
 
     def _with_graphs_from_before(self, step: PastStep) -> tuple[list[Entry], dict[int, torch.Tensor], Entry | None]:
         """The running step, begun with what earlier steps made with a graph that it goes on with."""

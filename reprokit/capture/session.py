@@ -476,13 +476,14 @@ class Session:
     def _bad_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """The quick look at the gradients of a step; a hit is confirmed tensor by tensor."""
         clipped, self._clipped = self._clipped, None
-        if not self._judges or self._watch == "deferred" or self._stepper_scaler:
+        can_wait = self._training.history.is_complete
+        if not self._judges or self._stepper_scaler or (self._watch == "deferred" and can_wait):
             return False
-        if self._training.history.is_short and clipped is None and self._training.ranks.is_alone:
+        if self._training.history.is_short and clipped is None and can_wait:
             return False  # cheaper to go back a few short steps than to look at every one
-        if self._watch == "every-step":
-            return bad_tensor(self._gradients(optimizer)) is not None
         gradient = self._sentinel.gradient(optimizer)
+        if self._watch == "every-step" or (not can_wait and gradient is not None and not gradient.is_cuda):
+            return bad_tensor(self._gradients(optimizer)) is not None
         if gradient is None or gradient.is_cuda:
             self._later.add([clipped] if clipped is not None else [])
             return False

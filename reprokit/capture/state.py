@@ -171,16 +171,24 @@ class OptimizerNote:
 
 
 class State:
-    """Everything that steps change, at one moment: tensors' contents and optimizers' notes."""
+    """Everything that steps change, at one moment: tensors' contents and optimizers' notes.
+
+    ``gradients`` pairs parameters with copies of gradients that were still to be used at that moment.
+    """
 
     def __init__(self) -> None:
         self.copies = Copies()
+        self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._notes: list[OptimizerNote] = []
 
     def take(self, tensors: list[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Remember all of it, reusing memory."""
         self.copies.take(tensors)
         self._notes = [OptimizerNote(optimizer) for optimizer in optimizers]
+
+    def take_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Remember gradients, which an optimizer's step is still to use."""
+        self.gradients = [(p, p.grad.detach().clone()) for p in parameters if p.grad is not None]
 
     def add(self, tensors: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
         """Remember more."""
@@ -189,7 +197,7 @@ class State:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._notes = []
+        self._notes, self.gradients = [], []
         self.copies.clear()
 
     def put_back(self) -> State:

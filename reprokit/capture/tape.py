@@ -265,6 +265,8 @@ class Tape(TorchFunctionMode):
         if entry.is_state:
             self._keep_random_outcome(entry)
             self.entries.append(entry)
+            if entry.name in functions.DATA_WRITES:
+                self.memory.moved(entry.args[0])
             return
         entry.output = output
         outputs = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
@@ -438,7 +440,7 @@ def _versions(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[to
 
 def _begins_forward(name: str, versions: list[tuple[torch.Tensor, int]]) -> bool:
     """Whether a function after a hand-made update is no more part of it: it builds a graph."""
-    if not torch.is_grad_enabled() or name.endswith("__get__") or functions.is_in_place(name):
+    if not torch.is_grad_enabled() or name.endswith(("__get__", "__set__")) or functions.is_in_place(name):
         return False
     return any(tensor.requires_grad for tensor, _ in versions)
 

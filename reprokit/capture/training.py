@@ -6,6 +6,8 @@ No decisions are made here, and nothing is hooked.
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from reprokit.capture.counting import Iterations
@@ -37,9 +39,14 @@ class Training:
         self.scalers = ScalerWatch()
         self.ranks = Ranks()
         tape.memory.on_first_write = history.add_written
+        tape.memory.on_conversion = self._convert
+        self._is_converted = False
+        self._finished: set[int] = set()  # optimizers that have stepped since the last differentiation
 
     def meet_module(self, module: torch.nn.Module) -> None:
         """A root module is about to be called: note its buffers and the generators before it changes them."""
+        if self._is_converted:
+            self._begin_anew()
         self.generators.before_module()
         if self.history.meet_module(module):
             self.buffers.add_module(module)
@@ -63,13 +70,16 @@ class Training:
         rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
         if rate.__class__ is torch.Tensor:
             rate = rate.detach().clone()
+        if self.history.num_optimizers > 1:
+            if any(entry.kind == "differentiate" for entry in self.tape.entries):
+                self._finished.clear()
+            self._finished.add(id(optimizer))
+        elif optimizer is not None:
+            self._finished = {id(optimizer)}
         self.timeline.end_step(self.iterations.completed, rate, self.scalers.scale)
         if checked_since is not None:
-            self.history.take(checked_since)
-            self.freezer.forget()
-            self._know_state()
+            self._copy_state(checked_since)
             self.generators.look_closely()
-            self.tape.met.clear()
         elif self.history.is_complete:
             self._keep_step()
         if optimizer is None:
@@ -123,6 +133,26 @@ class Training:
         self.tape.memory.forget()
         self.history.forget()
         self.buffers.clear()
+
+    def _convert(self) -> None:
+        """State is of another type or shape now: its copies are of no use, and there is no going back behind this."""
+        self._is_converted = True
+        self.history.interrupt()
+        self.tape.met.clear()
+
+    def _begin_anew(self) -> None:
+        """A converted model is used for the first time: what it is now is where its past begins."""
+        self._is_converted = False
+        entries = self.tape.entries
+        if not any(entry.kind in ("module", "differentiate") for entry in entries):
+            entries[:] = [entry for entry in entries if not entry.writes_state]
+            self._copy_state(time.perf_counter())
+
+    def _copy_state(self, started: float) -> None:
+        self.history.take(started, [o for o in self.history.optimizers if id(o) not in self._finished])
+        self.freezer.forget()
+        self._know_state()
+        self.tape.met.clear()
 
     def _know_state(self) -> None:
         self.tape.memory.know_state(self.history.changing(), self.history.untouched())

@@ -19,7 +19,8 @@ _SMALL = 65_536  # elements that are always worth saving before a write
 class WrittenMemory:
     """Knows the memory of the state, and what outside tensors held before the step wrote into them.
 
-    ``made`` holds the ids of tensors that the step made. Invariant: ``_by_memory`` lists the outside tensors of the
+    ``made`` holds the ids of tensors that the step made. ``_format`` is that of the last state that was judged.
+    Invariant: ``_by_memory`` lists the outside tensors of the
     first
     ``_scanned`` entries by their memory.
     """
@@ -30,6 +31,8 @@ class WrittenMemory:
         self._state: set[int] = set()
         self._untouched: dict[int, torch.Tensor] = {}
         self.on_first_write: Callable[[torch.Tensor], None] = lambda tensor: None
+        self.on_conversion: Callable[[], None] = lambda: None
+        self._format: tuple[torch.dtype, torch.Size, torch.device] | None = None
         self._by_memory: dict[int, list[torch.Tensor]] = {}
         self._scanned = 0
 
@@ -43,6 +46,7 @@ class WrittenMemory:
     def forget(self) -> None:
         """There is no state to know any more."""
         self.on_first_write = lambda tensor: None
+        self.on_conversion = lambda: None
         self._state, self._untouched = set(), {}
 
     def know_state(self, copied: Iterable[torch.Tensor], untouched: Iterable[torch.Tensor]) -> None:
@@ -69,6 +73,7 @@ class WrittenMemory:
             return None
         if self.is_state(target):
             self._announce(target)
+            self._format = (target.dtype, target.shape, target.device)
             return True
         if isinstance(target, torch.nn.Parameter):
             return None  # of a module that no root holds yet
@@ -86,6 +91,14 @@ class WrittenMemory:
             if id(tensor) not in self.saved:
                 self.saved[id(tensor)] = tensor.detach().clone(memory_format=torch.preserve_format)
         return False
+
+    def moved(self, target: torch.Tensor) -> None:
+        """State that was just judged got other memory, perhaps of another type or shape."""
+        pointer = _pointer(target)
+        if pointer is not None:
+            self._state.add(pointer)
+        if self._format != (target.dtype, target.shape, target.device):
+            self.on_conversion()
 
     def _announce(self, target: torch.Tensor) -> None:
         """State that nothing had written so far is about to change."""

@@ -196,7 +196,6 @@ _IN_PLACE_OPERATORS = frozenset(
         "__ixor__",
         "__ilshift__",
         "__irshift__",
-        "__set__",
     ]
 )
 

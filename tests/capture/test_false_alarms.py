@@ -825,18 +825,27 @@ def a_line_search() -> list[torch.Tensor]:
     return ending(model)
 
 
-def test_warnings_of_torch_name_the_line_of_the_loop(tmp_path: Path) -> None:
-    """The same warning, from the same place, so that filters by module and once-per-line work as without capture."""
+@pytest.mark.parametrize("action", ["always", "default"])
+def test_warnings_of_torch_name_the_line_of_the_loop(action: Any, tmp_path: Path) -> None:
+    """The same warnings, from the same places, so that filters by module and once-per-line work as without capture."""
 
-    def warned() -> list[tuple[str, int]]:
+    def warned() -> list[tuple[str, int, str]]:
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+            warnings.simplefilter(action)
             model = plain_net()
-            for _, x, y in batches(2):
-                float(classify(model, x, y))
-        return [(warning.filename, warning.lineno) for warning in caught]
+            for _, x, y in batches(3):
+                loss = classify(model, x, y)
+                float(loss)  # torch warns from C++
+                F.softmax(loss.expand(2, 2))  # and from Python, about its caller
+            float(loss)
+        return [(warning.filename, warning.lineno, str(warning.message)) for warning in caught]
 
-    plain = warned()
-    with Session(directory=tmp_path):
-        watched = warned()
+    torch.set_warn_always(True)
+    try:
+        plain = warned()
+        with Session(directory=tmp_path):
+            watched = warned()
+    finally:
+        torch.set_warn_always(False)
+    assert len(plain) == (7 if action == "always" else 3)
     assert watched == plain
