@@ -89,9 +89,15 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path) -> list[s
     else:
         what = f"{failure['kind']} from `{failure['call']}`"
     said = f"captured {what} at step {failure['step']} -> {shown}"
-    if failure["call"] is None and failure["input"] is None:  # nothing that a program could do again
+    if not can_be_shrunk(result):
         return [said, f"next: {shlex.join(['reprokit', 'show', shown])}"]
     return [said, f"next: {shlex.join(['reprokit', 'shrink', shown])}"]
+
+
+def can_be_shrunk(result: Mapping[str, Any]) -> bool:
+    """Whether a snapshot with this summary holds a program, and an origin that the program could show again."""
+    failure = result["failure"]
+    return result["program"]["calls"] > 0 and (failure["call"] is not None or failure["input"] is not None)
 
 
 def shown_path(path: Path, start: Path | None = None) -> str:

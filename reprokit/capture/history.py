@@ -221,7 +221,8 @@ class History:
         self.is_complete = False
 
     def give_up(self) -> None:
-        """The state does not fit into the memory limit."""
+        """Take no copies any more: they would not fit into the memory limit, or be of no use."""
+        self._every = 0
         self.interrupt()
         self.state.clear()
 

@@ -9,7 +9,7 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,9 +25,10 @@ from reprokit.capture.state import Copies, parameters_of
 from reprokit.capture.structure import is_leaf, iter_tensors
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import EXCEPTION, Failure, kind_of
-from reprokit.locate.ways import NAN, ways_of
+from reprokit.locate.ways import NAN, local_part, ways_of
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE
 from reprokit.program.run import matmul_precision
+from reprokit.program.trace import Origin, Tracer
 from reprokit.snapshot.environment import collect_environment
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.rng import get_rng_state
@@ -97,6 +98,23 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Snapshot:
     notes += replayed.mismatches
     replayed.is_close = replayed.is_close and not step.notes
     return _assemble(step, replayed, failure, notes, rng)
+
+
+def snapshot_without_replay(step: FailedStep, frame: FrameType | None) -> Snapshot:
+    """Describe a failed step that cannot be run again here: what its root modules were given, and what was seen."""
+    names = _names(step, frame)
+    rng = get_rng_state()
+    tracer = Tracer(names.describe)
+    for entry in step.entries:
+        for tensor, _ in entry.versions if entry.kind == "module" else ():
+            if is_leaf(tensor) or not tensor.requires_grad:
+                tracer.adopt(local_part(tensor), names.describe(tensor) or Origin("input"))
+    replayed = Replayed(tracer.program(), tracer.tensors, is_close=False)
+    bad = next((item for item in replayed.program.inputs if ways_of(tracer.tensors[item.value])), None)
+    failure = _unexplained(step)
+    if bad is not None and step.raised is None:
+        failure = replace(failure, phase="forward", input_name=bad.name, value=bad.value)
+    return _assemble(step, replayed, failure, step.notes, rng)
 
 
 def _unexplained(step: FailedStep) -> Failure:

@@ -15,7 +15,7 @@ import torch
 from reprokit.capture.entry import Entry, with_makers
 from reprokit.capture.exceptions import Raised
 from reprokit.capture.history import PastStep
-from reprokit.capture.rescue import FailedStep, make_snapshot
+from reprokit.capture.rescue import FailedStep, make_snapshot, snapshot_without_replay
 from reprokit.capture.rewind import Found, Rewind
 from reprokit.capture.state import CannotGoBack
 from reprokit.capture.timeline import number_of
@@ -23,6 +23,10 @@ from reprokit.capture.training import Training
 from reprokit.snapshot.format import Snapshot, save
 
 NOT_KEPT = "the state from before the step was not kept, so there was no going back"
+NOT_REPLAYED = (
+    "the parameters are spread over several processes, so the step could not be replayed in one; "
+    "the snapshot holds what the step was given"
+)
 NOT_SHOWN = "playing the steps since the last copy did not show when the state went bad"
 
 
@@ -76,6 +80,9 @@ class _Describing:
         training.freeze_past()
         entries = _before(training.tape.entries, noticed.pending)
         step = training.step_of(entries, training.tape.saved)
+        if training.ranks.is_sharded:
+            failed = self._failed(step, noticed.observed_at, entries, step.saved, noticed.pending)
+            return snapshot_without_replay(replace(failed, raised=noticed.raised, notes=[NOT_REPLAYED]), noticed.frame)
         notes: list[str] = []
         is_past = noticed.is_late or (noticed.raised is None and training.history.newly_bad() is not None)
         if is_past:

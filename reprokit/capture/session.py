@@ -29,6 +29,7 @@ from reprokit.capture.tape import Tape
 from reprokit.capture.training import Training
 from reprokit.capture.watch import LaterFlags, Sentinel, bad_tensor, is_bad, is_handed_to_kernel, judged
 from reprokit.program.ir import BACKWARD, Mode
+from reprokit.snapshot.format import Snapshot
 
 ON = ("nonfinite", "exception")
 PLAIN_MODE = Mode()
@@ -183,6 +184,8 @@ class Session:
         if self._active:
             self._complain("switched off after an error of its own", error)
             self._leave()
+            with contextlib.suppress(Exception):
+                self._training.ranks.leave()
 
     def _say(self, text: str) -> None:
         if not self._quiet:
@@ -217,7 +220,7 @@ class Session:
         except Exception as error:
             self._switch_off(error)
             return
-        if verdict == "now" and self._training.ranks.is_parallel:
+        if verdict == "now" and not self._training.ranks.is_alone:
             self._held = self._held or entry  # the other processes wait for this backward
         elif verdict == "now":
             self._fail("loss", pending=entry)
@@ -384,11 +387,12 @@ class Session:
         try:
             self._training.meet_optimizer(optimizer)
             is_bad_gradient = closure is None and self._bad_gradients(optimizer)
+            is_accused = self._training.ranks.is_sharded and self._training.is_accused
         except Exception as error:
             self._switch_off(error)
             return None
-        if (is_bad_gradient or self._held is not None) and self._training.ranks.is_parallel:
-            self._fail_together(is_bad_gradient)
+        if (is_bad_gradient or is_accused or self._held is not None) and not self._training.ranks.is_alone:
+            self._fail_together(is_accused or (is_bad_gradient and self._training.ranks.is_parallel))
         elif is_bad_gradient:
             self._fail("gradient")
         if not self._is_watching or closure is None:
@@ -541,19 +545,37 @@ class Session:
 
     def _fail_together(self, is_seen_by_all: bool) -> None:
         """One of several processes had a bad loss or gradient: its rank saves, and all stop in the same step."""
-        frame, guilty = sys._getframe(1), self._training.ranks.guilty()
-        if self._held is not None:
-            self._save(Noticed("loss", frame, self._held))
-        elif guilty:
-            self._leave()
-            self._say(f"the loss went bad on rank {guilty[0]}, which saves its step; this one stops with it")
-        else:
-            self._save(Noticed("gradient", frame))
-        if is_seen_by_all and self._after == "stop" and self._training.ranks.meet_all():
+        frame, ranks = sys._getframe(1), self._training.ranks
+        try:
+            guilty = ranks.guilty()
+            if self._held is not None:
+                self._save(Noticed("loss", frame, self._held))
+            elif guilty:
+                self._leave()
+                self._say(f"the loss went bad on rank {guilty[0]}, which saves its step")
+            else:
+                self._save(Noticed("gradient", frame), self._is_ours if is_seen_by_all else None)
+                ranks.tell(False)  # in case that it could not find out: the others wait for an answer
+            all_stop = is_seen_by_all and self._after == "stop" and ranks.meet_all()
+        except Exception as error:
+            self._switch_off(error)
+            return
+        if all_stop:
             raise CaptureStop(self)
+        if self._after == "stop":
+            self._say("the other processes have not seen it, so the training goes on, unwatched")
 
-    def _save(self, noticed: Noticed) -> Path | None:
-        """Write a snapshot of the failing step; the session is over then, whatever comes of it."""
+    def _is_ours(self, snapshot: Snapshot) -> bool:
+        """Whether this process's own step made the bad gradient that all of them have after averaging."""
+        own, ranks = snapshot.failure.call is not None or snapshot.failure.input_name is not None, self._training.ranks
+        ranks.tell(own)
+        guilty, rank = ranks.hear(), ranks.rank
+        if guilty and rank not in guilty:
+            self._say(f"the gradients went bad on rank {guilty[0]}, which saves its step")
+        return rank in guilty or (not guilty and rank == 0)
+
+    def _save(self, noticed: Noticed, is_wanted: Callable[[Snapshot], bool] | None = None) -> Path | None:
+        """Write a snapshot of the failing step, if it ``is_wanted``; the session is over then in any case."""
         self._active = False
         path = None
         with self._tape.paused():
@@ -561,9 +583,10 @@ class Session:
             self._settle_watching()
             try:
                 snapshot = snapshot_of(self._training, noticed, self._command, {"watch": self._watch})
-                path = self._place.write(snapshot)
-                self.snapshots.append(path)
-                self.results.append({**snapshot.summary(), "path": str(path)})
+                if is_wanted is None or is_wanted(snapshot):
+                    path = self._place.write(snapshot)
+                    self.snapshots.append(path)
+                    self.results.append({**snapshot.summary(), "path": str(path)})
             except Exception as error:
                 self._complain("could not save the failing step", error)
             finally:

@@ -49,6 +49,7 @@ class Training:
             self._begin_anew()
         self.generators.before_module()
         if self.history.meet_module(module):
+            self._meet_ranks()
             self.buffers.add_module(module)
             self._know_state()
         if not self.generators.is_looking:
@@ -57,10 +58,18 @@ class Training:
     def meet_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
         if self.history.meet_optimizer(optimizer):
-            self.ranks.meet(self.history.modules)
-            if not self.ranks.is_alone:
-                self.history.give_up()  # going back would need the gradients of the other processes
+            self._meet_ranks()
             self._know_state()
+
+    def _meet_ranks(self) -> None:
+        self.ranks.meet(self.history.modules)
+        if not self.ranks.is_alone:
+            self.history.give_up()  # going back would need the gradients of the other processes
+
+    @property
+    def is_accused(self) -> bool:
+        """Whether some process's loss was bad in the step that is running."""
+        return self.ranks.is_accused(self.iterations.completed)
 
     def end_step(self, optimizer: torch.optim.Optimizer | None, checked_since: float | None) -> None:
         """The running step is over: keep it, or, when everything was just checked, take a new copy of the state.
@@ -156,4 +165,3 @@ class Training:
 
     def _know_state(self) -> None:
         self.tape.memory.know_state(self.history.changing(), self.history.untouched())
-

@@ -14,7 +14,7 @@ import torch
 from reprokit.capture.entry import Entry
 from reprokit.capture.state import parameters_of
 from reprokit.capture.structure import iter_tensors
-from reprokit.locate.ways import ways_of
+from reprokit.locate.ways import local_part, ways_of
 
 _HALVES = (torch.float16, torch.bfloat16)
 _CANDIDATES = 8  # parameters with a gradient, from the model's beginning, among which the sentinel is chosen
@@ -34,7 +34,7 @@ def bad_tensor(tensors: Iterable[torch.Tensor]) -> int | None:
 
     One fused norm over all of them screens; a finite tensor whose norm overflows is a false hit and is cleared.
     """
-    candidates = list(tensors)
+    candidates = [local_part(tensor) for tensor in tensors]
     if not candidates or _is_finite_together(candidates):
         return None
     return next((number for number, tensor in enumerate(candidates) if ways_of(tensor)), None)
@@ -70,7 +70,7 @@ class Sentinel:
                 return None
             self._chosen[id(optimizer)] = chosen
             gradient = chosen.grad
-        return gradient
+        return local_part(gradient) if gradient is not None and type(gradient) is not torch.Tensor else gradient
 
     def forget(self) -> None:
         """Let go of the parameters."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from reprokit.capture.block import can_be_shrunk
 from reprokit.cli.console import Verbosity, common_options, print_json, shown_command
 
 
@@ -28,7 +29,8 @@ class Show:
         if self.json:
             print_json(summary)
         else:
-            print_summary(summary, next_command=shown_command("reprokit", "shrink", str(self.snapshot)))
+            command = ("reprokit", "shrink", str(self.snapshot)) if can_be_shrunk(summary) else ()
+            print_summary(summary, next_command=shown_command(*command))
             if self.verbosity is Verbosity.VERBOSE:
                 print_environment(summary["environment"])
         return 0
@@ -57,8 +59,9 @@ def print_summary(summary: dict[str, Any], next_command: str) -> None:
     console.print(Text(_headline(summary["failure"]), style="bold"))
     console.print()
     console.print(table)
-    console.print()
-    console.print(Text(f"next: {next_command}"), soft_wrap=True)
+    if next_command:
+        console.print()
+        console.print(Text(f"next: {next_command}"), soft_wrap=True)
 
 
 def print_environment(environment: dict[str, Any]) -> None:
@@ -68,18 +71,17 @@ def print_environment(environment: dict[str, Any]) -> None:
 
 def _headline(failure: dict[str, Any]) -> str:
     """One sentence on what failed, for example ``nan from softmax in layers.1 at step 7``."""
-    if failure["exception"]:
-        what = failure["exception"]["type"]
-    elif failure["call"] is None:
-        return f"{failure['kind']} already in `{failure['input'] or 'an input'}` at step {failure['step']}"
-    else:
-        what = failure["kind"]
-    return f"{what} from `{failure['call']}` ({failure['phase']}) at step {failure['step']}"
+    what = failure["exception"]["type"] if failure["exception"] else failure["kind"]
+    if failure["call"] is not None:
+        return f"{what} from `{failure['call']}` ({failure['phase']}) at step {failure['step']}"
+    if failure["input"] is not None:
+        return f"{what} already in `{failure['input']}` at step {failure['step']}"
+    return f"{what} at step {failure['step']}" + ("" if failure["exception"] else ", of unknown origin")
 
 
 def _rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     failure = summary["failure"]
-    yield "call", failure["call"] or "none: the value was bad before the step began"
+    yield "call", failure["call"] or _without_call(failure)
     if failure["backward_node"]:
         yield "autograd node", failure["backward_node"]
     yield "module", failure["module"] or "the training loop itself"
@@ -98,10 +100,22 @@ def _rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _surroundings(summary)
 
 
+def _without_call(failure: dict[str, Any]) -> str:
+    if failure["exception"]:
+        return "none: raised by the training loop's own code"
+    return "none: the value was bad before the step began" if failure["input"] is not None else "unknown"
+
+
 def _surroundings(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     losses = [entry["loss"] for entry in summary["timeline"] if entry.get("loss") is not None]
     if losses:
         yield "last losses", "  ".join(f"{loss:.4g}" for loss in losses[-5:])
+    capture = summary["capture"]
+    if "rank" in capture:
+        yield "process", f"rank {capture['rank']} of {capture['world_size']}"
+    if "watch" in capture:
+        size = f"{capture['history_bytes'] / 2**20:,.1f} MiB of state"
+        yield "capture", f"{capture['watch']}, with {capture['history_steps']:,} earlier steps and {size}"
     environment = summary["environment"]
     if environment:
         devices = ", ".join(environment["devices"]) or "CPU"

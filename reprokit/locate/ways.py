@@ -6,6 +6,7 @@ element, because a sum of finite values may overflow by itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -61,10 +62,16 @@ def is_finite_sum(values: torch.Tensor) -> bool:
     return bool(torch.isfinite(values.sum(dtype=dtype)))
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor that is spread over several; any other tensor itself."""
+    to_local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
 def _real_values(tensor: torch.Tensor) -> torch.Tensor | None:
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0 or tensor.is_meta:
         return None
-    values = tensor.detach()
+    values = local_part(tensor.detach())
     if values.layout is not torch.strided:
         values = values.coalesce().values() if values.layout is torch.sparse_coo else values.values()
     if values.is_complex():

@@ -70,6 +70,7 @@ class Snapshot:
             "git": self.source,
             "rng": {name: _describe_state(state) for name, state in self.rng.items()},
             "timeline": self.timeline,
+            "capture": {name: self.settings[name] for name in _CAPTURE_SETTINGS if name in self.settings},
         }
 
     def _describe_failure(self) -> dict[str, Any]:
@@ -89,6 +90,9 @@ class Snapshot:
             "num_bad": failure.num_bad,
             "num_elements": failure.num_elements,
         }
+
+
+_CAPTURE_SETTINGS = ("watch", "history_steps", "history_bytes", "rank", "world_size")
 
 
 def count_elements(program: Program, tensors: Mapping[int, torch.Tensor]) -> int:

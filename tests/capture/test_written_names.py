@@ -1,0 +1,45 @@
+"""Names of arguments where a call is written."""
+
+from pathlib import Path
+
+import pytest
+
+from reprokit.capture.written_names import argument_names
+
+SOURCE = """
+loss = criterion(model(x, other[0]), y)
+logits = model(
+    images,
+    option=3,
+)
+a = model(x) + model(y)
+b = model(*args)
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "num_args", "keywords", "names"),
+    [
+        (2, 2, (), []),  # two calls of two arguments
+        (3, 1, ("option",), ["images"]),
+        (4, 1, ("option",), ["images"]),
+        (3, 1, (), []),
+        (7, 1, (), []),
+        (8, 1, (), []),
+        (99, 1, (), []),
+    ],
+)
+def test_only_what_is_certain(
+    line: int, num_args: int, keywords: tuple[str, ...], names: list[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SOURCE)
+    assert argument_names(str(script), line, num_args, frozenset(keywords)) == names
+
+
+@pytest.mark.parametrize("content", ["def (", "\0", None])
+def test_what_is_not_source(content: str | None, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    if content is not None:
+        script.write_text(content)
+    assert argument_names(str(script), 1, 1, frozenset()) == []
