@@ -1,7 +1,7 @@
 """What a run ran on: versions, devices, determinism switches, the environment variables that matter.
 
-Collected once, after a failure: ``collect_env`` asks the system for seconds, so it runs as a process of its own with a
-time limit. Nothing here raises; what cannot be found out is left out.
+Collected once, after a failure: ``collect_env`` asks the system and may take seconds, so it has a time limit. Nothing
+here raises; what cannot be found out is left out.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -85,7 +86,28 @@ def _flushes_denormals() -> bool:
 
 
 def _collect_env_text(timeout: float) -> str:
-    """The text of ``python -m torch.utils.collect_env``, run in a session of its own so that all of it can be ended."""
+    """The text of ``torch.utils.collect_env``; empty when it fails or takes too long.
+
+    It would start the accelerator if the program has not, so then it runs in a process of its own.
+    """
+    if torch.cuda.is_available() and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return _collect_env_elsewhere(timeout)
+    found: list[str] = []
+    thread = threading.Thread(target=_collect_env_here, args=(found,), daemon=True, name="reprokit-collect-env")
+    thread.start()
+    thread.join(timeout)
+    return found[0].strip() if found else ""
+
+
+def _collect_env_here(found: list[str]) -> None:
+    with contextlib.suppress(Exception):
+        from torch.utils.collect_env import get_pretty_env_info
+
+        found.append(get_pretty_env_info())  # type: ignore[no-untyped-call]
+
+
+def _collect_env_elsewhere(timeout: float) -> str:
+    """In a session of its own, so that all of it can be ended."""
     command = [sys.executable, "-P", "-m", "torch.utils.collect_env"]
     try:
         process = subprocess.Popen(

@@ -41,12 +41,20 @@ def test_time_limit() -> None:
 @pytest.mark.parametrize("executable", ["", "/nowhere/python", "/bin/false"])
 def test_without_a_working_interpreter(monkeypatch: pytest.MonkeyPatch, executable: str) -> None:
     monkeypatch.setattr(sys, "executable", executable)
-    assert collect_environment()["collect_env"] == ""
+    assert collect_environment()["torch"] == torch.__version__
+    assert environment._collect_env_elsewhere(60) == ""
 
 
 def test_modules_beside_the_script_do_not_shadow_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit(1)\n")
     monkeypatch.chdir(tmp_path)
+    assert "PyTorch version" in environment._collect_env_text(60)
+    assert "PyTorch version" in environment._collect_env_elsewhere(60)
+
+
+def test_a_device_that_is_not_in_use_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(environment, "_collect_env_here", None)
     assert "PyTorch version" in environment._collect_env_text(60)
 
 
