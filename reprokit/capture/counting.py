@@ -26,10 +26,6 @@ class Iterations:
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._parameters: dict[int, set[int]] = {}
 
-    def differentiated(self) -> None:
-        """The loop differentiates once more."""
-        self.micro_step += 1
-
     def attempts(self, optimizer: torch.optim.Optimizer) -> int:
         """How many steps of this very optimizer were attempted."""
         return self._attempts.get(id(optimizer), 0) if self._is_known(optimizer) else 0

@@ -70,6 +70,12 @@ def new_tensors(entry: Entry, made: set[int]) -> list[torch.Tensor]:
     return [tensor for tensor in outputs if id(tensor) in made or id(tensor) not in given]
 
 
+def size_of(entries: list[Entry]) -> int:
+    """The memory of what a step was given and made, in bytes."""
+    tensors = {id(t): t for entry in entries for t in iter_tensors((entry.args, entry.kwargs, entry.output))}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
 _WITHOUT_RESULTS = frozenset({"zero_grad", "clip", "unscale", "optimizer"})  # are not given what the step made
 
 

@@ -215,6 +215,10 @@ class History:
         self._taken_at = time.perf_counter()
         self._cost = self._taken_at - started
 
+    def skip(self, seconds: float) -> None:
+        """So much time has passed unwatched."""
+        self._taken_at += seconds
+
     def interrupt(self) -> None:
         """Something happened that the steps do not tell: there is no going back behind this moment."""
         self.forget_steps()

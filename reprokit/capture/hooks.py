@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 from torch.optim import optimizer as optimizers
 
 from reprokit.capture.warned import redirect_warnings
+from reprokit.program.functions import name_of
 
 
 class Listener(Protocol):
@@ -29,6 +30,19 @@ class Listener(Protocol):
     def around(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Perform ``target`` as one thing (``clip``, ``scale``, ``unscale``, ``scaler_step``,
         ``quietly``)."""
+
+    def before_mark(self) -> None:
+        """An optimizer is about to mark the beginning of its step for the profiler."""
+
+    def after_mark(self) -> None:
+        """It has marked the end."""
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether the loop itself is running."""
+
+    def backward(self, target: Callable[..., Any], tensor: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        """Perform ``target(tensor, **kwargs)``, the backward method of tensors."""
 
     def zero_grad(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Perform ``target``, which forgets gradients."""
@@ -53,6 +67,7 @@ class Hooks:
     def install(self) -> None:
         """Put the hooks in place."""
         listener = self._listener
+        name_of(torch.Tensor.backward)  # the names of torch's functions are read while they are torch's own
         before = optimizers.register_optimizer_step_pre_hook(
             lambda optimizer, args, kwargs: None if is_compiling() else listener.before_step(optimizer, args, kwargs)
         )
@@ -70,6 +85,7 @@ class Hooks:
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             self._wrap(torch.nn.utils, name, "clip")
         self._wrap_backward()
+        self._wrap_records()
         self._wrap_threads()
         self._watch_compiler()
         self._undo.append(redirect_warnings())
@@ -158,6 +174,45 @@ class Hooks:
         _imitate(backward, original)
         torch.autograd.backward = backward
         self._undo.append(lambda: setattr(torch.autograd, "backward", original))
+        self._wrap_tensor_backward()
+
+    def _wrap_tensor_backward(self) -> None:
+        """``loss.backward()`` without torch's way of asking its function modes first, which takes long."""
+        original: Any = torch.Tensor.backward
+        listener = self._listener
+
+        def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if args or (kwargs and not kwargs.keys() <= _PLAIN_OPTIONS) or type(self) is not torch.Tensor:
+                return original(self, *args, **kwargs)
+            if is_compiling() or not listener.is_outermost or torch._C._len_torch_function_stack() > 1:
+                return original(self, **kwargs)
+            return listener.backward(original, self, kwargs)
+
+        _imitate(backward, original)
+        torch.Tensor.backward = backward  # type: ignore[method-assign]
+        self._undo.append(lambda: setattr(torch.Tensor, "backward", original))
+
+    def _wrap_records(self) -> None:
+        """Optimizers mark their steps for torch's profiler; the marks are made with the tape out of the way."""
+        owner: Any = torch.autograd.profiler.record_function
+        enter, leave, listener = owner.__enter__, owner.__exit__, self._listener
+
+        def __enter__(self: Any) -> Any:
+            if self.name.startswith(_STEP_MARK):
+                listener.before_mark()
+            return enter(self)
+
+        def __exit__(self: Any, exc_type: Any, exc: Any, traceback: Any) -> None:
+            leave(self, exc_type, exc, traceback)
+            if self.name.startswith(_STEP_MARK):
+                listener.after_mark()
+
+        owner.__enter__, owner.__exit__ = __enter__, __exit__
+        self._undo += [lambda: setattr(owner, "__enter__", enter), lambda: setattr(owner, "__exit__", leave)]
+
+
+_PLAIN_OPTIONS = frozenset({"retain_graph", "create_graph"})
+_STEP_MARK = "Optimizer.step#"
 
 
 def _callback_handler() -> Any:

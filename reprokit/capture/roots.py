@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 
 
 class Listener(Protocol):

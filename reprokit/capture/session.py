@@ -95,10 +95,12 @@ class Session:
         self._later = LaterFlags()
         self._has_read_bad = False
         self._has_complained = False
+        self._paused_at: float | None = None
         self._held: Entry | None = None
         self._clipped: torch.Tensor | None = None
-        self._stepping: contextlib.AbstractContextManager[None] | None = None
+        self._stepping: bool | None = None  # see Tape.step_aside; None while no optimizer steps
         self._stepper: torch.optim.Optimizer | None = None
+        self._met: torch.optim.Optimizer | None = None
         self._stepper_scaler: dict[str, Any] = {}
         self._stepping_scaler: torch.amp.GradScaler | None = None
         self._stepped_inside: torch.optim.Optimizer | None = None
@@ -125,6 +127,9 @@ class Session:
 
     def resume(self) -> None:
         """Put every hook in place and watch. Also after `pause`, with all that is known of the training."""
+        if self._paused_at is not None:
+            self._training.skip(time.perf_counter() - self._paused_at)
+            self._paused_at = None
         self._watchers.append(self)
         self._hooks.install()
         self._tape.install()
@@ -135,6 +140,7 @@ class Session:
         """Take every hook away and keep what is known of the training; what happens until `resume` is not seen."""
         self._do_all(*self._unhooking())
         self._tape.leave_stack()
+        self._paused_at = time.perf_counter()
 
     def _unhooking(self) -> list[Callable[[], None]]:
         self._active = self._is_watching = self._tape.enabled = False
@@ -150,7 +156,7 @@ class Session:
 
     def _leave(self) -> None:
         """Take everything away, whatever breaks on the way; the mode itself leaves torch's stack in ``__exit__``."""
-        self._stepper = self._stepped_inside = self._stepping_scaler = self._held = self._clipped = None
+        self._stepper = self._met = self._stepped_inside = self._stepping_scaler = self._held = self._clipped = None
         self._do_all(*self._unhooking(), self._training.forget, self._sentinel.forget, self._later.forget)
 
     def _do_all(self, *parts: Callable[[], None]) -> None:
@@ -216,7 +222,7 @@ class Session:
         try:
             verdict = self._bad_start(entry)
             if verdict is None and entry.target is not torch.autograd.grad:
-                self._training.iterations.differentiated()
+                self._training.iterations.micro_step += 1
         except Exception as error:
             self._switch_off(error)
             return
@@ -287,6 +293,24 @@ class Session:
         if not self._is_watching or not self._tape.is_outermost:  # so is the one that `Tensor.backward` calls
             return function(*args, **kwargs)
         return self._tape.differentiate(function, args, kwargs)
+
+    @property
+    def is_outermost(self) -> bool:
+        """See `hooks.Listener`."""
+        return self._is_watching and self._tape.is_outermost
+
+    def backward(self, target: Callable[..., Any], tensor: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        """See `hooks.Listener`."""
+        self._tape.backward(target, tensor, kwargs)
+
+    def before_mark(self) -> None:
+        """See `hooks.Listener`."""
+        if self._is_watching:
+            self._tape.lift()
+
+    def after_mark(self) -> None:
+        """See `hooks.Listener`."""
+        self._tape.lower()
 
     def zero_grad(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `hooks.Listener`."""
@@ -385,7 +409,9 @@ class Session:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         self._enter_step(optimizer)
         try:
-            self._training.meet_optimizer(optimizer)
+            if self._met is not optimizer:
+                self._training.meet_optimizer(optimizer)
+                self._met = optimizer
             is_bad_gradient = closure is None and self._bad_gradients(optimizer)
             is_accused = self._training.ranks.is_sharded and self._training.is_accused
         except Exception as error:
@@ -403,18 +429,18 @@ class Session:
         return (args[0], wrapped, *args[2:]), kwargs
 
     def _enter_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._exit_step()
+        if self._stepping is not None:
+            self._exit_step()
         self._stepper = optimizer
         self._stepper_scaler = _NO_SCALER
         if self._training.scalers.is_used and is_handed_to_kernel(optimizer):
             self._stepper_scaler = {name: getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")}
-        self._stepping = self._tape.paused()
-        self._stepping.__enter__()
+        self._stepping = self._tape.step_aside()
 
     def _exit_step(self) -> None:
         if self._stepping is not None:
-            self._stepping.__exit__(None, None, None)
-            self._stepping = None
+            popped, self._stepping = self._stepping, None
+            self._tape.step_back(popped)
 
     def _watched_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The loop's closure with the tape on; from the second call in one step on, the tape starts over with it."""
@@ -453,7 +479,9 @@ class Session:
         except Exception as error:
             self._switch_off(error)
         finally:
-            self._exit_step()
+            if self._stepping is not None:
+                popped, self._stepping = self._stepping, None
+                self._tape.step_back_lifted(popped)
 
     def _is_collapsing(self) -> bool:
         """Whether a fused kernel was told to leave this step out once too often; a GPU is not waited for."""
@@ -479,12 +507,13 @@ class Session:
 
     def _bad_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         """The quick look at the gradients of a step; a hit is confirmed tensor by tensor."""
+        history = self._training.history
         clipped, self._clipped = self._clipped, None
-        can_wait = self._training.history.is_complete
+        can_wait = history.is_complete
+        if clipped is None and can_wait and history.is_short:
+            return False  # cheaper to go back a few short steps than to look at every one
         if not self._judges or self._stepper_scaler or (self._watch == "deferred" and can_wait):
             return False
-        if self._training.history.is_short and clipped is None and can_wait:
-            return False  # cheaper to go back a few short steps than to look at every one
         gradient = self._sentinel.gradient(optimizer)
         if self._watch == "every-step" or (not can_wait and gradient is not None and not gradient.is_cuda):
             return bad_tensor(self._gradients(optimizer)) is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, ClassVar
@@ -64,6 +65,7 @@ class Tape(TorchFunctionMode):
         self._depth = 0
         self._thread = get_ident()
         self._is_claimed = False
+        self._is_lifted = False
         self._hand_updated = False
         self.on_hand_update: Callable[[], None] = lambda: None
         self.on_differentiated: Callable[[], None] = lambda: None
@@ -78,6 +80,7 @@ class Tape(TorchFunctionMode):
 
     def leave_stack(self) -> None:
         """Take the mode off torch's stack, wherever on it the loop's own modes have left it."""
+        self._is_lifted = False
         height = torch._C._len_torch_function_stack()
         modes = [torch._C._pop_torch_function_stack() for _ in range(height)]
         for mode in reversed(modes):
@@ -135,6 +138,9 @@ class Tape(TorchFunctionMode):
     def step_aside(self) -> bool:
         """Note nothing until `step_back`; whether the mode was taken off torch's stack for that."""
         self._depth += 1
+        if self._is_lifted:
+            self._is_lifted = False
+            return True
         height = torch._C._len_torch_function_stack()
         if height and torch._C._get_function_stack_at(height - 1) is self:
             torch._C._pop_torch_function_stack()
@@ -147,14 +153,32 @@ class Tape(TorchFunctionMode):
             torch._C._push_on_torch_function_stack(self)
         self._depth -= 1
 
+    def lift(self) -> None:
+        """Take the mode off torch's stack until `lower`, or until a `step_back` if a `step_aside` comes in between."""
+        height = torch._C._len_torch_function_stack()
+        if height and torch._C._get_function_stack_at(height - 1) is self:
+            torch._C._pop_torch_function_stack()
+            self._is_lifted = True
+
+    def lower(self) -> None:
+        """The inverse of `lift`."""
+        if self._is_lifted:
+            self._is_lifted = False
+            torch._C._push_on_torch_function_stack(self)
+
+    def step_back_lifted(self, popped: bool) -> None:
+        """The inverse of `step_aside`, but the mode stays off torch's stack until `lower`."""
+        self._is_lifted = popped
+        self._depth -= 1
+
     def paused(self) -> _Paused:
         """A context in which the tape notes nothing and, where possible, is not on torch's mode stack at all."""
         return _Paused(self)
 
     def note(self, kind: str, target: Any, frame: FrameType, args: tuple[Any, ...] = ()) -> Entry:
         """Add an entry for something that is not a torch function (``zero_grad``, ``optimizer``)."""
-        user = _first_user_frame(frame)
-        entry = Entry(kind, target, args, {}, current_mode(), code=user.f_code, line=user.f_lineno)
+        user = frame if _KINDS.get(id(frame.f_code)) == "user" else _first_user_frame(frame)
+        entry = Entry(kind, target, args, {}, current_mode(), None, "", user.f_code, user.f_lineno)
         self.entries.append(entry)
         return entry
 
@@ -210,6 +234,29 @@ class Tape(TorchFunctionMode):
         entry = self.guard(self._prepare, function, args, kwargs, sys._getframe(2))
         return function(*args, **kwargs) if entry is None else self._differentiate(entry)
 
+    def backward(self, target: Callable[..., Any], tensor: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        """Perform and note ``target(tensor, **kwargs)``, the backward method of tensors."""
+        self._is_claimed = True
+        entry = None
+        popped = self.step_aside()
+        try:
+            try:
+                entry = self._prepare(target, (tensor,), kwargs, sys._getframe(3))
+            except Exception as error:
+                self._on_error(error)
+            if entry is not None:
+                self._on_differentiate(entry)
+            target(tensor, **kwargs)
+        except BaseException as error:
+            if entry is not None:
+                self.raised = (error, entry)
+            raise
+        finally:
+            self.step_back(popped)
+        if entry is not None:
+            self.entries.append(entry)
+            self.on_differentiated()
+
     def _differentiate(self, entry: Entry) -> Any:
         self._is_claimed = True
         popped = self.step_aside()
@@ -234,14 +281,16 @@ class Tape(TorchFunctionMode):
         user = self._caller(frame)
         if user is None:
             return None
-        name = functions.name_of(func) or ""
-        kind = "function"
+        facts = _facts_of(func)
+        if facts.is_differentiation and facts.is_method and not self._hand_updated:
+            func = facts.function
+            return Entry(
+                "differentiate", func, args, kwargs, current_mode(), None, facts.name, user.f_code, user.f_lineno
+            )
         versions = _versions(args, kwargs)
-        if func is _BACKWARD and not self._hand_updated:
-            return Entry("differentiate", func, args, kwargs, current_mode(), None, name, user.f_code, user.f_lineno)
         is_state = writes_view = False
-        if functions.is_in_place(name):
-            written = functions.written_argument(name, args, kwargs)
+        if facts.is_in_place:
+            written = functions.written_argument(facts.name, args, kwargs)
             verdict = self.memory.judge(written, versions, self.entries)
             if verdict is None:
                 return None
@@ -249,14 +298,14 @@ class Tape(TorchFunctionMode):
             writes_view = isinstance(written, torch.Tensor) and written._is_view()
             if is_state:
                 self._hand_updated = any(entry.kind == "differentiate" for entry in self.entries)
-        elif func in _DIFFERENTIATION:
-            kind = "differentiate"
-        if self._hand_updated and (kind == "differentiate" or _begins_forward(name, versions)):
+        if self._hand_updated and (facts.is_differentiation or _begins_forward(facts.name, versions)):
             self._end_hand_update()
-        entry = Entry(kind, func, args, kwargs, current_mode(), None, name, user.f_code, user.f_lineno)
+        kind = "differentiate" if facts.is_differentiation else "function"
+        target = facts.function
+        entry = Entry(kind, target, args, kwargs, current_mode(), None, facts.name, user.f_code, user.f_lineno)
         entry.versions = versions
         entry.is_state, entry.writes_view = is_state, writes_view
-        if functions.is_random(name) and any(tensor.requires_grad for tensor, _ in versions):
+        if facts.is_random and any(tensor.requires_grad for tensor, _ in versions):
             entry.rng = _rng_state(versions)
         return entry
 
@@ -268,9 +317,18 @@ class Tape(TorchFunctionMode):
             if entry.name in functions.DATA_WRITES:
                 self.memory.moved(entry.args[0])
             return
+        facts = _facts_of(entry.target)
         entry.output = output
-        outputs = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
-        is_in_place = functions.is_in_place(entry.name) or entry.name in functions.GRAD_WRITES
+        if output.__class__ is torch.Tensor and not facts.is_special:
+            if entry.versions:  # the usual case: a new tensor made of tensors
+                self.entries.append(entry)
+                made = self.memory.made
+                if id(output) in made or not _is_among(output, entry.versions):
+                    made.add(id(output))
+                    self._count(output)
+            return
+        outputs = list(iter_tensors(output))
+        is_in_place = facts.is_in_place or entry.name in functions.GRAD_WRITES
         if not (outputs or is_in_place) or not self._can_repeat(entry, outputs):
             return
         if is_in_place:
@@ -296,10 +354,13 @@ class Tape(TorchFunctionMode):
         made = self.memory.made
         for tensor in new_tensors(entry, made):
             made.add(id(tensor))
-            self._bytes += tensor.numel() * tensor.element_size()
-        if self._bytes > self._budget:
-            while self._bytes > self._budget and self._drop_oldest():
-                pass
+            self._count(tensor)
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        """A result is kept alive; let others go if that is too much."""
+        self._bytes += tensor.numel() * tensor.element_size()
+        while self._bytes > self._budget and self._drop_oldest():
+            pass
 
     def _drop_oldest(self) -> bool:
         """Drop the oldest function entry that no gradient flows through; what it made is then used by value."""
@@ -356,7 +417,7 @@ class Tape(TorchFunctionMode):
             self._end_hand_update()
         if id(module) not in self.met:
             self._on_module(module)
-        user = _first_user_frame(frame)
+        user = frame if _KINDS.get(id(frame.f_code)) == "user" else _first_user_frame(frame)
         entry = Entry("module", module, args, kwargs, current_mode(), None, "", user.f_code, user.f_lineno)
         entry.versions = versions = _versions(args, kwargs)
         entry.rng = _rng_state(versions)
@@ -366,7 +427,10 @@ class Tape(TorchFunctionMode):
     def _finish_module(self, entry: Entry, output: Any) -> None:
         entry.output = output
         made = self.memory.made
-        made.update(map(id, new_tensors(entry, made)))
+        if output.__class__ is torch.Tensor and not _is_among(output, entry.versions):
+            made.add(id(output))
+        else:
+            made.update(map(id, new_tensors(entry, made)))
 
     def _caller(self, frame: FrameType) -> FrameType | None:
         """The user's frame that calls a function; ``None`` inside a custom autograd function or an unknown root.
@@ -427,6 +491,42 @@ class _Paused:
         self._tape.step_back(self._popped)
 
 
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What matters of a torch function; ``function`` is itself, without what a capture has put around it.
+
+    ``is_special``: it may be random, write, or make a tensor of numbers only.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    is_in_place: bool
+    is_differentiation: bool
+    is_method: bool
+    is_random: bool
+    is_special: bool
+
+
+def _facts_of(func: Callable[..., Any]) -> _Facts:
+    facts = _FACTS.get(func)
+    return facts if facts is not None else _find_facts(func)
+
+
+def _find_facts(func: Callable[..., Any]) -> _Facts:
+    function = func
+    if func not in _DIFFERENTIATION and getattr(func, "__wrapped__", None) in _DIFFERENTIATION:
+        function = func.__wrapped__  # type: ignore[attr-defined]
+    name = functions.name_of(function) or ""
+    is_in_place, is_random = functions.is_in_place(name), functions.is_random(name)
+    is_special = not name or is_in_place or is_random or functions.is_factory(name) or name in functions.GRAD_WRITES
+    is_differentiation = function in _DIFFERENTIATION
+    is_method = function is _BACKWARD
+    facts = _Facts(function, name, is_in_place, is_differentiation, is_method, is_random, is_special)
+    if name and function is func:
+        _FACTS[func] = facts
+    return facts
+
+
 def _versions(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, int]]:
     """The tensors among the arguments with their version counters (-1 for those that have none)."""
     found = []
@@ -436,6 +536,13 @@ def _versions(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[to
         elif type(value) not in ATOMS:
             found += [(t, -1 if t.is_inference() else t._version) for t in iter_tensors(value)]
     return found
+
+
+def _is_among(tensor: torch.Tensor, versions: list[tuple[torch.Tensor, int]]) -> bool:
+    for known, _ in versions:  # noqa: SIM110 (a generator would cost more than the loop)
+        if known is tensor:
+            return True
+    return False
 
 
 def _begins_forward(name: str, versions: list[tuple[torch.Tensor, int]]) -> bool:
@@ -483,6 +590,7 @@ _KINDS: dict[int, str] = {}
 _CODES: list[CodeType] = []
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _BACKWARD = torch.Tensor.backward
+_FACTS: dict[Callable[..., Any], _Facts] = {}
 _DIFFERENTIATION = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _SILENT_METHODS = [
     "size",

@@ -30,6 +30,10 @@ class Timeline:
         self._started = now
         self.loss = self.grad_norm = None
 
+    def skip(self, seconds: float) -> None:
+        """So much time has passed unwatched."""
+        self._started += seconds
+
     def before(self, number: int) -> list[dict[str, Any]]:
         """The steps before step ``number``."""
         return [_describe(*step) for step in self._steps if step[0] < number]

@@ -11,7 +11,7 @@ import time
 import torch
 
 from reprokit.capture.counting import Iterations
-from reprokit.capture.entry import Entry, Freezer
+from reprokit.capture.entry import Entry, Freezer, size_of
 from reprokit.capture.generators import GeneratorWatch
 from reprokit.capture.history import History, PastStep
 from reprokit.capture.ranks import Ranks
@@ -20,7 +20,9 @@ from reprokit.capture.state import BufferCopies
 from reprokit.capture.tape import Tape
 from reprokit.capture.timeline import Timeline
 
-_TOGETHER = 16  # short steps that are frozen together
+_LOOK_EVERY = 16  # short steps after which the size of what waits is looked at
+_MOST_WAITING = 256  # short steps that are frozen together
+_MOST_BYTES = 32 * 2**20  # that these may hold
 SETTLED_AFTER = 2  # optimizer steps after which every root module is taken to be known
 
 
@@ -103,8 +105,12 @@ class Training:
         """Let the step become the past; short steps wait, because work that is done in one go is done faster."""
         tape = self.tape
         self.history.add_step(self.step_of(tape.entries, tape.saved))
-        if not self.history.is_short or len(self.history.steps) % _TOGETHER == 0:
+        if not self.history.is_short:
             self.freeze_past()
+        elif len(self.history.steps) % _LOOK_EVERY == 0:
+            num_waiting, last = len(self.history.waiting()), self.history.steps[-1]
+            if num_waiting >= _MOST_WAITING or num_waiting * size_of(last.entries) > _MOST_BYTES:
+                self.freeze_past()
 
     def freeze_past(self) -> None:
         """Let go of what past steps made and nobody needs any more."""
@@ -136,6 +142,11 @@ class Training:
         """Something happened that the tape does not tell; the step starts anew."""
         self.history.interrupt()
         self.restart()
+
+    def skip(self, seconds: float) -> None:
+        """So much time has passed unwatched: it counts neither for the pace of copies nor as part of a step."""
+        self.history.skip(seconds)
+        self.timeline.skip(seconds)
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""

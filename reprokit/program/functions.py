@@ -213,9 +213,13 @@ def function_named(name: str) -> Callable[..., Any]:
 
 
 def name_of(function: Callable[..., Any]) -> str | None:
-    """The public name of a torch function, or ``None`` when a program may not hold it."""
+    """The public name of a torch function, or ``None`` when a program may not hold it.
+
+    A capture puts wrappers around some of torch's own; those have the names of what they wrap.
+    """
     try:
-        return _by_function().get(function)
+        name = _by_function().get(function)
+        return name if name is not None else _by_function().get(getattr(function, "__wrapped__", function))
     except TypeError:  # unhashable
         return None
 
