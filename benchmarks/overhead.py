@@ -96,7 +96,6 @@ class Reprokit(Variant):
     def __init__(self, training: Training) -> None:
         super().__init__(training)
         self.session = Session(quiet=True, directory=Path(tempfile.gettempdir()), **self.settings)
-        self._age: float | None = None
         self._steps = 0
         self._copies_before = 0
 
@@ -106,19 +105,15 @@ class Reprokit(Variant):
 
     def on(self) -> None:
         self.session.resume()
-        if self._age is not None:  # copies are paced by the clock, which stands still while nothing is watched
-            self._history._taken_at = time.perf_counter() - self._age
 
     def off(self) -> None:
         if not self.session._is_watching:
             raise RuntimeError(f"the session stopped watching a healthy training: {self.session.results}")
-        self._age = time.perf_counter() - self._history._taken_at
         self.session.pause()
 
     def step(self) -> None:
         self.training.step()
         self._steps += 1
-        self.session._training.tape.roots.settle()  # as in a long run: `resume` meets the root modules anew
 
     def warm_up(self, seconds: float) -> None:
         super().warm_up(seconds)
