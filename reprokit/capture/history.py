@@ -23,7 +23,7 @@ DEFAULT_STATE_BYTES = 2 * 2**30
 DEFAULT_STEP_BYTES = 256 * 2**20
 MOST_STEPS = 1000
 _SHORT = 0.005  # seconds: in a step that short every microsecond counts
-_SHARE = 0.004  # of the training time, for copying and checking together
+_SHARE = 0.003  # of the training time, for copying and checking together
 
 
 @dataclass(slots=True, eq=False)
@@ -212,6 +212,9 @@ class History:
                 self.state.take_gradients(p for optimizer in unfinished for p in parameters_of(optimizer))
                 self.is_complete = True
                 self.num_copies += 1
+
+    def rest(self, started: float) -> None:
+        """All that belongs to a copy, begun at ``started``, is done: its time decides when the next one is due."""
         self._taken_at = time.perf_counter()
         self._cost = self._taken_at - started
 

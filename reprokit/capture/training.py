@@ -173,6 +173,7 @@ class Training:
         self.freezer.forget()
         self._know_state()
         self.tape.met.clear()
+        self.history.rest(started)
 
     def _know_state(self) -> None:
         self.tape.memory.know_state(self.history.changing(), self.history.untouched())
