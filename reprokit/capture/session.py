@@ -8,7 +8,6 @@ it off.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 import time
@@ -23,18 +22,18 @@ from reprokit.capture import exceptions
 from reprokit.capture.entry import Entry
 from reprokit.capture.history import History
 from reprokit.capture.hooks import Hooks
+from reprokit.capture.judge import Judge, Watch
 from reprokit.capture.saving import Noticed, Place, snapshot_of
-from reprokit.capture.state import options_of, parameters_of
+from reprokit.capture.state import options_of
 from reprokit.capture.tape import Tape
 from reprokit.capture.training import Training
-from reprokit.capture.watch import LaterFlags, Sentinel, bad_tensor, is_bad, is_handed_to_kernel, judged
-from reprokit.program.ir import BACKWARD, Mode
+from reprokit.capture.watch import is_handed_to_kernel
+from reprokit.program.ir import Mode
 from reprokit.snapshot.format import Snapshot
 
 ON = ("nonfinite", "exception")
 PLAIN_MODE = Mode()
 _NO_SCALER: dict[str, Any] = {}
-Watch = Literal["sampled", "every-step", "deferred"]
 
 
 class CaptureStop(SystemExit):
@@ -82,22 +81,18 @@ class Session:
         self._after = after
         self._command = list(command)
         self._quiet = quiet
-        self._watch = watch
         self._judges = "nonfinite" in on
         self._takes_exceptions = "exception" in on
         self._tape = Tape(on_differentiate=self._judge_start, on_module=self._meet_module, on_error=self._switch_off)
         self._tape.on_hand_update = self._finish_hand_update
-        self._tape.on_read = self._note_read
         self._tape.on_differentiated = self._finish_differentiation
         self._hooks = Hooks(self)
         self._training = Training(self._tape, History(1 if watch == "every-step" and history is None else history))
-        self._sentinel = Sentinel()
-        self._later = LaterFlags()
-        self._has_read_bad = False
+        self._judge = Judge(self._training, watch, matter=self._judges)
+        self._tape.on_read = self._judge.read
         self._has_complained = False
         self._paused_at: float | None = None
         self._held: Entry | None = None
-        self._clipped: torch.Tensor | None = None
         self._stepping: bool | None = None  # see Tape.step_aside; None while no optimizer steps
         self._stepper: torch.optim.Optimizer | None = None
         self._met: torch.optim.Optimizer | None = None
@@ -156,8 +151,8 @@ class Session:
 
     def _leave(self) -> None:
         """Take everything away, whatever breaks on the way; the mode itself leaves torch's stack in ``__exit__``."""
-        self._stepper = self._met = self._stepped_inside = self._stepping_scaler = self._held = self._clipped = None
-        self._do_all(*self._unhooking(), self._training.forget, self._sentinel.forget, self._later.forget)
+        self._stepper = self._met = self._stepped_inside = self._stepping_scaler = self._held = None
+        self._do_all(*self._unhooking(), self._training.forget, self._judge.forget)
 
     def _do_all(self, *parts: Callable[[], None]) -> None:
         """Do every part; what breaks is said, and does not keep the others from being done."""
@@ -210,19 +205,16 @@ class Session:
         """A root module is about to be called."""
         self._training.meet_module(module)
 
-    def _note_read(self, value: Any) -> None:
-        """The loop has read a number, so the device has caught up with it."""
-        if isinstance(value, float) and not math.isfinite(value):
-            self._has_read_bad = True
-
     def _judge_start(self, entry: Entry) -> None:
         """Asked before every differentiation: is the loss bad?"""
         if not self._is_watching:
             return
         try:
-            verdict = self._bad_start(entry)
+            verdict = self._judge.start(entry)
             if verdict is None and entry.target is not torch.autograd.grad:
                 self._training.iterations.micro_step += 1
+            elif verdict == "now":
+                self._training.accuse()
         except Exception as error:
             self._switch_off(error)
             return
@@ -252,41 +244,6 @@ class Session:
         if self._is_watching and self._tape.is_outermost:
             self._tape.leave_stack()
             self._training.history.give_up()
-
-    def _bad_start(self, entry: Entry) -> str | None:
-        """``now`` if what a differentiation starts from is bad, ``before`` if something was bad some steps ago."""
-        starts = entry.starts
-        first = starts[0]
-        is_plain = len(starts) == 1 and first.numel() == 1 and not self._training.scalers.is_used
-        is_now = self._watch != "deferred" or not self._training.history.is_complete
-        if is_plain and is_now and not first.is_cuda and not first.is_complex():
-            seen = first.item()
-            entry.settings = [seen]
-            if entry.name == BACKWARD:
-                self._training.timeline.loss = seen
-            return self._accuse() if self._judges and not math.isfinite(seen) else None
-        entry.settings = [start.detach() for start in starts] if sum(map(torch.Tensor.numel, starts)) == 1 else None
-        scalers = self._training.scalers
-        tensors = [judged(self._tape.entries, start) for start in starts] if scalers.is_used else starts
-        if entry.settings is not None and entry.name == BACKWARD:
-            self._training.timeline.loss = tensors[0].detach() if scalers.is_used else entry.settings[0]
-        if not self._judges:
-            return None
-        if (self._watch == "deferred" and self._training.history.is_complete) or (
-            starts and starts[0].is_cuda and self._watch != "every-step"
-        ):
-            self._later.add(tensors)
-            suspicious, self._has_read_bad = self._has_read_bad, False
-            bad = self._later.read() if suspicious and self._watch != "deferred" else self._later.poll()
-            return "before" if bad else None
-        for tensor in tensors:
-            if is_bad(tensor):
-                return self._accuse()
-        return None
-
-    def _accuse(self) -> str:
-        self._training.ranks.accuse(self._training.iterations.completed)
-        return "now"
 
     def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `hooks.Listener`."""
@@ -351,8 +308,8 @@ class Session:
         if args and isinstance(args[0], Iterator):
             args = (list(args[0]), *args[1:])  # a generator can be read only once
         output = self._perform(kind, target, args, kwargs)
-        self._clipped = output.detach() if isinstance(output, torch.Tensor) else None
-        self._training.timeline.grad_norm = self._clipped
+        norm = output.detach() if isinstance(output, torch.Tensor) else None
+        self._judge.clipped = self._training.timeline.grad_norm = norm
         return output
 
     def _around_quietly(
@@ -412,7 +369,7 @@ class Session:
             if self._met is not optimizer:
                 self._training.meet_optimizer(optimizer)
                 self._met = optimizer
-            is_bad_gradient = closure is None and self._bad_gradients(optimizer)
+            is_bad_gradient = closure is None and self._is_bad_gradient(optimizer)
             is_accused = self._training.ranks.is_sharded and self._training.is_accused
         except Exception as error:
             self._switch_off(error)
@@ -456,7 +413,7 @@ class Session:
                 self._guarded(self._training.interrupt)
             try:
                 loss = closure()
-                if self._is_watching and self._guarded(self._bad_gradients, optimizer):
+                if self._is_watching and self._guarded(self._is_bad_gradient, optimizer):
                     self._fail("gradient")
             finally:
                 if self._is_watching:
@@ -499,39 +456,14 @@ class Session:
         checked_since = None
         if training.history.is_due:
             checked_since = time.perf_counter()
-            bad = self._is_state_bad() if self._judges and training.ranks.is_alone else None
+            bad = self._judge.state() if training.ranks.is_alone else None
             if bad is not None:
                 self._fail(bad, is_late=True)
         if self._is_watching:
             training.end_step(optimizer, checked_since)
 
-    def _bad_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """The quick look at the gradients of a step; a hit is confirmed tensor by tensor."""
-        history = self._training.history
-        clipped, self._clipped = self._clipped, None
-        can_wait = history.is_complete
-        if clipped is None and can_wait and history.is_short:
-            return False  # cheaper to go back a few short steps than to look at every one
-        if not self._judges or self._stepper_scaler or (self._watch == "deferred" and can_wait):
-            return False
-        gradient = self._sentinel.gradient(optimizer)
-        if self._watch == "every-step" or (not can_wait and gradient is not None and not gradient.is_cuda):
-            return bad_tensor(self._gradients(optimizer)) is not None
-        if gradient is None or gradient.is_cuda:
-            self._later.add([clipped] if clipped is not None else [])
-            return False
-        suspicious = not math.isfinite(abs(gradient.sum(dtype=_sum_type(gradient)).item()))
-        suspicious = suspicious or (clipped is not None and not math.isfinite(clipped.item()))
-        return suspicious and bad_tensor(self._gradients(optimizer)) is not None
-
-    def _gradients(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-        return [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-
-    def _is_state_bad(self) -> str | None:
-        """Where anything has gone bad since the last copy."""
-        if self._later.read():
-            return "loss"
-        return "parameter" if self._training.history.newly_bad() is not None else None
+    def _is_bad_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._judge.gradients(optimizer, are_scaled=bool(self._stepper_scaler))
 
     def _finish_hand_update(self) -> None:
         """The loop changed parameters itself, without an optimizer: that ends the step as well."""
@@ -544,7 +476,7 @@ class Session:
         """The block ends: judge what has not been judged yet, and what it ended with."""
         frame = exceptions.innermost_user_frame(error) if error is not None else sys._getframe(2)
         with self._tape.paused():
-            bad = self._is_state_bad() if self._judges else None
+            bad = self._judge.state()
             if bad is not None:
                 return self._save(Noticed(bad, frame, is_late=True))
             if self._judges and exceptions.ends_training(error):
@@ -611,7 +543,7 @@ class Session:
             Tape.replays += 1
             self._settle_watching()
             try:
-                snapshot = snapshot_of(self._training, noticed, self._command, {"watch": self._watch})
+                snapshot = snapshot_of(self._training, noticed, self._command, {"watch": self._judge.watch})
                 if is_wanted is None or is_wanted(snapshot):
                     path = self._place.write(snapshot)
                     self.snapshots.append(path)
@@ -623,10 +555,6 @@ class Session:
                 self._leave()
                 self._settle_watching()
         return path
-
-
-def _sum_type(tensor: torch.Tensor) -> torch.dtype | None:
-    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
 
 
 def _abandon_in_child() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, ClassVar
@@ -18,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from reprokit.capture.entry import Entry, new_tensors
+from reprokit.capture.facts import READS, SILENT, facts_of
 from reprokit.capture.roots import RootCalls
 from reprokit.capture.structure import ATOMS, iter_tensors
 from reprokit.capture.written import WrittenMemory
@@ -200,10 +200,13 @@ class Tape(TorchFunctionMode):
         if self._depth or isinstance(func, _OPERATORS):  # such as the marks that torch's profiler leaves
             return func(*args, **kwargs) if kwargs else func(*args)
         options: dict[str, Any] = kwargs or {}  # type: ignore[assignment]
-        if func in _SILENT:
+        if func in SILENT:
             result = func(*args, **options)
-            if func in _READS:
-                self.on_read(result)
+            if func in READS:
+                try:
+                    self.on_read(result)
+                except Exception as error:
+                    self._on_error(error)
             return result
         if not self.enabled or get_ident() != self._thread or _peek_transforms() is not None:
             return func(*args, **options)
@@ -281,7 +284,7 @@ class Tape(TorchFunctionMode):
         user = self._caller(frame)
         if user is None:
             return None
-        facts = _facts_of(func)
+        facts = facts_of(func)
         if facts.is_differentiation and facts.is_method and not self._hand_updated:
             func = facts.function
             return Entry(
@@ -317,7 +320,7 @@ class Tape(TorchFunctionMode):
             if entry.name in functions.DATA_WRITES:
                 self.memory.moved(entry.args[0])
             return
-        facts = _facts_of(entry.target)
+        facts = facts_of(entry.target)
         entry.output = output
         if output.__class__ is torch.Tensor and not facts.is_special:
             if entry.versions:  # the usual case: a new tensor made of tensors
@@ -491,42 +494,6 @@ class _Paused:
         self._tape.step_back(self._popped)
 
 
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """What matters of a torch function; ``function`` is itself, without what a capture has put around it.
-
-    ``is_special``: it may be random, write, or make a tensor of numbers only.
-    """
-
-    function: Callable[..., Any]
-    name: str
-    is_in_place: bool
-    is_differentiation: bool
-    is_method: bool
-    is_random: bool
-    is_special: bool
-
-
-def _facts_of(func: Callable[..., Any]) -> _Facts:
-    facts = _FACTS.get(func)
-    return facts if facts is not None else _find_facts(func)
-
-
-def _find_facts(func: Callable[..., Any]) -> _Facts:
-    function = func
-    if func not in _DIFFERENTIATION and getattr(func, "__wrapped__", None) in _DIFFERENTIATION:
-        function = func.__wrapped__  # type: ignore[attr-defined]
-    name = functions.name_of(function) or ""
-    is_in_place, is_random = functions.is_in_place(name), functions.is_random(name)
-    is_special = not name or is_in_place or is_random or functions.is_factory(name) or name in functions.GRAD_WRITES
-    is_differentiation = function in _DIFFERENTIATION
-    is_method = function is _BACKWARD
-    facts = _Facts(function, name, is_in_place, is_differentiation, is_method, is_random, is_special)
-    if name and function is func:
-        _FACTS[func] = facts
-    return facts
-
-
 def _versions(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, int]]:
     """The tensors among the arguments with their version counters (-1 for those that have none)."""
     found = []
@@ -589,76 +556,3 @@ _peek_transforms = (
 _KINDS: dict[int, str] = {}
 _CODES: list[CodeType] = []
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-_BACKWARD = torch.Tensor.backward
-_FACTS: dict[Callable[..., Any], _Facts] = {}
-_DIFFERENTIATION = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-_SILENT_METHODS = [
-    "size",
-    "dim",
-    "numel",
-    "nelement",
-    "item",
-    "tolist",
-    "numpy",
-    "stride",
-    "element_size",
-    "data_ptr",
-    "get_device",
-    "is_floating_point",
-    "is_complex",
-    "is_contiguous",
-    "is_pinned",
-    "is_signed",
-    "storage_offset",
-    "untyped_storage",
-    "__len__",
-    "__float__",
-    "__int__",
-    "__bool__",
-    "__index__",
-    "__complex__",
-    "__repr__",
-    "__format__",
-    "__hash__",
-    "__contains__",
-    "__reduce_ex__",
-    "__deepcopy__",
-    "register_hook",
-    "retain_grad",
-]
-_SILENT_ATTRIBUTES = [
-    "shape",
-    "dtype",
-    "device",
-    "requires_grad",
-    "is_leaf",
-    "ndim",
-    "is_cuda",
-    "is_cpu",
-    "grad_fn",
-    "is_nested",
-    "is_sparse",
-    "layout",
-    "itemsize",
-    "nbytes",
-    "names",
-    "output_nr",
-    "_version",
-    "_base",
-    "is_meta",
-    "is_quantized",
-    "is_mkldnn",
-    "is_mps",
-    "is_xpu",
-    "retains_grad",
-    "_backward_hooks",
-]
-_READS = frozenset({torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.tolist})
-_SILENT = frozenset(
-    [getattr(torch.Tensor, name) for name in _SILENT_METHODS]
-    + [
-        getattr(torch.Tensor, name).__get__
-        for name in _SILENT_ATTRIBUTES
-        if hasattr(getattr(torch.Tensor, name, None), "__get__")
-    ]
-)

@@ -143,6 +143,10 @@ class Training:
         self.history.interrupt()
         self.restart()
 
+    def accuse(self) -> None:
+        """The loss of this process is bad; others, if there are any, are to know."""
+        self.ranks.accuse(self.iterations.completed)
+
     def skip(self, seconds: float) -> None:
         """So much time has passed unwatched: it counts neither for the pace of copies nor as part of a step."""
         self.history.skip(seconds)

@@ -1,0 +1,125 @@
+"""What the tape needs to know of a torch function, found once for each: its name, does it write, is it random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reprokit.program import functions
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What matters of a torch function; ``function`` is itself, without what a capture has put around it.
+
+    ``is_special``: it may be random, write, or make a tensor of numbers only.
+    """
+
+    function: Callable[..., Any]
+    name: str
+    is_in_place: bool
+    is_differentiation: bool
+    is_method: bool
+    is_random: bool
+    is_special: bool
+
+
+def facts_of(func: Callable[..., Any]) -> Facts:
+    """The facts of a function, found once."""
+    facts = _FACTS.get(func)
+    return facts if facts is not None else _find_facts(func)
+
+
+def _find_facts(func: Callable[..., Any]) -> Facts:
+    function = func
+    if func not in _DIFFERENTIATION and getattr(func, "__wrapped__", None) in _DIFFERENTIATION:
+        function = func.__wrapped__  # type: ignore[attr-defined]
+    name = functions.name_of(function) or ""
+    is_in_place, is_random = functions.is_in_place(name), functions.is_random(name)
+    is_special = not name or is_in_place or is_random or functions.is_factory(name) or name in functions.GRAD_WRITES
+    is_differentiation = function in _DIFFERENTIATION
+    is_method = function is _BACKWARD
+    facts = Facts(function, name, is_in_place, is_differentiation, is_method, is_random, is_special)
+    if name and function is func:
+        _FACTS[func] = facts
+    return facts
+
+
+_FACTS: dict[Callable[..., Any], Facts] = {}
+_BACKWARD = torch.Tensor.backward
+_DIFFERENTIATION = frozenset({_BACKWARD, torch.autograd.backward, torch.autograd.grad})
+
+# Functions that change nothing and tell the loop something; those that also make it wait for the device.
+_SILENT_METHODS = [
+    "size",
+    "dim",
+    "numel",
+    "nelement",
+    "item",
+    "tolist",
+    "numpy",
+    "stride",
+    "element_size",
+    "data_ptr",
+    "get_device",
+    "is_floating_point",
+    "is_complex",
+    "is_contiguous",
+    "is_pinned",
+    "is_signed",
+    "storage_offset",
+    "untyped_storage",
+    "__len__",
+    "__float__",
+    "__int__",
+    "__bool__",
+    "__index__",
+    "__complex__",
+    "__repr__",
+    "__format__",
+    "__hash__",
+    "__contains__",
+    "__reduce_ex__",
+    "__deepcopy__",
+    "register_hook",
+    "retain_grad",
+]
+_SILENT_ATTRIBUTES = [
+    "shape",
+    "dtype",
+    "device",
+    "requires_grad",
+    "is_leaf",
+    "ndim",
+    "is_cuda",
+    "is_cpu",
+    "grad_fn",
+    "is_nested",
+    "is_sparse",
+    "layout",
+    "itemsize",
+    "nbytes",
+    "names",
+    "output_nr",
+    "_version",
+    "_base",
+    "is_meta",
+    "is_quantized",
+    "is_mkldnn",
+    "is_mps",
+    "is_xpu",
+    "retains_grad",
+    "_backward_hooks",
+]
+READS = frozenset({torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.tolist})
+SILENT = frozenset(
+    [getattr(torch.Tensor, name) for name in _SILENT_METHODS]
+    + [
+        getattr(torch.Tensor, name).__get__
+        for name in _SILENT_ATTRIBUTES
+        if hasattr(getattr(torch.Tensor, name, None), "__get__")
+    ]
+)

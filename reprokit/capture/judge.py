@@ -1,0 +1,110 @@
+"""What is judged when: the loss in every step, the gradients as far as that is cheap, everything when a copy is due."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+
+from reprokit.capture.entry import Entry
+from reprokit.capture.state import parameters_of
+from reprokit.capture.training import Training
+from reprokit.capture.watch import LaterFlags, Sentinel, bad_tensor, is_bad, judged
+from reprokit.program.ir import BACKWARD
+
+Watch = Literal["sampled", "every-step", "deferred"]
+
+
+class Judge:
+    """Answers whether a step is bad; all answers are "no" unless values ``matter``.
+
+    ``clipped`` is the norm that the loop clipped its gradients by, since the last look at them.
+    """
+
+    def __init__(self, training: Training, watch: Watch, *, matter: bool) -> None:
+        self.watch = watch
+        self.clipped: torch.Tensor | None = None
+        self._training = training
+        self._matter = matter
+        self._sentinel = Sentinel()
+        self._later = LaterFlags()
+        self._has_read_bad = False
+
+    def forget(self) -> None:
+        """Let go of everything that belongs to the user."""
+        self.clipped = None
+        self._sentinel.forget()
+        self._later.forget()
+
+    def read(self, value: Any) -> None:
+        """The loop has read a number, so the device has caught up with it."""
+        if isinstance(value, float) and not math.isfinite(value):
+            self._has_read_bad = True
+
+    def start(self, entry: Entry) -> Literal["now", "before"] | None:
+        """``now`` if what a differentiation starts from is bad, ``before`` if something was bad some steps ago."""
+        training, starts = self._training, entry.starts
+        first = starts[0]
+        is_plain = len(starts) == 1 and first.numel() == 1 and not training.scalers.is_used
+        if is_plain and not self._can_wait and not first.is_cuda and not first.is_complex():
+            seen = first.item()
+            entry.settings = [seen]
+            if entry.name == BACKWARD:
+                training.timeline.loss = seen
+            return "now" if self._matter and not math.isfinite(seen) else None
+        entry.settings = [start.detach() for start in starts] if sum(map(torch.Tensor.numel, starts)) == 1 else None
+        tensors = [judged(training.tape.entries, start) for start in starts] if training.scalers.is_used else starts
+        if entry.settings is not None and entry.name == BACKWARD:
+            training.timeline.loss = tensors[0].detach() if training.scalers.is_used else entry.settings[0]
+        if not self._matter:
+            return None
+        if self._can_wait or (starts and starts[0].is_cuda and self.watch != "every-step"):
+            self._later.add(tensors)
+            suspicious, self._has_read_bad = self._has_read_bad, False
+            bad = self._later.read() if suspicious and self.watch != "deferred" else self._later.poll()
+            return "before" if bad else None
+        return "now" if any(is_bad(tensor) for tensor in tensors) else None
+
+    @property
+    def _can_wait(self) -> bool:
+        """Whether a bad value may be found later, because the user wants it so and one can go back."""
+        return self.watch == "deferred" and self._training.history.is_complete
+
+    def gradients(self, optimizer: torch.optim.Optimizer, *, are_scaled: bool) -> bool:
+        """The quick look at the gradients of a step; a hit is confirmed tensor by tensor.
+
+        Gradients that ``are_scaled`` are left to the grad scaler.
+        """
+        history = self._training.history
+        clipped, self.clipped = self.clipped, None
+        if clipped is None and history.is_complete and history.is_short:
+            return False  # cheaper to go back a few short steps than to look at every one
+        if not self._matter or are_scaled or self._can_wait:
+            return False
+        gradient = self._sentinel.gradient(optimizer)
+        if self.watch == "every-step" or (not history.is_complete and gradient is not None and not gradient.is_cuda):
+            return bad_tensor(_gradients(optimizer)) is not None
+        if gradient is None or gradient.is_cuda:
+            self._later.add([clipped] if clipped is not None else [])
+            return False
+        suspicious = not math.isfinite(abs(gradient.sum(dtype=_sum_type(gradient)).item()))
+        suspicious = suspicious or (clipped is not None and not math.isfinite(clipped.item()))
+        return suspicious and bad_tensor(_gradients(optimizer)) is not None
+
+    def state(self) -> Literal["loss", "parameter"] | None:
+        """Where anything has gone bad since the last copy, looking at everything."""
+        if not self._matter:
+            return None
+        if self._later.read():
+            return "loss"
+        return "parameter" if self._training.history.newly_bad() is not None else None
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    return (parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None)
+
+
+def _sum_type(tensor: torch.Tensor) -> torch.dtype | None:
+    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
