@@ -347,7 +347,9 @@ class Session:
             if not self._stepper_scaler:
                 self._training.scalers.stepped()
         else:
-            if self._guarded(self._training.scalers.skipped, args[0]) and self._judges:
+            if self._held is not None:  # the others take the gradients of this rank for an overflow like any other
+                self._fail_together(False)
+            elif self._guarded(self._training.scalers.skipped, args[0]) and self._judges:
                 self._fail("gradient")
             self._guarded(self._training.end_step, optimizer, None)
         return output

@@ -24,6 +24,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 {spread}
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=len(sys.argv) > 2)
 generator = torch.Generator().manual_seed(rank)
 for step in range(6):
     x = torch.randn(8, 4, generator=generator)
@@ -42,8 +43,9 @@ for step in range(6):
     if how == "exception" and bad:
         F.nll_loss(logits, y + 5)
     optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
     with open(f"losses.{{rank}}", "a") as file:
         print(step, loss.item().hex(), file=file)
 dist.destroy_process_group()
@@ -56,13 +58,13 @@ for part in (model[0], model[2], model):
 """
 
 
-def train(folder: Path, spread: str, how: str, *, captured: bool = True) -> subprocess.CompletedProcess[str]:
+def train(folder: Path, spread: str, *how: str, captured: bool = True) -> subprocess.CompletedProcess[str]:
     """Run the script with two processes; a hang ends the test."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(TRAINING.format(spread=dedent(spread)))
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     capture = ["-m", "reprokit", "capture"] if captured else []
-    command = [*run, *capture, "train.py", how]
+    command = [*run, *capture, "train.py", *how]
     return subprocess.run(command, cwd=folder, text=True, capture_output=True, timeout=120)
 
 
@@ -131,3 +133,13 @@ def test_a_sharded_model_with_a_bad_gradient_trains_on(tmp_path: Path) -> None:
     assert "the training goes on, unwatched" in done.stderr
     assert all(len(lines) == 6 for lines in losses(tmp_path))
     assert {path.name for path in tmp_path.glob("*.pt")} == {f"train.rank{rank}-step3.repro.pt" for rank in range(2)}
+
+
+def test_a_scaler_that_skips_the_step_of_a_bad_loss(tmp_path: Path) -> None:
+    """The other rank takes it for one of the scaler's overflows and trains on, so the guilty one does as well."""
+    done = train(tmp_path, AVERAGED, "loss", "scaled")
+    assert "the training goes on, unwatched" in done.stderr
+    snapshot = only_snapshot(tmp_path)
+    assert (snapshot.failure.phase, snapshot.failure.call) == ("forward", "torch.Tensor.div")
+    assert (snapshot.fidelity, snapshot.fidelity_note) == ("exact", None)
+    assert all(len(lines) == 6 for lines in losses(tmp_path))
