@@ -34,6 +34,7 @@ from reprokit.snapshot.format import Snapshot
 ON = ("nonfinite", "exception")
 PLAIN_MODE = Mode()
 _NO_SCALER: dict[str, Any] = {}
+_BY_SCALERS = frozenset({"scale", "unscale", "scaler_step", "quietly"})  # one that is not enabled does nothing
 
 
 class CaptureStop(SystemExit):
@@ -284,7 +285,7 @@ class Session:
 
     def around(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `hooks.Listener`."""
-        if not self._is_watching:
+        if not self._is_watching or (kind in _BY_SCALERS and not args[0].is_enabled()):
             return target(*args, **kwargs)
         handle = getattr(self, f"_around_{kind}", self._perform)
         return handle(kind, target, args, kwargs)

@@ -520,6 +520,22 @@ def autograd_backward_with_weights() -> list[torch.Tensor]:
 
 
 @failing("backward", ROOT)
+def a_scaler_that_is_not_enabled() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for step, x, y in batches():
+        logits = model(x)
+        loss = F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return ending(model)
+
+
+@failing("backward", ROOT)
 def gradients_assigned_by_the_loop() -> list[torch.Tensor]:
     model = net()
     parameters = list(model.parameters())
