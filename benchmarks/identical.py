@@ -33,9 +33,9 @@ UNWATCHED = "it goes on unwatched"  # what capture says when it could not begin:
 # What is compared: field of `Row` -> heading.
 CHECKS = {"stdout_same": "stdout", "exit_same": "exit", "state_same": "state"}
 
-# Runs a script as ``__main__`` and writes one entry for each thing alive when the process ends, after exit functions
-# that the script has registered and after a capture has ended. Entries have no names, so the order in which the garbage
-# collector finds things does not matter: they are compared as a multiset.
+# Runs a script as ``__main__`` and writes one entry for each module, optimizer and scaler: what it was when it died, or
+# else what it is when the process ends, after the script's own exit functions and after a capture has ended. Nothing is
+# kept alive for this. The order in which things are found does not matter: entries are compared as a multiset.
 RUNNER = '''\
 import atexit
 import gc
@@ -49,6 +49,7 @@ import numpy
 import torch
 
 KEPT = []
+ENTRIES = []
 
 
 def main():
@@ -59,6 +60,8 @@ def main():
     module.__file__ = sys.argv[0]
     sys.modules["__main__"] = module
     KEPT.append(module)
+    for kind, (cls, _) in KINDS.items():
+        cls.__del__ = lambda one, kind=kind: note(kind, one)
     atexit.register(write_state)
     with open(sys.argv[0], "rb") as file:
         code = compile(file.read(), sys.argv[0], "exec", dont_inherit=True)
@@ -71,19 +74,20 @@ def main():
 
 def write_state():
     gc.collect()
-    alive = gc.get_objects()
-    entries = [entry("module", one, tensors_of(one)) for one in those(alive, torch.nn.Module)]
-    entries += [entry("optimizer", one, one.state_dict()) for one in those(alive, torch.optim.Optimizer)]
-    entries += [entry("scaler", one, one.state_dict()) for one in those(alive, torch.amp.GradScaler)]
-    entries.append(entry("rng", torch, torch.get_rng_state()))
-    entries.append(entry("rng", random, random.getstate()))
-    entries.append(entry("rng", numpy.random, numpy.random.get_state()))
+    for one in gc.get_objects():
+        for kind, (cls, _) in KINDS.items():
+            if issubclass(type(one), cls):
+                note(kind, one)
+    ENTRIES.append(entry("rng", torch, torch.get_rng_state()))
+    ENTRIES.append(entry("rng", random, random.getstate()))
+    ENTRIES.append(entry("rng", numpy.random, numpy.random.get_state()))
     with open("identical_state.json", "w") as file:
-        json.dump(entries, file)
+        json.dump(ENTRIES, file)
 
 
-def those(alive, kind):
-    return [one for one in alive if issubclass(type(one), kind)]
+def note(kind, one):
+    with torch._C.DisableTorchFunction():  # a thing may die while a capture notes what is called
+        ENTRIES.append(entry(kind, one, KINDS[kind][1](one)))
 
 
 def tensors_of(module):
@@ -91,6 +95,13 @@ def tensors_of(module):
     own["gradients"] = {name: value.grad for name, value in own["parameters"].items()}
     own["buffers"] = dict(module.named_buffers(recurse=False))
     return own
+
+
+KINDS = {
+    "module": (torch.nn.Module, tensors_of),
+    "optimizer": (torch.optim.Optimizer, lambda one: [one.param_groups, list(one.state.values())]),
+    "scaler": (torch.amp.GradScaler, lambda one: one.state_dict()),
+}
 
 
 def entry(kind, owner, value):

@@ -463,6 +463,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(text)
     if options.json is not None:
         options.json.write_text(text + "\n", encoding="utf-8")
+    if options.markdown is not None:
+        options.markdown.write_text(markdown(result["shapes"]), encoding="utf-8")
     return 0
 
 
@@ -476,7 +478,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gc", action="store_true", help="leave the garbage collector on while timing")
     parser.add_argument("--quick", action="store_true", help="two rounds, to see that everything runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here as well")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the medians here as a Markdown table")
     return parser
+
+
+def markdown(shapes: JSON) -> str:
+    """The medians of the CPU ratios of all shapes with their intervals as one Markdown table."""
+    heads = [f"{shape} ({result['step_ms']:.1f} ms)" for shape, result in shapes.items()]
+    lines = [f"| | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for name in next(iter(shapes.values()))["variants"]:
+        cells = []
+        for result in shapes.values():
+            cpu = result["variants"][name]["cpu"]
+            cells.append(f"{cpu['median']:.3f} ({cpu['low']:.3f}–{cpu['high']:.3f})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def table(shape: str, result: JSON) -> str:

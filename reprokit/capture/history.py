@@ -130,8 +130,8 @@ class History:
         for optimizer in self.optimizers:
             unique.update((id(tensor), tensor) for tensor in state_tensors(optimizer))
         for tensor in self.state.copies.tensors:
-            if id(tensor) not in unique and isinstance(tensor, torch.nn.Parameter):
-                unique[id(tensor)] = tensor  # frozen, but written by the loop
+            if id(tensor) not in unique and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
+                unique[id(tensor)] = tensor  # written by the loop: frozen, or of no module and no optimizer
         return list(unique.values())
 
     def newly_bad(self) -> torch.Tensor | None:
@@ -139,6 +139,7 @@ class History:
         parameters: dict[int, torch.Tensor] = {}
         parameters.update((id(p), p) for module in self.modules for p in module.parameters() if p.requires_grad)
         parameters.update((id(p), p) for optimizer in self.optimizers for p in parameters_of(optimizer))
+        parameters.update((id(t), t) for t in self.state.copies.tensors if t.requires_grad)
         buffers = {id(b): b for module in self.modules for b in module.buffers() if b.is_floating_point()}
         return self._newly_bad([*parameters.values(), *buffers.values()])
 
@@ -184,12 +185,10 @@ class History:
     @property
     def is_due(self) -> bool:
         """Whether it is time to check everything and to take the next copy."""
+        if self._has_grown or self._step_bytes > DEFAULT_STEP_BYTES or len(self.steps) >= MOST_STEPS:
+            return True
         if self._every:
             return len(self.steps) >= self._every - 1 or not self.is_complete
-        if self._has_grown:
-            return True
-        if self._step_bytes > DEFAULT_STEP_BYTES or len(self.steps) >= MOST_STEPS:
-            return True
         return (time.perf_counter() - self._taken_at) * _SHARE >= self._cost
 
     def take(self, started: float, unfinished: Iterable[torch.optim.Optimizer] = ()) -> None:

@@ -79,7 +79,7 @@ class Judge:
         """
         history = self._training.history
         clipped, self.clipped = self.clipped, None
-        if clipped is None and history.is_complete and history.is_short:
+        if clipped is None and history.is_complete and history.is_short and self.watch != "every-step":
             return False  # cheaper to go back a few short steps than to look at every one
         if not self._matter or are_scaled or self._can_wait:
             return False

@@ -73,7 +73,7 @@ def replay(
                 break
     program = recorder.tracer.program() if raises else recorder.tracer.program().pruned()
     tensors = {item.value: recorder.tracer.tensors[item.value] for item in program.inputs}
-    replayed = Replayed(program, tensors, recorder.mismatches, error=error)
+    replayed = Replayed(program, tensors, recorder.mismatches, recorder.is_close, error)
     _compare(replayed, recorder.starts)
     return replayed
 
@@ -121,6 +121,7 @@ class _Recorder(Player):
         self._zeroed: dict[int, tuple[torch.Tensor, int]] = {}
         self.tracer = Tracer(self._describe, driver=_DRIVER)
         self.starts: list[tuple[int, torch.Tensor]] = []
+        self.is_close = True
         self._describe_old = describe
         self._differentiated = False
         self._perform = True
@@ -219,6 +220,7 @@ class _Recorder(Player):
         for old, new in zip(olds, iter_tensors(args[:1]), strict=False):
             if (entry.settings is not None or old.numel()) and not is_same(old, new):
                 self.mismatches.append(describe_mismatch("the loss", old, new))
+                self.is_close = self.is_close and _is_close(old, new)
             value = self.tracer.value_of(new)
             if value is not None:
                 self.starts.append((value, new.detach().clone()))
@@ -228,6 +230,12 @@ class _Recorder(Player):
 
 
 _DRIVER = __file__
+
+
+def _is_close(old: torch.Tensor | float, new: torch.Tensor) -> bool:
+    before = old.detach() if isinstance(old, torch.Tensor) else torch.tensor(old, dtype=new.dtype)
+    same_kind = before.shape == new.shape and before.dtype == new.dtype
+    return same_kind and torch.allclose(before.to(new.device), new.detach(), rtol=1e-3, equal_nan=True)
 
 
 def _compare(replayed: Replayed, starts: Iterable[tuple[int, torch.Tensor]]) -> None:
@@ -242,4 +250,4 @@ def _compare(replayed: Replayed, starts: Iterable[tuple[int, torch.Tensor]]) -> 
         new = outcome.values.get(value)
         if new is not None and not same_bits(old, new):
             replayed.mismatches.append(describe_mismatch("the program's loss", old, new))
-            replayed.is_close = replayed.is_close and torch.allclose(old, new, rtol=1e-3, equal_nan=True)
+            replayed.is_close = replayed.is_close and _is_close(old, new)

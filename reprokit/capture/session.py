@@ -456,14 +456,13 @@ class Session:
     def _judge_past(self, optimizer: torch.optim.Optimizer | None) -> None:
         """At the end of a step: when it is time to, judge everything; then begin a new step."""
         training = self._training
-        checked_since = None
-        if training.history.is_due:
-            checked_since = time.perf_counter()
-            bad = self._judge.state() if training.ranks.is_alone else None
+        started, is_due = time.perf_counter(), training.history.is_due
+        if (is_due or self._judge.watch == "every-step") and training.ranks.is_alone:
+            bad = self._judge.state()
             if bad is not None:
                 self._fail(bad, is_late=True)
         if self._is_watching:
-            training.end_step(optimizer, checked_since)
+            training.end_step(optimizer, started if is_due else None)
 
     def _is_bad_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
         return self._judge.gradients(optimizer, are_scaled=bool(self._stepper_scaler))

@@ -20,11 +20,14 @@ from reprokit.capture.entry import Entry, new_tensors
 from reprokit.capture.facts import READS, SILENT, facts_of
 from reprokit.capture.roots import RootCalls
 from reprokit.capture.structure import ATOMS, iter_tensors
+from reprokit.capture.sweep import still_useful
 from reprokit.capture.written import WrittenMemory
 from reprokit.program import functions
 from reprokit.program.sites import kind_of_file
 from reprokit.program.trace import current_mode
 
+_MODULE_LOAD = 16  # how much more than a function's a root module's results weigh
+_SWEEP_AT = 32
 DEFAULT_BUDGET = 256 * 2**20  # bytes of loop-level results kept alive per step
 _CALL_IMPL = torch.nn.Module._call_impl.__code__
 _FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -62,6 +65,8 @@ class Tape(TorchFunctionMode):
         self._on_error = on_error
         self._budget = budget
         self._bytes = 0
+        self._load = 0
+        self._load_limit = _SWEEP_AT
         self._depth = 0
         self._thread = get_ident()
         self._is_claimed = False
@@ -70,6 +75,7 @@ class Tape(TorchFunctionMode):
         self.on_hand_update: Callable[[], None] = lambda: None
         self.on_differentiated: Callable[[], None] = lambda: None
         self.on_read: Callable[[Any], None] = lambda value: None
+        self.on_sweep: Callable[[list[Entry]], None] = lambda entries: None
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -98,6 +104,7 @@ class Tape(TorchFunctionMode):
         self.memory.restart()
         self.raised = None
         self._bytes = 0
+        self._load = 0
         self._hand_updated = False
 
     @property
@@ -325,6 +332,9 @@ class Tape(TorchFunctionMode):
         if output.__class__ is torch.Tensor and not facts.is_special:
             if entry.versions:  # the usual case: a new tensor made of tensors
                 self.entries.append(entry)
+                self._load += 1
+                if self._load > self._load_limit:
+                    self._sweep()
                 made = self.memory.made
                 if id(output) in made or not _is_among(output, entry.versions):
                     made.add(id(output))
@@ -354,6 +364,9 @@ class Tape(TorchFunctionMode):
 
     def _add(self, entry: Entry) -> None:
         self.entries.append(entry)
+        self._load += 1
+        if self._load > self._load_limit:
+            self._sweep()
         made = self.memory.made
         for tensor in new_tensors(entry, made):
             made.add(id(tensor))
@@ -425,7 +438,22 @@ class Tape(TorchFunctionMode):
         entry.versions = versions = _versions(args, kwargs)
         entry.rng = _rng_state(versions)
         self.entries.append(entry)
+        self._load += _MODULE_LOAD
+        if self._load > self._load_limit:
+            self._sweep()
         return entry
+
+    def _sweep(self) -> None:
+        """Let go of what nobody can use any more; the less that is, the longer until the next look."""
+        before, self._load = self._load, 0
+        useful = still_useful(self.entries)
+        if len(useful) < len(self.entries):
+            gone = {id(entry) for entry in self.entries} - {id(entry) for entry in useful}
+            self.on_sweep([entry for entry in self.entries if id(entry) in gone])
+            self.entries = useful
+            self.memory.keep_only(useful)
+        self._load = sum(_MODULE_LOAD if entry.kind == "module" else 1 for entry in self.entries)
+        self._load_limit = max(_SWEEP_AT, 2 * (self._load if 2 * self._load < before else before))
 
     def _finish_module(self, entry: Entry, output: Any) -> None:
         entry.output = output

@@ -42,6 +42,7 @@ class Training:
         self.ranks = Ranks()
         tape.memory.on_first_write = history.add_written
         tape.memory.on_conversion = self._convert
+        tape.on_sweep = self._lose
         self._is_converted = False
         self._finished: set[int] = set()  # optimizers that have stepped since the last differentiation
 
@@ -163,6 +164,12 @@ class Training:
         self._is_converted = True
         self.history.interrupt()
         self.tape.met.clear()
+
+    def _lose(self, entries: list[Entry]) -> None:
+        """Calls that nothing depends on were taken off the tape; they may have changed statistics all the same."""
+        trained = [entry.target for entry in entries if entry.kind == "module" and entry.target.training]
+        if any(next(module.buffers(), None) is not None for module in trained):
+            self.history.interrupt()
 
     def _begin_anew(self) -> None:
         """A converted model is used for the first time: what it is now is where its past begins."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from reprokit.capture.entry import Entry
+from reprokit.capture.structure import is_leaf, iter_tensors
 
 _SMALL = 65_536  # elements that are always worth saving before a write
 
@@ -42,6 +43,14 @@ class WrittenMemory:
         self.made = set()
         self._by_memory = {}
         self._scanned = 0
+
+    def keep_only(self, entries: list[Entry]) -> None:
+        """The step consists of these entries only; ids of what others made or were given may come back as others'."""
+        outputs = {id(tensor) for entry in entries for tensor in iter_tensors(entry.output)}
+        given = {id(tensor) for entry in entries for tensor in iter_tensors((entry.args, entry.kwargs))}
+        self.made &= outputs
+        self.saved = {key: content for key, content in self.saved.items() if key in given or key in outputs}
+        self._by_memory, self._scanned = {}, 0
 
     def forget(self) -> None:
         """There is no state to know any more."""
@@ -75,8 +84,13 @@ class WrittenMemory:
             self._announce(target)
             self._format = (target.dtype, target.shape, target.device)
             return True
-        if isinstance(target, torch.nn.Parameter):
-            return None  # of a module that no root holds yet
+        if target.requires_grad and is_leaf(target):
+            if not any(entry.kind == "differentiate" for entry in entries):
+                return None  # being made, for example a parameter of a module that no root holds yet
+            pointer = _pointer(target)  # the loop trains it, though no module and no optimizer has it
+            self._state.update([pointer] if pointer is not None else [])
+            self.on_first_write(target)
+            return True
         if target.layout is not torch.strided:
             return False
         self._scan(entries)

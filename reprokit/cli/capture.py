@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -59,6 +60,8 @@ class Capture:
                 raise
             if not isinstance(error, SystemExit):
                 launch.show_exception(error)
+            elif error.code is not None and not isinstance(error.code, int):
+                print(error.code, file=sys.stderr)  # as Python does for `sys.exit("a message")`
         return EXIT_CAPTURED if watch.has_stopped else 0
 
     def file(self) -> Path | None:

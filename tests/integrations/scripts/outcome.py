@@ -1,11 +1,28 @@
-"""What a training script of these tests prints at its end."""
+"""What the training scripts of these tests have in common: their modes one after another, and what they print."""
 
 import gc
 import hashlib
 import sys
+import traceback
 
 import torch
 from torch.optim import optimizer
+
+
+def run_modes(train, modes):
+    """Train once in each mode; what ends a training ends the script only in the last one."""
+    for mode in modes:
+        is_last = mode == modes[-1]
+        try:
+            train(mode)
+        except (Exception, SystemExit) as error:
+            if is_last:
+                raise
+            if isinstance(error, SystemExit):
+                print("stopped with", error.code)
+            else:
+                traceback.print_exc()
+        gc.collect()
 
 
 def print_parameters(model):

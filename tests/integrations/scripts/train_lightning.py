@@ -11,9 +11,8 @@ if "pytorch_lightning" in sys.argv:
 else:
     import lightning as L
 
-from outcome import print_left_behind, print_parameters
+from outcome import print_left_behind, print_parameters, run_modes
 
-MODE, LOOPS, WITH_CALLBACK = sys.argv[1], sys.argv[2], "callback" in sys.argv
 BAD_BATCH = 3
 warnings.simplefilter("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -67,31 +66,31 @@ class Closure(Automatic):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
 
-def batches(bad=None):
+def batches(mode="healthy"):
     generator = torch.Generator().manual_seed(1)
     rows = []
     for number in range(6):
         features = torch.randn(5, 4, generator=generator)
         labels = torch.randint(0, 3, (5,), generator=generator)
-        if number == bad and MODE == "nan":
+        if number == BAD_BATCH and mode == "nan":
             features[:] = features[0]
-        if number == bad and MODE == "raise":
+        if number == BAD_BATCH and mode == "raise":
             labels[2] = 3
         rows += zip(features, labels, strict=True)
     return DataLoader(rows, batch_size=5)
 
 
-def callbacks():
-    if not WITH_CALLBACK:
-        return []
+def new_callbacks():
     from reprokit.integrations.lightning import ReprokitCallback
 
     return [ReprokitCallback(name="train_lightning")]
 
 
-for name in LOOPS.split(","):
+def train(words):
+    """Train as words like ``manual:nan:callback`` say."""
+    loop, mode, *with_callback = words.split(":")
     L.seed_everything(0, verbose=False)
-    module = {"automatic": Automatic, "manual": Manual, "closure": Closure}[name]()
+    module = {"automatic": Automatic, "manual": Manual, "closure": Closure}[loop]()
     trainer = L.Trainer(
         max_epochs=1,
         accelerator="cpu",
@@ -99,9 +98,13 @@ for name in LOOPS.split(","):
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=callbacks(),
+        callbacks=new_callbacks() if with_callback else [],
     )
-    trainer.fit(module, batches(BAD_BATCH), batches())
-    print_parameters(module)
-if "leftovers" in sys.argv:
-    print_left_behind()
+    try:
+        trainer.fit(module, batches(mode), batches())
+        print_parameters(module)
+    finally:
+        print_left_behind()
+
+
+run_modes(train, [word for word in sys.argv[1:] if word != "pytorch_lightning"])

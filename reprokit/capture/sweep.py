@@ -1,0 +1,97 @@
+"""Entries whose results nobody can use any more: an evaluation between two steps must not pile up on the tape.
+
+A result can still be used if something other than the tape refers to it, or if a later entry that matters was given it.
+References are counted: what the tape's own entries hold is subtracted from what Python counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from reprokit.capture.entry import Entry
+from reprokit.capture.structure import iter_tensors
+
+_CONTAINERS = (list, tuple, dict, set)
+
+
+def still_useful(entries: list[Entry]) -> list[Entry]:
+    """The entries that later ones may depend on, in order; all those that change something are."""
+    held = _Held()
+    for entry in entries:
+        held.add_entry(entry)
+    needed: set[int] = set()
+    useful: list[Entry] = []
+    for entry in reversed(entries):
+        outputs = {id(tensor) for tensor in iter_tensors(entry.output)}
+        if _changes_something(entry) or outputs & needed or held.is_used_elsewhere(id(entry.output)):
+            useful.append(entry)
+            needed.update(id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs)))
+    return useful[::-1]
+
+
+def _changes_something(entry: Entry) -> bool:
+    return entry.kind not in ("module", "function") or entry.is_state or entry.writes_view or entry.output is None
+
+
+class _Held:
+    """Objects that the tape refers to, each with how often it does."""
+
+    def __init__(self) -> None:
+        self._objects: dict[int, Any] = {}
+        self._counts: dict[int, int] = {}
+        self._extra = 0
+        self._extra = self._num_references(self.add([]))
+
+    def add_entry(self, entry: Entry) -> None:
+        """Count what an entry refers to."""
+        for value in (entry.args, entry.kwargs, entry.versions, entry.output):
+            self.add(value)
+
+    def add(self, value: Any) -> int:
+        """Count one more reference to ``value``, and those from it if it is new; its id."""
+        key = id(value)
+        if key in self._objects:
+            self._counts[key] += 1
+            return key
+        self._objects[key] = value
+        self._counts[key] = 1
+        for inner in _inner(value):
+            self.add(inner)
+        return key
+
+    def is_used_elsewhere(self, root: int) -> bool:
+        """Whether something other than the tape refers to an object, or to anything in it that can be looked into."""
+        waiting, seen = [root], set()
+        while waiting:
+            key = waiting.pop()
+            if key in seen:
+                continue
+            seen.add(key)
+            if self._num_references(key) - self._extra > self._counts[key]:
+                return True
+            waiting += [id(inner) for inner in _inner(self._objects[key])]
+        return False
+
+    def _num_references(self, key: int) -> int:
+        return sys.getrefcount(self._objects[key])
+
+
+def _inner(value: Any) -> Iterator[Any]:
+    """What a container holds: tensors and containers, whatever class the container is of."""
+    if isinstance(value, torch.Tensor) or not (isinstance(value, _CONTAINERS) or _is_record(value)):
+        return
+    for inner in gc.get_referents(value):
+        if isinstance(inner, (torch.Tensor, *_CONTAINERS)) or _is_record(inner):
+            yield inner
+
+
+def _is_record(value: Any) -> bool:
+    """Whether an object is a plain holder of attributes, such as a dataclass or a model's output."""
+    if isinstance(value, (type, torch.nn.Module, torch.Tensor)) or callable(value):
+        return False
+    return hasattr(value, "__dict__")

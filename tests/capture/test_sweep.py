@@ -1,0 +1,153 @@
+"""What nobody can use any more leaves the tape; what somebody can still use stays."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from reprokit.capture.entry import Entry
+from reprokit.capture.session import Session
+from reprokit.capture.sweep import still_useful
+from reprokit.program.ir import Mode
+from tests.capture.traps_checks import (
+    BAD_STEP,
+    EXACT,
+    batches,
+    check_caught,
+    classify,
+    ending,
+    fidelity,
+    net,
+    silent_root,
+    update,
+    where,
+)
+
+
+@dataclass
+class Output:
+    """What some models return."""
+
+    logits: torch.Tensor
+    hidden: tuple[torch.Tensor, ...]
+
+
+def entry(kind: str, output: Any, *args: Any) -> Entry:
+    """A call that was given ``args``."""
+    made = Entry(kind, None, args, {}, Mode(), output)
+    made.versions = [(argument, argument._version) for argument in args if isinstance(argument, torch.Tensor)]
+    return made
+
+
+def calls(num_rounds: int, keep: Callable[[int], bool]) -> tuple[list[Entry], list[torch.Tensor]]:
+    """A module's call and one of its result in every round; some of the last results are kept."""
+    entries, kept = [], []
+    for number in range(num_rounds):
+        x = torch.ones(2)
+        hidden = x + 1
+        result = hidden * 2
+        entries += [entry("module", hidden, x), entry("function", result, hidden)]
+        if keep(number):
+            kept.append(result)
+    return entries, kept
+
+
+@pytest.mark.parametrize("useful", [set(), {0}, {3}, {1, 2}, {0, 1, 2, 3}])
+def test_what_leads_to_something_that_is_kept_stays(useful: set[int]) -> None:
+    entries, kept = calls(4, useful.__contains__)
+    expected = [each for number in range(4) if number in useful for each in entries[2 * number : 2 * number + 2]]
+    assert still_useful(entries) == expected
+    assert len(kept) == len(useful)
+
+
+@pytest.mark.parametrize("holds", ["nothing", "container", "tensor"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tensor: (tensor, tensor + 1),
+        lambda tensor: {"logits": tensor},
+        lambda tensor: Output(tensor, (tensor + 1,)),
+        lambda tensor: [{"deep": (tensor,)}],
+    ],
+)
+def test_results_inside_of_something(wrap: Callable[[torch.Tensor], Any], holds: str) -> None:
+    entries, held = [], []
+    for number in range(3):
+        tensor = torch.ones(2) + 1
+        output = wrap(tensor)
+        entries.append(entry("module", output, torch.ones(2)))
+        if number == 1:
+            held.append({"nothing": None, "container": output, "tensor": tensor}[holds])
+        del tensor, output
+    assert still_useful(entries) == ([] if holds == "nothing" else [entries[1]])
+
+
+def test_what_was_differentiated_stays() -> None:
+    entries, kept = calls(3, lambda number: False)
+    loss = entries[3].output
+    entries.append(entry("differentiate", None, loss))
+    del loss
+    assert still_useful(entries) == [*entries[2:4], entries[-1]]
+    assert not kept
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_an_evaluation_between_two_steps_does_not_pile_up(grad: bool, tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    with Session(directory=tmp_path) as session:
+        for _, x, y in batches(3):
+            update(optimizer, classify(model, x, y))
+        model.eval()
+        for _ in range(200):
+            with torch.set_grad_enabled(grad):
+                x = torch.ones(8, 4)
+                result = model(x).softmax(-1).amax(-1)
+            alive += [weakref.ref(x), weakref.ref(result)]
+            result.mean().item()
+            del x, result
+            most = max(most, sum(reference() is not None for reference in alive))
+        model.train()
+        for _, x, y in batches(3):
+            update(optimizer, classify(model, x, y))
+    assert session.snapshots == []
+    assert most < 16
+
+
+class Step(nn.Module):
+    """One step of something recurrent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 4)
+
+    def forward(self, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        return self.cell(x, h)
+
+
+def test_a_long_unrolled_loop_is_kept_as_a_whole(tmp_path: Path) -> None:
+    def loop() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, evaluated = Step(), nn.Linear(4, 2)
+        optimizer = torch.optim.Adam([*model.parameters(), *evaluated.parameters()])
+        for step, x, y in batches():
+            h = torch.zeros(8, 4)
+            for _ in range(40):
+                h = model(x, h)
+                with torch.no_grad():
+                    evaluated(h).argmax(-1)
+            update(optimizer, classify(lambda _, h=h: evaluated(h), x, y) + silent_root(h, step == BAD_STEP))
+        return ending(model, evaluated)
+
+    snapshot = check_caught(loop, tmp_path)
+    assert where(snapshot) == (BAD_STEP, "backward", "torch.Tensor.sqrt")
+    assert fidelity(snapshot) == EXACT
