@@ -78,7 +78,7 @@ def test_a_training_that_fails_is_identical(
     assert (summary["cases"], summary["identical"], summary["captured"]) == (1, 1, 1)
     row = summary["rows"][0]
     assert (row["exit_code"], row["num_snapshots"], row["differs_by_itself"]) == (7, 1, None)
-    # six parameters and their gradients, three buffers, in the optimizer the six again with three values each, one state
+    # six parameters and their gradients, three buffers; in Adam the six with three values each; one generator
     assert row["num_tensors"] == 2 * 6 + 3 + 4 * 6 + 1
     assert "1 of 1 identical, 1 captured" in printed.err
 
