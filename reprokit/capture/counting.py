@@ -1,8 +1,7 @@
 """Counting iterations as a person would: one per attempted optimizer step, however many optimizers there are.
 
-An optimizer that takes over from another one (it holds the same parameters, or the other one is gone) goes on with
-its count; of
-several that live side by side, the one that has stepped most often counts.
+An optimizer that takes over from another one (it holds the same parameters, or the other one is gone or steps no more)
+goes on with its count; of several that live side by side, the one that has stepped most often counts.
 """
 
 from __future__ import annotations
@@ -25,6 +24,8 @@ class Iterations:
         self._attempts: dict[int, int] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._parameters: dict[int, set[int]] = {}
+        self._supposed: dict[int, tuple[int, int]] = {}  # who seems to have been replaced, and how far it was
+        self._last: int | None = None
 
     def attempts(self, optimizer: torch.optim.Optimizer) -> int:
         """How many steps of this very optimizer were attempted."""
@@ -40,10 +41,25 @@ class Iterations:
             self._parameters[key] = {id(parameter) for parameter in parameters_of(optimizer)}
         self._counts[key] += 1
         self._attempts[key] += 1
+        self._notice_replacement(key)
         self.total += 1
         if self._counts[key] > self.completed:
             self.completed = self._counts[key]
             self.micro_step = 0
+
+    def _notice_replacement(self, key: int) -> None:
+        """A new optimizer that steps twice in a row goes on for an older one, unless that one steps again."""
+        for new, (old, count) in list(self._supposed.items()):
+            if old == key:
+                self._counts[new] -= count
+                del self._supposed[new]
+        is_new = self._attempts[key] == self._counts[key] == 2
+        if is_new and self._last == key and key not in self._supposed and len(self._counts) > 1:
+            old = max((other for other in self._counts if other != key), key=self._counts.__getitem__)
+            if list(self._counts).index(old) < list(self._counts).index(key):
+                self._supposed[key] = (old, self._counts[old])
+                self._counts[key] += self._counts[old]
+        self._last = key
 
     def updated_by_hand(self) -> None:
         """The loop changed parameters without an optimizer."""

@@ -76,6 +76,7 @@ def size_of(entries: list[Entry]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
+_VALUE_READS = frozenset({"torch.Tensor.detach", "torch.Tensor.data.__get__"})  # take a tensor without its graph
 _WITHOUT_RESULTS = frozenset({"zero_grad", "clip", "unscale", "optimizer"})  # are not given what the step made
 
 
@@ -140,9 +141,11 @@ class _Freezing:
         self.stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.outside: dict[int, torch.Tensor] = {}
         self.is_cut = False
+        self._reads_values = False
 
     def freeze(self, entry: Entry) -> None:
         light = self._light
+        self._reads_values = not entry.mode.grad or entry.name in _VALUE_READS
         if entry.kind not in _WITHOUT_RESULTS:
             entry.args = tuple([light(v) if isinstance(v, torch.Tensor) else self._map(v) for v in entry.args])
             if entry.kwargs:
@@ -179,6 +182,8 @@ class _Freezing:
         reference, light = self._carried.get(id(tensor), (None, None))
         if reference is not None and light is not None and reference() is tensor:
             return light
+        if self._reads_values:  # such as the last loss, which many loops add to a sum
+            return tensor.detach()
         self.is_cut = True
         return tensor.detach().requires_grad_()
 

@@ -13,15 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from reprokit.capture.entry import Entry
 from reprokit.capture.state import State, num_bytes, parameters_of, state_tensors
 from reprokit.capture.watch import bad_tensor
-from reprokit.locate.ways import ways_of
+from reprokit.locate.ways import NAN, ways_of
 
 DEFAULT_STATE_BYTES = 2 * 2**30
 DEFAULT_STEP_BYTES = 256 * 2**20
 MOST_STEPS = 1000
+_STATISTICS = ("running_mean", "running_var")
 _SHORT = 0.005  # seconds: in a step that short every microsecond counts
 _SHARE = 0.003  # of the training time, for copying and checking together
 
@@ -68,7 +70,7 @@ class History:
     def meet_module(self, module: torch.nn.Module) -> bool:
         """A root is about to run; whether it is a new one. A new one is added to the last copy as it is now."""
         known = self._modules.get(id(module))
-        if known is not None and known() is module:
+        if (known is not None and known() is module) or is_unmade(module):
             return False
         self._modules[id(module)] = weakref.ref(module)
         self._hold(module)
@@ -140,23 +142,36 @@ class History:
         parameters.update((id(p), p) for module in self.modules for p in module.parameters() if p.requires_grad)
         parameters.update((id(p), p) for optimizer in self.optimizers for p in parameters_of(optimizer))
         parameters.update((id(t), t) for t in self.state.copies.tensors if t.requires_grad)
-        buffers = {id(b): b for module in self.modules for b in module.buffers() if b.is_floating_point()}
-        return self._newly_bad([*parameters.values(), *buffers.values()])
-
-    def _newly_bad(self, tensors: list[torch.Tensor]) -> torch.Tensor | None:
-        if bad_tensor(tensors) is None:
+        everything = [*parameters.values(), *self._buffers()]
+        if bad_tensor(everything) is None:
             return None
         before = self.state.copies.contents()
-        for tensor in tensors:
+        for tensor in parameters.values():
             ways = ways_of(tensor)
             if ways and (id(tensor) not in before or not ways <= ways_of(before[id(tensor)])):
                 return tensor
-        return None
+        return self._bad_buffer()
 
     def newly_bad_buffer(self) -> bool:
         """Whether a buffer is bad now and was not in the last copy."""
-        buffers = {id(b): b for module in self.modules for b in module.buffers() if b.is_floating_point()}
-        return self._newly_bad(list(buffers.values())) is not None
+        return bad_tensor(self._buffers()) is not None and self._bad_buffer() is not None
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return list({id(b): b for module in self.modules for b in module.buffers() if b.is_floating_point()}.values())
+
+    def _bad_buffer(self) -> torch.Tensor | None:
+        """A buffer that has gone bad since the last copy.
+
+        Infinities are meant so, as in masks, but in the statistics of a normalisation; so are buffers that are new.
+        """
+        before = self.state.copies.contents()
+        for module in self.modules:
+            for name, buffer in module.named_buffers():
+                if id(buffer) in before and buffer.is_floating_point():
+                    new_ways = ways_of(buffer) - ways_of(before[id(buffer)])
+                    if new_ways if name.endswith(_STATISTICS) else NAN in new_ways:
+                        return buffer
+        return None
 
     def untouched(self) -> Iterator[torch.Tensor]:
         """Frozen parameters: copied only once something writes them."""
@@ -246,9 +261,15 @@ class History:
         self._step_bytes = 0
 
 
+def is_unmade(module: torch.nn.Module) -> bool:
+    """Whether parts of a module get their shapes from the first batch; such a one is met when it has them."""
+    return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
+
+
 def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from (buffer for buffer in module.buffers() if not buffer.is_inference())
+    for tensor in (*module.parameters(), *module.buffers()):
+        if not is_lazy(tensor) and not tensor.is_inference():
+            yield tensor
 
 
 def _is_changing(tensor: torch.Tensor) -> bool:

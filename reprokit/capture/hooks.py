@@ -5,6 +5,7 @@ Everything is put in place by `Hooks.install` and taken away by `Hooks.remove`; 
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -117,8 +118,10 @@ class Hooks:
             return listener.around(kind, original, args, kwargs)
 
         _imitate(wrapper, original)
-        setattr(owner, name, wrapper)
-        self._undo.append(lambda: setattr(owner, name, original))
+        home = sys.modules.get(original.__module__)  # where pickle looks a function up
+        for place in {owner, home} if getattr(home, name, None) is original else {owner}:
+            setattr(place, name, wrapper)
+            self._undo.append(functools.partial(setattr, place, name, original))
 
     def _wrap_threads(self) -> None:
         """Threads that are started while the capture is on may be the ones that train."""
@@ -225,4 +228,5 @@ def _imitate(wrapper: Any, original: Any) -> None:
     wrapper.__name__ = original.__name__
     wrapper.__qualname__ = original.__qualname__
     wrapper.__doc__ = original.__doc__
+    wrapper.__module__ = original.__module__
     wrapper.__wrapped__ = original

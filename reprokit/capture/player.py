@@ -76,6 +76,10 @@ class Player:
             return written_argument(entry.name, args, kwargs).copy_(entry.outcome)
         if entry.is_state and entry.name in DATA_WRITES:
             return args[0].data.copy_(args[1])  # other tensors may look at the same memory
+        written = written_argument(entry.name, args, kwargs)
+        if entry.mode.grad and isinstance(written, torch.Tensor) and is_leaf(written):
+            with torch.no_grad():  # it was written before the loop said that it needs gradients
+                return entry.target(*args, **kwargs)
         return entry.target(*args, **kwargs)
 
     def _play_differentiate(self, entry: Entry, args: Any, kwargs: Any) -> Any:

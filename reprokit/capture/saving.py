@@ -83,10 +83,11 @@ class _Describing:
         if training.ranks.is_sharded:
             failed = self._failed(step, noticed.observed_at, entries, step.saved, noticed.pending)
             return snapshot_without_replay(replace(failed, raised=noticed.raised, notes=[NOT_REPLAYED]), noticed.frame)
-        notes: list[str] = []
+        notes = list(dict.fromkeys(training.unseen))
         is_past = noticed.is_late or (noticed.raised is None and training.history.newly_bad() is not None)
         if is_past:
-            past, notes = self._from_the_past(step)
+            past, reasons = self._from_the_past(step)
+            notes += reasons
             if past is not None:
                 return past
         entries, saved, pending = self._with_graphs_from_before(step)

@@ -245,6 +245,7 @@ class Session:
         if self._is_watching and self._tape.is_outermost:
             self._tape.leave_stack()
             self._training.history.give_up()
+            self._training.unseen.append("the loop itself calls something compiled, which is not followed")
 
     def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `hooks.Listener`."""

@@ -121,9 +121,10 @@ class BufferCopies(Copies):
         """Remember the buffers of a module."""
         known = set(map(id, self._tensors))
         for part in module.modules():
-            counter = part._buffers.get("num_batches_tracked")
-            for buffer in part._buffers.values():
-                if buffer is not None and not buffer.is_inference() and id(buffer) not in known:
+            buffers = dict(part.named_buffers(recurse=False))
+            counter = buffers.get("num_batches_tracked")
+            for buffer in buffers.values():
+                if not buffer.is_inference() and id(buffer) not in known:
                     known.add(id(buffer))
                     self.add([buffer])
                     witness = buffer if counter is None else counter

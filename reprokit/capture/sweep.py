@@ -78,7 +78,10 @@ class _Held:
         return False
 
     def _num_references(self, key: int) -> int:
-        return sys.getrefcount(self._objects[key])
+        count = sys.getrefcount(self._objects[key])
+        if _COUNTS_OWNERS and isinstance(self._objects[key], torch.Tensor) and self._objects[key]._use_count() > 1:
+            count -= 1
+        return count
 
 
 def _inner(value: Any) -> Iterator[Any]:
@@ -88,6 +91,20 @@ def _inner(value: Any) -> Iterator[Any]:
     for inner in gc.get_referents(value):
         if isinstance(inner, (torch.Tensor, *_CONTAINERS)) or _is_record(inner):
             yield inner
+
+
+def _counts_owners() -> bool:
+    """Whether this torch counts one reference more when a graph or a view holds a tensor; older ones do not."""
+    if not hasattr(torch.Tensor, "_use_count"):
+        return False
+    with torch._C.DisableTorchFunction():
+        tensor = torch.zeros(1)
+        before = sys.getrefcount(tensor)
+        view = tensor.view(1)
+        return sys.getrefcount(tensor) > before and view is not tensor
+
+
+_COUNTS_OWNERS = _counts_owners()
 
 
 def _is_record(value: Any) -> bool:

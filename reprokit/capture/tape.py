@@ -119,7 +119,7 @@ class Tape(TorchFunctionMode):
 
     def is_root_call(self) -> bool:
         """Whether a module called now is called by the loop itself; the first thread that trains is the one watched."""
-        if self._depth or not self.enabled:
+        if self._depth or not self.enabled or _tracing_state() is not None:
             return False
         if get_ident() == self._thread:
             return True
@@ -215,7 +215,12 @@ class Tape(TorchFunctionMode):
                 except Exception as error:
                     self._on_error(error)
             return result
-        if not self.enabled or get_ident() != self._thread or _peek_transforms() is not None:
+        if (
+            not self.enabled
+            or get_ident() != self._thread
+            or _peek_transforms() is not None
+            or _tracing_state() is not None
+        ):
             return func(*args, **options)
         if func is torch.Tensor.__iter__ and args[0].dim() > 0:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, (args[0], 0)))
@@ -578,6 +583,7 @@ def _kind_of_code(code: CodeType) -> str:
     return kind
 
 
+_tracing_state = torch._C._get_tracing_state  # of `torch.jit.trace`, which would trace our work as well
 _peek_transforms = (
     torch._C._functorch.peek_interpreter_stack
 )  # vmap, grad and the like, inside which values are not ours

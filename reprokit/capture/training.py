@@ -13,7 +13,7 @@ import torch
 from reprokit.capture.counting import Iterations
 from reprokit.capture.entry import Entry, Freezer, size_of
 from reprokit.capture.generators import GeneratorWatch
-from reprokit.capture.history import History, PastStep
+from reprokit.capture.history import History, PastStep, is_unmade
 from reprokit.capture.ranks import Ranks
 from reprokit.capture.scaling import ScalerWatch
 from reprokit.capture.state import BufferCopies
@@ -43,6 +43,7 @@ class Training:
         tape.memory.on_first_write = history.add_written
         tape.memory.on_conversion = self._convert
         tape.on_sweep = self._lose
+        self.unseen: list[str] = []  # what else the run does, in words, that is not known
         self._is_converted = False
         self._finished: set[int] = set()  # optimizers that have stepped since the last differentiation
 
@@ -55,7 +56,7 @@ class Training:
             self._meet_ranks()
             self.buffers.add_module(module)
             self._know_state()
-        if not self.generators.is_looking:
+        if not self.generators.is_looking and not is_unmade(module):
             self.tape.met.add(id(module))
 
     def meet_optimizer(self, optimizer: torch.optim.Optimizer) -> None:

@@ -62,6 +62,7 @@ GUARDS = {
     "Copies.give_back",
     "OptimizerNote.give_back",
     "State.give_back",
+    "_set",
     "Tape.install",
     "Tape.uninstall",
     "Tape.leave_stack",
@@ -166,7 +167,8 @@ class Fault:
 def functions_of(module: ModuleType) -> Iterator[tuple[str, Any, str, Callable[..., Any]]]:
     """Name, owner, attribute and function of everything a module defines."""
     for name, value in vars(module).items():
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not inspect.isgeneratorfunction(value):
+        is_own = inspect.isfunction(value) and value.__module__ == module.__name__ and name not in GUARDS
+        if is_own and not inspect.isgeneratorfunction(value):
             yield name, module, name, value
         if inspect.isclass(value) and value.__module__ == module.__name__:
             for attribute, function in vars(value).items():

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
+import pickle
 import random
 import threading
 import warnings
@@ -526,6 +528,63 @@ def layers_unfrozen_during_training() -> list[torch.Tensor]:
             model[0].requires_grad_(True)
         update(optimizer, classify(model, x, y))
     return ending(model, optimizer)
+
+
+class Causal(nn.Module):
+    """Attention whose mask is kept, and made anew for longer sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.mask: torch.Tensor
+        self.register_buffer("mask", torch.zeros(0, 0), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(self.mask) < len(x):
+            self.register_buffer("mask", torch.full((len(x), len(x)), -math.inf).triu(1), persistent=False)
+        hidden = self.inner(x)
+        return torch.softmax(hidden @ hidden.T + self.mask[: len(x), : len(x)], -1) @ hidden
+
+
+@healthy
+def a_mask_of_infinities_that_grows() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Causal()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, x, _ in batches(12):
+        update(optimizer, model(x[: 3 + step // 3]).pow(2).mean())
+    return ending(model)
+
+
+@healthy
+def a_model_that_is_traced_between_steps() -> list[torch.Tensor]:
+    model = plain_net()
+    optimizer = torch.optim.Adam(model.parameters())
+    outputs = []
+    for step, x, y in batches(6):
+        update(optimizer, classify(model, x, y))
+        if step % 2:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                traced = torch.jit.trace(model, x)
+            outputs.append(traced(x).sum())
+    return ending(model, outputs)
+
+
+@healthy
+def functions_that_are_pickled() -> list[torch.Tensor]:
+    model = plain_net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for _, x, y in batches(4):
+        clip = pickle.loads(pickle.dumps(functools.partial(torch.nn.utils.clip_grad_norm_, max_norm=0.1)))
+        copy.deepcopy(optimizer)
+        pickle.dumps((model, optimizer))
+        assert pickle.loads(pickle.dumps(nn.Module.zero_grad)) is nn.Module.zero_grad
+        classify(model, x, y).backward()
+        clip(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    return ending(model)
 
 
 @healthy

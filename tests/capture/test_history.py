@@ -86,14 +86,16 @@ def test_a_row_poisoned_by_the_optimizer_and_used_31_steps_later(tmp_path: Path)
 def row_poisoned_by_its_own_rate(steps: int = 1000, poisoned: int = 400, used: int = 431) -> list[torch.Tensor]:
     """The schedule of the rare rows is infinite at one step, and infinity times a zero gradient is NaN."""
     torch.manual_seed(0)
-    model, rare = Words(), nn.Parameter(torch.randn(3, 4))
+    model, rare, total = Words(), nn.Parameter(torch.randn(3, 4)), torch.zeros(())
     optimizer = torch.optim.SGD([{"params": model.parameters()}, {"params": [rare]}], lr=0.01, momentum=0.9)
     for step, x, y in batches(steps):
         optimizer.param_groups[1]["lr"] = float(1 / torch.tensor(float(abs(poisoned - step))).sqrt())
         wanted = torch.tensor([[step == used]])
         logits = model(words(x, False), torch.ones(8, 4)) + model.head(torch.where(wanted, rare, 0.0)).mean(0)
-        update(optimizer, F.cross_entropy(logits, y))
-    return ending(model, rare)
+        loss = F.cross_entropy(logits, y)
+        update(optimizer, loss)
+        total = total + loss.detach()  # as many loops do
+    return ending(model, rare, [total])
 
 
 @pytest.mark.parametrize("history", HISTORIES)

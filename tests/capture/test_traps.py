@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -532,6 +533,70 @@ def a_scaler_that_is_not_enabled() -> list[torch.Tensor]:
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
+    return ending(model)
+
+
+@failing("backward", ROOT)
+def a_batch_written_before_it_needs_gradients() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, x, y in batches():
+        x.clamp_(-1, 1)
+        x.requires_grad_()
+        logits = model(x)
+        update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP))
+    return ending(model)
+
+
+@failing("backward", ROOT)
+def a_running_loss() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    total = torch.zeros(())
+    for step, x, y in batches():
+        logits = model(x)
+        loss = F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP)
+        update(optimizer, loss)
+        total = total + loss.detach()
+    return ending(model, [total])
+
+
+@failing("backward", ("torch.Tensor.sqrt", "torch.sqrt"))
+def lazy_modules() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.Tanh(), nn.LazyLinear(2))
+    optimizer: Any = None
+    for step, x, y in batches():
+        logits = model(x)
+        optimizer = optimizer or torch.optim.Adam(model.parameters())
+        update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP))
+    return ending(model)
+
+
+@failing("backward", ROOT)
+def a_model_and_an_optimizer_that_are_made_anew() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, x, y in batches():
+        if step == 1:
+            state = model.state_dict()
+            model = net(seed=1)
+            model.load_state_dict(state)
+            optimizer = torch.optim.Adam(model.parameters())
+        logits = model(x)
+        update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP))
+    return ending(model)
+
+
+@failing("backward", ROOT)
+def a_scripted_model() -> list[torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = torch.jit.script(net())
+    optimizer = torch.optim.Adam(model.parameters())
+    for step, x, y in batches():
+        logits = model(x)
+        update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP))
     return ending(model)
 
 

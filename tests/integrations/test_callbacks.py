@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +17,8 @@ from reprokit.integrations import MissingFramework
 from reprokit.integrations.span import Options, Span
 from reprokit.snapshot.format import load
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
-TRANSFORMERS = ("train_transformers.py",)
-LIGHTNING = ("train_lightning.py", "automatic")
-OLD_LIGHTNING = ("train_lightning.py", "manual", "pytorch_lightning")
+Run = Callable[..., Any]
+CALLBACKS = [("train_transformers.py", ""), ("train_lightning.py", "automatic:")]  # and the loops that they are in
 
 
 class Owner:
@@ -53,43 +51,54 @@ def is_watched() -> bool:
     return bool(torch._C._len_torch_function_stack() or _global_optimizer_pre_hooks)
 
 
-@pytest.mark.parametrize("words", [TRANSFORMERS, LIGHTNING], ids=" ".join)
-def test_callback_changes_nothing_and_leaves_nothing(words: tuple[str, ...], run_python: Run, tmp_path: Path) -> None:
-    plain = run_python(words[0], "healthy", *words[1:], "leftovers")
-    watched = run_python(words[0], "healthy", *words[1:], "leftovers", "callback")
-    assert plain.returncode == 0, plain.stderr
-    assert watched.returncode == 0, watched.stderr
-    told = [line for line in plain.stdout.splitlines() if line.startswith(("parameters ", "left behind "))]
-    assert len(told) == 2
-    assert [line for line in watched.stdout.splitlines() if line.startswith(("parameters ", "left behind "))] == told
-    assert not list(tmp_path.glob("*.pt"))
-    assert "reprokit" not in watched.stderr
+@pytest.mark.parametrize(("script", "loop"), CALLBACKS)
+def test_callback_changes_nothing_and_leaves_nothing(script: str, loop: str, plain: Run) -> None:
+    result = plain(script)
+    without, within = result.modes[f"{loop}healthy"], result.modes[f"{loop}healthy:callback"]
+    assert [line.partition(" ")[0] for line in without] == ["parameters", "left"]
+    assert within == without
+    assert result.told[0].startswith("reprokit: captured nan")
 
 
-@pytest.mark.parametrize("words", [TRANSFORMERS, LIGHTNING, OLD_LIGHTNING], ids=" ".join)
-def test_callback_captures_a_bad_batch(words: tuple[str, ...], run_python: Run, tmp_path: Path) -> None:
-    result = run_python(words[0], "nan", *words[1:], "callback")
-    assert result.returncode == 3, result.stderr
+@pytest.mark.parametrize(("script", "loop"), CALLBACKS)
+def test_callback_captures_a_bad_batch(script: str, loop: str, plain: Run) -> None:
+    result = plain(script)
+    assert "stopped with 3" in result.modes[f"{loop}nan:callback"]
+    assert not any(line.startswith("parameters ") for line in result.modes[f"{loop}nan:callback"])
+    assert_captured_nan(result, f"{Path(script).stem}-step5.repro.pt")
+
+
+def test_callback_ends_a_program_that_does_not_handle_it(run: Run) -> None:
+    result = run("train_lightning.py", "pytorch_lightning", "manual:nan:callback")
+    assert result.code == 3, result.stderr
     assert "parameters" not in result.stdout
     assert "Traceback" not in result.stderr
-    snapshot = load(tmp_path / f"{Path(words[0]).stem}-step3.repro.pt")
-    assert snapshot.step == 3
-    assert snapshot.failure.call == "torch.Tensor.div"
-    assert snapshot.fidelity == "exact", snapshot.fidelity_note
-    assert result.stderr.count("reprokit: captured nan from `torch.Tensor.div` at step 3") == 1
+    assert_captured_nan(result, "train_lightning-step5.repro.pt")
 
 
-@pytest.mark.parametrize("words", [TRANSFORMERS, LIGHTNING], ids=" ".join)
-def test_callback_captures_an_exception(words: tuple[str, ...], run_python: Run, tmp_path: Path) -> None:
-    result = run_python(words[0], "raise", *words[1:], "callback")
-    assert result.returncode == 1, result.stderr
-    assert result.stderr.count("Traceback (most recent call last)") == 1
-    assert "IndexError: " in result.stderr
-    assert "reprokit/" not in result.stderr.partition("Traceback")[2].partition("IndexError")[0]
-    snapshot = load(tmp_path / f"{Path(words[0]).stem}-step3.repro.pt")
+@pytest.mark.parametrize(("script", "loop"), CALLBACKS)
+def test_callback_captures_an_exception(script: str, loop: str, plain: Run) -> None:
+    result = plain(script)
+    assert result.code == 1, result.stderr
+    assert len(result.tracebacks) == 2  # the first was raised without a callback, and was handled by the script
+    shown = result.tracebacks[1]
+    assert shown.rpartition("\n")[2].startswith("IndexError: ")
+    assert "reprokit/" not in shown
+    snapshots = sorted(path.name for path in result.folder.glob("*.pt"))
+    assert snapshots == [f"{Path(script).stem}-step5-1.repro.pt", f"{Path(script).stem}-step5.repro.pt"]
+    snapshot = load(result.folder / snapshots[0])
+    assert snapshot.step == 5
     assert snapshot.failure.kind == "exception"
     assert snapshot.failure.exception is not None
     assert snapshot.failure.exception[0] == "IndexError"
+
+
+def assert_captured_nan(result: Any, name: str) -> None:
+    snapshot = load(result.folder / name)
+    assert snapshot.step == 5
+    assert snapshot.failure.call == "torch.Tensor.div"
+    assert snapshot.fidelity == "exact", snapshot.fidelity_note
+    assert result.stderr.count("reprokit: captured nan from `torch.Tensor.div` at step 5") == 1
 
 
 def test_span_ends_where_it_is_told_to(span: Span) -> None:
@@ -222,8 +231,8 @@ def test_missing_framework_is_an_import_error_with_a_hint(name: str, monkeypatch
     assert error.__notes__ == [f"hint: {error.hint}"]
 
 
-def test_no_framework_is_imported_unasked(run_python: Run) -> None:
+def test_no_framework_is_imported_unasked(run: Run) -> None:
     names = "{'torch', 'transformers', 'lightning', 'pytorch_lightning'}"
     code = f"import sys, reprokit, reprokit.integrations.span; print({names} & set(sys.modules))"
-    result = run_python("-c", code)
+    result = run("-c", code)
     assert result.stdout == "set()\n", result.stderr

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from reprokit.cli import main
 from reprokit.snapshot.format import load
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
+Run = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Expected:
     """Where a script goes wrong with a bad batch, and where with one that raises."""
 
-    words: tuple[str, ...]
+    script: str
     step: int
     micro_step: int
     call: str
@@ -30,21 +30,18 @@ class Expected:
     error: str
 
     @property
-    def script(self) -> str:
-        return self.words[0]
-
-    @property
     def snapshot(self) -> str:
         return f"{Path(self.script).stem}-step{self.step}.repro.pt"
 
-    def command(self, mode: str) -> list[str]:
-        """The script with its mode as first argument."""
-        return [self.script, mode, *self.words[1:]]
+    @property
+    def is_watched(self) -> str:
+        """What reprokit says of a run in which nothing goes wrong."""
+        return f"reprokit: watching `{self.script}`; a failing step goes to {Path(self.script).stem}-step<N>.repro.pt"
 
 
 TRANSFORMERS = Expected(
-    words=("train_transformers.py",),
-    step=3,
+    script="train_transformers.py",
+    step=5,
     micro_step=0,
     call="torch.Tensor.div",
     kind="nan",
@@ -52,9 +49,19 @@ TRANSFORMERS = Expected(
     raising_call="torch.nn.functional.embedding",
     error="IndexError: index out of range in self",
 )
+LIGHTNING = Expected(
+    script="train_lightning.py",
+    step=5,
+    micro_step=0,
+    call="torch.Tensor.div",
+    kind="nan",
+    module="<Standardize>",
+    raising_call="torch.nn.functional.cross_entropy",
+    error="IndexError: Target 3 is out of bounds.",
+)
 ACCELERATE = Expected(
-    words=("train_accelerate.py",),
-    step=2,
+    script="train_accelerate.py",
+    step=3,
     micro_step=1,
     call="torch.log",
     kind="inf",
@@ -63,8 +70,8 @@ ACCELERATE = Expected(
     error="RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x5 and 6x8)",
 )
 IGNITE = Expected(
-    words=("train_ignite.py",),
-    step=4,
+    script="train_ignite.py",
+    step=5,
     micro_step=0,
     call="torch.sqrt",
     kind="nan",
@@ -74,76 +81,34 @@ IGNITE = Expected(
 )
 
 
-def lightning(loop: str) -> Expected:
-    return Expected(
-        words=("train_lightning.py", loop),
-        step=3,
-        micro_step=0,
-        call="torch.Tensor.div",
-        kind="nan",
-        module="<Standardize>",
-        raising_call="torch.nn.functional.cross_entropy",
-        error="IndexError: Target 3 is out of bounds.",
-    )
-
-
-def name_of(expected: Expected) -> str:
-    return " ".join(expected.words)
-
-
 @pytest.mark.parametrize(
-    "words",
-    [TRANSFORMERS.words, ("train_lightning.py", "automatic,manual,closure"), ACCELERATE.words, IGNITE.words],
-    ids=" ".join,
+    ("expected", "healthy", "raising"),
+    [
+        (TRANSFORMERS, ["healthy"], "raise"),
+        (LIGHTNING, ["automatic:healthy", "manual:healthy", "closure:healthy"], "manual:raise"),
+        (IGNITE, ["healthy"], "raise"),
+    ],
+    ids=["transformers", "lightning", "ignite"],
 )
-def test_healthy_training_is_not_changed(
-    words: tuple[str, ...], run_python: Run, run_reprokit: Run, tmp_path: Path
+def test_healthy_training_is_not_changed_and_an_exception_is_captured(
+    expected: Expected, healthy: list[str], raising: str, run: Run, plain: Run
 ) -> None:
-    command = [words[0], "healthy", *words[1:]]
-    plain = run_python(*command)
-    captured = run_reprokit("capture", *command)
-    assert plain.returncode == 0, plain.stderr
-    assert captured.returncode == 0, captured.stderr
-    parameters = parameters_of(plain)
-    assert len(parameters) == words[-1].count(",") + 1
-    assert parameters_of(captured) == parameters
-    assert not list(tmp_path.glob("*.pt"))
-    assert [line for line in captured.stderr.splitlines() if line.startswith("reprokit: ")] == [
-        f"reprokit: watching `{words[0]}`; a failing step goes to {Path(words[0]).stem}-step<N>.repro.pt"
+    unwatched = plain(expected.script)
+    watched = run("-m", "reprokit", "capture", expected.script, *healthy, raising)
+    assert watched.code == 3, watched.stderr
+    for mode in healthy:
+        assert parameters_in(watched.modes[mode]), watched.stdout
+        assert parameters_in(watched.modes[mode]) == parameters_in(unwatched.modes[mode])
+    assert expected.error in watched.tracebacks[0]
+    assert watched.tracebacks == unwatched.tracebacks[:1]
+    assert watched.told == [
+        expected.is_watched,
+        f"reprokit: captured {expected.error.partition(':')[0]} from `{expected.raising_call}` at step {expected.step}"
+        f" -> {expected.snapshot}",
+        f"reprokit: next: reprokit shrink {expected.snapshot}",
     ]
-
-
-@pytest.mark.parametrize("loop", ["manual", "closure"])
-def test_bad_batch_is_captured(
-    loop: str, run_reprokit: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = lightning(loop)
-    assert_captured(expected, run_reprokit("capture", *expected.command("nan")), tmp_path, capsys)
-
-
-@pytest.mark.parametrize("expected", [TRANSFORMERS, lightning("automatic"), ACCELERATE, IGNITE], ids=name_of)
-def test_bad_batch_is_captured_and_shrunk(
-    expected: Expected, run_reprokit: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert_captured(expected, run_reprokit("capture", *expected.command("nan")), tmp_path, capsys)
-    assert main(["shrink", str(tmp_path / expected.snapshot), "-o", str(tmp_path / "reduction"), "--json"]) == 0
-    reduced = json.loads(capsys.readouterr().out)
-    assert reduced["verdict"] == "reduced"
-    assert reduced["signature"]["call"] == expected.call
-    assert reduced["repro"]["verified"] == "20/20"
-
-
-@pytest.mark.parametrize("expected", [TRANSFORMERS, lightning("automatic"), ACCELERATE, IGNITE], ids=name_of)
-def test_exception_is_captured_with_its_own_traceback(
-    expected: Expected, run_python: Run, run_reprokit: Run, tmp_path: Path
-) -> None:
-    plain = run_python(*expected.command("raise"))
-    assert plain.returncode == 1
-    result = run_reprokit("capture", *expected.command("raise"))
-    assert result.returncode == 3, result.stderr
-    assert expected.error in traceback_of(result)
-    assert traceback_of(result) == traceback_of(plain)
-    snapshot = load(tmp_path / expected.snapshot)
+    assert [path.name for path in watched.folder.glob("*.pt")] == [expected.snapshot]
+    snapshot = load(watched.folder / expected.snapshot)
     failure = snapshot.failure
     assert (failure.kind, failure.phase, failure.call) == ("exception", "forward", expected.raising_call)
     assert failure.exception is not None
@@ -152,23 +117,50 @@ def test_exception_is_captured_with_its_own_traceback(
     assert (snapshot.step, snapshot.micro_step) == (expected.step, expected.micro_step)
 
 
-def parameters_of(result: subprocess.CompletedProcess[str]) -> list[str]:
-    """The digests of final parameters that the script printed."""
-    return [line for line in result.stdout.splitlines() if line.startswith("parameters ")]
-
-
-def traceback_of(result: subprocess.CompletedProcess[str]) -> str:
-    """The traceback on stderr, without what reprokit says after it."""
-    text = result.stderr[result.stderr.index("Traceback (most recent call last)") :]
-    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("reprokit: "))
-
-
-def assert_captured(
-    expected: Expected, result: subprocess.CompletedProcess[str], folder: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("expected", "mode", "is_shrunk"),
+    [
+        (TRANSFORMERS, "nan", True),
+        (LIGHTNING, "automatic:nan", True),
+        (LIGHTNING, "closure:nan", False),
+        (IGNITE, "nan", False),
+    ],
+    ids=["transformers", "lightning automatic", "lightning closure", "ignite"],
+)
+def test_bad_batch_is_captured(
+    expected: Expected, mode: str, is_shrunk: bool, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The script was stopped in the expected step, and ``reprokit show`` tells the expected origin."""
-    assert result.returncode == 3, result.stderr
-    assert not parameters_of(result)
+    result = run("-m", "reprokit", "capture", expected.script, mode)
+    assert result.code == 3, result.stderr
+    assert not parameters_in(result.modes[mode])
+    assert_located(expected, result.folder, capsys)
+    if is_shrunk:
+        assert_shrinks(expected, result.folder, capsys)
+
+
+def test_a_run_that_goes_on_after_the_capture_is_not_changed(
+    run: Run, plain: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected, modes = ACCELERATE, ["healthy", "nan", "raise", "healthy"]
+    unwatched = plain(expected.script)
+    watched = run("-m", "reprokit", "capture", "--after-capture", "continue", expected.script, *modes)
+    assert (watched.code, unwatched.code) == (0, 0), watched.stderr
+    assert len(parameters_in(watched.stdout.splitlines())) == 3
+    assert watched.stdout == unwatched.stdout
+    assert expected.error in watched.tracebacks[0]
+    assert watched.tracebacks == unwatched.tracebacks
+    assert [path.name for path in watched.folder.glob("*.pt")] == [expected.snapshot]
+    assert_located(expected, watched.folder, capsys)
+    assert_shrinks(expected, watched.folder, capsys)
+
+
+def parameters_in(lines: list[str]) -> list[str]:
+    """The digests of final parameters that the script printed."""
+    return [line for line in lines if line.startswith("parameters ")]
+
+
+def assert_located(expected: Expected, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``reprokit show`` tells the expected step and origin."""
     assert main(["show", str(folder / expected.snapshot), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     failure = shown["failure"]
@@ -179,3 +171,12 @@ def assert_captured(
     assert failure["observed_at"] == "loss"
     assert shown["fidelity"] == "exact", shown.get("fidelity_note")
     assert [item["step"] for item in shown["timeline"]][: expected.step] == list(range(expected.step))
+
+
+def assert_shrinks(expected: Expected, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``reprokit shrink`` makes a program of the snapshot that fails alike every time."""
+    assert main(["shrink", str(folder / expected.snapshot), "-o", str(folder / "reduction"), "--json"]) == 0
+    reduced = json.loads(capsys.readouterr().out)
+    assert reduced["verdict"] == "reduced"
+    assert reduced["signature"]["call"] == expected.call
+    assert reduced["repro"]["verified"] == "20/20"

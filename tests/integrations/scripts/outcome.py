@@ -12,6 +12,7 @@ from torch.optim import optimizer
 def run_modes(train, modes):
     """Train once in each mode; what ends a training ends the script only in the last one."""
     for mode in modes:
+        print("mode", mode)
         is_last = mode == modes[-1]
         try:
             train(mode)
