@@ -77,7 +77,7 @@ def write_state():
     for one in gc.get_objects():
         for kind, (cls, _) in KINDS.items():
             if issubclass(type(one), cls):
-                note(kind, one)
+                note(kind, one, is_alive=True)
     ENTRIES.append(entry("rng", torch, torch.get_rng_state()))
     ENTRIES.append(entry("rng", random, random.getstate()))
     ENTRIES.append(entry("rng", numpy.random, numpy.random.get_state()))
@@ -85,9 +85,9 @@ def write_state():
         json.dump(ENTRIES, file)
 
 
-def note(kind, one):
+def note(kind, one, is_alive=False):
     with torch._C.DisableTorchFunction():  # a thing may die while a capture notes what is called
-        ENTRIES.append(entry(kind, one, KINDS[kind][1](one)))
+        ENTRIES.append({**entry(kind, one, KINDS[kind][1](one)), "is_alive": is_alive})
 
 
 def tensors_of(module):
@@ -108,7 +108,7 @@ def entry(kind, owner, value):
     digest = hashlib.sha256()
     count = add(digest, value)
     name = owner.__name__ if isinstance(owner, types.ModuleType) else type(owner).__qualname__
-    return {"kind": kind, "name": name, "tensors": count, "digest": digest.hexdigest()}
+    return {"kind": kind, "name": name, "tensors": count, "digest": digest.hexdigest(), "is_alive": True}
 
 
 def add(digest, value):
