@@ -33,9 +33,9 @@ UNWATCHED = "it goes on unwatched"  # what capture says when it could not begin:
 # What is compared: field of `Row` -> heading.
 CHECKS = {"stdout_same": "stdout", "exit_same": "exit", "state_same": "state"}
 
-# Runs a script as ``__main__`` and writes one entry for each module, optimizer and scaler: what it was when it died, or
-# else what it is when the process ends, after the script's own exit functions and after a capture has ended. Nothing is
-# kept alive for this. The order in which things are found does not matter: entries are compared as a multiset.
+# Runs a script as ``__main__`` and writes one entry for each module, optimizer and scaler when the process ends, after
+# the script's own exit functions and after a capture has ended. A thing that dies before that leaves its tensors to be
+# looked at in the end; so neither is it kept alive, nor does it matter when exactly it dies.
 RUNNER = '''\
 import atexit
 import gc
@@ -49,7 +49,7 @@ import numpy
 import torch
 
 KEPT = []
-ENTRIES = []
+DIED = []
 
 
 def main():
@@ -61,7 +61,7 @@ def main():
     sys.modules["__main__"] = module
     KEPT.append(module)
     for kind, (cls, _) in KINDS.items():
-        cls.__del__ = lambda one, kind=kind: note(kind, one)
+        cls.__del__ = lambda one, kind=kind: DIED.append(found(kind, one))
     atexit.register(write_state)
     with open(sys.argv[0], "rb") as file:
         code = compile(file.read(), sys.argv[0], "exec", dont_inherit=True)
@@ -74,27 +74,23 @@ def main():
 
 def write_state():
     gc.collect()
-    for one in gc.get_objects():
-        for kind, (cls, _) in KINDS.items():
-            if issubclass(type(one), cls):
-                note(kind, one, is_alive=True)
-    ENTRIES.append(entry("rng", torch, torch.get_rng_state()))
-    ENTRIES.append(entry("rng", random, random.getstate()))
-    ENTRIES.append(entry("rng", numpy.random, numpy.random.get_state()))
+    alive = [
+        found(kind, one) for one in gc.get_objects() for kind, (cls, _) in KINDS.items() if issubclass(type(one), cls)
+    ]
+    alive.append(("rng", "torch", torch.get_rng_state()))
+    alive.append(("rng", "random", random.getstate()))
+    alive.append(("rng", "numpy", numpy.random.get_state()))
     with open("identical_state.json", "w") as file:
-        json.dump(ENTRIES, file)
+        json.dump({"alive": [entry(*one) for one in alive], "died": [entry(*one) for one in DIED]}, file)
 
 
-def note(kind, one, is_alive=False):
-    with torch._C.DisableTorchFunction():  # a thing may die while a capture notes what is called
-        ENTRIES.append({**entry(kind, one, KINDS[kind][1](one)), "is_alive": is_alive})
+def found(kind, one):
+    """What a thing is made of, not copied."""
+    return kind, type(one).__qualname__, KINDS[kind][1](one)
 
 
 def tensors_of(module):
-    own = {"training": module.training, "parameters": dict(module.named_parameters(recurse=False))}
-    own["gradients"] = {name: value.grad for name, value in own["parameters"].items()}
-    own["buffers"] = dict(module.named_buffers(recurse=False))
-    return own
+    return [module.training, dict(module._parameters), dict(module._buffers)]
 
 
 KINDS = {
@@ -104,16 +100,17 @@ KINDS = {
 }
 
 
-def entry(kind, owner, value):
+def entry(kind, name, value):
     digest = hashlib.sha256()
     count = add(digest, value)
-    name = owner.__name__ if isinstance(owner, types.ModuleType) else type(owner).__qualname__
-    return {"kind": kind, "name": name, "tensors": count, "digest": digest.hexdigest(), "is_alive": True}
+    return {"kind": kind, "name": name, "tensors": count, "digest": digest.hexdigest()}
 
 
 def add(digest, value):
     """Add the bits of a value made of containers, tensors and plain values; how many tensors there were."""
     digest.update(type(value).__qualname__.encode())
+    if isinstance(value, torch.nn.Parameter):
+        return add_tensor(digest, value) + add(digest, value.grad)
     if isinstance(value, torch.Tensor):
         return add_tensor(digest, value)
     if isinstance(value, dict):
@@ -144,30 +141,45 @@ main()
 
 
 @dataclass(frozen=True)
+class State:
+    """What the script left: things ``alive`` at its end, and what things that ``died`` on the way left."""
+
+    alive: Counter[str]
+    died: Counter[str]
+
+    @property
+    def num_tensors(self) -> int:
+        """Of all things together; a tensor counts once for each thing that has it."""
+        return sum(json.loads(entry)["tensors"] for entry in (self.alive + self.died).elements())
+
+    def missing_in(self, watched: State) -> Counter[str]:
+        """What of this is not to be found in a watched run."""
+        return (self.alive - watched.alive) + (self.died - watched.died)
+
+    def added_by(self, watched: State) -> Counter[str]:
+        """What is alive after a watched run only; copies that a capture has made and let go are its own business."""
+        return watched.alive - self.alive
+
+
+@dataclass(frozen=True)
 class Run:
-    """What one run did: its output, its exit code, what was alive at its end, and how many snapshots it wrote."""
+    """What one run did: its output, its exit code, what it left, and how many snapshots were written."""
 
     stdout: bytes
     stderr: str
     code: int
-    state: tuple[JSON, ...] | None
+    state: State | None
     num_snapshots: int
-
-    @property
-    def bits(self) -> Counter[str]:
-        """The entries of the state without an order."""
-        return Counter(json.dumps(entry, sort_keys=True) for entry in self.state or ())
 
 
 @dataclass
 class Row:
-    """The comparison of one case; ``note`` says what differs first."""
+    """The comparison of one case; ``notes`` say what differs."""
 
     case: str
     stdout_same: bool = False
     exit_same: bool = False
     state_same: bool = False
-    num_entries: int = 0
     num_tensors: int = 0
     num_snapshots: int = 0
     exit_code: int | None = None
@@ -223,12 +235,11 @@ def run(folder: Path, work: Path, prefix: Sequence[str], timeout: float) -> Run:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     command = [sys.executable, *prefix, RUNNER_FILE, "train.py"]
     done = subprocess.run(command, cwd=work, env=environment, capture_output=True, timeout=timeout)
-    state = work / STATE_FILE
     return Run(
         stdout=done.stdout,
         stderr=done.stderr.decode(errors="replace"),
         code=done.returncode,
-        state=tuple(json.loads(state.read_text())) if state.exists() else None,
+        state=_read_state(work / STATE_FILE),
         num_snapshots=len(list(work.glob("*.repro.pt"))),
     )
 
@@ -238,15 +249,15 @@ def compare(case: str, plain: Run, watched: Run) -> Row:
     row = Row(case, exit_code=plain.code, num_snapshots=watched.num_snapshots)
     row.stdout_same = plain.stdout == watched.stdout
     row.exit_same = plain.code == watched.code
-    row.state_same = plain.state is not None and watched.state is not None and plain.bits == watched.bits
-    row.num_entries = len(plain.state or ())
-    row.num_tensors = sum(entry["tensors"] for entry in plain.state or ())
+    difference = _state_difference(plain, watched)
+    row.state_same = difference is None
+    row.num_tensors = plain.state.num_tensors if plain.state is not None else 0
     if not row.stdout_same:
         row.notes.append(f"stdout: {_first_difference(plain.stdout, watched.stdout)}")
     if not row.exit_same:
         row.notes.append(f"exit code: {plain.code} plain, {watched.code} watched: {_last_line(watched.stderr)}")
     if not row.state_same:
-        row.notes.append(f"state: {_state_difference(plain, watched)}")
+        row.notes.append(f"state: {difference}")
     if UNWATCHED in watched.stderr:
         row.notes.append(f"not watched: {_last_line(watched.stderr)}")
     return row
@@ -291,13 +302,28 @@ def _first_difference(plain: bytes, watched: bytes) -> str:
     return f"{len(lines[0])} lines plain, {len(lines[1])} watched ({len(plain)} and {len(watched)} bytes)"
 
 
-def _state_difference(plain: Run, watched: Run) -> str:
-    for name, run_ in (("plain", plain), ("watched", watched)):
-        if run_.state is None:
-            return f"nothing was written by the {name} run: {_last_line(run_.stderr)}"
-    only = (plain.bits - watched.bits, watched.bits - plain.bits)
-    named = [sorted(f"{entry['kind']} {entry['name']}" for entry in map(json.loads, bits.elements())) for bits in only]
-    return f"only plain: {', '.join(named[0][:6]) or '-'}; only watched: {', '.join(named[1][:6]) or '-'}"
+def _read_state(file: Path) -> State | None:
+    if not file.exists():
+        return None
+    written = json.loads(file.read_text())
+    counters = {name: Counter(json.dumps(entry, sort_keys=True) for entry in written[name]) for name in written}
+    return State(**counters)
+
+
+def _state_difference(plain: Run, watched: Run) -> str | None:
+    if plain.state is None:
+        return f"the plain run left none: {_last_line(plain.stderr)}"
+    if watched.state is None:
+        return f"the watched run left none: {_last_line(watched.stderr)}"
+    missing, added = plain.state.missing_in(watched.state), plain.state.added_by(watched.state)
+    if not missing and not added:
+        return None
+    return f"only plain: {_names(missing)}; only watched: {_names(added)}"
+
+
+def _names(entries: Counter[str]) -> str:
+    named = sorted(f"{entry['kind']} {entry['name']}" for entry in map(json.loads, entries.elements()))
+    return ", ".join(named[:6]) + ", ..." * (len(named) > 6) if named else "-"
 
 
 def _last_line(text: str) -> str:
