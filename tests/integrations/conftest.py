@@ -20,7 +20,7 @@ ROOT = SCRIPTS.parents[2]
 PLAIN = {
     "train_transformers.py": "healthy raise healthy:callback nan:callback raise:callback",
     "train_lightning.py": (
-        "automatic:healthy manual:healthy closure:healthy manual:raise "
+        "automatic:healthy manual:healthy closure:healthy manual:raise automatic:raise "
         "automatic:healthy:callback automatic:nan:callback automatic:raise:callback"
     ),
     "train_accelerate.py": "healthy nan raise healthy",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,143 +14,159 @@ from reprokit.cli import main
 from reprokit.snapshot.format import load
 
 Run = Callable[..., Any]
+MISMATCH = "The size of tensor a (4) must match the size of tensor b (3) at non-singleton dimension 0"
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Where a script goes wrong with a bad batch, and where with one that raises."""
+    """Where a script goes wrong with a bad batch.
+
+    ``healthy`` are modes in which nothing goes wrong, with ``num_healthy`` steps together; steps are counted through.
+    """
 
     script: str
+    healthy: tuple[str, ...]
+    num_healthy: int
     step: int
     micro_step: int
     call: str
     kind: str
     module: str | None
-    raising_call: str
-    error: str
+
+    def after_healthy(self) -> Expected:
+        """What to expect when the healthy modes come first."""
+        return replace(self, step=self.num_healthy + self.step)
 
     @property
     def snapshot(self) -> str:
         return f"{Path(self.script).stem}-step{self.step}.repro.pt"
 
-    @property
-    def is_watched(self) -> str:
-        """What reprokit says of a run in which nothing goes wrong."""
-        return f"reprokit: watching `{self.script}`; a failing step goes to {Path(self.script).stem}-step<N>.repro.pt"
+    def lines_for(self, kind: str, call: str) -> list[str]:
+        """What reprokit says of a run, from its first line to its last."""
+        return [
+            f"reprokit: watching `{self.script}`; a failing step goes to {Path(self.script).stem}-step<N>.repro.pt",
+            f"reprokit: captured {kind} from `{call}` at step {self.step} -> {self.snapshot}",
+            f"reprokit: next: reprokit shrink {self.snapshot}",
+        ]
 
 
 TRANSFORMERS = Expected(
     script="train_transformers.py",
-    step=5,
+    healthy=("healthy",),
+    num_healthy=6,
+    step=3,
     micro_step=0,
     call="torch.Tensor.div",
     kind="nan",
     module="pool",
-    raising_call="torch.nn.functional.embedding",
-    error="IndexError: index out of range in self",
 )
 LIGHTNING = Expected(
     script="train_lightning.py",
-    step=5,
+    healthy=("automatic:healthy", "manual:healthy", "closure:healthy"),
+    num_healthy=18,
+    step=3,
     micro_step=0,
     call="torch.Tensor.div",
     kind="nan",
     module="<Standardize>",
-    raising_call="torch.nn.functional.cross_entropy",
-    error="IndexError: Target 3 is out of bounds.",
 )
 ACCELERATE = Expected(
     script="train_accelerate.py",
-    step=3,
+    healthy=("healthy",),
+    num_healthy=4,
+    step=2,
     micro_step=1,
     call="torch.log",
     kind="inf",
     module="2",
-    raising_call="torch.nn.functional.linear",
-    error="RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x5 and 6x8)",
 )
 IGNITE = Expected(
     script="train_ignite.py",
-    step=5,
+    healthy=("healthy",),
+    num_healthy=7,
+    step=4,
     micro_step=0,
     call="torch.sqrt",
     kind="nan",
     module=None,
-    raising_call="torch.Tensor.sub",
-    error="RuntimeError: The size of tensor a (4) must match the size of tensor b (3)",
 )
+
+
+def test_healthy_training_is_not_changed_and_a_bad_batch_is_captured(
+    run: Run, plain: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = TRANSFORMERS.after_healthy()
+    watched = run("-m", "reprokit", "capture", expected.script, *expected.healthy, "nan")
+    assert watched.code == 3, watched.stderr
+    assert_healthy_modes_are_alike(expected, watched, plain(expected.script))
+    assert not parameters_in(watched.modes["nan"])
+    assert not watched.tracebacks
+    assert watched.told == expected.lines_for(expected.kind, expected.call)
+    steps = assert_located(expected, watched.folder, capsys)
+    assert steps[: expected.num_healthy] == list(range(expected.num_healthy))
+    assert_shrinks(expected, watched.folder, capsys)
 
 
 @pytest.mark.parametrize(
-    ("expected", "healthy", "raising"),
+    ("alone", "mode", "call", "error"),
     [
-        (TRANSFORMERS, ["healthy"], "raise"),
-        (LIGHTNING, ["automatic:healthy", "manual:healthy", "closure:healthy"], "manual:raise"),
-        (IGNITE, ["healthy"], "raise"),
+        (LIGHTNING, "manual:raise", "torch.nn.functional.cross_entropy", "IndexError: Target 3 is out of bounds."),
+        (IGNITE, "raise", "torch.Tensor.sub", f"RuntimeError: {MISMATCH}"),
     ],
-    ids=["transformers", "lightning", "ignite"],
+    ids=["lightning", "ignite"],
 )
 def test_healthy_training_is_not_changed_and_an_exception_is_captured(
-    expected: Expected, healthy: list[str], raising: str, run: Run, plain: Run
+    alone: Expected, mode: str, call: str, error: str, run: Run, plain: Run
 ) -> None:
-    unwatched = plain(expected.script)
-    watched = run("-m", "reprokit", "capture", expected.script, *healthy, raising)
+    expected, unwatched = alone.after_healthy(), plain(alone.script)
+    watched = run("-m", "reprokit", "capture", expected.script, *expected.healthy, mode)
     assert watched.code == 3, watched.stderr
-    for mode in healthy:
-        assert parameters_in(watched.modes[mode]), watched.stdout
-        assert parameters_in(watched.modes[mode]) == parameters_in(unwatched.modes[mode])
-    assert expected.error in watched.tracebacks[0]
+    assert_healthy_modes_are_alike(expected, watched, unwatched)
+    assert error in watched.tracebacks[0]
     assert watched.tracebacks == unwatched.tracebacks[:1]
-    assert watched.told == [
-        expected.is_watched,
-        f"reprokit: captured {expected.error.partition(':')[0]} from `{expected.raising_call}` at step {expected.step}"
-        f" -> {expected.snapshot}",
-        f"reprokit: next: reprokit shrink {expected.snapshot}",
-    ]
-    assert [path.name for path in watched.folder.glob("*.pt")] == [expected.snapshot]
+    kind = error.partition(":")[0]
+    assert watched.told == expected.lines_for(kind, call)
     snapshot = load(watched.folder / expected.snapshot)
     failure = snapshot.failure
-    assert (failure.kind, failure.phase, failure.call) == ("exception", "forward", expected.raising_call)
+    assert (failure.kind, failure.phase, failure.call) == ("exception", "forward", call)
     assert failure.exception is not None
-    assert failure.exception[0] == expected.error.partition(":")[0]
+    assert failure.exception[0] == kind
     assert snapshot.observed_at == "exception"
     assert (snapshot.step, snapshot.micro_step) == (expected.step, expected.micro_step)
 
 
 @pytest.mark.parametrize(
-    ("expected", "mode", "is_shrunk"),
-    [
-        (TRANSFORMERS, "nan", True),
-        (LIGHTNING, "automatic:nan", True),
-        (LIGHTNING, "closure:nan", False),
-        (IGNITE, "nan", False),
-    ],
-    ids=["transformers", "lightning automatic", "lightning closure", "ignite"],
+    ("expected", "mode"),
+    [(LIGHTNING, "automatic:nan"), (LIGHTNING, "closure:nan"), (IGNITE, "nan")],
+    ids=["lightning automatic", "lightning closure", "ignite"],
 )
-def test_bad_batch_is_captured(
-    expected: Expected, mode: str, is_shrunk: bool, run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_batch_is_captured(expected: Expected, mode: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     result = run("-m", "reprokit", "capture", expected.script, mode)
     assert result.code == 3, result.stderr
     assert not parameters_in(result.modes[mode])
-    assert_located(expected, result.folder, capsys)
-    if is_shrunk:
+    steps = assert_located(expected, result.folder, capsys)
+    assert steps[: expected.step] == list(range(expected.step))
+    if mode == "automatic:nan":
         assert_shrinks(expected, result.folder, capsys)
 
 
 def test_a_run_that_goes_on_after_the_capture_is_not_changed(
     run: Run, plain: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    expected, modes = ACCELERATE, ["healthy", "nan", "raise", "healthy"]
+    expected, modes = ACCELERATE.after_healthy(), ["healthy", "nan", "raise", "healthy"]
     unwatched = plain(expected.script)
     watched = run("-m", "reprokit", "capture", "--after-capture", "continue", expected.script, *modes)
     assert (watched.code, unwatched.code) == (0, 0), watched.stderr
     assert len(parameters_in(watched.stdout.splitlines())) == 3
     assert watched.stdout == unwatched.stdout
-    assert expected.error in watched.tracebacks[0]
-    assert watched.tracebacks == unwatched.tracebacks
+    assert (
+        watched.tracebacks[0].rpartition("\n")[2]
+        == "RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x5 and 6x8)"
+    )
+    assert len(watched.tracebacks) == len(unwatched.tracebacks) == 1
     assert [path.name for path in watched.folder.glob("*.pt")] == [expected.snapshot]
-    assert_located(expected, watched.folder, capsys)
+    steps = assert_located(expected, watched.folder, capsys)
+    assert steps[: expected.num_healthy] == list(range(expected.num_healthy))
     assert_shrinks(expected, watched.folder, capsys)
 
 
@@ -159,8 +175,15 @@ def parameters_in(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("parameters ")]
 
 
-def assert_located(expected: Expected, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``reprokit show`` tells the expected step and origin."""
+def assert_healthy_modes_are_alike(expected: Expected, watched: Any, unwatched: Any) -> None:
+    """The final parameters are the same to the last bit."""
+    for mode in expected.healthy:
+        assert len(parameters_in(watched.modes[mode])) == 1, watched.stdout
+        assert parameters_in(watched.modes[mode]) == parameters_in(unwatched.modes[mode])
+
+
+def assert_located(expected: Expected, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[int]:
+    """``reprokit show`` tells the expected step and origin; the steps of its timeline."""
     assert main(["show", str(folder / expected.snapshot), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     failure = shown["failure"]
@@ -170,7 +193,7 @@ def assert_located(expected: Expected, folder: Path, capsys: pytest.CaptureFixtu
     assert failure["site"]["file"] == expected.script
     assert failure["observed_at"] == "loss"
     assert shown["fidelity"] == "exact", shown.get("fidelity_note")
-    assert [item["step"] for item in shown["timeline"]][: expected.step] == list(range(expected.step))
+    return [item["step"] for item in shown["timeline"]]
 
 
 def assert_shrinks(expected: Expected, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

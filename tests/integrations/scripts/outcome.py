@@ -11,19 +11,17 @@ from torch.optim import optimizer
 
 def run_modes(train, modes):
     """Train once in each mode; what ends a training ends the script only in the last one."""
-    for mode in modes:
+    for number, mode in enumerate(modes, start=1):
         print("mode", mode)
-        is_last = mode == modes[-1]
         try:
             train(mode)
         except (Exception, SystemExit) as error:
-            if is_last:
+            if number == len(modes):
                 raise
             if isinstance(error, SystemExit):
                 print("stopped with", error.code)
             else:
                 traceback.print_exc()
-        gc.collect()
 
 
 def print_parameters(model):
