@@ -140,10 +140,13 @@ def test_healthy_training_is_not_changed_and_an_exception_is_captured(
     [(LIGHTNING, "automatic:nan"), (LIGHTNING, "closure:nan"), (IGNITE, "nan")],
     ids=["lightning automatic", "lightning closure", "ignite"],
 )
-def test_bad_batch_is_captured(expected: Expected, mode: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run("-m", "reprokit", "capture", expected.script, mode)
+def test_bad_batch_is_captured(
+    expected: Expected, mode: str, preloaded: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = preloaded(expected.script, mode)
     assert result.code == 3, result.stderr
     assert not parameters_in(result.modes[mode])
+    assert result.told == expected.lines_for(expected.kind, expected.call)
     steps = assert_located(expected, result.folder, capsys)
     assert steps[: expected.step] == list(range(expected.step))
     if mode == "automatic:nan":
