@@ -17,6 +17,7 @@ from reprokit.snapshot.format import Snapshot, load
 from tests.capture.traps_checks import (
     BAD_STEP,
     EXACT,
+    STEPS,
     batches,
     classify,
     described_once,
@@ -311,15 +312,17 @@ def test_an_exception_between_steps_is_no_failure(tmp_path: Path) -> None:
     assert session.snapshots == []
 
 
-def test_an_exception_in_evaluation_is_no_failure_of_a_step(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), Session(directory=tmp_path) as session:
+def test_an_exception_in_an_evaluation_counts_for_the_step_that_is_next(tmp_path: Path) -> None:
+    def loop() -> None:
         model, optimizer = plain_training()
         for _, x, y in batches():
             update(optimizer, classify(model, x, y))
         with torch.no_grad():
             model(torch.ones(2, 9))
-    assert all(load(path).failure.phase == "forward" for path in session.snapshots)
-    assert len(session.snapshots) <= 1
+
+    snapshot = capture_raising(loop, RuntimeError, tmp_path)
+    assert where(snapshot) == (STEPS, "forward", "torch.nn.functional.linear")
+    assert fidelity(snapshot) == EXACT
 
 
 def test_a_bad_update_before_the_exception_is_what_is_saved(tmp_path: Path) -> None:
