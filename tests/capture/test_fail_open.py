@@ -30,6 +30,7 @@ import reprokit.capture
 from reprokit.capture.session import Session
 from tests.capture.traps_checks import (
     BAD_STEP,
+    Gated,
     Loop,
     batches,
     check_caught,
@@ -83,19 +84,8 @@ NOT_IN_THESE_RUNS = {"exceptions", "warned"}
 PARTS = [part.name for part in pkgutil.iter_modules(reprokit.capture.__path__) if part.name not in WITHOUT_FAULTS]
 
 
-class Gated(nn.Module):
-    """A network with a part that is ruined at step 4 and read at step 7."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = net()
-        self.gate = nn.Parameter(torch.ones(2))
-
-    def forward(self, x: torch.Tensor, is_open: bool) -> torch.Tensor:
-        return self.body(x) + torch.where(torch.tensor(is_open), self.gate, 0.0)
-
-
 def failing_late() -> list[torch.Tensor]:
+    """The gate is ruined at step 4 and read at step 7."""
     model = Gated()
     optimizer = torch.optim.SGD([{"params": model.body.parameters()}, {"params": [model.gate]}], lr=0.01, momentum=0.9)
     average = [parameter.detach().clone() for parameter in model.parameters()]

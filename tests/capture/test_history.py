@@ -18,6 +18,7 @@ from reprokit.capture.history import History
 from tests.capture.traps_checks import (
     EXACT,
     WATCHES,
+    Gated,
     Loop,
     batches,
     check_caught,
@@ -25,7 +26,6 @@ from tests.capture.traps_checks import (
     classify,
     ending,
     fidelity,
-    net,
     plain_net,
     scaled_update,
     update,
@@ -173,20 +173,8 @@ def test_a_gradient_swallowed_by_a_rare_row(history: int | None, watch: str, tmp
 # -- everything a loop changes beside the parameters ----------------------------------------------------------------
 
 
-class Rare(nn.Module):
-    """A network with a part that is read only when asked for, and that the optimizer updates in every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = net()
-        self.rare = nn.Parameter(torch.ones(2))
-
-    def forward(self, x: torch.Tensor, use_rare: bool) -> torch.Tensor:
-        return self.body(x) + torch.where(torch.tensor(use_rare), self.rare, 0.0)
-
-
 # What else a loop may have: its name -> how it is made.
-PARTS: dict[str, Callable[[torch.optim.Optimizer, Rare], Any]] = {
+PARTS: dict[str, Callable[[torch.optim.Optimizer, Gated], Any]] = {
     "schedule": lambda optimizer, model: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 13),
     "average": lambda optimizer, model: copy.deepcopy(model),
     "clamp": lambda optimizer, model: 0.2,
@@ -198,12 +186,12 @@ PARTS: dict[str, Callable[[torch.optim.Optimizer, Rare], Any]] = {
 
 
 def rich_loop(*names: str, bad: bool = True) -> Loop:
-    """60 steps with the named parts; the rare parameter becomes NaN in the update of step 40 and is read in step 47."""
+    """60 steps with the named parts; the gate becomes NaN in the update of step 40 and is read in step 47."""
 
     def loop() -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model = Rare()
-        groups = [{"params": model.body.parameters()}, {"params": [model.rare]}]
+        model = Gated()
+        groups = [{"params": model.body.parameters()}, {"params": [model.gate]}]
         optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9)
         parts = {name: PARTS[name](optimizer, model) for name in names}
         for step, x, y in batches(60):
@@ -212,7 +200,7 @@ def rich_loop(*names: str, bad: bool = True) -> Loop:
                 optimizer.param_groups[1]["lr"] = math.inf
             rich_step(model, optimizer, parts, step, x, y)
             if bad and step == 40:
-                assert not torch.isfinite(model.rare).any()
+                assert not torch.isfinite(model.gate).any()
                 optimizer.param_groups[1]["lr"] = rate
         return ending(model, optimizer, parts)
 
@@ -220,7 +208,7 @@ def rich_loop(*names: str, bad: bool = True) -> Loop:
 
 
 def rich_step(
-    model: Rare, optimizer: torch.optim.Optimizer, parts: dict[str, Any], step: int, x: torch.Tensor, y: torch.Tensor
+    model: Gated, optimizer: torch.optim.Optimizer, parts: dict[str, Any], step: int, x: torch.Tensor, y: torch.Tensor
 ) -> None:
     """One step with whatever parts there are."""
     if "noise" in parts:
@@ -242,7 +230,7 @@ def rich_step(
     after_step(model, parts, step)
 
 
-def after_step(model: Rare, parts: dict[str, Any], step: int) -> None:
+def after_step(model: Gated, parts: dict[str, Any], step: int) -> None:
     """What loops do with the weights once they are updated."""
     with torch.no_grad():
         if "average" in parts:
@@ -279,10 +267,10 @@ def test_copies_disturb_nothing(
 def test_writes_that_the_tape_cannot_see_make_the_snapshot_unfaithful(tmp_path: Path) -> None:
     def loop() -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model = Rare()
+        model = Gated()
         with torch._C.DisableTorchFunction():
             memory = model.body[0].weight.detach().numpy()
-        optimizer = torch.optim.SGD([{"params": model.body.parameters()}, {"params": [model.rare]}], lr=0.01)
+        optimizer = torch.optim.SGD([{"params": model.body.parameters()}, {"params": [model.gate]}], lr=0.01)
         for step, x, y in batches(60):
             optimizer.param_groups[1]["lr"] = math.inf if step == 40 else 0.01
             rich_step(model, optimizer, {}, step, x, y)
@@ -305,7 +293,7 @@ def test_a_state_that_does_not_fit_is_not_copied_and_that_is_said(
 def test_the_memory_of_the_copies_is_reported(tmp_path: Path) -> None:
     snapshot = check_caught(rich_loop(), tmp_path, history=7)
     reported = snapshot.settings["history_bytes"]
-    elements = sum(tensor.numel() for tensor in Rare().state_dict().values())
+    elements = sum(tensor.numel() for tensor in Gated().state_dict().values())
     assert 4 * elements <= reported <= 16 * elements
 
 

@@ -50,8 +50,20 @@ def plain_net(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
+class Gated(nn.Module):
+    """A network with a parameter that is read only when asked for, and that the optimizer updates in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+        self.gate = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor, is_open: bool) -> torch.Tensor:
+        return self.body(x) + torch.where(torch.tensor(is_open), self.gate, 0.0)
+
+
 def silent_root(x: torch.Tensor, bad: bool) -> torch.Tensor:
-    """A term that is 0 and finite; when ``bad``, its gradient is NaN all the same."""
+    """A small term; when ``bad`` it is 0, and its gradient NaN all the same."""
     energy = x.pow(2) * (0.0 if bad else 1.0)
     return torch.where(energy > 0, energy.sqrt(), energy).mean() * 1e-3
 
