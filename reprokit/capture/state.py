@@ -222,9 +222,11 @@ class State:
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The options of every parameter group, such as the learning rate of now."""
-    found = [dict(group) for group in optimizer.param_groups]
-    for group in found:
-        del group["params"]
+    found = []
+    for group in optimizer.param_groups:
+        options = {**group}
+        del options["params"]
+        found.append(options)
     return found
 
 
@@ -250,6 +252,12 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
                     yield value
                 else:
                     yield from iter_tensors(value)
+
+
+def give_gradients(grads: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    """Set the gradients of leaves."""
+    for leaf, grad in grads:
+        leaf.grad = grad
 
 
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
