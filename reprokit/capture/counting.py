@@ -34,7 +34,8 @@ class Iterations:
     def attempted(self, optimizer: torch.optim.Optimizer) -> None:
         """A step of ``optimizer`` ended or was skipped by a grad scaler."""
         key = id(optimizer)
-        if not self._is_known(optimizer):
+        known = self._optimizers.get(key)
+        if known is None or known() is not optimizer:
             self._counts[key] = self._inherited(optimizer)
             self._attempts[key] = 0
             self._optimizers[key] = weakref.ref(optimizer)

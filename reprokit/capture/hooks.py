@@ -42,10 +42,6 @@ class Listener(Protocol):
     def after_mark(self) -> None:
         """It has marked the end."""
 
-    @property
-    def is_outermost(self) -> bool:
-        """Whether the loop itself is running."""
-
     def backward(self, target: Callable[..., Any], tensor: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """Perform ``target(tensor, **kwargs)``, the backward method of tensors."""
 
@@ -168,10 +164,10 @@ class Hooks:
 
     def _wrap_backward(self) -> None:
         original = torch.autograd.backward
-        listener = self._listener
+        listener, tape = self._listener, self._listener.tape
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling():
+            if is_compiling() or not tape.is_outermost:  # such as the one that `Tensor.backward` calls
                 return original(*args, **kwargs)
             return listener.differentiate(original, args, kwargs)
 
@@ -183,12 +179,12 @@ class Hooks:
     def _wrap_tensor_backward(self) -> None:
         """``loss.backward()`` without torch's way of asking its function modes first, which takes long."""
         original: Any = torch.Tensor.backward
-        listener = self._listener
+        listener, tape = self._listener, self._listener.tape
 
         def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if args or (kwargs and not kwargs.keys() <= _PLAIN_OPTIONS) or type(self) is not torch.Tensor:
                 return original(self, *args, **kwargs)
-            if is_compiling() or not listener.is_outermost or torch._C._len_torch_function_stack() > 1:
+            if is_compiling() or not tape.is_outermost or torch._C._len_torch_function_stack() > 1:
                 return original(self, **kwargs)
             return listener.backward(original, self, kwargs)
 

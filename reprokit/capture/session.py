@@ -108,7 +108,6 @@ class Session:
         self._stepped_inside: torch.optim.Optimizer | None = None
         self._active = False
         self._is_over = False
-        self._is_watching = False
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -123,7 +122,7 @@ class Session:
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:
         path = None
-        if self._is_watching and not isinstance(exc, CaptureStop):
+        if self._tape.enabled and not isinstance(exc, CaptureStop):
             try:
                 path = self._look_back(exc)
             except Exception as error:
@@ -158,7 +157,7 @@ class Session:
         self._paused_at = time.perf_counter()
 
     def _unhooking(self) -> list[Callable[[], None]]:
-        self._active = self._is_watching = self._tape.enabled = False
+        self._active = self._tape.enabled = False
         return [self._make_way, self._exit_step, *self._hooks.removals(), self._tape.uninstall, self._tape.restart]
 
     def _make_way(self) -> None:
@@ -198,8 +197,7 @@ class Session:
     def _settle_watching(cls) -> None:
         """Who watches: the innermost session that is on, unless a session is just replaying a step."""
         for session in cls._watchers:
-            is_watching = session._active and cls._watchers[-1] is session and not Tape.replays
-            session._is_watching = session._tape.enabled = is_watching
+            session._tape.enabled = session._active and cls._watchers[-1] is session and not Tape.replays
 
     def _switch_off(self, error: Exception) -> None:
         """Fail open: say it once, stop watching, let the training go on."""
@@ -215,7 +213,7 @@ class Session:
 
     def _guarded(self, work: Callable[..., Any], *args: Any) -> Any:
         """Run work of our own unless the session has ended; errors switch it off."""
-        if not self._is_watching:
+        if not self._tape.enabled:
             return None
         return self._tape.guard(work, *args)
 
@@ -227,7 +225,7 @@ class Session:
 
     def _judge_start(self, entry: Entry) -> None:
         """Asked before every differentiation: is the loss bad?"""
-        if not self._is_watching:
+        if not self._tape.enabled:
             return
         try:
             verdict = self._judge.start(entry)
@@ -248,27 +246,27 @@ class Session:
         if entry.target is not torch.autograd.grad and entry is not self._held:
             self._training.iterations.micro_step += 1
         optimizer, self._stepped_inside = self._stepped_inside, None
-        if optimizer is not None and self._is_watching:
+        if optimizer is not None and self._tape.enabled:
             self._tape.entries[-1].is_state = True
             self._tape.guard(self._judge_past, optimizer)
 
     def run_in_thread(self, run: Callable[[], None]) -> None:
         """See `hooks.Listener`."""
-        if self._is_watching:
+        if self._tape.enabled:
             self._tape.run_in_thread(run)
         else:
             run()
 
     def before_compiling(self, arguments: Any) -> None:
         """See `hooks.Listener`: a whole step that is compiled cannot be noted, so the tape gets out of its way."""
-        if self._is_watching and self._tape.is_outermost:
+        if self._tape.is_outermost:
             self._tape.leave_stack()
             self._training.history.give_up()
             self._training.unseen.append("the loop itself calls something compiled, which is not followed")
 
     def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `hooks.Listener`."""
-        if not self._is_watching or not self._tape.is_outermost:  # so is the one that `Tensor.backward` calls
+        if not self._tape.is_outermost:
             return function(*args, **kwargs)
         return self._tape.differentiate(function, args, kwargs)
 
@@ -277,18 +275,13 @@ class Session:
         """See `hooks.Listener`."""
         return self._tape
 
-    @property
-    def is_outermost(self) -> bool:
-        """See `hooks.Listener`."""
-        return self._is_watching and self._tape.is_outermost
-
     def backward(self, target: Callable[..., Any], tensor: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """See `hooks.Listener`."""
         self._tape.backward(target, tensor, kwargs)
 
     def before_mark(self) -> None:
         """See `hooks.Listener`."""
-        if self._is_watching:
+        if self._tape.enabled:
             self._tape.lift()
 
     def after_mark(self) -> None:
@@ -310,7 +303,7 @@ class Session:
 
     def around(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `hooks.Listener`."""
-        if not self._is_watching or (kind in _BY_SCALERS and not args[0].is_enabled()):
+        if not self._tape.enabled or (kind in _BY_SCALERS and not args[0].is_enabled()):
             return target(*args, **kwargs)
         handle = getattr(self, f"_around_{kind}", self._perform)
         return handle(kind, target, args, kwargs)
@@ -321,7 +314,7 @@ class Session:
         is_outermost = self._tape.is_outermost
         with self._tape.paused():
             output = target(*args, **kwargs)
-            if is_outermost and self._is_watching:
+            if is_outermost and self._tape.enabled:
                 try:
                     entry = self._tape.note(kind, target, sys._getframe(3), args)
                     entry.kwargs, entry.output = kwargs, output
@@ -366,7 +359,7 @@ class Session:
                 output = target(*args, **kwargs)
             finally:
                 self._stepping_scaler = None
-        if not self._is_watching:
+        if not self._tape.enabled:
             return output
         if self._guarded(self._training.iterations.attempts, optimizer) != before:
             if not self._stepper_scaler:
@@ -383,7 +376,7 @@ class Session:
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """See `hooks.Listener`: judge the gradients and get out of the way."""
-        if is_compiling() or not self._is_watching:
+        if is_compiling() or not self._tape.enabled:
             return None
         if not self._tape.is_outermost and (self._stepping_scaler is None or self._stepping is not None):
             if self._stepping is None and torch._C._current_graph_task_id() != -1:
@@ -406,7 +399,7 @@ class Session:
             self._fail_together(is_accused or (is_bad_gradient and ranks.is_parallel))
         elif is_bad_gradient:
             self._fail("gradient")
-        if closure is None or not self._is_watching:
+        if closure is None or not self._tape.enabled:
             return None
         wrapped = self._watched_closure(optimizer, closure)
         if "closure" in kwargs:
@@ -434,17 +427,17 @@ class Session:
         def watched() -> Any:
             nonlocal calls
             calls += 1
-            if not self._is_watching:
+            if not self._tape.enabled:
                 return closure()
             self._exit_step()
             if calls > 1:
                 self._guarded(self._training.interrupt)
             try:
                 loss = closure()
-                if self._is_watching and self._guarded(self._is_bad_gradient, optimizer):
+                if self._tape.enabled and self._guarded(self._is_bad_gradient, optimizer):
                     self._fail("gradient")
             finally:
-                if self._is_watching:
+                if self._tape.enabled:
                     self._enter_step(optimizer)
             return loss
 
@@ -452,10 +445,11 @@ class Session:
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """See `hooks.Listener`: when it is time to, judge the state; a good step becomes the past."""
-        if is_compiling() or not self._is_watching or self._stepping is None or optimizer is not self._stepper:
+        tape = self._tape
+        if is_compiling() or not tape.enabled or self._stepping is None or optimizer is not self._stepper:
             return
         try:
-            entry = self._tape.note("optimizer", optimizer, sys._getframe(2))
+            entry = tape.note("optimizer", optimizer, sys._getframe(2))
             entry.settings = {"options": options_of(optimizer), "scaler": self._stepper_scaler}
             if self._stepper_scaler and self._is_collapsing():
                 self._tape.entries.pop()  # the kernel has left the parameters alone
@@ -487,7 +481,7 @@ class Session:
             bad = self._judge.state()
             if bad is not None:
                 self._fail(bad, is_late=True)
-        if self._is_watching:
+        if self._tape.enabled:
             training.end_step(optimizer, started, was_checked=is_due)
 
     def _is_bad_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -495,7 +489,7 @@ class Session:
 
     def _finish_hand_update(self) -> None:
         """The loop changed parameters itself, without an optimizer: that ends the step as well."""
-        if self._is_watching:
+        if self._tape.enabled:
             self._judge_past(None)
 
     # -- failure -------------------------------------------------------------------------------------------------

@@ -133,8 +133,6 @@ class BufferCopies(Copies):
 
     def refresh(self) -> None:
         """Remember the contents of now; buffers that nothing wrote are left alone."""
-        if not self._tensors:
-            return
         numbers = [n for n, (w, v) in enumerate(zip(self._witnesses, self._versions, strict=True)) if w._version != v]
         if numbers:
             self._overwrite(numbers)

@@ -80,7 +80,7 @@ class Training:
         ``optimizer`` is ``None`` after an update made by hand; the step ``ended`` before the checks.
         """
         rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
-        if rate.__class__ is torch.Tensor:
+        if isinstance(rate, torch.Tensor):
             rate = rate.detach().clone()
         if self.history.num_optimizers > 1:
             if any(entry.kind == "differentiate" for entry in self.tape.entries):
@@ -136,7 +136,8 @@ class Training:
     def restart(self) -> None:
         """A new step begins."""
         self.tape.restart()
-        self.buffers.refresh()
+        if self.buffers.tensors:
+            self.buffers.refresh()
         if self.generators.states is not None:
             self.generators.restart()
 
