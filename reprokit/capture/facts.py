@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from reprokit.program import functions
+from reprokit.program.ir import AUTOGRAD_BACKWARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ def _find_facts(func: Callable[..., Any]) -> Facts:
     function = func
     if func not in _DIFFERENTIATION and getattr(func, "__wrapped__", None) in _DIFFERENTIATION:
         function = func.__wrapped__  # type: ignore[attr-defined]
-    name = functions.name_of(function) or ""
+    name = functions.name_of(function) or (AUTOGRAD_BACKWARD if function in _DIFFERENTIATION else "")
     is_in_place, is_random = functions.is_in_place(name), functions.is_random(name)
     is_special = not name or is_in_place or is_random or functions.is_factory(name) or name in functions.GRAD_WRITES
     is_differentiation = function in _DIFFERENTIATION

@@ -201,7 +201,7 @@ class _Recorder(Player):
         self._differentiated = True
         with torch._C.DisableTorchFunction():
             self._compare_starts(entry, args, kwargs)
-        name = entry.name or AUTOGRAD_BACKWARD
+        name = entry.name
         try:
             if not self._perform:
                 self.tracer.record(self.tracer.make_call(name, args, kwargs))

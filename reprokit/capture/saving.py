@@ -22,6 +22,7 @@ from reprokit.capture.rewind import Found, Rewind
 from reprokit.capture.state import CannotGoBack
 from reprokit.capture.timeline import number_of
 from reprokit.capture.training import Training
+from reprokit.program.ir import AUTOGRAD_GRAD
 from reprokit.snapshot.format import Snapshot, save
 
 NOT_KEPT = "the state from before the step was not kept, so there was no going back"
@@ -123,7 +124,7 @@ class _Describing:
         entries = with_makers(found.entries, earlier)
         failed = self._failed(found.step, found.observed_at, entries, found.saved, found.pending)
         likewise = [*steps[-2].entries, *self._training.tape.entries] if len(steps) > 1 else self._training.tape.entries
-        made = sum(entry.kind == "differentiate" and entry.name != "torch.autograd.grad" for entry in found.entries)
+        made = sum(entry.kind == "differentiate" and entry.name != AUTOGRAD_GRAD for entry in found.entries)
         micro_step = made if found.observed_at in ("loss", "output") else found.step.micro_step
         return replace(
             failed,

@@ -115,7 +115,7 @@ class Session:
         try:
             self.resume()
         except Exception as error:
-            self._complain("could not begin to watch", error)
+            _print(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
             self._leave()
             self._tape.leave_stack()
         return self

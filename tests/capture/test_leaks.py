@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,14 @@ def patched_things() -> tuple[Any, ...]:
         torch.autograd.backward,
         torch.Tensor.backward,
         torch.optim.Optimizer.zero_grad,
-        torch.nn.utils.clip_grad_norm_,
-        torch.nn.utils.clip_grad_value_,
-        *(getattr(torch.amp.GradScaler, name) for name in ("scale", "step", "update", "_unscale_grads_")),
-        torch.utils.checkpoint.checkpoint,
-        threading.Thread.run,
+        *(getattr(torch.nn.utils, name) for name in ("clip_grad_norm_", "clip_grad_value_")),
+        *(getattr(torch.nn.utils.clip_grad, name) for name in ("clip_grad_norm_", "clip_grad_value_")),
+        *(getattr(torch.amp.GradScaler, name) for name in ("scale", "step", "update", "unscale_", "_unscale_grads_")),
+        *(place.handle_torch_function for place in (torch.nn.functional, torch.functional, torch._tensor)),
+        *(getattr(torch.autograd.profiler.record_function, name) for name in ("__enter__", "__exit__")),
+        torch.compile,
         threading.Thread.start,
+        warnings._showwarnmsg,
     )
 
 
