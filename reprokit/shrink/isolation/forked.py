@@ -78,7 +78,9 @@ def is_usable() -> bool:
 def _passes_trial() -> bool:
     from reprokit.program.ir import Program
 
-    _differentiate(None)
+    differentiating = threading.Thread(target=_differentiate, args=(None,))  # this may be a forked child itself
+    differentiating.start()
+    differentiating.join()
     runs: list[ForkedRun] = []
     try:
         start(Task(_differentiate), Candidate(Program((), ()), {}), Limits(_TRIAL_SECONDS), runs)

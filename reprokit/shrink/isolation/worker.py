@@ -81,7 +81,7 @@ class Worker:
         self.settle()
         self._get_ready()
         assert self._process is not None and self._connection is not None
-        if not self._is_warm and limits.seconds is not None:
+        if not self._is_warm and limits.seconds is not None and not _is_on_cpu(candidate):
             limits = Limits(limits.seconds + _SECONDS_TO_WARM_UP, limits.memory)
         run = Run(self._process.pid, self._connection, limits, self.end)
         runs.append(run)
@@ -144,6 +144,10 @@ def observe_freshly(task: Task, candidate: Candidate, limits: Limits) -> Report:
         return wait_for(runs[0], runs)
     finally:
         worker.close()
+
+
+def _is_on_cpu(candidate: Candidate) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in candidate.tensors.values())
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection[Any, Any]) -> None:
