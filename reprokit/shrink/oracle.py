@@ -100,6 +100,10 @@ class Oracle:
                         return candidate
         return None
 
+    def confirm(self, candidate: Candidate) -> bool:
+        """Whether a fresh interpreter gives the same failure; not counted as a check, may raise."""
+        return self._judge(candidate, self._isolation.report_freshly(candidate)) is Verdict.SAME
+
     def close(self) -> None:
         """End all processes in which candidates run."""
         self._isolation.close()

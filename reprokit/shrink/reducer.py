@@ -119,7 +119,7 @@ class _Run:
         try:
             self._start(problem, resume)
             problem.on_accept = self._accepted
-            is_minimal = self._run_rounds(problem)
+            is_minimal = self._run_rounds(problem) and self._has_last_word(problem)
         except OutOfBudget:
             pass
         reduction = self._reduction(problem.best, is_minimal)
@@ -179,6 +179,15 @@ class _Run:
             if problem.best is before:
                 return problem.is_exhaustive
         return False
+
+    def _has_last_word(self, problem: Problem) -> bool:
+        """Whether a fresh interpreter agrees, which is asked for a check of the user's or after a crash; in all other
+        cases the repro is verified in clean processes."""
+        if not self.isolation.is_wary:
+            return True
+        agrees = problem.oracle.confirm(problem.best)
+        self.log.append(f"a fresh interpreter gives {'the same failure' if agrees else 'something else'}")
+        return agrees
 
     def _checked(self, candidate: Candidate, verdict: Verdict, change: str) -> None:
         number = self.oracle.checks

@@ -33,7 +33,7 @@ from reprokit.shrink.signature import Signature
 from reprokit.snapshot.format import Snapshot, count_elements
 from tests.conftest import ROOT
 from tests.shrink import failing
-from tests.shrink.predicates import FEW_CALLS, Hostile, NeedsBoth, by_number, threads_and_draw
+from tests.shrink.predicates import FEW_CALLS, Hostile, NeedsBoth, NotFreshly, by_number, threads_and_draw
 
 SHORT = Limits(seconds=1.0, memory=1 << 28)
 needs_fork = pytest.mark.skipif(not forked.is_usable(), reason="candidates cannot be forked here")
@@ -111,7 +111,13 @@ def test_candidates_of_the_last_word_run_in_an_interpreter_of_their_own() -> Non
 
 @needs_fork
 @pytest.mark.parametrize(
-    ("target", "is_here"), [("torch.log", True), ("torch.embedding_bag", False), ("torch._weight_norm", False)]
+    ("target", "is_here"),
+    [
+        ("torch.log", True),
+        ("torch.embedding_bag", False),
+        ("torch.segment_reduce", False),
+        ("torch._weight_norm", False),
+    ],
 )
 def test_calls_that_trust_their_arguments_run_apart(target: str, is_here: bool) -> None:
     program = Program((Call(target, (Ref(0),), outputs=Ref(1)),), (Input(0, "x"),), (Ref(1),))
@@ -306,3 +312,17 @@ def test_by_default_a_check_of_ones_own_runs_apart() -> None:
 def test_there_is_no_other_isolation() -> None:
     with pytest.raises(ReprokitError, match="no isolation `container`"):
         shrink(failing.zero_by_zero(), isolation="container")
+
+
+@needs_fork
+@pytest.mark.parametrize(("observe", "is_certain"), [(NeedsBoth("log"), True), (NotFreshly(os.getpid()), False)])
+def test_a_fresh_interpreter_has_the_last_word(observe: Observe, is_certain: bool) -> None:
+    reduction = shrink(failing.zero_times_log_zero(), observe=observe, limits=Limits(60.0))
+    assert reduction.one_minimal is is_certain
+    assert reduction.log[-1].endswith("the same failure" if is_certain else "something else")
+
+
+@needs_fork
+def test_without_crashes_nothing_has_to_be_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Isolation, "report_freshly", lambda *_: pytest.fail("a fresh interpreter was started"))
+    assert shrink(failing.zero_times_log_zero(), isolation="fork").one_minimal

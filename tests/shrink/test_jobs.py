@@ -65,7 +65,7 @@ def oracle(jobs: int, told: list[tuple[str, str]], **options: Any) -> Oracle:
     )
 
 
-numbers = st.lists(st.integers(0, 11).map(lambda n: n if n % 4 else n + 1) | st.integers(0, 11), max_size=9)
+numbers = st.lists(st.integers(0, 11), max_size=9)
 
 
 @given(st.lists(numbers, max_size=4), st.integers(2, 5), st.integers(0, 12))

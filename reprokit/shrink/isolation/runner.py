@@ -61,7 +61,7 @@ class Isolation:
         if self.jobs == 1 or self.mode == "process" or not _has_process_groups():
             return 1
         is_asked_for = self.mode != "auto" or self.executor is not None
-        return self.jobs if is_asked_for or self._is_wary or self._latest_seconds > _WORTH_A_PROCESS else 1
+        return self.jobs if is_asked_for or self.is_wary or self._latest_seconds > _WORTH_A_PROCESS else 1
 
     def report(self, candidate: Candidate) -> Report:
         """The report on one candidate."""
@@ -92,13 +92,14 @@ class Isolation:
         self._workers.clear()
 
     @property
-    def _is_wary(self) -> bool:
+    def is_wary(self) -> bool:
+        """Whether nothing runs in this process any more, unless it was asked for."""
         return self.always_apart or bool(self.ended)
 
     def _may_run_here(self, candidate: Candidate) -> bool:
         if self.mode == "process" or not _has_process_groups():
             return True
-        return self.mode == "auto" and not self._is_wary and not trusts_shapes(candidate.program)
+        return self.mode == "auto" and not self.is_wary and not trusts_shapes(candidate.program)
 
     def _run_here(self, candidate: Candidate) -> Report:
         started = time.monotonic()
