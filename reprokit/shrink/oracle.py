@@ -107,6 +107,15 @@ class Oracle:
             self._failures[candidate.digest] = found
         return self._failures[candidate.digest]
 
+    @property
+    def remembered(self) -> dict[str, str]:
+        """The verdicts by digest, as plain data."""
+        return {digest: verdict.value for digest, verdict in self._known.items()}
+
+    def recall(self, verdicts: Mapping[str, str]) -> None:
+        """Take over the verdicts of an earlier run; raises `ValueError` for one that does not exist."""
+        self._known.update({digest: Verdict(value) for digest, value in verdicts.items()})
+
     def _spend(self) -> None:
         is_late = self.max_time is not None and time.monotonic() - self._started > self.max_time
         if is_late or (self.max_checks is not None and self.checks >= self.max_checks):

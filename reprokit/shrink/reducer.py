@@ -8,16 +8,30 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from reprokit.errors import Flaky, NotReproduced, ReprokitError
 from reprokit.locate.failure import Failure
 from reprokit.program.run import determinism
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.events import Checked, Event, Finished, PassStarted, Replayed
-from reprokit.shrink.explain import explain
+from reprokit.shrink.events import (
+    Checked,
+    Event,
+    Finished,
+    Improved,
+    PassEnded,
+    PassStarted,
+    Replayed,
+    Resumed,
+    Started,
+    Varied,
+)
+from reprokit.shrink.explain import Explanation, explain
+from reprokit.shrink.ledger import Ledger
 from reprokit.shrink.oracle import Oracle, OutOfBudget, Verdict
 from reprokit.shrink.passes.calls import remove_calls
 from reprokit.shrink.passes.cut import cuts
@@ -25,11 +39,13 @@ from reprokit.shrink.passes.setting import drop_autocast, simplify_precision, si
 from reprokit.shrink.passes.sizes import drop_dimensions, shrink_sizes
 from reprokit.shrink.passes.values import simplify_values
 from reprokit.shrink.problem import Problem
-from reprokit.shrink.reduction import Reduction, load
+from reprokit.shrink.reduction import Reduction
+from reprokit.shrink.resume import load_earlier, origin_of
 from reprokit.shrink.signature import Signature, same
 from reprokit.snapshot.format import Snapshot
 
 REDUCTION_FILE = "reduction.pt"
+CUT, EXPLAIN = "cut", "explain"
 REPLAYS = 5
 MIN_REPLAYS = 3
 _SLOW_REPLAY = 1.0
@@ -54,64 +70,98 @@ def shrink(
     out_dir: Path | None = None,
     level: str = "op",
     max_time: float | None = None,
+    max_checks: int | None = None,
     jobs: int = 1,
     resume: bool = False,
     on_event: Callable[[Event], None] | None = None,
 ) -> Reduction:
     """The smallest program found that fails like the snapshot.
 
-    With ``out_dir`` the best so far is kept there, and ``resume`` goes on from it. Raises `NotReproduced` or `Flaky`
-    when the snapshot itself does not fail reliably. ``jobs`` is how many candidates may run at once; candidates that
-    run in this process run one at a time whatever it says.
+    With ``out_dir`` the best so far is kept there, also when Ctrl-C ends the work, and ``resume`` goes on from it.
+    ``max_time`` (seconds) and ``max_checks`` bound this run. Raises `NotReproduced` or `Flaky` when the snapshot itself
+    does not fail reliably, and `SnapshotError` or `UsageError` when there is nothing to resume from. ``jobs`` is how
+    many candidates may run at once; candidates that run in this process run one at a time whatever it says.
     """
     if level != "op":
         raise ReprokitError(f"`--level {level}` is not available in this version", hint="use `--level op`")
-    run = _Run(snapshot, out_dir, max_time, on_event or (lambda event: None))
+    origin = origin_of(snapshot)
+    file = out_dir / REDUCTION_FILE if out_dir is not None else None
+    earlier = load_earlier(file, snapshot, origin) if resume and file is not None and file.exists() else None
+    run = _Run(snapshot, file, max_time, max_checks, on_event or (lambda event: None), origin, earlier)
     with warnings.catch_warnings(), determinism(snapshot.settings):
         warnings.simplefilter("ignore")
-        return run.reduce(resume)
+        return run.reduce()
 
 
 @dataclass
 class _Run:
-    """One reduction in progress."""
+    """One reduction in progress. ``stopped`` is why the search ended before everything was tried."""
 
     snapshot: Snapshot
-    out_dir: Path | None
+    file: Path | None
     max_time: float | None
+    max_checks: int | None
     tell: Callable[[Event], None]
-    log: list[str] = field(default_factory=list)
+    origin: dict[str, Any]
+    earlier: Reduction | None
     reproduces: str = ""
+    stopped: str | None = None
+    is_minimal: bool = False
+    explanation: Explanation = field(default_factory=Explanation)
     started: float = field(default_factory=time.monotonic)
 
-    def reduce(self, resume: bool) -> Reduction:
+    def reduce(self) -> Reduction:
         """Run the whole schedule."""
         snapshot = self.snapshot
         whole = Candidate(snapshot.program, snapshot.tensors)
-        oracle = Oracle(
+        self.ledger = Ledger(whole.num_calls, whole.num_elements)
+        self.tell(Started(whole.num_calls, whole.num_elements, self.max_time, self.max_checks))
+        self.oracle = Oracle(
             Signature.of(snapshot.failure, snapshot.program),
             frozenset({snapshot.failure.way} - {""}),
             snapshot.settings,
             self.max_time,
+            self.max_checks,
             on_check=self._checked,
         )
-        self.oracle = oracle
-        self._replay(whole, oracle)
-        problem = Problem(whole, oracle)
-        is_minimal = False
+        self._replay(whole, self.oracle)
+        problem = Problem(whole, self.oracle)
         try:
-            self._start(problem, resume)
-            problem.on_accept = self._accepted
-            is_minimal = self._run_rounds(problem)
-        except OutOfBudget:
-            pass
-        reduction = self._reduction(problem.best, is_minimal)
-        reduction.explain = explain(problem)
-        reduction.checks, reduction.verdicts = oracle.checks, self._verdicts()
-        reduction.seconds = time.monotonic() - self.started
-        self._keep(reduction)
-        self.tell(Finished(reduction.program.num_calls, problem.best.num_elements, oracle.checks, is_minimal))
+            self._search(problem)
+            self._explain(problem)
+        except KeyboardInterrupt:
+            if problem.best is not whole:
+                self.stopped = self.stopped or "interrupted"
+                self._keep(problem.best)
+            raise
+        reduction = self._keep(problem.best)
+        self.tell(
+            Finished(
+                reduction.program.num_calls,
+                problem.best.num_elements,
+                reduction.checks,
+                reduction.one_minimal,
+                reduction.stopped,
+                tuple(reduction.untried),
+            )
+        )
         return reduction
+
+    def _search(self, problem: Problem) -> None:
+        """Make the problem as small as the budget allows."""
+        try:
+            self._start(problem)
+            problem.on_accept = self._accepted
+            self.is_minimal = self._run_rounds(problem)
+        except OutOfBudget:
+            is_spent = self.max_checks is not None and self.oracle.checks >= self.max_checks
+            self.stopped = "max-checks" if is_spent else "max-time"
+
+    def _explain(self, problem: Problem) -> None:
+        """Say which parts of the result matter; these runs are booked apart."""
+        self.oracle.on_check = self._varied
+        with self.ledger.passing(EXPLAIN):
+            self.explanation = explain(problem)
 
     def _replay(self, whole: Candidate, oracle: Oracle) -> None:
         """Run the snapshot a few times; all runs must fail as recorded."""
@@ -137,67 +187,104 @@ class _Run:
                 note=f"reproduces {self.reproduces}",
             )
 
-    def _start(self, problem: Problem, resume: bool) -> None:
+    def _start(self, problem: Problem) -> None:
         """Go on from what is on disk, or cut to the origin."""
-        file = self.out_dir / REDUCTION_FILE if self.out_dir is not None else None
-        if resume and file is not None and file.exists():
-            earlier = load(file)
-            candidate = Candidate(earlier.program, earlier.tensors)
-            if problem.oracle.check(candidate, "the earlier reduction") is Verdict.SAME:
-                self.log = list(earlier.log)
-                problem.best = candidate
-                return
-        for change, candidate in cuts(problem.best, self.snapshot.failure):
-            if problem.oracle.check(candidate, change) is Verdict.SAME:
-                problem.best = candidate
-                self._accepted(candidate)
-                return
+        if self.earlier is not None:
+            self._resume(problem, self.earlier)
+            return
+        with self._passing(CUT, 0, problem):
+            for change, candidate in cuts(problem.best, self.snapshot.failure):
+                if problem.oracle.check(candidate, change) is Verdict.SAME:
+                    problem.best = candidate
+                    self._accepted(candidate)
+                    return
+
+    def _resume(self, problem: Problem, earlier: Reduction) -> None:
+        """Take over the earlier reduction once it has failed again, with its log, counts and verdicts."""
+        candidate = Candidate(earlier.program, earlier.tensors)
+        problem.best = candidate
+        self.ledger.go_on(earlier)
+        self.oracle.on_check = None
+        if problem.oracle.check(candidate, "the earlier reduction") is not Verdict.SAME:
+            raise NotReproduced(
+                "cannot resume: the earlier reduction does not fail any more, while the snapshot does",
+                hint="shrink without `--resume`, into another folder with -o or over this one with -f",
+            )
+        self.oracle.on_check = self._checked
+        self.oracle.recall(earlier.known)
+        self.tell(Resumed(candidate.num_calls, candidate.num_elements, earlier.checks))
 
     def _run_rounds(self, problem: Problem) -> bool:
         """Repeat all passes until a round changes nothing; whether that happened."""
         for number in range(1, _MAX_ROUNDS + 1):
             before = problem.best
             for name, run_pass in PASSES:
-                self.tell(PassStarted(name, number, problem.best.num_calls, problem.best.num_elements))
-                run_pass(problem)
+                with self._passing(name, number, problem):
+                    run_pass(problem)
             if problem.best is before:
                 return problem.is_exhaustive
+        self.stopped = "max-rounds"
         return False
 
+    @contextmanager
+    def _passing(self, name: str, number: int, problem: Problem) -> Iterator[None]:
+        """Book and tell what a pass does."""
+        self.tell(PassStarted(name, number, problem.best.num_calls, problem.best.num_elements))
+        with self.ledger.passing(name) as row:
+            yield
+        if not row.successes:
+            self.ledger.settled.add(name)
+        best = problem.best
+        self.tell(PassEnded(name, number, row.checks, row.successes, best.num_calls, best.num_elements))
+
     def _checked(self, candidate: Candidate, verdict: Verdict, change: str) -> None:
-        number = self.oracle.checks
-        self.tell(Checked(number, candidate.num_calls, candidate.num_elements, verdict.value, change))
-        if verdict is Verdict.SAME and change != "explain":
-            self.log.append(f"{number}: {change}: {candidate.num_calls} calls, {candidate.num_elements} elements")
+        self.ledger.checked(candidate, verdict.value, change)
+        self.tell(
+            Checked(self.ledger.checks, candidate.num_calls, candidate.num_elements, verdict.value, change),
+        )
+
+    def _varied(self, candidate: Candidate, verdict: Verdict, change: str) -> None:
+        self.ledger.varied()
+        self.tell(Varied(self.ledger.variants, verdict.value, change))
 
     def _accepted(self, candidate: Candidate) -> None:
-        if self.out_dir is not None:
-            self._keep(self._reduction(candidate, False))
+        change = self.ledger.accepted(candidate)
+        self._keep(candidate)
+        self.tell(Improved(candidate.num_calls, candidate.num_elements, change))
 
-    def _keep(self, reduction: Reduction) -> None:
-        if self.out_dir is not None:
-            reduction.save(self.out_dir / REDUCTION_FILE)
+    def _keep(self, best: Candidate) -> Reduction:
+        """The reduction as it stands, written to disk if there is a place for it."""
+        reduction = self._reduction(best)
+        if self.file is not None:
+            reduction.save(self.file)
+        return reduction
 
-    def _reduction(self, candidate: Candidate, is_minimal: bool) -> Reduction:
-        program, tensors = candidate.program, dict(candidate.tensors)
-        failure = self.oracle.known_failure(candidate)
+    def _reduction(self, best: Candidate) -> Reduction:
+        program, ledger = best.program, self.ledger
+        failure = self.oracle.known_failure(best)
+        untried = [name for name, _ in PASSES if name not in ledger.settled]
         return Reduction(
             program,
-            {item.value: tensors[item.value] for item in program.inputs},
+            {item.value: best.tensors[item.value] for item in program.inputs},
             failure if failure is not None else self.snapshot.failure,
             {"calls": self.snapshot.program.num_calls, "elements": self.snapshot.num_elements},
             self.oracle.signature.summary(),
-            self.oracle.checks,
-            self._verdicts(),
-            time.monotonic() - self.started,
-            self.reproduces,
-            [],
-            is_minimal,
-            list(self.log),
+            checks=ledger.checks,
+            verdicts={verdict.value: ledger.verdicts.get(verdict.value, 0) for verdict in Verdict},
+            seconds=ledger.seconds + time.monotonic() - self.started,
+            reproduces=self.reproduces,
+            explain=self.explanation.inputs,
+            one_minimal=self.is_minimal,
+            log=list(ledger.log),
+            passes=ledger.table(),
+            constants=self.explanation.constants,
+            nearest=self.explanation.nearest,
+            explain_checks=ledger.variants,
+            stopped=self.stopped,
+            untried=[] if self.is_minimal else untried,
+            origin=self.origin,
+            known={**(self.earlier.known if self.earlier is not None else {}), **self.oracle.remembered},
         )
-
-    def _verdicts(self) -> dict[str, int]:
-        return {verdict.value: self.oracle.verdicts[verdict.value] for verdict in Verdict}
 
 
 def _told(outcomes: list[Failure | None]) -> str:
