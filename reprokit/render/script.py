@@ -25,10 +25,11 @@ REPRO_FILE = "repro.py"
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The text of a repro and the tensors that its side file holds."""
+    """The text of a repro, the tensors that its side file holds, and its variables by the names of the inputs."""
 
     text: str
     side: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_lines(self) -> int:
@@ -71,7 +72,8 @@ def write_script(
         body=code.body,
         check=write_check(subject, failure, code) if subject is not None else [],
     )
-    return Script(text, code.side)
+    names = {item.name: code.names[item.value] for item in program.inputs if item.value in code.names}
+    return Script(text, code.side, names)
 
 
 def _header(program: Program, failure: Failure, num_calls_before: int | None, version: str) -> list[str]:
