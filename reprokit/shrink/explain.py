@@ -180,14 +180,13 @@ class _Trials:
 
     def __init__(self, problem: Problem) -> None:
         self._oracle = problem.oracle
-        self._runs = 0
+        self._limit = problem.oracle.checks + MAX_RUNS
         self.is_over = False
 
     def verdict(self, candidate: Candidate, change: str) -> Verdict:
         """The verdict on a variant; invalid, which says nothing, when it may not be run."""
-        if self.is_over or self._runs >= MAX_RUNS or not is_safe(candidate.program, candidate.shapes):
+        if self.is_over or self._oracle.checks >= self._limit or not is_safe(candidate.program, candidate.shapes):
             return Verdict.INVALID
-        self._runs += 1
         try:
             return self._oracle.check(candidate, change)
         except OutOfBudget:

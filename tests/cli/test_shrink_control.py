@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -408,6 +409,44 @@ def test_interrupted_from_outside_while_torch_is_loaded(snapshot: Path) -> None:
     _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert err.endswith("error: interrupted\n") and "Traceback" not in err
+
+
+WAIT = """
+import sys, time
+from reprokit.cli import main, views
+show = views.LiveView.show
+def wait(self, event):
+    show(self, event)
+    if type(event).__name__ == "Checked" and event.number == 30:
+        time.sleep(60)
+views.LiveView.show = wait
+views._SECONDS_BETWEEN_FRAMES = 0
+sys.exit(main(["shrink", "snap.pt", "--max-checks", "60"]))
+"""
+
+
+def test_the_key_pressed_in_a_terminal(snapshot: Path) -> None:
+    terminal, end = os.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "200"}
+    process = subprocess.Popen([sys.executable, "-c", WAIT], env=environment, preexec_fn=lambda: os.login_tty(end))
+    os.close(end)
+    shown = b""
+    try:
+        while b"30 (" not in shown:
+            shown += os.read(terminal, 4096)
+        os.write(terminal, b"\x03")
+        with contextlib.suppress(OSError):  # the terminal has gone with the process
+            while piece := os.read(terminal, 4096):
+                shown += piece
+    finally:
+        os.close(terminal)
+    assert process.wait(timeout=120) == 130
+    text = shown.decode()
+    for words in ("calls left", "of 26", "elements left", "round 1, ", "budget"):
+        assert words in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    assert "reprokit: error: interrupted; the best so far (" in text.rstrip().splitlines()[-1]
+    assert_whole(Path("snap"), RESULTS)
 
 
 def test_ignored_interrupts_stay_ignored(snapshot: Path) -> None:
