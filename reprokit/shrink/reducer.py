@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +19,11 @@ from reprokit.program.run import determinism
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.events import Checked, Event, Finished, PassStarted, Replayed
 from reprokit.shrink.explain import explain
-from reprokit.shrink.oracle import Oracle, OutOfBudget, Verdict
+from reprokit.shrink.isolation.limits import Limits
+from reprokit.shrink.isolation.remote import Executor
+from reprokit.shrink.isolation.runner import Isolation
+from reprokit.shrink.isolation.task import Observe, Task
+from reprokit.shrink.oracle import Oracle, OutOfBudget, Verdict, run_in_process
 from reprokit.shrink.passes.calls import remove_calls
 from reprokit.shrink.passes.cut import cuts
 from reprokit.shrink.passes.setting import drop_autocast, simplify_precision, simplify_setting
@@ -55,21 +60,31 @@ def shrink(
     level: str = "op",
     max_time: float | None = None,
     jobs: int = 1,
+    isolation: str = "auto",
+    executor: Executor | None = None,
+    limits: Limits | None = None,
+    observe: Observe = run_in_process,
     resume: bool = False,
     on_event: Callable[[Event], None] | None = None,
 ) -> Reduction:
     """The smallest program found that fails like the snapshot.
 
     With ``out_dir`` the best so far is kept there, and ``resume`` goes on from it. Raises `NotReproduced` or `Flaky`
-    when the snapshot itself does not fail reliably. ``jobs`` is how many candidates may run at once; candidates that
-    run in this process run one at a time whatever it says.
+    when the snapshot itself does not fail reliably.
+
+    ``isolation`` says where candidates run: ``auto`` (here unless they may crash), ``process``, ``fork`` or ``worker``;
+    ``executor``, anything like those of ``concurrent.futures``, takes those that do not run here. ``jobs`` is how many
+    run at once; it changes neither the result nor the log. ``limits`` bounds each candidate's time and memory, by
+    default in terms of the first run. ``observe`` is what is looked at in a candidate.
     """
     if level != "op":
         raise ReprokitError(f"`--level {level}` is not available in this version", hint="use `--level op`")
-    run = _Run(snapshot, out_dir, max_time, on_event or (lambda event: None))
     with warnings.catch_warnings(), determinism(snapshot.settings):
         warnings.simplefilter("ignore")
-        return run.reduce(resume)
+        task = Task.of(observe, snapshot.settings)
+        places = Isolation(task, isolation, jobs, limits, observe is not run_in_process, executor)
+        with closing(places):
+            return _Run(snapshot, out_dir, max_time, on_event or (lambda event: None), places).reduce(resume)
 
 
 @dataclass
@@ -80,6 +95,7 @@ class _Run:
     out_dir: Path | None
     max_time: float | None
     tell: Callable[[Event], None]
+    isolation: Isolation
     log: list[str] = field(default_factory=list)
     reproduces: str = ""
     started: float = field(default_factory=time.monotonic)
@@ -93,6 +109,7 @@ class _Run:
             frozenset({snapshot.failure.way} - {""}),
             snapshot.settings,
             self.max_time,
+            isolation=self.isolation,
             on_check=self._checked,
         )
         self.oracle = oracle
@@ -147,11 +164,10 @@ class _Run:
                 self.log = list(earlier.log)
                 problem.best = candidate
                 return
-        for change, candidate in cuts(problem.best, self.snapshot.failure):
-            if problem.oracle.check(candidate, change) is Verdict.SAME:
-                problem.best = candidate
-                self._accepted(candidate)
-                return
+        found = problem.oracle.first(cuts(problem.best, self.snapshot.failure))
+        if found is not None:
+            problem.best = found
+            self._accepted(found)
 
     def _run_rounds(self, problem: Problem) -> bool:
         """Repeat all passes until a round changes nothing; whether that happened."""

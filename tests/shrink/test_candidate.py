@@ -95,7 +95,7 @@ def oracle(**options: object) -> tuple[Oracle, list[Candidate]]:
         found = kinds[int(number)]
         return Failure("forward", found[0], call=found[1]) if found else None
 
-    made = Oracle(Signature("forward", "nan", "torch.log"), runner=runner, **options)  # type: ignore[arg-type]
+    made = Oracle(Signature("forward", "nan", "torch.log"), observe=runner, **options)  # type: ignore[arg-type]
     return made, runs
 
 

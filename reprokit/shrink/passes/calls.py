@@ -69,7 +69,7 @@ def _removable(problem: Problem) -> list[int]:
 
 def _remove(problem: Problem, chosen: frozenset[int], change: str) -> bool:
     recording = record(problem.best, chosen)
-    return any(problem.consider(candidate, change) for candidate in _without(problem.best, chosen, recording))
+    return problem.first((change, candidate) for candidate in _without(problem.best, chosen, recording))
 
 
 def _without(candidate: Candidate, chosen: frozenset[int], recording: Recording) -> Iterator[Candidate]:

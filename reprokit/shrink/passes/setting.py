@@ -79,9 +79,9 @@ def _simplify_call(problem: Problem, index: int) -> None:
     tried: list[Call] = []
     while problem.best.program.calls[index] not in tried:
         tried.append(problem.best.program.calls[index])
-        for change, call in fewer_arguments(problem.best.program.calls[index]):
-            if problem.consider(_with_call(problem.best, index, call), change):
-                break
+        best = problem.best
+        fewer = fewer_arguments(best.program.calls[index])
+        problem.first((change, _with_call(best, index, call)) for change, call in fewer)
 
 
 def _barest(problem: Problem, index: int) -> Call | None:
