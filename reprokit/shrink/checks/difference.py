@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from reprokit.errors import ReprokitError
 from reprokit.program.ir import AUTOGRAD_GRAD, Program, iter_refs
 from reprokit.program.run import Outcome
 
@@ -26,7 +27,7 @@ _TOLERANCES = {
 _EXACT = (0.0, 0.0)
 
 
-class Incomparable(Exception):
+class Incomparable(ReprokitError):
     """Two results that should be alike have different shapes, or one of them is missing."""
 
 

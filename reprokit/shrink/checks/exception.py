@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reprokit.locate.blame import exception_failure
-from reprokit.locate.failure import Failure
+from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.program.run import run
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.protocol import SignatureCheck
@@ -15,6 +15,11 @@ from reprokit.shrink.checks.protocol import SignatureCheck
 @dataclass(frozen=True)
 class ExceptionCheck(SignatureCheck):
     """An exception of a call, whatever values are bad before it."""
+
+    @property
+    def kind(self) -> str:
+        """``exception``."""
+        return EXCEPTION
 
     @property
     def spec(self) -> str:

@@ -51,12 +51,17 @@ class NotUsable(UsageError):
 
 @dataclass(frozen=True)
 class FunctionCheck(SignatureCheck):
-    """``FILE.py:function``. ``largest`` bounds the inputs of candidates, ``may_raise`` tells that the snapshot raises."""
+    """``FILE.py:function``. ``largest`` bounds what candidates are given, ``may_raise`` says that the snapshot raises."""
 
     file: Path = Path()
     function: str = ""
     largest: float = float("inf")
     may_raise: bool = False
+
+    @property
+    def kind(self) -> str:
+        """``function``."""
+        return FUNCTION
 
     @property
     def spec(self) -> str:
@@ -76,13 +81,15 @@ class FunctionCheck(SignatureCheck):
         call = None if verdict is Verdict.SAME else verdict.value
         return Failure("forward", FUNCTION, self.spec, call, exception=told)
 
+    def recognises(self, failure: Failure) -> bool:
+        """Whether the function said so, not that it saw another failure."""
+        return failure.call is None
+
     def adopted(self, failure: Failure, whole: Candidate) -> Self:
         """This check for a whole program; what it raised may have any words."""
         made = super().adopted(failure, whole)
         wanted = replace(made.signature, exception=None)
-        return replace(
-            made, wanted=wanted, largest=_largest_given(whole), may_raise=failure.exception is not None
-        )
+        return replace(made, wanted=wanted, largest=_largest_given(whole), may_raise=failure.exception is not None)
 
     def judge(self, observation: Failure | None, candidate: Candidate) -> Verdict:
         """An exception is a crash unless the snapshot raised one too."""

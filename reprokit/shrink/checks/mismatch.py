@@ -38,6 +38,11 @@ class MismatchCheck(SignatureCheck):
     way: str = ""
 
     @property
+    def kind(self) -> str:
+        """``mismatch``."""
+        return MISMATCH
+
+    @property
     def spec(self) -> str:
         """``mismatch:fp64``."""
         return f"{MISMATCH}:{self.reference.name}"
@@ -72,7 +77,14 @@ def compare(candidate: Candidate, reference: Reference) -> Difference | Failure 
     """The first result that differs, an exception, or ``None``; raises when the reference alone cannot be run."""
     program = candidate.program
     keep = frozenset(results_of(program))
-    actual, expected = reference.pair(candidate, keep)
+    try:
+        actual, expected = reference.pair(candidate, keep)
+    except Exception as error:  # compilers and devices fail in as many ways as there are
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise Incomparable(
+            f"the reference `{reference.name}` cannot be run: {type(error).__name__}: {said}",
+            hint="see whether it runs on the whole step, or use another check",
+        ) from error
     for outcome in (actual, expected):
         if outcome.error is not None:
             return exception_failure(program, outcome) if outcome.error_call is not None else None

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import EXCEPTION, Failure
-from reprokit.locate.ways import MINUS, PLUS
+from reprokit.locate.ways import MINUS, NAN, PLUS
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.protocol import SignatureCheck
 from reprokit.shrink.oracle import Verdict
@@ -21,6 +21,15 @@ class NonfiniteCheck(SignatureCheck):
     Both infinities are one kind, so for an infinity both are forbidden in inputs, unless the snapshot itself was given
     the other one (a mask filled with ``-inf``).
     """
+
+    @property
+    def kind(self) -> str:
+        """``nan``, one of two."""
+        return NAN
+
+    def recognises(self, failure: Failure) -> bool:
+        """Whether it is a value that is not finite."""
+        return failure.kind != EXCEPTION
 
     @property
     def spec(self) -> str:

@@ -51,6 +51,20 @@ class SignatureCheck(ABC):
     forbidden: frozenset[str] = frozenset()
 
     @property
+    def is_settled(self) -> bool:
+        """Whether the failure in question is known."""
+        return self.wanted is not None
+
+    def recognises(self, failure: Failure) -> bool:
+        """Whether a failure is of the kind that this check is about."""
+        return failure.kind == self.kind
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """The kind of its failures."""
+
+    @property
     @abstractmethod
     def spec(self) -> str:
         """The check as it is written on the command line."""

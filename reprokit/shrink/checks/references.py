@@ -78,7 +78,7 @@ class Compiled:
         except Exception as error:  # a backend may fail in as many ways as there are compilers
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UsageError(
-                f"`torch.compile(backend=\"{self.backend}\")` does not work on this machine: {reason}",
+                f'`torch.compile(backend="{self.backend}")` does not work on this machine: {reason}',
                 hint="install a C++ compiler, or compare with `mismatch:compile:aot_eager`",
             ) from None
         finally:

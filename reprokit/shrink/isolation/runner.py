@@ -85,6 +85,11 @@ class Isolation:
         """The report from an interpreter that is started for this candidate alone."""
         return observe_freshly(self.task, candidate, self.limits or Limits())
 
+    def change(self, task: Task) -> None:
+        """Observe in another way from here on; how long that takes is found out again."""
+        self.close()
+        self.task, self.limits = task, None
+
     def close(self) -> None:
         """End all workers."""
         for worker in self._workers:
