@@ -222,6 +222,9 @@ class _Run:
         while len(seen) < times:
             started = time.monotonic()
             seen.append(self.oracle.failure(whole))
+            complaint = self.check.complaint(seen[-1])
+            if complaint is not None:
+                raise complaint
             if len(seen) >= MIN_REPLAYS and times == REPLAYS and time.monotonic() - started > _SLOW_REPLAY:
                 break
         return seen
