@@ -30,8 +30,19 @@ _OPERATORS = {
 }
 
 
+_PLACES = {"fp64": "in float64", "compile": "in eager mode", "cpu-cuda": "on the other device"}
+_REFERENCES = {"fp64": "float64", "compile": "eager", "cpu-cuda": "the other device"}
+
+
+def reference_words(failure: Failure) -> str:
+    """What a mismatch differs from: ``float64``."""
+    return _REFERENCES.get(failure.way.partition(":")[0].partition(",")[0], failure.way)
+
+
 def kind_words(failure: Failure) -> str:
     """``nan``, ``inf``, ``-inf`` or the exception's type."""
+    if failure.kind in ("mismatch", "function"):
+        return "different" if failure.kind == "mismatch" else "reported"
     if failure.exception is not None:
         return failure.exception[0]
     return {"+inf": "inf", "-inf": "-inf"}.get(failure.way, "nan")
@@ -53,6 +64,11 @@ def headline(failure: Failure) -> str:
     call, kind = short_call(failure), kind_words(failure)
     if failure.kind == "exception":
         return f"{call} raises {kind}"
+    if failure.kind == "function":
+        return f"{failure.way.rpartition(':')[2]} holds"
+    if failure.kind == "mismatch":
+        what = "compiled code" if failure.way.startswith("compile") else "the result" if failure.call is None else call
+        return f"{what} differs from {reference_words(failure)}"
     if failure.call is None:
         return f"{call} is {kind} before the first call"
     if failure.phase == "backward":
@@ -65,6 +81,12 @@ def headline(failure: Failure) -> str:
 def observed(failure: Failure) -> str:
     """What happens, as a sentence."""
     name, kind = f"`{failure.call or short_call(failure)}`", kind_words(failure)
+    if failure.kind == "function":
+        return f"The check `{failure.way.rpartition(':')[2]}` holds for what the program leaves behind."
+    if failure.kind == "mismatch":
+        what = name if failure.call is not None else "The program"
+        way = "compiled" if failure.way.startswith("compile") else "as it is"
+        return f"{what} gives another result {way} than {_PLACES.get(failure.way.split(':')[0].split(',')[0], '')}."
     if failure.exception is not None:
         first_line = (failure.exception[1].strip().splitlines() or [""])[0]
         return f"{name} raises `{kind}`" + (f": {code_span(first_line)}" if first_line else ".")
@@ -82,6 +104,10 @@ def expected(failure: Failure) -> str:
     """What should happen instead, as a sentence that claims no more than is known."""
     if failure.kind == "exception":
         return "The call returns, or the error says which of its arguments is wrong."
+    if failure.kind == "function":
+        return "The check does not hold."
+    if failure.kind == "mismatch":
+        return "Equal results, within the tolerances of `torch.testing.assert_close`."
     if failure.call is None:
         return "Inputs are free of such values, or are rejected where they enter."
     if failure.phase == "backward":
@@ -140,6 +166,8 @@ def _number(value: float | int | bool) -> str:
 
 def phase_words(failure: Failure) -> str:
     """Where in the step it happens."""
+    if failure.is_of_whole_step:
+        return "over the whole step"
     return {"forward": "in the forward pass", "backward": "in the backward pass", "optimizer": "in the optimizer step"}[
         failure.phase
     ]

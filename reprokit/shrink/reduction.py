@@ -29,7 +29,8 @@ class Reduction:
     and ``passes`` a row for every pass. ``stopped`` says why the search ended early (``max-time``, ``max-checks``,
     ``interrupted``) and ``untried`` which passes it left undone. ``explain`` says which inputs are free, ``constants``
     the same of numbers in arguments, ``nearest`` is the smallest change found that passes; ``explain_checks`` is what
-    that took, and is not part of ``checks``. ``origin`` tells which snapshot and torch this belongs to, and ``known``
+    that took, and is not part of ``checks``. ``notes`` are sentences on how often it fails and under which settings of
+    torch. ``origin`` tells which snapshot and torch this belongs to, and ``known``
     holds the verdicts by digest, from which a later run goes on.
     """
 
@@ -51,6 +52,7 @@ class Reduction:
     explain_checks: int = 0
     stopped: str | None = None
     untried: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     origin: dict[str, Any] = field(default_factory=dict)
     known: dict[str, str] = field(default_factory=dict)
 
@@ -76,6 +78,7 @@ class Reduction:
             "stopped": self.stopped,
             "untried": self.untried,
             "passes": self.passes,
+            "notes": self.notes,
         }
 
     def save(self, path: Path | str) -> None:

@@ -54,6 +54,8 @@ def load_earlier(path: Path, snapshot: Snapshot, origin: Mapping[str, Any]) -> R
         raise SnapshotError(f"cannot resume: `{path}` is damaged", hint=_HINT)
     if earlier.origin.get("snapshot", origin["snapshot"]) != origin["snapshot"] or earlier.before != before:
         raise UsageError(f"cannot resume: `{path}` was made from another snapshot", hint=_HINT)
+    if earlier.origin.get("check", "") != origin.get("check", ""):
+        raise UsageError(f"cannot resume: `{path}` was made with another check", hint=_HINT)
     if earlier.origin.get("torch") != origin["torch"]:
         earlier.known = {}
     return earlier
