@@ -1,8 +1,9 @@
 """The oracle: does this candidate still fail the same way? Every answer is a real execution.
 
-A verdict is remembered by the candidate's content, so the same candidate is never run twice. What is observed of a
-candidate (``observe``) and where it runs (`Isolation`) are seams. Time and number of checks are bounded. When several
-candidates run at once, those after the first success are neither counted nor told, so the log does not depend on it.
+A verdict is remembered by the candidate's content, so the same candidate is never run twice. What is looked at and how
+it is judged (`checks.protocol.Check`) and where candidates run (`Isolation`) are seams. Time and number of checks are
+bounded. When several candidates run at once, those after the first success are neither counted nor told, so the log
+does not depend on it.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.isolation.runner import Isolation
-from reprokit.shrink.isolation.task import Observation, Observe, Report, Task
-from reprokit.shrink.signature import Signature, is_clean, same
+from reprokit.shrink.isolation.task import Observe, Report, Task
+from reprokit.shrink.signature import Signature
+
+if TYPE_CHECKING:
+    from reprokit.shrink.checks.protocol import Check
 
 
 class Verdict(Enum):
@@ -43,34 +46,39 @@ class OutOfBudget(Exception):
 Proposal = tuple[str, Candidate]
 
 
-def run_in_process(candidate: Candidate) -> Failure | None:
-    """What is observed by default: the failure, after a run on copies, with generators and modes given back."""
-    state = torch.get_rng_state()
-    grad = torch.is_grad_enabled()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.set_grad_enabled(True)
-            return locate(candidate.program, candidate.tensors)
-    finally:
-        torch.set_grad_enabled(grad)
-        torch.set_rng_state(state)
+@dataclass(frozen=True)
+class Guarded:
+    """Observes with a check in silence, and gives generators and modes back."""
+
+    check: Check
+
+    def __call__(self, candidate: Candidate) -> Failure | None:
+        """What the check observes."""
+        state = torch.get_rng_state()
+        grad = torch.is_grad_enabled()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.set_grad_enabled(True)
+                return self.check.observe(candidate)
+        finally:
+            torch.set_grad_enabled(grad)
+            torch.set_rng_state(state)
 
 
 @dataclass
 class Oracle:
-    """Decides candidates against one signature.
+    """Decides candidates with a check.
 
-    ``ways`` are the ways in which no input may be bad. ``checks`` counts executions and ``verdicts`` what they said.
-    ``isolation`` decides where candidates run; without one, ``observe`` is what runs, under the recorded ``settings``.
+    ``checks`` counts executions and ``verdicts`` what they said. ``isolation`` decides where candidates run; without
+    one, ``observe`` (by default the check's own) is what runs, under the recorded ``settings``.
     """
 
-    signature: Signature
-    ways: frozenset[str] = frozenset()
+    predicate: Check
     settings: Mapping[str, Any] = field(default_factory=dict)
     max_time: float | None = None
     max_checks: int | None = None
-    observe: Observe = run_in_process
+    observe: Observe | None = None
     isolation: Isolation | None = None
     on_check: Callable[[Candidate, Verdict, str], None] | None = None
     checks: int = 0
@@ -80,7 +88,12 @@ class Oracle:
     _started: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self._isolation = self.isolation or Isolation(Task.of(self.observe, self.settings))
+        self._isolation = self.isolation or Isolation(Task.of(self.observe or Guarded(self.predicate), self.settings))
+
+    @property
+    def signature(self) -> Signature:
+        """What must stay the same."""
+        return self.predicate.signature
 
     def check(self, candidate: Candidate, change: str = "") -> Verdict:
         """The verdict on a candidate; raises `OutOfBudget` when no more checks are allowed."""
@@ -111,7 +124,7 @@ class Oracle:
     def _without_a_run(self, candidate: Candidate) -> Verdict | None:
         """The verdict on a candidate that need not run: it did already, or is bad from the start."""
         known = self._known.get(candidate.digest)
-        if known is None and not is_clean(candidate.program, candidate.tensors, self.signature, self.ways):
+        if known is None and not self.predicate.is_clean(candidate):
             return Verdict.OTHER
         return known
 
@@ -140,6 +153,19 @@ class Oracle:
             self._failures[candidate.digest] = found
         return self._failures[candidate.digest]
 
+    def remember(self, candidate: Candidate, failure: Failure) -> None:
+        """Note the failure of a candidate, so that nobody has to run it for that."""
+        self._failures[candidate.digest] = failure
+
+    @property
+    def remembered(self) -> dict[str, str]:
+        """The verdicts by digest, as plain data."""
+        return {digest: verdict.value for digest, verdict in self._known.items()}
+
+    def recall(self, verdicts: Mapping[str, str]) -> None:
+        """Take over the verdicts of an earlier run; raises `ValueError` for one that does not exist."""
+        self._known.update({digest: Verdict(value) for digest, value in verdicts.items()})
+
     def _spend(self) -> None:
         is_late = self.max_time is not None and time.monotonic() - self._started > self.max_time
         if is_late or (self.max_checks is not None and self.checks >= self.max_checks):
@@ -149,13 +175,10 @@ class Oracle:
     def _judge(self, candidate: Candidate, report: Report) -> Verdict:
         if report.error is not None:
             return Verdict.INVALID
-        failure: Observation = report.observation
-        if failure is None:
-            return Verdict.PASSES
-        if same(Signature.of(failure, candidate.program), self.signature):
-            self._failures[candidate.digest] = failure
-            return Verdict.SAME
-        return Verdict.INVALID if failure.kind == "exception" else Verdict.OTHER
+        verdict = self.predicate.judge(report.observation, candidate)
+        if verdict is Verdict.SAME and report.observation is not None:
+            self.remember(candidate, report.observation)
+        return verdict
 
 
 def _batches(proposals: Iterable[Proposal], size: Callable[[], int]) -> Iterator[list[Proposal]]:

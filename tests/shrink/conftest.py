@@ -24,8 +24,8 @@ def nothing_is_left_behind() -> Iterator[None]:
     forked.is_usable()
     processes, descriptors = children(), num_descriptors()
     yield
-    assert children() == processes
-    assert num_descriptors() == descriptors
+    assert children() <= processes
+    assert num_descriptors() <= descriptors
 
 
 def children() -> set[str]:

@@ -14,9 +14,11 @@ import torch
 
 from reprokit.locate.failure import Failure
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.oracle import run_in_process
+from reprokit.shrink.checks.nonfinite import NonfiniteCheck
+from reprokit.shrink.oracle import Guarded
 
 FEW_CALLS = 3
+observe = Guarded(NonfiniteCheck())
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class NeedsBoth:
 
     def __call__(self, candidate: Candidate) -> Failure | None:
         names = [call.name for call in candidate.program.calls]
-        return run_in_process(candidate) if self.name in names else None
+        return observe(candidate) if self.name in names else None
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class NotFreshly:
     process: int
 
     def __call__(self, candidate: Candidate) -> Failure | None:
-        return run_in_process(candidate) if self.process in (os.getpid(), os.getppid()) and not is_new() else None
+        return observe(candidate) if self.process in (os.getpid(), os.getppid()) and not is_new() else None
 
 
 def is_new() -> bool:

@@ -21,13 +21,14 @@ from reprokit.errors import ReprokitError
 from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.shrink import reducer
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks.nonfinite import NonfiniteCheck
 from reprokit.shrink.isolation import forked
 from reprokit.shrink.isolation.limits import Limits, resident_bytes
 from reprokit.shrink.isolation.remote import observe_packed
 from reprokit.shrink.isolation.runner import Isolation
 from reprokit.shrink.isolation.task import NotObserved, Observe, Report, Task
 from reprokit.shrink.isolation.transport import pack, pack_report, unpack, unpack_report
-from reprokit.shrink.oracle import Oracle, Verdict, run_in_process
+from reprokit.shrink.oracle import Oracle, Verdict
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.signature import Signature
 from reprokit.snapshot.format import Snapshot, count_elements
@@ -79,7 +80,7 @@ def test_a_check_that_exits_is_a_crash() -> None:
 
 @needs_fork
 def test_verdicts_of_candidates_that_crash_or_hang() -> None:
-    oracle = Oracle(Signature("forward", "nan", "torch.log"), isolation=isolation("fork"))
+    oracle = Oracle(NonfiniteCheck(Signature("forward", "nan", "torch.log")), isolation=isolation("fork"))
     verdicts = [oracle.check(candidate(number)) for number in (0, 1, 2, 3)]
     assert verdicts == [Verdict.SAME, Verdict.PASSES, Verdict.INVALID, Verdict.INVALID]
 
@@ -140,7 +141,8 @@ def test_after_a_crash_everything_runs_apart() -> None:
 def test_limits_follow_from_the_first_run() -> None:
     places = isolation("process", limits=None)
     places.report(candidate(1))
-    assert places.limits == Limits.after(0.0)
+    assert places.allowed == Limits.after(0.0)
+    assert isolation("process", limits=SHORT).allowed == SHORT
     limits = Limits.after(7.0)
     assert limits.seconds == 70.0
     assert limits.memory is not None and limits.memory >= resident_bytes(os.getpid())
@@ -304,8 +306,8 @@ def is_alive(process: int) -> bool:
 
 
 def test_by_default_a_check_of_ones_own_runs_apart() -> None:
-    assert Isolation(Task.of(run_in_process, {})).num_at_once == 1
-    assert Isolation(Task.of(run_in_process, {}), jobs=4).num_at_once == 1  # what is quick is not worth a process
+    assert Isolation(Task.of(NeedsBoth(), {})).num_at_once == 1
+    assert Isolation(Task.of(NeedsBoth(), {}), jobs=4).num_at_once == 1  # what is quick is not worth a process
     assert Isolation(Task.of(NeedsBoth(), {}), jobs=4, always_apart=True).num_at_once == 4
 
 
@@ -319,7 +321,7 @@ def test_there_is_no_other_isolation() -> None:
 def test_a_fresh_interpreter_has_the_last_word(observe: Observe, is_certain: bool) -> None:
     reduction = shrink(failing.zero_times_log_zero(), observe=observe, limits=Limits(60.0))
     assert reduction.one_minimal is is_certain
-    assert reduction.log[-1].endswith("the same failure" if is_certain else "something else")
+    assert reduction.notes[-1].endswith("the same failure" if is_certain else "something else")
 
 
 @needs_fork

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from reprokit.locate.failure import Failure
 from reprokit.shrink import reducer
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks.nonfinite import NonfiniteCheck
 from reprokit.shrink.events import Checked, Event
 from reprokit.shrink.isolation import forked
 from reprokit.shrink.isolation.runner import Isolation, Reports
 from reprokit.shrink.isolation.task import Report, Task
-from reprokit.shrink.oracle import Oracle, OutOfBudget
+from reprokit.shrink.oracle import Oracle, OutOfBudget, Verdict
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
@@ -59,10 +60,12 @@ def as_told(candidate: Candidate) -> Failure | None:
 def oracle(jobs: int, told: list[tuple[str, str]], **options: Any) -> Oracle:
     """An oracle that looks ``jobs`` candidates ahead."""
     places = AtOnce(Task(as_told), jobs=jobs)
-    signature = Signature("forward", "nan", "torch.log")
-    return Oracle(
-        signature, isolation=places, on_check=lambda _, verdict, change: told.append((verdict.value, change)), **options
-    )
+    check = NonfiniteCheck(Signature("forward", "nan", "torch.log"))
+
+    def tell(_: Candidate, verdict: Verdict, change: str) -> None:
+        told.append((verdict.value, change))
+
+    return Oracle(check, isolation=places, on_check=tell, **options)
 
 
 numbers = st.lists(st.integers(0, 11), max_size=9)
@@ -135,8 +138,15 @@ def outcome(run: Callable[..., Reduction], **options: Any) -> tuple[Any, ...]:
     reduction = run(on_event=events.append, **options)
     told = [event for event in events if isinstance(event, Checked)]
     tensors = {value: tensor.tolist() for value, tensor in reduction.tensors.items()}
-    summary = {key: value for key, value in reduction.summary().items() if key != "seconds"}
+    summary = without_seconds(reduction.summary())
     return reduction.program, tensors, reduction.failure, reduction.log, summary, told
+
+
+def without_seconds(content: Any) -> Any:
+    """Nested data without what is measured."""
+    if isinstance(content, dict):
+        return {key: without_seconds(value) for key, value in content.items() if key != "seconds"}
+    return [without_seconds(item) for item in content] if isinstance(content, list) else content
 
 
 def reduce(step: Callable[[], Any]) -> Callable[..., Reduction]:

@@ -46,6 +46,7 @@ class Isolation:
     trouble: str = ""
     _workers: list[Worker] = field(default_factory=list)
     _latest_seconds: float = 0.0
+    _measured: Limits | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -83,13 +84,23 @@ class Isolation:
 
     def report_freshly(self, candidate: Candidate) -> Report:
         """The report from an interpreter that is started for this candidate alone."""
-        return observe_freshly(self.task, candidate, self.limits or Limits())
+        return observe_freshly(self.task, candidate, self.allowed)
+
+    def change(self, task: Task) -> None:
+        """Observe in another way from here on; how long that takes is found out again."""
+        self.close()
+        self.task, self._measured = task, None
 
     def close(self) -> None:
         """End all workers."""
         for worker in self._workers:
             worker.close()
         self._workers.clear()
+
+    @property
+    def allowed(self) -> Limits:
+        """The limits in force."""
+        return self.limits or self._measured or Limits()
 
     @property
     def is_wary(self) -> bool:
@@ -117,7 +128,7 @@ class Isolation:
         runs: list[ForkedRun] = []
         try:
             for candidate in candidates:
-                forked.start(self.task, candidate, self.limits or Limits(), runs)
+                forked.start(self.task, candidate, self.allowed, runs)
             for run in runs:
                 yield wait_for(run, runs)
                 self._time(run.seconds)
@@ -134,7 +145,7 @@ class Isolation:
             worker.open()
         runs: list[Run] = []
         for worker, candidate in zip(workers, candidates, strict=True):
-            worker.start(candidate, self.limits or Limits(), runs)
+            worker.start(candidate, self.allowed, runs)
         for run, worker in zip(runs, workers, strict=True):
             yield wait_for(run, runs)
             worker.settle()
@@ -144,7 +155,7 @@ class Isolation:
         assert self.executor is not None
         started = time.monotonic()
         try:
-            with closing(reports_from(self.executor, self.task, candidates, self.limits or Limits())) as reports:
+            with closing(reports_from(self.executor, self.task, candidates, self.allowed)) as reports:
                 for report in reports:
                     self._time(time.monotonic() - started)
                     yield report
@@ -160,8 +171,8 @@ class Isolation:
 
     def _time(self, seconds: float) -> None:
         self._latest_seconds = seconds
-        if self.limits is None:
-            self.limits = Limits.after(seconds)
+        if self._measured is None:
+            self._measured = Limits.after(seconds)
 
 
 def _has_process_groups() -> bool:
