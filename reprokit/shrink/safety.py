@@ -1,7 +1,7 @@
 """Which calls could take the process down: kernels that trust their arguments instead of checking them.
 
-An ill-formed edit of such a call reads foreign memory, so it must never be run, not even as a probe on contentless
-tensors when it is the number of weights or states that is wrong.
+An ill-formed edit of such a call reads foreign memory, so it never runs in this process, not even as a probe on
+contentless tensors when it is the number of weights or states that is wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ from reprokit.program.ir import Call, Program, iter_refs
 Shape = tuple[int, ...]
 
 _RECURRENT = frozenset({"torch.lstm", "torch.gru", "torch.rnn_relu", "torch.rnn_tanh"})
-_TRUSTING = frozenset({*_RECURRENT, "torch.ctc_loss", "torch.nn.functional.ctc_loss", "torch.embedding_bag"})
+_COMPRESSED = frozenset(f"torch.sparse_{layout}_tensor" for layout in ("compressed", "csr", "csc", "bsr", "bsc"))
+_TRUSTING = frozenset(
+    {
+        *_RECURRENT,
+        *_COMPRESSED,
+        "torch.ctc_loss",
+        "torch.nn.functional.ctc_loss",
+        "torch.embedding_bag",
+        "torch.segment_reduce",
+    }
+)
 
 _GATES = {"lstm": 4, "gru": 3}
 

@@ -1,0 +1,330 @@
+"""Where candidates run: crashes, hangs and floods of memory are verdicts, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from reprokit.errors import ReprokitError
+from reprokit.program.ir import Call, Input, Program, Ref
+from reprokit.shrink import reducer
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks.nonfinite import NonfiniteCheck
+from reprokit.shrink.isolation import forked
+from reprokit.shrink.isolation.limits import Limits, resident_bytes
+from reprokit.shrink.isolation.remote import observe_packed
+from reprokit.shrink.isolation.runner import Isolation
+from reprokit.shrink.isolation.task import NotObserved, Observe, Report, Task
+from reprokit.shrink.isolation.transport import pack, pack_report, unpack, unpack_report
+from reprokit.shrink.oracle import Oracle, Verdict
+from reprokit.shrink.reducer import shrink
+from reprokit.shrink.signature import Signature
+from reprokit.snapshot.format import Snapshot, count_elements
+from tests.conftest import ROOT
+from tests.shrink import failing
+from tests.shrink.predicates import FEW_CALLS, Hostile, NeedsBoth, NotFreshly, by_number, threads_and_draw
+
+SHORT = Limits(seconds=1.0, memory=1 << 28)
+needs_fork = pytest.mark.skipif(not forked.is_usable(), reason="candidates cannot be forked here")
+pytestmark = pytest.mark.usefixtures("importable_tests", "nothing_is_left_behind")
+APART = [pytest.param("fork", marks=needs_fork), "worker"]
+
+
+def candidate(number: float) -> Candidate:
+    """A program of one call whose input tells `by_number` what to do."""
+    program = Program((Call("torch.log", (Ref(0),), outputs=Ref(1)),), (Input(0, "x"),), (Ref(1),))
+    return Candidate(program, {0: torch.full((1,), float(number))})
+
+
+def isolation(mode: str, observe: Observe = by_number, **options: object) -> Isolation:
+    """An isolation with short limits."""
+    task = Task.of(observe, {})
+    return Isolation(task, mode, **{"limits": SHORT, **options})  # type: ignore[arg-type]
+
+
+def reason(report: Report) -> str:
+    """Why there is no observation."""
+    assert isinstance(report.error, NotObserved), report
+    return report.error.reason
+
+
+@pytest.mark.parametrize("mode", APART)
+def test_whatever_a_candidate_does_is_reported(mode: str) -> None:
+    with closing(isolation(mode)) as places:
+        reports = [places.report(candidate(number)) for number in range(6)]
+        assert [reason(report) for report in reports[2:]] == ["crash", "time", "memory", "error"]
+        assert "SIGSEGV" in str(reports[2].error)
+        assert "ValueError: a check that raises" in str(reports[5].error)
+        failure = reports[0].value()
+        assert failure is not None and failure.call == "torch.log" and failure.num_elements != os.getpid()
+        assert reports[1].value() is None
+        assert dict(places.ended) == {"crash": 1, "time": 1, "memory": 1}
+
+
+@needs_fork
+def test_a_check_that_exits_is_a_crash() -> None:
+    assert reason(isolation("fork").report(candidate(6))) == "crash"
+
+
+@needs_fork
+def test_verdicts_of_candidates_that_crash_or_hang() -> None:
+    oracle = Oracle(NonfiniteCheck(Signature("forward", "nan", "torch.log")), isolation=isolation("fork"))
+    verdicts = [oracle.check(candidate(number)) for number in (0, 1, 2, 3)]
+    assert verdicts == [Verdict.SAME, Verdict.PASSES, Verdict.INVALID, Verdict.INVALID]
+
+
+def test_a_worker_goes_on_after_a_crash_and_keeps_its_process_otherwise() -> None:
+    with closing(isolation("worker")) as places:
+        processes = []
+        for number in (0, 0, 2, 0):
+            report = places.report(candidate(number))
+            if number == 0:
+                failure = report.value()
+                assert failure is not None
+                processes.append(failure.num_elements)
+    assert processes[0] == processes[1] != processes[2]
+
+
+def test_a_check_that_no_worker_can_load_is_told() -> None:
+    with (
+        closing(isolation("worker", lambda tried: None)) as places,
+        pytest.raises(ReprokitError, match="cannot be sent"),
+    ):
+        places.report(candidate(0))
+
+
+def test_candidates_of_the_last_word_run_in_an_interpreter_of_their_own() -> None:
+    failure = isolation("process").report_freshly(candidate(0)).value()
+    assert failure is not None and failure.num_elements != os.getpid()
+
+
+@needs_fork
+@pytest.mark.parametrize(
+    ("target", "is_here"),
+    [
+        ("torch.log", True),
+        ("torch.embedding_bag", False),
+        ("torch.segment_reduce", False),
+        ("torch._weight_norm", False),
+    ],
+)
+def test_calls_that_trust_their_arguments_run_apart(target: str, is_here: bool) -> None:
+    program = Program((Call(target, (Ref(0),), outputs=Ref(1)),), (Input(0, "x"),), (Ref(1),))
+    failure = isolation("auto").report(Candidate(program, {0: torch.zeros(1)})).value()
+    assert failure is not None
+    assert (failure.num_elements == os.getpid()) is is_here
+
+
+@needs_fork
+def test_after_a_crash_everything_runs_apart() -> None:
+    places = isolation("auto")
+    first = places.report(candidate(0)).value()
+    trusting = Program((Call("torch.embedding_bag", (Ref(0),), outputs=Ref(1)),), (Input(0, "x"),), (Ref(1),))
+    assert reason(places.report(Candidate(trusting, {0: torch.full((1,), 2.0)}))) == "crash"
+    second = places.report(candidate(0)).value()
+    assert first is not None and first.num_elements == os.getpid()
+    assert second is not None and second.num_elements != os.getpid()
+
+
+def test_limits_follow_from_the_first_run() -> None:
+    places = isolation("process", limits=None)
+    places.report(candidate(1))
+    assert places.allowed == Limits.after(0.0)
+    assert isolation("process", limits=SHORT).allowed == SHORT
+    limits = Limits.after(7.0)
+    assert limits.seconds == 70.0
+    assert limits.memory is not None and limits.memory >= resident_bytes(os.getpid())
+
+
+@needs_fork
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_threads_of_the_parent_do_not_stop_a_child(num_threads: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(num_threads)
+        threads_and_draw(candidate(0))
+        state = torch.get_rng_state()
+        drawn = int(torch.randint(1 << 30, ()))
+        torch.set_rng_state(state)
+        report = isolation("fork", threads_and_draw, limits=Limits(60.0)).report(candidate(0))
+    finally:
+        torch.set_num_threads(before)
+    found = report.value()
+    assert found is not None
+    assert (found.num_bad, found.num_elements) == (num_threads, drawn)
+
+
+def test_a_worker_has_the_same_threads_and_generator() -> None:
+    torch.manual_seed(5)
+    task = Task.of(threads_and_draw, {"num_threads": 2})
+    expected = task(candidate(0))
+    with closing(Isolation(task, "worker")) as places:
+        assert [places.report(candidate(0)).value() for _ in range(2)] == [expected, expected]
+
+
+def test_tensors_arrive_as_they_are() -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    tensors = {0: base.t(), 1: base[1], 2: base.to_sparse(), 3: base.half(), 4: torch.tensor(2)}
+    inputs = tuple(Input(value, f"x{value}", requires_grad=value == 0) for value in tensors)
+    program = Program((Call("torch.stack", ([Ref(value) for value in tensors],), outputs=Ref(5)),), inputs)
+    packed = pack(Candidate(program, tensors))
+    arrived, held = unpack(packed)
+    assert arrived.program == program
+    for value, tensor in tensors.items():
+        other = arrived.tensors[value]
+        assert (other.layout, other.dtype) == (tensor.layout, tensor.dtype)
+        assert torch.equal(other.to_dense(), tensor.to_dense())
+        assert tensor.is_sparse or other.stride() == tensor.stride()
+    again = pack(Candidate(program, tensors), {id(tensor): tensor for tensor in tensors.values()})
+    assert len(again) < len(packed)
+    resent, _ = unpack(again, held)
+    assert all(resent.tensors[value] is arrived.tensors[value] for value in tensors)
+
+
+def test_reports_carry_nothing_but_data() -> None:
+    failure = failing.zero_by_zero().failure
+    assert unpack_report(pack_report(Report(failure))) == Report(failure)
+    smuggled = Report(partial(os.system, "true"))  # type: ignore[arg-type]
+    assert "is not plain data" in str(unpack_report(pack_report(smuggled)).error)
+    assert reason(unpack_report(b"damaged")) == "error"
+    assert reason(unpack_report(pack_report(Report(lambda: None)))) == "error"  # type: ignore[arg-type]
+
+
+@needs_fork
+def test_the_other_side_of_an_executor_isolates_as_well() -> None:
+    task = Task.of(by_number, {})
+    reports = [unpack_report(observe_packed(task, pack(candidate(number)), SHORT)) for number in (2, 0, 3)]
+    assert [reason(reports[0]), reason(reports[2])] == ["crash", "time"]
+    failure = reports[1].value()
+    assert failure is not None and failure.num_elements != os.getpid()
+
+
+@needs_fork
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_a_check_that_crashes_on_half_of_its_candidates_ends_with_the_right_minimum(
+    jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[Isolation] = []
+
+    def kept(*arguments: Any) -> Isolation:
+        used.append(Isolation(*arguments))
+        return used[-1]
+
+    monkeypatch.setattr(reducer, "Isolation", kept)
+    snapshot = two_calls_among_many()
+    kind = shrink(snapshot, observe=NeedsBoth(), isolation="process")
+    tried: list[tuple[int, str]] = []
+    hostile = shrink(
+        snapshot,
+        observe=Hostile(num_calls=snapshot.program.num_calls),
+        limits=Limits(seconds=0.8),
+        jobs=jobs,
+        on_event=lambda event: tried.append((getattr(event, "calls", 0), getattr(event, "verdict", ""))),
+    )
+    assert sorted(call.name for call in hostile.program.calls) == ["exp", "log"]
+    assert hostile.one_minimal
+    assert count_elements(hostile.program, hostile.tensors) == count_elements(kind.program, kind.tensors)
+    fates = [verdict == "invalid" for calls, verdict in tried if verdict and calls > FEW_CALLS]
+    assert sum(fates) >= 0.4 * len(fates) > 4
+    assert used[-1].ended["crash"] > used[-1].ended["time"] > 0
+
+
+def two_calls_among_many() -> Snapshot:
+    """A logarithm of negative numbers, and an exponential that has no part in it, among other calls."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for number in range(6):
+            x = torch.tanh(x) + float(number)
+        x = torch.exp(x)
+        for _ in range(6):
+            x = F.relu(torch.tanh(x))
+        return torch.log(torch.sigmoid(x) - 3.0)
+
+    return failing.record(step, x=failing.seeded(3, 4))
+
+
+SCRIPT = """
+import sys
+import torch
+from reprokit.shrink.isolation.limits import Limits
+from reprokit.shrink.reducer import shrink
+from tests.shrink import failing
+from tests.shrink.predicates import LeavesTraces
+try:
+    shrink(failing.zero_by_zero(), observe=LeavesTraces(sys.argv[1]), isolation=sys.argv[2], limits=Limits(600.0))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize("mode", APART)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_reduction_leaves_no_process_behind(tmp_path: Path, mode: str, number: int) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, "-c", SCRIPT, str(tmp_path), mode]
+    with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        eventually(lambda: any(tmp_path.iterdir()))
+        (traces,) = tmp_path.iterdir()
+        candidate_process, its_child = (int(part) for part in traces.name.split("."))
+        assert is_alive(candidate_process) and is_alive(its_child)
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=60)
+    eventually(lambda: not is_alive(candidate_process))
+    if number == signal.SIGINT:
+        assert said == "interrupted\n"
+        eventually(lambda: not is_alive(its_child))
+    elif is_alive(its_child):  # nobody was left to end what a killed process's candidate had started
+        os.kill(its_child, signal.SIGKILL)
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process runs; one that has ended and waits to be asked does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_by_default_a_check_of_ones_own_runs_apart() -> None:
+    assert Isolation(Task.of(NeedsBoth(), {})).num_at_once == 1
+    assert Isolation(Task.of(NeedsBoth(), {}), jobs=4).num_at_once == 1  # what is quick is not worth a process
+    assert Isolation(Task.of(NeedsBoth(), {}), jobs=4, always_apart=True).num_at_once == 4
+
+
+def test_there_is_no_other_isolation() -> None:
+    with pytest.raises(ReprokitError, match="no isolation `container`"):
+        shrink(failing.zero_by_zero(), isolation="container")
+
+
+@needs_fork
+@pytest.mark.parametrize(("observe", "is_certain"), [(NeedsBoth("log"), True), (NotFreshly(os.getpid()), False)])
+def test_a_fresh_interpreter_has_the_last_word(observe: Observe, is_certain: bool) -> None:
+    reduction = shrink(failing.zero_times_log_zero(), observe=observe, limits=Limits(60.0))
+    assert reduction.one_minimal is is_certain
+    assert reduction.notes[-1].endswith("the same failure" if is_certain else "something else")
+
+
+@needs_fork
+def test_without_crashes_nothing_has_to_be_confirmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Isolation, "report_freshly", lambda *_: pytest.fail("a fresh interpreter was started"))
+    assert shrink(failing.zero_times_log_zero(), isolation="fork").one_minimal

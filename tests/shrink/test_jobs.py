@@ -1,0 +1,283 @@
+"""Several candidates at once, here or through an executor: the same result and the same log as one after another."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reprokit.locate.failure import Failure
+from reprokit.shrink import reducer
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks.nonfinite import NonfiniteCheck
+from reprokit.shrink.events import Checked, Event
+from reprokit.shrink.isolation import forked
+from reprokit.shrink.isolation.runner import Isolation, Reports
+from reprokit.shrink.isolation.task import Report, Task
+from reprokit.shrink.oracle import Oracle, OutOfBudget, Verdict
+from reprokit.shrink.problem import Problem
+from reprokit.shrink.reducer import shrink
+from reprokit.shrink.reduction import Reduction
+from reprokit.shrink.signature import Signature
+from tests.shrink import failing
+from tests.shrink.predicates import by_number
+from tests.shrink.test_isolation import candidate, needs_fork
+
+leaves_nothing_behind = pytest.mark.usefixtures("nothing_is_left_behind")
+STEPS = (failing.masked_softmax, failing.adam_half, failing.gated_recurrence, failing.wrong_shapes)
+
+
+class AtOnce(Isolation):
+    """Runs candidates right here, up to ``jobs`` ahead of what is asked for."""
+
+    @property
+    def num_at_once(self) -> int:
+        return self.jobs
+
+    def reports(self, candidates: Sequence[Candidate]) -> Reports:
+        yield from [self.task.report(one) for one in candidates]
+
+    def report(self, candidate: Candidate) -> Report:
+        return self.task.report(candidate)
+
+
+def as_told(candidate: Candidate) -> Failure | None:
+    """0 fails, 1 passes, 2 fails in another way, 3 raises."""
+    number = int(candidate.tensors[0][0]) % 4
+    if number == 3:
+        raise ValueError
+    kinds = {0: "nan", 2: "inf"}
+    return Failure("forward", kinds[number], call="torch.log") if number in kinds else None
+
+
+def oracle(jobs: int, told: list[tuple[str, str]], **options: Any) -> Oracle:
+    """An oracle that looks ``jobs`` candidates ahead."""
+    places = AtOnce(Task(as_told), jobs=jobs)
+    check = NonfiniteCheck(Signature("forward", "nan", "torch.log"))
+
+    def tell(_: Candidate, verdict: Verdict, change: str) -> None:
+        told.append((verdict.value, change))
+
+    return Oracle(check, isolation=places, on_check=tell, **options)
+
+
+numbers = st.lists(st.integers(0, 11), max_size=9)
+
+
+@given(st.lists(numbers, max_size=4), st.integers(2, 5), st.integers(0, 12))
+def test_any_number_at_once_gives_the_same_answers_and_the_same_log(
+    rounds: list[list[int]], jobs: int, max_checks: int
+) -> None:
+    outcomes = []
+    for at_once in (1, jobs):
+        told: list[tuple[str, str]] = []
+        made = oracle(at_once, told, max_checks=max_checks)
+        found: list[object] = []
+        try:
+            for numbers in rounds:
+                proposals = [(str(place), candidate(number)) for place, number in enumerate(numbers)]
+                accepted = made.first(proposals)
+                found.append([accepted is one for _, one in proposals])
+        except OutOfBudget:
+            found.append("out of budget")
+        outcomes.append((found, told, made.checks, made.verdicts))
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_the_lowest_of_several_successes_is_accepted(jobs: int) -> None:
+    told: list[tuple[str, str]] = []
+    made = oracle(jobs, told)
+    proposals = [("a", candidate(1)), ("b", candidate(4)), ("c", candidate(8)), ("d", candidate(5))]
+    assert made.first(proposals) is proposals[1][1]
+    assert told == [("passes", "a"), ("same", "b")]
+    assert made.checks == 2
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_error_in_making_a_proposal_comes_in_its_turn(jobs: int, number: int) -> None:
+    def proposals() -> Iterator[tuple[str, Candidate]]:
+        yield "first", candidate(number)
+        raise ZeroDivisionError
+
+    told: list[tuple[str, str]] = []
+    made = oracle(jobs, told)
+    if number == 0:
+        assert made.first(proposals()) is not None
+    else:
+        with pytest.raises(ZeroDivisionError):
+            made.first(proposals())
+    assert made.checks == len(told) == 1
+
+
+def test_a_problem_accepts_the_first_that_is_smaller() -> None:
+    made = oracle(2, [])
+    problem = Problem(candidate(8), made)
+    accepted: list[Candidate] = []
+    problem.on_accept = accepted.append
+    larger = Candidate(problem.best.program, {0: torch.full((2,), 4.0)})
+    assert problem.first([("larger", larger), ("passes", candidate(1)), ("plainer", candidate(0))])
+    assert float(problem.best.tensors[0]) == 0.0
+    assert accepted == [problem.best]
+    assert not problem.first([])
+    assert not problem.first([("the same again", candidate(0))])
+    assert made.checks == 2
+
+
+def outcome(run: Callable[..., Reduction], **options: Any) -> tuple[Any, ...]:
+    """All that must not depend on how many candidates run at once, the events among it."""
+    events: list[Event] = []
+    reduction = run(on_event=events.append, **options)
+    told = [event for event in events if isinstance(event, Checked)]
+    tensors = {value: tensor.tolist() for value, tensor in reduction.tensors.items()}
+    summary = without_seconds(reduction.summary())
+    return reduction.program, tensors, reduction.failure, reduction.log, summary, told
+
+
+def without_seconds(content: Any) -> Any:
+    """Nested data without what is measured."""
+    if isinstance(content, dict):
+        return {key: without_seconds(value) for key, value in content.items() if key != "seconds"}
+    return [without_seconds(item) for item in content] if isinstance(content, list) else content
+
+
+def reduce(step: Callable[[], Any]) -> Callable[..., Reduction]:
+    """The reduction of one snapshot, with options to come."""
+    snapshot = step()
+    return lambda **options: shrink(snapshot, **options)
+
+
+@needs_fork
+@leaves_nothing_behind
+@pytest.mark.parametrize("step", STEPS)
+def test_jobs_do_not_change_a_reduction(step: Callable[[], Any]) -> None:
+    run = reduce(step)
+    alone = outcome(run, isolation="process")
+    assert outcome(run, isolation="fork", jobs=3) == alone
+    assert outcome(run, jobs=2) == alone
+
+
+@leaves_nothing_behind
+def test_workers_do_not_change_a_reduction() -> None:
+    run = reduce(failing.where_gradient)
+    assert outcome(run, isolation="worker", jobs=2) == outcome(run)
+
+
+@contextmanager
+def threads() -> Iterator[Executor]:
+    """Threads of this process."""
+    with ThreadPoolExecutor(2) as executor:
+        yield executor
+
+
+@contextmanager
+def processes() -> Iterator[Executor]:
+    """Forked processes."""
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as executor:
+        yield executor
+
+
+@contextmanager
+def dask() -> Iterator[Any]:
+    """A cluster of one process on this machine."""
+    distributed = pytest.importorskip("distributed")
+    options = {"n_workers": 1, "threads_per_worker": 2, "dashboard_address": None}
+    with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
+        yield client.get_executor(pure=False)
+
+
+class Counting:
+    """An executor that counts what goes through it."""
+
+    def __init__(self, executor: Any) -> None:
+        self.executor = executor
+        self.num_submitted = 0
+
+    def submit(self, function: Any, /, *arguments: Any) -> Any:
+        self.num_submitted += 1
+        return self.executor.submit(function, *arguments)
+
+
+@needs_fork
+@leaves_nothing_behind
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("start", [threads, processes])
+def test_any_executor_will_do(start: Callable[[], Any]) -> None:
+    through_executor(start)
+
+
+@needs_fork
+@pytest.mark.filterwarnings("default")
+def test_a_dask_cluster_will_do() -> None:
+    through_executor(dask)
+
+
+def through_executor(start: Callable[[], Any]) -> None:
+    """A reduction whose candidates go through an executor is the same one."""
+    run = reduce(failing.gated_recurrence)
+    alone = outcome(run)
+    with start() as executor:
+        counting = Counting(executor)
+        assert outcome(run, executor=counting, jobs=2) == alone
+    assert counting.num_submitted >= alone[4]["checks"]
+
+
+@needs_fork
+@leaves_nothing_behind
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_crashes_do_not_break_an_executor() -> None:
+    with processes() as executor:
+        places = Isolation(Task.of(by_number, {}), always_apart=True, executor=executor, jobs=2)
+        reports = list(places.reports([candidate(number) for number in (2, 0, 2, 1)]))
+    assert [report.error is None for report in reports] == [False, True, False, True]
+    assert dict(places.ended) == {"crash": 2}
+    assert places.trouble == ""
+
+
+class Broken:
+    """An executor that fails after so many results."""
+
+    def __init__(self, num_good: int) -> None:
+        self.num_good = num_good
+
+    def submit(self, function: Any, /, *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.num_good -= 1
+        if self.num_good < 0:
+            future.set_exception(ConnectionError("the cluster is gone"))
+        else:
+            future.set_result(function(*arguments))
+        return future
+
+
+@needs_fork
+@leaves_nothing_behind
+@pytest.mark.parametrize("num_good", [0, 1, 3])
+def test_without_its_executor_a_reduction_goes_on_here(num_good: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Isolation] = []
+
+    def kept(*arguments: Any) -> Isolation:
+        used.append(Isolation(*arguments))
+        return used[-1]
+
+    monkeypatch.setattr(reducer, "Isolation", kept)
+    run = reduce(failing.gated_recurrence)
+    assert outcome(run, executor=Broken(num_good), jobs=2) == outcome(run)
+    assert used[0].trouble == "ConnectionError: the cluster is gone"
+
+
+def test_forking_is_tried_before_it_is_relied_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked._passes_trial.cache_clear()
+    monkeypatch.setattr(forked, "_differentiate", lambda tried: 1 / 0 if tried is not None else None)
+    try:
+        assert not forked.is_usable()
+    finally:
+        forked._passes_trial.cache_clear()
