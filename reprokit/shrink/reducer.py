@@ -118,7 +118,10 @@ def shrink(
 
 @dataclass
 class _Run:
-    """One reduction in progress. ``stopped`` is why the search ended before everything was tried."""
+    """One reduction in progress. ``stopped`` is why the search ended before everything was tried.
+
+    For a flaky failure ``rule`` says how candidates are decided, and ``steps`` are the best candidates so far.
+    """
 
     snapshot: Snapshot
     file: Path | None
@@ -262,6 +265,7 @@ class _Run:
                 note="; ".join([f"reproduces {rate}", *self.notes]),
             )
         self.rule = rule
+        self.steps.append(whole)
         self.notes.append(f"flaky: the snapshot fails in {rate} runs; a change was {rule}")
         self.isolation.change(Task.of(Guarded(RepeatedCheck(self.check, rule)), self.snapshot.settings))
 
@@ -324,6 +328,8 @@ class _Run:
                 "cannot resume: the earlier reduction does not fail any more, while the snapshot does",
                 hint="shrink without `--resume`, into another folder with -o or over this one with -f",
             )
+        if self.rule is not None:
+            self.steps.append(candidate)
         self.oracle.on_check = self._checked
         self.oracle.recall(earlier.known)
         self.tell(Resumed(candidate.num_calls, candidate.num_elements, earlier.checks))

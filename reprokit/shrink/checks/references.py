@@ -7,6 +7,7 @@ recorded in both, on inputs cast for them, because another dtype or device draws
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -74,7 +75,9 @@ class Compiled:
     def require(self) -> None:
         """Compile something small."""
         try:
-            torch.compile(_plus_one, backend=self.backend)(torch.zeros(2))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.compile(_plus_one, backend=self.backend)(torch.zeros(2))
         except Exception as error:  # a backend may fail in as many ways as there are compilers
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UsageError(
