@@ -54,18 +54,43 @@ class _Line:
     mode: Mode
 
 
-def write_program(program: Program, tensors: Tensors, *, keep: Iterable[int] = (), side_file: str = SIDE_FILE) -> Code:
-    """The program in Python; ``keep`` lists values that must have a variable at the end."""
-    return _Writer(program, tensors, frozenset(keep), side_file).write()
+def write_program(
+    program: Program,
+    tensors: Tensors,
+    *,
+    keep: Iterable[int] = (),
+    side_file: str = SIDE_FILE,
+    given: Mapping[int, str] | None = None,
+    written: Mapping[int, Literal] | None = None,
+    reserved: Iterable[str] = (),
+) -> Code:
+    """The program in Python; ``keep`` lists values that must have a variable at the end.
+
+    Inputs in ``given`` are there already under some name and get no line, those in ``written`` are made by another
+    expression than their numbers. ``reserved`` are names to stay away from.
+    """
+    known = Names(frozenset(reserved))
+    for value, name in (given or {}).items():
+        known.adopt(value, name)
+    return _Writer(program, tensors, frozenset(keep), side_file, known, written or {}).write()
 
 
 class _Writer:
-    def __init__(self, program: Program, tensors: Tensors, keep: frozenset[int], side_file: str) -> None:
+    def __init__(
+        self,
+        program: Program,
+        tensors: Tensors,
+        keep: frozenset[int],
+        side_file: str,
+        known: Names,
+        written: Mapping[int, Literal],
+    ) -> None:
         self._program = program
         self._tensors = tensors
         self._keep = keep
         self._side_file = side_file
-        self._names = Names()
+        self._names = known
+        self._written = written
         self._side: dict[str, torch.Tensor] = {}
         self._inlined: dict[int, Expr] = {}
         self._lines: list[_Line] = []
@@ -98,7 +123,9 @@ class _Writer:
         return [
             item
             for item in self._program.inputs
-            if item.role != "rng" and (self._uses[item.value] or item.value in wanted)
+            if item.role != "rng"
+            and item.value not in self._names
+            and (self._uses[item.value] or item.value in wanted)
         ]
 
     def _name_random_states(self) -> None:
@@ -108,7 +135,7 @@ class _Writer:
                 self._side[name] = self._tensors[item.value].detach().cpu()
 
     def _write_input(self, item: Input) -> list[str]:
-        found = literal(self._tensors[item.value])
+        found = self._written.get(item.value) or literal(self._tensors[item.value])
         if found is not None and self._is_inlinable_input(item, found):
             self._inlined[item.value] = Expr(found.text)
             return []
@@ -146,7 +173,7 @@ class _Writer:
     def _write_call(self, index: int, call: Call) -> None:
         if call.target == OPAQUE:
             return
-        mode = _needed_mode(call)
+        mode = needed_mode(call)
         if call.mode.rng is not None:
             setter = (
                 "torch.cuda.set_rng_state"
@@ -212,7 +239,7 @@ class _Writer:
             and value in following.input_refs()
             and value not in following.output_refs()
             and (call.mode.rng, following.mode.rng) == (None, None)
-            and _needed_mode(call) == _needed_mode(following)
+            and needed_mode(call) == needed_mode(following)
         )
 
     def _assign(self, call: Call, written: Expr | Statement, mode: Mode) -> None:
@@ -268,7 +295,7 @@ def _only_optimized(program: Program) -> frozenset[int]:
     return frozenset(stepped - {value for call in others for value in call.input_refs()})
 
 
-def _needed_mode(call: Call) -> Mode:
+def needed_mode(call: Call) -> Mode:
     """The call's modes, less those that make no difference to it."""
     mode = replace(call.mode, rng=None)
     sets_its_own = call.is_differentiation and call.target != "torch.autograd.grad"

@@ -100,6 +100,11 @@ class Names:
         self._of[value] = self.unique(base)
         return self._of[value]
 
+    def adopt(self, value: int, name: str) -> None:
+        """Let a value go by a name, or a path such as ``self.weight``, that it has already."""
+        self._taken.add(name)
+        self._of[value] = name
+
     def unique(self, base: str) -> str:
         """An identifier like ``base`` that nothing has yet."""
         candidates = iter(_ORDINARY) if base in _ORDINARY else iter(())

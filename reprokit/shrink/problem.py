@@ -17,7 +17,8 @@ class Problem:
     """The best candidate and the oracle. Invariant: ``best`` was confirmed by the oracle and only ever gets smaller.
 
     ``tried_extremes`` remembers for which shapes plain numbers were tried in place of recorded ones. ``is_exhaustive``
-    is given up by a pass that leaves single edits untried because there are too many.
+    is given up by a pass that leaves single edits untried because there are too many. ``accepts`` says what else a
+    candidate must be.
     """
 
     best: Candidate
@@ -26,6 +27,7 @@ class Problem:
     on_accept: Callable[[Candidate], None] | None = None
     tried_extremes: set[str] = field(default_factory=set)
     is_exhaustive: bool = True
+    accepts: Callable[[Candidate], bool] = lambda candidate: True
 
     def consider(self, candidate: Candidate, change: str) -> bool:
         """Accept ``candidate`` if it is smaller than the best one and fails the same way.
@@ -33,7 +35,7 @@ class Problem:
         ``change`` says in a few words what was done. A candidate whose shapes do not fit together costs no check.
         """
         candidate = candidate.pruned()
-        if candidate.sort_key >= self.best.sort_key:
+        if candidate.sort_key >= self.best.sort_key or not self.accepts(candidate):
             return False
         is_exception = self.oracle.signature.kind == "exception"  # then being ill-formed may be the failure
         if not is_safe(candidate.program, candidate.shapes) or (

@@ -1,0 +1,361 @@
+"""The search for the context: choose a slice, let it grow until it explains itself, then make it small.
+
+Every step is confirmed by an oracle with the signature of the snapshot. Unlike the minimum, a context keeps all calls of
+the module where the failure was born, and never takes an input that is not ordinary for one that is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from reprokit.locate.failure import Failure
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Program, Ref, substitute
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.constants import is_number
+from reprokit.shrink.context.defaults import initial
+from reprokit.shrink.context.ordinary import extraordinary
+from reprokit.shrink.context.slices import Slice, Step
+from reprokit.shrink.context.tree import Tree, tree_of
+from reprokit.shrink.oracle import Oracle, OutOfBudget, Verdict
+from reprokit.shrink.passes.cut import cuts
+from reprokit.shrink.passes.setting import simplify_precision
+from reprokit.shrink.passes.sizes import shrink_sizes
+from reprokit.shrink.passes.values import plainer_contents
+from reprokit.shrink.plainness import ANY, MAX_LITERALS, plainness
+from reprokit.shrink.problem import Problem
+
+_OWN_CALLS = 24
+_GROWTH = 8
+_MAX_CALLS = 160
+_MIN_DRAWN = 9
+
+
+@dataclass(frozen=True)
+class Context:
+    """The piece of the model that was found.
+
+    ``drawn`` lists the inputs that hold `torch.randn` under the seed of the layers. ``is_ordinary`` tells whether all
+    inputs are ordinary; if not, nothing in the step was. ``checks`` and ``seconds`` are what it took.
+    """
+
+    program: Program
+    tensors: dict[int, torch.Tensor]
+    failure: Failure
+    drawn: tuple[int, ...] = ()
+    is_ordinary: bool = True
+    checks: int = 0
+    seconds: float = 0.0
+
+    @property
+    def candidate(self) -> Candidate:
+        """As a candidate."""
+        return Candidate(self.program, self.tensors)
+
+    @property
+    def tree(self) -> Tree:
+        """As modules."""
+        return tree_of(self.candidate)
+
+
+def find_context(whole: Candidate, failure: Failure, oracle: Oracle) -> Context | None:
+    """The context of a failure of ``whole``; ``None`` when no slice of the step fails alone.
+
+    When the budget of ``oracle`` ends early, the best so far is the answer.
+    """
+    started = time.monotonic()
+    search = _Search(Step(whole), failure, oracle)
+    try:
+        search.run()
+    except OutOfBudget:
+        pass
+    if search.problem is None:
+        return None
+    best = search.problem.best
+    found = search.problem.failure
+    tensors = {item.value: best.tensors[item.value] for item in best.program.inputs}
+    drawn = tuple(sorted(search.drawn & tensors.keys()))
+    seconds = time.monotonic() - started
+    return Context(best.program, tensors, found, drawn, not extraordinary(best), oracle.checks, seconds)
+
+
+@dataclass
+class _Search:
+    step: Step
+    failure: Failure
+    oracle: Oracle
+    problem: Problem | None = None
+    drawn: set[int] = field(default_factory=set)
+
+    def run(self) -> None:
+        """Choose and shrink; what was reached is in ``problem``."""
+        start = self._start()
+        if start is None:
+            return
+        self.problem = Problem(start, self.oracle)
+        limit = len(extraordinary(start))
+        self.problem.accepts = lambda candidate: len(extraordinary(candidate)) <= limit
+        self._drop_randomness()
+        self._drop_autocast()
+        shrink_sizes(self.problem)
+        self._make_contiguous()
+        simplify_precision(self.problem)
+        self._sum_outputs()
+        self._plain_values()
+
+    # -- the slice -----------------------------------------------------------------------------------------------
+
+    def _start(self) -> Candidate | None:
+        """The first slice that fails in the same way, made smaller in whole modules."""
+        rejected = None
+        for piece in self._slices():
+            candidate = piece.candidate(self.failure.value)
+            if candidate is None or not self._is_same(candidate, f"{len(piece.kept)} calls around the origin"):
+                continue
+            if extraordinary(candidate) and rejected is None:
+                rejected = candidate
+                continue
+            return self._without_modules(piece, candidate) if not extraordinary(candidate) else candidate
+        return rejected or self._cut()
+
+    def _slices(self) -> Iterator[Slice]:
+        """Slices, smallest first."""
+        origin = self.failure.call_index
+        if origin is None:
+            return
+        call = self.step.program.calls[origin]
+        if call.is_optimizer_step:
+            yield from self._around_parameter(origin)
+        elif self.failure.phase == "backward" and self.failure.kind != "exception":
+            yield from self._around_gradient(origin)
+        elif self.step.is_forward(origin):
+            yield from self._grown(self._own(origin))
+
+    def _own(self, origin: int) -> list[int]:
+        return self.step.upstream([origin], _OWN_CALLS, lambda index: self._is_inside(index, origin))
+
+    def _is_inside(self, index: int, origin: int) -> bool:
+        """Whether a call runs in the same module as the origin, or in a child of it; in the loop, the same function."""
+        scope, function = self.step.place(origin)
+        other, other_function = self.step.place(index)
+        return other[: len(scope)] == scope if scope else (other, other_function) == (scope, function)
+
+    def _grown(self, kept: list[int]) -> Iterator[Slice]:
+        """The calls, then more of what they are given, first of what is not ordinary and then of anything."""
+        seen: set[tuple[int, ...]] = set()
+        while len(kept) <= max(_MAX_CALLS, _OWN_CALLS):
+            piece = Slice(self.step, tuple(sorted(kept)))
+            if piece.kept in seen:
+                return
+            seen.add(piece.kept)
+            missing = self._causes(piece)
+            if not missing:
+                yield piece
+                missing = self.step.upstream(kept, 2 * len(kept), lambda index: True)
+            elif len(kept) + len(missing) > _MAX_CALLS:
+                yield piece
+                return
+            kept = list(dict.fromkeys((*kept, *missing)))
+
+    def _causes(self, piece: Slice) -> list[int]:
+        """Where inputs that are not ordinary came from: calls of the module that made them."""
+        candidate = piece.candidate(None)
+        found: list[int] = []
+        for value in extraordinary(candidate) if candidate is not None else ():
+            reader = piece.boundary().get(value)
+            makers = self.step.producers(reader) if reader is not None else []
+            calls = self.step.program.calls
+            maker = next((i for i in makers if value in calls[i].output_refs() and self.step.is_forward(i)), None)
+            if maker is not None:
+                found += self.step.upstream([maker], _GROWTH, lambda index, at=maker: self._is_inside(index, at))
+        return [index for index in dict.fromkeys(found) if index not in piece.kept]
+
+    def _around_gradient(self, origin: int) -> Iterator[Slice]:
+        """What the origin depends on, and what depends on it as far as its module returns it; then ever more."""
+        own = self._own(origin)
+        inside = self.step.downstream(origin, _OWN_CALLS, lambda index: self._is_inside(index, origin))
+        sides = self.step.upstream(inside, 2 * _OWN_CALLS, lambda index: self._is_inside(index, origin))
+        kept = list(dict.fromkeys((*own, *inside, *sides)))
+        while True:
+            yield Slice(self.step, tuple(sorted(kept)), is_differentiated=True)
+            limit = 2 * len(kept)
+            later = self.step.downstream(origin, limit, lambda index: True)
+            earlier = self.step.upstream(kept, limit, lambda index: True)
+            more = list(dict.fromkeys((*kept, *later, *self.step.upstream(later, limit, lambda index: True), *earlier)))
+            if len(more) == len(kept) or len(more) > _MAX_CALLS:
+                return
+            kept = more
+
+    def _around_parameter(self, update: int) -> Iterator[Slice]:
+        """The layer that holds the parameter which turned bad, then the module around it."""
+        calls = self.step.program.calls
+        users = [i for i, c in enumerate(calls) if self.failure.value in c.input_refs() and self.step.is_forward(i)]
+        if not users:
+            return
+        for limit in (1, _OWN_CALLS):
+            kept = self.step.upstream(users, limit, lambda index: self._is_inside(index, users[0]))
+            yield Slice(self.step, tuple(sorted(kept)), is_differentiated=True, update=update)
+
+    def _without_modules(self, piece: Slice, candidate: Candidate) -> Candidate:
+        """The slice without whole modules, and then without stretches of calls, that lie outside the origin's own."""
+        origin = self.failure.call_index
+        assert origin is not None
+        own = self.step.program.calls[origin].scope
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for index in piece.kept:
+            scope = self.step.program.calls[index].scope
+            for depth in range(1, len(scope) + 1):
+                if scope[:depth] != own[:depth]:
+                    groups.setdefault(scope[:depth], []).append(index)
+            if not self._is_inside(index, origin):
+                groups.setdefault((index,), list(self.step.units[index]))
+        for group in sorted(groups.values(), key=lambda members: -len(members)):
+            kept = tuple(index for index in piece.kept if index not in group)
+            if origin not in kept and not self._is_update(origin) or kept == piece.kept or not kept:
+                continue
+            smaller = replace(piece, kept=kept)
+            found = smaller.candidate(self.failure.value)
+            if found is not None and not extraordinary(found) and self._is_same(found, "without a module"):
+                piece, candidate = smaller, found
+        return candidate
+
+    def _is_update(self, index: int) -> bool:
+        return self.step.program.calls[index].is_optimizer_step
+
+    def _cut(self) -> Candidate | None:
+        """When nothing with modules fails alone: what the minimum starts from."""
+        return next((c for change, c in cuts(self.step.whole, self.failure) if self._is_same(c, change)), None)
+
+    def _is_same(self, candidate: Candidate, change: str) -> bool:
+        return self.oracle.check(candidate, change) is Verdict.SAME
+
+    # -- making it small -----------------------------------------------------------------------------------------
+
+    @property
+    def _best(self) -> Candidate:
+        assert self.problem is not None
+        return self.problem.best
+
+    def _try(self, candidate: Candidate, change: str) -> bool:
+        """Go on from a candidate that reads better, whatever its size, if it fails the same way."""
+        assert self.problem is not None
+        plain = candidate.pruned()
+        if not self.problem.accepts(plain) or not self._is_same(plain, change):
+            return False
+        self.problem.best = plain
+        return True
+
+    def _drop_randomness(self) -> None:
+        """Let values pass random calls unchanged, as with a dropout of 0."""
+        for call in self._best.program.calls:
+            if call.mode.rng is not None and call in self._best.program.calls:
+                index = self._best.program.calls.index(call)
+                self._try(_bypassed(self._best, index), f"without the randomness of {call.name}")
+
+    def _drop_autocast(self) -> None:
+        calls = self._best.program.calls
+        if any(call.mode.autocast for call in calls):
+            plain = tuple(replace(call, mode=replace(call.mode, autocast=())) for call in calls)
+            self._try(replace(self._best, program=replace(self._best.program, calls=plain)), "no autocast")
+
+    def _make_contiguous(self) -> None:
+        tensors = {
+            value: tensor.contiguous()
+            for value, tensor in self._best.tensors.items()
+            if tensor.layout is torch.strided and not tensor.is_contiguous()
+        }
+        if tensors:
+            self._try(self._best.with_tensors(tensors), "contiguous inputs")
+
+    def _sum_outputs(self) -> None:
+        """Differentiate the sum of what comes out, instead of giving gradients."""
+        summed = _with_sum(self._best)
+        if summed is not None and not self._try(summed, "the gradient of a sum"):
+            for number in (1.0, 0.0):
+                gradients = [i.value for i in self._best.program.inputs if i.role == "gradient"]
+                plain = {value: torch.full_like(self._best.tensors[value], number) for value in gradients}
+                if self._try(self._best.with_tensors(plain), "plain gradients"):
+                    return
+
+    def _plain_values(self) -> None:
+        """Initial parameters for the layers where these still fail, the plainest numbers elsewhere."""
+        given = self._take_initial()
+        for item in self._best.program.inputs:
+            if item.value not in given and item.role not in ("rng", "gradient"):
+                self._simplify(item.value, item.role)
+        self._draw([item.value for item in self._best.program.inputs if item.value not in given])
+
+    def _take_initial(self) -> set[int]:
+        """Initial parameters for all layers, else for as many as possible; the values that are now as made."""
+        tree = tree_of(self._best)
+        values = initial(tree, self._best.tensors, ())
+        if not values or self._try(self._best.with_tensors(values), "initial parameters"):
+            return set(values)
+        taken: set[int] = set()
+        for block in tree.layers():
+            names = block.layer.state.values() if block.layer is not None else ()
+            chosen = {value: values[value] for value in names}
+            if chosen and self._try(self._best.with_tensors(chosen), f"initial {block.scope.path}"):
+                taken.update(chosen)
+        return taken
+
+    def _simplify(self, value: int, role: str) -> None:
+        assert self.problem is not None
+        tensor = self._best.tensors.get(value)
+        for plain in plainer_contents(tensor, role) if tensor is not None else ():
+            if self.problem.consider(self._best.with_tensors({value: plain}), "plainer values"):
+                return
+
+    def _draw(self, values: list[int]) -> None:
+        """Seeded random numbers where too many are left to be listed; all together, since they are drawn in order."""
+        tensors = self._best.tensors
+        long = [v for v in values if v in tensors and is_number(tensors[v]) and tensors[v].numel() >= _MIN_DRAWN]
+        chosen = {value for value in long if plainness(tensors[value]) >= ANY and not tensors[value].is_complex()}
+        needed = {value for value in chosen if tensors[value].numel() > MAX_LITERALS}
+        for drawn in (chosen, needed):
+            numbers = initial(tree_of(self._best), tensors, drawn) if drawn else {}
+            if drawn and self._try(self._best.with_tensors({v: numbers[v] for v in drawn}), "seeded numbers"):
+                self.drawn = drawn
+                return
+
+
+def _bypassed(candidate: Candidate, index: int) -> Candidate:
+    """With what a call was given in place of what it returned."""
+    program = candidate.program
+    call = program.calls[index]
+    outputs, inputs = call.output_refs(), [arg for arg in call.args if isinstance(arg, Ref)]
+    if len(outputs) != 1 or not inputs:
+        return candidate
+    change = {outputs[0]: inputs[0]}
+    later = [
+        replace(c, args=substitute(c.args, change), kwargs=substitute(dict(c.kwargs), change))
+        for c in program.calls[index + 1 :]
+    ]
+    ends = tuple(change.get(ref.value, ref) for ref in program.outputs)
+    return replace(candidate, program=replace(program, calls=(*program.calls[:index], *later), outputs=ends))
+
+
+def _with_sum(candidate: Candidate) -> Candidate | None:
+    """With ``out.sum().backward()``; ``None`` unless it ends in a backward pass from given gradients."""
+    program = candidate.program
+    place = next((i for i, call in enumerate(program.calls) if call.target == AUTOGRAD_BACKWARD), None)
+    if place is None or len(program.calls[place].args) != 2:
+        return None
+    call = program.calls[place]
+    value = candidate.program.next_value()
+    added: list[Call] = []
+    total: Ref | None = None
+    for start, gradient in zip(*call.args, strict=True):
+        term = start
+        if candidate.tensors[gradient.value].dim():
+            term, value = Ref(value), value + 1
+            added.append(Call("torch.Tensor.sum", (start,), outputs=term))
+        if total is not None:
+            added.append(Call("torch.Tensor.add", (total, term), outputs=Ref(value)))
+            term, value = Ref(value), value + 1
+        total = term
+    calls = (*program.calls[:place], *added, Call(BACKWARD, (total,), phase="backward"), *program.calls[place + 1 :])
+    return replace(candidate, program=replace(program, calls=calls)).pruned()
