@@ -112,9 +112,10 @@ class _Writer:
     def _header(self, num_calls_before: int | None, version: str) -> Iterator[str]:
         what = redact_text(headline(self._context.failure)).replace("\n", " ")
         yield f"{what} {phase_words(self._context.failure)} (torch {version})."
-        inputs = "ordinary inputs" if self._context.is_ordinary else "inputs that are finite (the step has no ordinary ones)"
-        found = f" of {num_calls_before} torch calls" if num_calls_before is not None else ""
-        yield f"The part of the model that shows how it comes about, cut by reprokit out of a step{found}, with {inputs}."
+        was = f"{num_calls_before} torch calls of " if num_calls_before is not None else ""
+        yield f"The part of the model that shows how: cut mechanically by reprokit from {was}a training step."
+        if not self._context.is_ordinary:
+            yield "Nothing that the step was given is of ordinary size, so the inputs here are not either."
         yield "Ends with exit code 1 while the bug is there, and with 0 once it is gone."
 
     def _setup(self, owned: Mapping[Key, list[str]]) -> list[str] | None:
