@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from reprokit.locate.failure import Failure
 
@@ -83,6 +85,20 @@ def expected(failure: Failure) -> str:
     if failure.phase == "optimizer":
         return "A finite parameter after the step."
     return "A finite result, or an error that says why there is none."
+
+
+def nearest_words(nearest: Mapping[str, Any]) -> str:
+    """The nearest variant that passes: ``x[0, 1] = 88 instead of 100``."""
+    if "input" in nearest:
+        place = ", ".join(map(str, nearest["element"]))
+        name = f"{nearest['input']}[{place}]" if place else nearest["input"]
+    else:
+        name = f"{nearest['argument']} of {nearest['call']}"
+    return f"{name} = {_number(nearest['to'])} instead of {_number(nearest['from'])}"
+
+
+def _number(value: float | int | bool) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def phase_words(failure: Failure) -> str:
