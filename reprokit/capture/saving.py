@@ -1,6 +1,8 @@
-"""From a failure that was noticed to a file: the step that is running is saved or, when the state was bad before it,
-the
-step that the past shows to be the first bad one."""
+"""From a failure that was noticed to a file.
+
+The step that is running is saved or, when the state was bad before it, the step that the past shows to be the first bad
+one.
+"""
 
 from __future__ import annotations
 
@@ -68,6 +70,8 @@ def snapshot_of(training: Training, noticed: Noticed, command: Sequence[str], de
 
 
 class _Describing:
+    """Finds the step to save and describes it."""
+
     def __init__(self, training: Training, noticed: Noticed, command: Sequence[str], described: dict[str, Any]) -> None:
         self._training = training
         self._noticed = noticed
@@ -118,7 +122,7 @@ class _Describing:
         earlier = [step.entries for step in steps[: steps.index(found.step)]]
         entries = with_makers(found.entries, earlier)
         failed = self._failed(found.step, found.observed_at, entries, found.saved, found.pending)
-        likewise = self._training.tape.entries
+        likewise = [*steps[-2].entries, *self._training.tape.entries] if len(steps) > 1 else self._training.tape.entries
         made = sum(entry.kind == "differentiate" and entry.name != "torch.autograd.grad" for entry in found.entries)
         micro_step = made if found.observed_at in ("loss", "output") else found.step.micro_step
         return replace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.optim import optimizer as optimizers
 
 from reprokit.capture.session import Session
-from tests.capture.traps_checks import batches, classify, described_once, net, silent_root, update
+from tests.capture.traps_checks import batches, classify, described_once, net, rooted_loss, update
 
 CAPTURES = 200
 
@@ -71,8 +72,7 @@ def capture_once(folder: Path, *, bad: bool = False, error: bool = False) -> Non
         model = net()
         optimizer = torch.optim.Adam(model.parameters())
         for step, x, y in batches(4):
-            logits = model(x)
-            update(optimizer, classify(lambda _, logits=logits: logits, x, y) + silent_root(logits, bad and step == 2))
+            update(optimizer, rooted_loss(model(x), y, bad and step == 2))
         if error:
             raise ValueError("out of the block")
 
@@ -131,8 +131,6 @@ def test_nothing_is_left_after_pauses(tmp_path: Path) -> None:
 
 def test_the_model_is_let_go(tmp_path: Path) -> None:
     """A session that is over, but still there, keeps nothing of the training alive."""
-    import weakref
-
     with Session(directory=tmp_path) as session:
         model = net()
         optimizer = torch.optim.Adam(model.parameters())
