@@ -9,7 +9,6 @@ from reprokit.locate.failure import Failure
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.oracle import Oracle, Verdict
 from reprokit.shrink.probe import Prober
-from reprokit.shrink.safety import is_safe
 
 
 @dataclass
@@ -35,10 +34,7 @@ class Problem:
         candidate = candidate.pruned()
         if candidate.sort_key >= self.best.sort_key:
             return False
-        is_exception = self.oracle.signature.kind == "exception"  # then being ill-formed may be the failure
-        if not is_safe(candidate.program, candidate.shapes) or (
-            not is_exception and self.prober.refuses(candidate, self.best)
-        ):
+        if self.prober.refuses(candidate, self.best, raises=self.oracle.signature.kind == "exception"):
             return False
         if self.oracle.check(candidate, change) is not Verdict.SAME:
             return False
