@@ -9,7 +9,6 @@ from reprokit.locate.failure import Failure
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.oracle import Oracle, Proposal
 from reprokit.shrink.probe import Prober
-from reprokit.shrink.safety import is_safe
 
 
 @dataclass
@@ -52,14 +51,12 @@ class Problem:
 
     def _worth_a_check(self, proposals: Iterable[Proposal]) -> Iterator[Proposal]:
         """Those that are smaller than the best candidate and may be well-formed."""
-        is_exception = self.oracle.signature.kind == "exception"  # then being ill-formed may be the failure
+        is_exception = self.oracle.signature.kind == "exception"
         for change, proposed in proposals:
             candidate = proposed.pruned()
-            if candidate.sort_key >= self.best.sort_key or not is_safe(candidate.program, candidate.shapes):
+            if candidate.sort_key >= self.best.sort_key or not self.accepts(candidate):
                 continue
-            if not self.accepts(candidate):
-                continue
-            if is_exception or not self.prober.refuses(candidate, self.best):
+            if not self.prober.refuses(candidate, self.best, raises=is_exception):
                 yield change, candidate
 
     @property
