@@ -29,6 +29,7 @@ from reprokit.shrink.context.layers import Layer
 from reprokit.shrink.context.search import Context
 from reprokit.shrink.context.slices import is_container
 from reprokit.shrink.context.tree import Block, Key, Tree, calls_of
+from reprokit.shrink.context.variables import variables
 from reprokit.snapshot.redact import redact_text
 
 MODULE_FILE = "repro_module.py"
@@ -72,15 +73,21 @@ class _Writer:
         self._names = ModuleNames(tree)
         self._start = initial(tree, context.tensors, context.drawn)
         self._inputs = {item.value: item for item in context.program.inputs}
+        self._nouns = variables(context.program.calls)
         self._classes: dict[Key, str] = {}
         self._texts: dict[str, list[str]] = {}
 
     def write(self, num_calls_before: int | None, version: str) -> ModuleScript | None:
         """The whole script."""
+        if any(call.mode.rng is not None for call in self._context.program.calls):
+            return None
         subject = self._subject()
         owned = self._owned()
-        if owned is None or any(call.mode.rng is not None for call in self._context.program.calls):
+        if owned is None:
             return None
+        for block in self._tree.root.items:
+            if isinstance(block, Block) and block.is_function:
+                self._write_function(block)
         setup = self._setup(owned)
         code = self._script_code(subject)
         if setup is None or code.side:
@@ -97,7 +104,7 @@ class _Writer:
             body=code.body,
             check=check,
         )
-        return ModuleScript(text, len(self._texts), self._context.program.num_calls)
+        return ModuleScript(text, self._tree.num_modules, self._context.program.num_calls)
 
     # -- the script ----------------------------------------------------------------------------------------------
 
@@ -157,7 +164,13 @@ class _Writer:
         reserved = {*_RESERVED, *(self._names.attributes[b.key] for b in _children(root)), *self._classes.values()}
         given = self._paths(ROOT_KEY)
         return write_program(
-            program, self._context.tensors, keep=keep, given=given, written=written, reserved=reserved
+            program,
+            self._context.tensors,
+            keep=keep,
+            given=given,
+            written=written,
+            nouns=self._nouns,
+            reserved=reserved,
         )
 
     def _paths(self, inside: Key) -> dict[int, str]:
@@ -206,18 +219,26 @@ class _Writer:
                 self._classes[block.key] = name
                 return
 
+    def _write_function(self, block: Block) -> None:
+        self._texts.setdefault(block.scope.cls, self._body(block, block.scope.cls, ()))
+
     def _forward(self, block: Block) -> list[str]:
+        return self._body(block, "forward", ("self",))
+
+    def _body(self, block: Block, function: str, first: tuple[str, ...]) -> list[str]:
         arguments = {value: name for value, name in self._argument_names(block)}
         program = self._statements(block, block.key, [], block.makes)
-        given = {**self._paths(block.key), **arguments}
-        code = write_program(program, {}, keep=block.makes, given=given, reserved=_RESERVED)
+        given = {**({} if block.is_function else self._paths(block.key)), **arguments}
+        code = write_program(
+            program, {}, keep=block.makes, given=given, nouns=self._nouns, reserved=_RESERVED
+        )
         body = list(code.body)
         returned = ", ".join(code.names[value] for value in block.makes)
         if body and returned and body[-1].startswith(f"{returned} = ") and len(block.makes) == 1:
             body[-1] = f"return {body[-1].removeprefix(f'{returned} = ')}"
         elif returned:
             body.append(f"return {returned}")
-        head = f"def forward({', '.join(('self', *arguments.values()))}):"
+        head = f"def {function}({', '.join((*first, *arguments.values()))}):"
         return [head, *(f"    {line}" for line in body or ["pass"])]
 
     def _argument_names(self, block: Block) -> Iterator[tuple[int, str]]:
@@ -225,7 +246,8 @@ class _Writer:
         inner = replace(self._context.program, calls=tuple(calls_of(block)))
         makers = {v: call for call in self._context.program.calls for v in call.output_refs()}
         for value in block.reads:
-            item = self._inputs.get(value) or Input(value, names.name_for_output(makers[value]))
+            noun = self._nouns.get(value)
+            item = self._inputs.get(value) or Input(value, noun or names.name_for_output(makers[value]))
             yield value, known.give(value, names.name_for_input(item, inner))
 
     def _statements(self, block: Block, inside: Key, inputs: Any, ends: tuple[int, ...]) -> Program:
@@ -261,7 +283,7 @@ class _Writer:
 def _children(block: Block) -> list[Block]:
     found: dict[Key, Block] = {}
     for item in block.items:
-        if isinstance(item, Block):
+        if isinstance(item, Block) and not item.is_function:
             found.setdefault(item.key, item)
     return list(found.values())
 

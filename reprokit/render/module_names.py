@@ -6,7 +6,9 @@ import keyword
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
+from reprokit.program.ir import Call
 from reprokit.render.names import identifier
 from reprokit.shrink.context.defaults import modules_in_order, own_values
 from reprokit.shrink.context.slices import is_container
@@ -32,7 +34,7 @@ class ModuleNames:
     def __post_init__(self) -> None:
         blocks = {ROOT_KEY: self.tree.root, **{block.key: block for block in modules_in_order(self.tree.root)}}
         for key, block in blocks.items():
-            children = list(dict.fromkeys(item.key for item in block.items if isinstance(item, Block)))
+            children = list(dict.fromkeys(item.key for item in block.items if _is_module(item)))
             self.parents.update(dict.fromkeys(children, key))
             taken = self._name_own(key) if key != ROOT_KEY and block.layer is None else set()
             self.attributes.update(_names_of(block, children, taken))
@@ -43,6 +45,8 @@ class ModuleNames:
     def module_path(self, key: Key, inside: Key) -> str | None:
         """How a module is reached from the forward of another one (or from the script); ``None`` from elsewhere."""
         steps: list[str] = []
+        if key[0].endswith("()"):
+            return key[1]
         while key != inside:
             if key not in self.parents:
                 return None
@@ -87,7 +91,7 @@ def snake_case(cls: str) -> str:
 def _names_of(block: Block, children: Sequence[Key], taken: set[str]) -> dict[Key, str]:
     if block.scope != ROOT and is_container(block.scope):
         return {key: f"[{place}]" for place, key in enumerate(children)}
-    layers = {item.key: item.layer is not None for item in block.items if isinstance(item, Block)}
+    layers = {item.key: item.layer is not None for item in block.items if _is_module(item)}
     if block.scope == ROOT and len(children) == 1 and not layers[children[0]]:
         return {children[0]: "model"}
     bases = {key: _base(key, block.scope.path, prefers_class=block.scope == ROOT and not layers[key]) for key in children}
@@ -97,6 +101,10 @@ def _names_of(block: Block, children: Sequence[Key], taken: set[str]) -> dict[Ke
         name = _unique(base if is_alone else f"{base}{number}", taken | set(found.values()))
         found[key] = name
     return found
+
+
+def _is_module(item: Call | Block) -> TypeGuard[Block]:
+    return isinstance(item, Block) and not item.is_function
 
 
 def _base(key: Key, parent: str, *, prefers_class: bool) -> tuple[str, str]:

@@ -48,7 +48,7 @@ def modules_in_order(root: Block) -> list[Block]:
     """Every module once, outermost first, in the order in which they are made."""
     found: dict[Key, Block] = {}
     for block in root.blocks():
-        if block is not root:
+        if block is not root and not block.is_function:
             found.setdefault(block.key, block)
     return list(found.values())
 

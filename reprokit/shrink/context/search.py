@@ -14,6 +14,7 @@ import torch
 
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Program, Ref, substitute
+from reprokit.shrink.arguments import leaves, with_leaf
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.constants import is_number
 from reprokit.shrink.context.defaults import initial
@@ -30,7 +31,10 @@ from reprokit.shrink.problem import Problem
 
 _OWN_CALLS = 24
 _GROWTH = 8
-_MAX_CALLS = 160
+_SMALL_MODULE = 8
+_MAX_CALLS = 200
+_MAX_UNITS = 32
+_SIZE_CHECKS = 120
 _MIN_DRAWN = 9
 
 
@@ -100,7 +104,7 @@ class _Search:
         self.problem.accepts = lambda candidate: len(extraordinary(candidate)) <= limit
         self._drop_randomness()
         self._drop_autocast()
-        shrink_sizes(self.problem)
+        self._shrink_sizes()
         self._make_contiguous()
         simplify_precision(self.problem)
         self._sum_outputs()
@@ -109,20 +113,23 @@ class _Search:
     # -- the slice -----------------------------------------------------------------------------------------------
 
     def _start(self) -> Candidate | None:
-        """The first slice that fails in the same way, made smaller in whole modules."""
-        rejected = None
+        """The first slice that fails in the same way and is ordinary, brought to whole modules; else the first."""
+        second_best = None
         for piece in self._slices():
             candidate = piece.candidate(self.failure.value)
             if candidate is None or not self._is_same(candidate, f"{len(piece.kept)} calls around the origin"):
                 continue
-            if extraordinary(candidate) and rejected is None:
-                rejected = candidate
-                continue
-            return self._without_modules(piece, candidate) if not extraordinary(candidate) else candidate
-        return rejected or self._cut()
+            is_long = self.step.num_units(piece.kept) > _MAX_UNITS
+            if not extraordinary(candidate):
+                piece, candidate = self._without_modules(piece, candidate)
+                if not is_long or self.step.num_units(piece.kept) <= _MAX_UNITS:
+                    return self._with_whole_modules(piece, candidate)
+            if second_best is None or is_long < second_best[0]:
+                second_best = is_long, candidate
+        return second_best[1] if second_best is not None else self._cut()
 
     def _slices(self) -> Iterator[Slice]:
-        """Slices, smallest first."""
+        """Slices, likeliest first."""
         origin = self.failure.call_index
         if origin is None:
             return
@@ -132,62 +139,65 @@ class _Search:
         elif self.failure.phase == "backward" and self.failure.kind != "exception":
             yield from self._around_gradient(origin)
         elif self.step.is_forward(origin):
-            yield from self._grown(self._own(origin))
-
-    def _own(self, origin: int) -> list[int]:
-        return self.step.upstream([origin], _OWN_CALLS, lambda index: self._is_inside(index, origin))
+            yield from self._around_output(origin)
 
     def _is_inside(self, index: int, origin: int) -> bool:
         """Whether a call runs in the same module as the origin, or in a child of it; in the loop, the same function."""
-        scope, function = self.step.place(origin)
-        other, other_function = self.step.place(index)
-        return other[: len(scope)] == scope if scope else (other, other_function) == (scope, function)
+        return self.step.is_inside(index, self.step.place(origin))
 
-    def _grown(self, kept: list[int]) -> Iterator[Slice]:
-        """The calls, then more of what they are given, first of what is not ordinary and then of anything."""
+    def _around_output(self, origin: int) -> Iterator[Slice]:
+        """What the origin depends on in its module, with more of where extraordinary inputs come from; then ever more."""
         seen: set[tuple[int, ...]] = set()
-        while len(kept) <= max(_MAX_CALLS, _OWN_CALLS):
-            piece = Slice(self.step, tuple(sorted(kept)))
+        kept = self.step.upstream([origin], _OWN_CALLS, lambda index: self._is_inside(index, origin))
+        while len(kept) <= _MAX_CALLS:
+            piece = Slice(self.step, self.step.connected(kept, origin, downstream=False))
+            missing = self._causes(piece)
+            if not missing or len(kept) + len(missing) > _MAX_CALLS:
+                yield piece
+                missing = self.step.upstream(kept, 2 * len(kept), lambda index: True)
+            kept = list(dict.fromkeys((*kept, *missing)))
             if piece.kept in seen:
                 return
             seen.add(piece.kept)
-            missing = self._causes(piece)
-            if not missing:
-                yield piece
-                missing = self.step.upstream(kept, 2 * len(kept), lambda index: True)
-            elif len(kept) + len(missing) > _MAX_CALLS:
-                yield piece
-                return
-            kept = list(dict.fromkeys((*kept, *missing)))
 
     def _causes(self, piece: Slice) -> list[int]:
         """Where inputs that are not ordinary came from: calls of the module that made them."""
         candidate = piece.candidate(None)
         found: list[int] = []
+        calls = self.step.program.calls
         for value in extraordinary(candidate) if candidate is not None else ():
             reader = piece.boundary().get(value)
             makers = self.step.producers(reader) if reader is not None else []
-            calls = self.step.program.calls
             maker = next((i for i in makers if value in calls[i].output_refs() and self.step.is_forward(i)), None)
             if maker is not None:
-                found += self.step.upstream([maker], _GROWTH, lambda index, at=maker: self._is_inside(index, at))
+                place = self.step.place(maker)
+                found += self.step.upstream([maker], _GROWTH, lambda index, at=place: self.step.is_inside(index, at))
         return [index for index in dict.fromkeys(found) if index not in piece.kept]
 
     def _around_gradient(self, origin: int) -> Iterator[Slice]:
-        """What the origin depends on, and what depends on it as far as its module returns it; then ever more."""
-        own = self._own(origin)
-        inside = self.step.downstream(origin, _OWN_CALLS, lambda index: self._is_inside(index, origin))
-        sides = self.step.upstream(inside, 2 * _OWN_CALLS, lambda index: self._is_inside(index, origin))
-        kept = list(dict.fromkeys((*own, *inside, *sides)))
-        while True:
-            yield Slice(self.step, tuple(sorted(kept)), is_differentiated=True)
-            limit = 2 * len(kept)
+        """What the origin depends on, and what depends on it as far as its module returns it; less, if that is much;
+        then ever more."""
+
+        def is_inside(index: int) -> bool:
+            return self._is_inside(index, origin)
+
+        own = self.step.upstream([origin], _OWN_CALLS, is_inside)
+        later = self.step.downstream(origin, _OWN_CALLS, is_inside)
+        sides = self.step.upstream(later, 2 * _OWN_CALLS, is_inside)
+        kept = list(dict.fromkeys((*own, *later, *sides)))
+        if self.step.num_units(kept) > _MAX_UNITS:
+            for limit in (_OWN_CALLS // 2, _OWN_CALLS // 4, 1):
+                yield self._differentiated(self.step.upstream([origin], limit, is_inside), origin)
+        while len(kept) <= _MAX_CALLS:
+            yield self._differentiated(kept, origin)
+            before, limit = len(kept), 2 * len(kept)
             later = self.step.downstream(origin, limit, lambda index: True)
-            earlier = self.step.upstream(kept, limit, lambda index: True)
-            more = list(dict.fromkeys((*kept, *later, *self.step.upstream(later, limit, lambda index: True), *earlier)))
-            if len(more) == len(kept) or len(more) > _MAX_CALLS:
+            kept = list(dict.fromkeys((*kept, *later, *self.step.upstream([*later, *kept], limit, lambda index: True))))
+            if len(kept) == before:
                 return
-            kept = more
+
+    def _differentiated(self, kept: list[int], origin: int) -> Slice:
+        return Slice(self.step, self.step.connected(kept, origin, downstream=True), is_differentiated=True)
 
     def _around_parameter(self, update: int) -> Iterator[Slice]:
         """The layer that holds the parameter which turned bad, then the module around it."""
@@ -199,8 +209,9 @@ class _Search:
             kept = self.step.upstream(users, limit, lambda index: self._is_inside(index, users[0]))
             yield Slice(self.step, tuple(sorted(kept)), is_differentiated=True, update=update)
 
-    def _without_modules(self, piece: Slice, candidate: Candidate) -> Candidate:
-        """The slice without whole modules, and then without stretches of calls, that lie outside the origin's own."""
+    def _without_modules(self, piece: Slice, candidate: Candidate) -> tuple[Slice, Candidate]:
+        """The slice without what lies outside the origin's own module: whole modules, largest first, then calls of
+        modules too large to be shown whole."""
         origin = self.failure.call_index
         assert origin is not None
         own = self.step.program.calls[origin].scope
@@ -210,20 +221,33 @@ class _Search:
             for depth in range(1, len(scope) + 1):
                 if scope[:depth] != own[:depth]:
                     groups.setdefault(scope[:depth], []).append(index)
-            if not self._is_inside(index, origin):
+            if not self._is_inside(index, origin) and self.step.size_of(self.step.place(index)) > _SMALL_MODULE:
                 groups.setdefault((index,), list(self.step.units[index]))
         for group in sorted(groups.values(), key=lambda members: -len(members)):
             kept = tuple(index for index in piece.kept if index not in group)
-            if origin not in kept and not self._is_update(origin) or kept == piece.kept or not kept:
-                continue
-            smaller = replace(piece, kept=kept)
-            found = smaller.candidate(self.failure.value)
-            if found is not None and not extraordinary(found) and self._is_same(found, "without a module"):
-                piece, candidate = smaller, found
+            if piece.update is None and origin in kept:
+                kept = self.step.connected(kept, origin, downstream=piece.is_differentiated)
+            if kept and kept != piece.kept and (origin in kept or piece.update is not None):
+                piece, candidate = self._better(replace(piece, kept=kept), "without a module") or (piece, candidate)
+        return piece, candidate
+
+    def _with_whole_modules(self, piece: Slice, candidate: Candidate) -> Candidate:
+        """Small modules whole, where the slice starts in the middle of one."""
+        for place in dict.fromkeys(self.step.place(index) for index in piece.kept):
+            if place[0] and self.step.size_of(place) <= _SMALL_MODULE:
+                inside = [index for index in piece.kept if self.step.is_inside(index, place)]
+                whole = self.step.upstream(inside, _MAX_CALLS, lambda index, at=place: self.step.is_inside(index, at))
+                kept = tuple(sorted({*piece.kept, *whole}))
+                if kept != piece.kept:
+                    piece, candidate = self._better(replace(piece, kept=kept), "a whole module") or (piece, candidate)
         return candidate
 
-    def _is_update(self, index: int) -> bool:
-        return self.step.program.calls[index].is_optimizer_step
+    def _better(self, piece: Slice, change: str) -> tuple[Slice, Candidate] | None:
+        """A slice with its candidate, if it is ordinary and fails the same way."""
+        found = piece.candidate(self.failure.value)
+        if found is None or extraordinary(found) or not self._is_same(found, change):
+            return None
+        return piece, found
 
     def _cut(self) -> Candidate | None:
         """When nothing with modules fails alone: what the minimum starts from."""
@@ -243,7 +267,7 @@ class _Search:
         """Go on from a candidate that reads better, whatever its size, if it fails the same way."""
         assert self.problem is not None
         plain = candidate.pruned()
-        if not self.problem.accepts(plain) or not self._is_same(plain, change):
+        if candidate is self._best or not self.problem.accepts(plain) or not self._is_same(plain, change):
             return False
         self.problem.best = plain
         return True
@@ -253,7 +277,23 @@ class _Search:
         for call in self._best.program.calls:
             if call.mode.rng is not None and call in self._best.program.calls:
                 index = self._best.program.calls.index(call)
-                self._try(_bypassed(self._best, index), f"without the randomness of {call.name}")
+                change = f"without the randomness of {call.name}"
+                if not self._try(_bypassed(self._best, index), change):
+                    self._try(_with_certainty(self._best, index), change)
+
+    def _shrink_sizes(self) -> None:
+        """Sizes as small as a fixed number of checks allows; what is left of the budget is for the rest."""
+        assert self.problem is not None
+        limit = self.oracle.max_checks
+        own = self.oracle.checks + _SIZE_CHECKS
+        self.oracle.max_checks = own if limit is None else min(own, limit)
+        try:
+            shrink_sizes(self.problem)
+        except OutOfBudget:
+            if self.oracle.checks != own:
+                raise
+        finally:
+            self.oracle.max_checks = limit
 
     def _drop_autocast(self) -> None:
         calls = self._best.program.calls
@@ -336,6 +376,17 @@ def _bypassed(candidate: Candidate, index: int) -> Candidate:
     ]
     ends = tuple(change.get(ref.value, ref) for ref in program.outputs)
     return replace(candidate, program=replace(program, calls=(*program.calls[:index], *later), outputs=ends))
+
+
+def _with_certainty(candidate: Candidate, index: int) -> Candidate:
+    """With a probability of 0 in a random call."""
+    calls = list(candidate.program.calls)
+    call = calls[index]
+    for path, leaf in leaves(call):
+        if isinstance(leaf, float) and 0 < leaf < 1:
+            call = with_leaf(call, path, 0.0)
+    calls[index] = replace(call, mode=replace(call.mode, rng=None))
+    return replace(candidate, program=replace(candidate.program, calls=tuple(calls)))
 
 
 def _with_sum(candidate: Candidate) -> Candidate | None:

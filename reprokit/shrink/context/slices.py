@@ -17,6 +17,7 @@ from reprokit.program.ir import AUTOGRAD_BACKWARD, OPAQUE, ZERO_GRAD, Call, Inpu
 from reprokit.shrink.arguments import without_defaults
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.context.layers import is_layer
+from reprokit.shrink.context.variables import variables
 from reprokit.shrink.naming import unique_name
 from reprokit.shrink.recording import Recording, record
 
@@ -40,7 +41,7 @@ class Step:
         groups: dict[tuple[Scope, ...], list[int]] = {}
         found: dict[int, tuple[int, ...]] = {}
         for index, call in enumerate(self.program.calls):
-            layer = self._layer(call)
+            layer = self.layer(call)
             if layer is None or call.target == OPAQUE:
                 found[index] = (index,)
             else:
@@ -52,7 +53,7 @@ class Step:
     def place(self, index: int) -> Place:
         """The user's module that a call runs in; in the loop itself, the function."""
         call = self.program.calls[index]
-        layer = self._layer(call)
+        layer = self.layer(call)
         scope = call.scope if layer is None else layer[:-1]
         while scope and is_container(scope[-1]):
             scope = scope[:-1]
@@ -86,6 +87,34 @@ class Step:
         is_other = call.is_differentiation or call.is_optimizer_step or call.target in (OPAQUE, ZERO_GRAD)
         return not is_other and call.target not in GRAD_WRITES
 
+    @cached_property
+    def variables(self) -> dict[int, str]:
+        """What the user's code calls values."""
+        return variables(self.program.calls)
+
+    def num_units(self, indexes: Iterable[int]) -> int:
+        """How much there is to print of these calls: a layer counts once."""
+        return len({self.units[index] for index in indexes})
+
+    def size_of(self, place: Place) -> int:
+        """How much a module of the user's does in the whole step."""
+        scope, function = place
+        calls = range(len(self.program.calls))
+        return self.num_units(i for i in calls if self.is_inside(i, place)) if scope or function else len(calls)
+
+    def is_inside(self, index: int, place: Place) -> bool:
+        """Whether a call runs in a module or in a child of it; in the loop, in a function."""
+        scope, _ = place
+        other = self.place(index)
+        return other[0][: len(scope)] == scope if scope else other == place
+
+    def connected(self, kept: Iterable[int], origin: int, *, downstream: bool) -> tuple[int, ...]:
+        """Of some calls those that the origin depends on through them; with ``downstream`` what leads on from it too."""
+        among = frozenset(kept)
+        everything = len(self.program.calls)
+        later = self.downstream(origin, everything, among.__contains__) if downstream else [origin]
+        return tuple(sorted(among.intersection(self.upstream(later, everything, among.__contains__))))
+
     def upstream(self, starts: Iterable[int], limit: int, is_inside: Callable[[int], bool]) -> list[int]:
         """What ``starts`` depend on, nearest first, at most ``limit`` calls, within what is inside."""
         order = self._whole_units(starts)
@@ -111,7 +140,7 @@ class Step:
     def _whole_units(self, starts: Iterable[int]) -> list[int]:
         return list(dict.fromkeys(unit for index in starts for unit in self.units[index]))
 
-    def _layer(self, call: Call) -> tuple[Scope, ...] | None:
+    def layer(self, call: Call) -> tuple[Scope, ...] | None:
         """The scopes up to the outermost one that is one of torch's layers."""
         for depth, scope in enumerate(call.scope):
             if is_layer(scope, self.program.modules):
@@ -182,7 +211,7 @@ class Slice:
         for value, index in self.boundary().items():
             old = known.get(value)
             call = self.step.program.calls[index]
-            name = old.name if old is not None else unique_name(call, value, inputs)
+            name = old.name if old is not None else self.step.variables.get(value) or unique_name(call, value, inputs)
             needs_grad = self.is_differentiated and (index, value) in recording.needs_grad
             inputs.append(Input(value, name, old.role if old is not None else "batch", needs_grad))
             tensors[value] = recording.inputs[index, value]

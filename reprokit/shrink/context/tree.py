@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import torch
 
@@ -30,6 +31,11 @@ class Block:
     layer: Layer | None = None
     reads: tuple[int, ...] = ()
     makes: tuple[int, ...] = ()
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is a function of the loop's, not a module."""
+        return self.scope.path.endswith("()")
 
     @property
     def key(self) -> Key:
@@ -60,7 +66,7 @@ class Tree:
     def num_modules(self) -> int:
         """How many classes of the user's there are."""
         blocks = [block for block in self.root.blocks() if block is not self.root and block.layer is None]
-        return len({block.key for block in blocks if not is_container(block.scope)})
+        return len({block.key for block in blocks if not (is_container(block.scope) or block.is_function)})
 
     def layers(self) -> list[Block]:
         """The layers, one for each module, in the order in which the script makes them."""
@@ -78,7 +84,7 @@ def tree_of(candidate: Candidate) -> Tree:
     """The tree of a candidate."""
     recording = record(candidate, frozenset(range(len(candidate.program.calls))))
     program = candidate.program
-    root = Block(ROOT, tuple(_nested(list(program.calls), 0)))
+    root = Block(ROOT, tuple(_with_functions(list(_nested(list(program.calls), 0)))))
     root = _connected(root, program)
     root = _Normaliser(program, recording).normal(root)
     root = _connected(root, program)
@@ -100,6 +106,24 @@ def _nested(calls: list[Call], depth: int) -> Iterator[Call | Block]:
             end += 1
         yield Block(level[-1], tuple(_nested(calls[position:end], depth + 1)))
         position = end
+
+
+def _with_functions(items: list[Call | Block]) -> Iterator[Call | Block]:
+    """Statements of the loop that come from one function of its own, as that function."""
+    for function, group in groupby(items, key=_function):
+        members = list(group)
+        if function and len(members) > 1:
+            yield Block(Scope(f"{function}()", function), tuple(members))
+        else:
+            yield from members
+
+
+def _function(item: Call | Block) -> str:
+    """The function that a forward call of the loop was written in; empty for the script's main part."""
+    if isinstance(item, Block) or item.site is None or item.phase == "backward" or item.is_optimizer_step:
+        return ""
+    name = item.site.function.rpartition(".")[2]
+    return name if name.isidentifier() and name != "main" else ""
 
 
 def calls_of(block: Block) -> list[Call]:
@@ -154,7 +178,7 @@ def _owners(root: Block, program: Program) -> dict[int, Key]:
     def visit(block: Block, path: tuple[Key, ...]) -> None:
         for item in block.items:
             if isinstance(item, Block):
-                visit(item, (*path, item.key))
+                visit(item, path if item.is_function else (*path, item.key))
             elif path:
                 for value in set(item.input_refs()) & kept:
                     places.setdefault(value, []).append(path)
@@ -191,6 +215,9 @@ class _Normaliser:
     def _items(self, block: Block) -> Iterator[Call | Block]:
         for item in block.items:
             if not isinstance(item, Block):
+                yield item
+                continue
+            if item.is_function:
                 yield item
                 continue
             if is_layer(item.scope, self.program.modules):
