@@ -132,14 +132,15 @@ class _Work:
 
     def _write(self, reduction: Reduction) -> dict[str, Any]:
         """Render beside the results, and put everything in place at once when it is verified."""
-        from reprokit.render import render_all
+        from reprokit.render import render_all, render_context
 
         with tempfile.TemporaryDirectory(prefix=STAGING, dir=self._folder) as staging:
             repro = render_all(reduction, self._snapshot, Path(staging))
+            context = render_context(reduction, self._snapshot, Path(staging))
             with self._interrupts.held():
                 put_in_place(Path(staging), self._folder)
                 reduction.save(self._folder / REDUCTION)
-        summary = {**reduction.summary(), "repro": repro}
+        summary = {**reduction.summary(), "context": context, "repro": repro}
         return {name: _moved(value, staging, str(self._folder)) for name, value in summary.items()}
 
     def _print_verdict(self, error: ReprokitError) -> None:

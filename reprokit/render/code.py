@@ -128,9 +128,7 @@ class _Writer:
         return [
             item
             for item in self._program.inputs
-            if item.role != "rng"
-            and item.value not in self._names
-            and (self._uses[item.value] or item.value in wanted)
+            if item.role != "rng" and item.value not in self._names and (self._uses[item.value] or item.value in wanted)
         ]
 
     def _name_random_states(self) -> None:

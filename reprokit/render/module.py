@@ -26,7 +26,7 @@ from reprokit.render.module_names import ROOT_KEY, ModuleNames, class_name
 from reprokit.render.wording import headline, phase_words
 from reprokit.shrink.context.defaults import SEED, initial, modules_in_order, own_values
 from reprokit.shrink.context.layers import Layer
-from reprokit.shrink.context.search import Context
+from reprokit.shrink.context.piece import Context
 from reprokit.shrink.context.slices import is_container
 from reprokit.shrink.context.tree import Block, Key, Tree, calls_of
 from reprokit.shrink.context.variables import variables
@@ -133,7 +133,11 @@ class _Writer:
         if changed is None:
             return None
         uses_start = bool(self._context.drawn) or self._relies_on_seed()
-        return [*([f"torch.manual_seed({SEED})"] if uses_start else []), *(p for line in made for p in fold(line)), *changed]
+        return [
+            *([f"torch.manual_seed({SEED})"] if uses_start else []),
+            *(p for line in made for p in fold(line)),
+            *changed,
+        ]
 
     def _relies_on_seed(self) -> bool:
         """Whether any layer keeps random numbers it starts with."""
@@ -229,9 +233,7 @@ class _Writer:
         arguments = {value: name for value, name in self._argument_names(block)}
         program = self._statements(block, block.key, [], block.makes)
         given = {**({} if block.is_function else self._paths(block.key)), **arguments}
-        code = write_program(
-            program, {}, keep=block.makes, given=given, nouns=self._nouns, reserved=_RESERVED
-        )
+        code = write_program(program, {}, keep=block.makes, given=given, nouns=self._nouns, reserved=_RESERVED)
         body = list(code.body)
         returned = ", ".join(code.names[value] for value in block.makes)
         if body and returned and body[-1].startswith(f"{returned} = ") and len(block.makes) == 1:
@@ -330,9 +332,11 @@ def _drawn(tensor: torch.Tensor) -> Literal:
 
 
 def _is_random(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.numel() > 0 and bool((tensor != tensor.reshape(-1)[0]).any() or (
-        float(tensor.reshape(-1)[0]) not in (0.0, 1.0)
-    ))
+    return (
+        tensor.is_floating_point()
+        and tensor.numel() > 0
+        and bool((tensor != tensor.reshape(-1)[0]).any() or (float(tensor.reshape(-1)[0]) not in (0.0, 1.0)))
+    )
 
 
 def _imports(lines: list[str]) -> list[str]:

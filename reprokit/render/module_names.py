@@ -94,7 +94,9 @@ def _names_of(block: Block, children: Sequence[Key], taken: set[str]) -> dict[Ke
     layers = {item.key: item.layer is not None for item in block.items if _is_module(item)}
     if block.scope == ROOT and len(children) == 1 and not layers[children[0]]:
         return {children[0]: "model"}
-    bases = {key: _base(key, block.scope.path, prefers_class=block.scope == ROOT and not layers[key]) for key in children}
+    bases = {
+        key: _base(key, block.scope.path, prefers_class=block.scope == ROOT and not layers[key]) for key in children
+    }
     found: dict[Key, str] = {}
     for key, (base, number) in bases.items():
         is_alone = sum(other == base for other, _ in bases.values()) == 1

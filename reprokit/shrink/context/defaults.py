@@ -57,9 +57,7 @@ def own_values(tree: Tree, key: Key) -> list[int]:
     """The parameters and buffers that a module of the user's keeps itself, in the program's order."""
     in_layers = {value for block in tree.layers() if block.layer for value in block.layer.state.values()}
     return [
-        item.value
-        for item in tree.program.inputs
-        if tree.owners.get(item.value) == key and item.value not in in_layers
+        item.value for item in tree.program.inputs if tree.owners.get(item.value) == key and item.value not in in_layers
     ]
 
 

@@ -13,56 +13,32 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from reprokit.locate.failure import Failure
-from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Program, Ref, substitute
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Ref, substitute
 from reprokit.shrink.arguments import leaves, with_leaf
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.constants import is_number
+from reprokit.shrink.constants import filled, is_number, number_inputs
 from reprokit.shrink.context.defaults import initial
 from reprokit.shrink.context.ordinary import extraordinary
+from reprokit.shrink.context.piece import Context
 from reprokit.shrink.context.slices import Slice, Step
-from reprokit.shrink.context.tree import Tree, tree_of
+from reprokit.shrink.context.tree import tree_of
 from reprokit.shrink.oracle import Oracle, OutOfBudget, Verdict
 from reprokit.shrink.passes.cut import cuts
 from reprokit.shrink.passes.setting import simplify_precision
 from reprokit.shrink.passes.sizes import shrink_sizes
 from reprokit.shrink.passes.values import plainer_contents
 from reprokit.shrink.plainness import ANY, MAX_LITERALS, plainness
+from reprokit.shrink.probe import forms_of
 from reprokit.shrink.problem import Problem
 
 _OWN_CALLS = 24
+_FEW = 4
 _GROWTH = 8
 _SMALL_MODULE = 8
 _MAX_CALLS = 200
 _MAX_UNITS = 32
 _SIZE_CHECKS = 120
 _MIN_DRAWN = 9
-
-
-@dataclass(frozen=True)
-class Context:
-    """The piece of the model that was found.
-
-    ``drawn`` lists the inputs that hold `torch.randn` under the seed of the layers. ``is_ordinary`` tells whether all
-    inputs are ordinary; if not, nothing in the step was. ``checks`` and ``seconds`` are what it took.
-    """
-
-    program: Program
-    tensors: dict[int, torch.Tensor]
-    failure: Failure
-    drawn: tuple[int, ...] = ()
-    is_ordinary: bool = True
-    checks: int = 0
-    seconds: float = 0.0
-
-    @property
-    def candidate(self) -> Candidate:
-        """As a candidate."""
-        return Candidate(self.program, self.tensors)
-
-    @property
-    def tree(self) -> Tree:
-        """As modules."""
-        return tree_of(self.candidate)
 
 
 def find_context(whole: Candidate, failure: Failure, oracle: Oracle) -> Context | None:
@@ -93,6 +69,7 @@ class _Search:
     oracle: Oracle
     problem: Problem | None = None
     drawn: set[int] = field(default_factory=set)
+    shown: frozenset[int] = frozenset()
 
     def run(self) -> None:
         """Choose and shrink; what was reached is in ``problem``."""
@@ -104,6 +81,8 @@ class _Search:
         self.problem.accepts = lambda candidate: len(extraordinary(candidate)) <= limit
         self._drop_randomness()
         self._drop_autocast()
+        self._free_shapes()
+        self._plain_together()
         self._shrink_sizes()
         self._make_contiguous()
         simplify_precision(self.problem)
@@ -148,7 +127,7 @@ class _Search:
     def _around_output(self, origin: int) -> Iterator[Slice]:
         """What the origin depends on in its module, with more of where extraordinary inputs come from; then ever more."""
         seen: set[tuple[int, ...]] = set()
-        kept = self.step.upstream([origin], _OWN_CALLS, lambda index: self._is_inside(index, origin))
+        kept = self._own(origin)
         while len(kept) <= _MAX_CALLS:
             piece = Slice(self.step, self.step.connected(kept, origin, downstream=False))
             missing = self._causes(piece)
@@ -159,6 +138,15 @@ class _Search:
             if piece.kept in seen:
                 return
             seen.add(piece.kept)
+
+    def _own(self, origin: int) -> list[int]:
+        """What the origin depends on in its own module or function; at least a few calls, if it is in the loop."""
+        kept = self.step.upstream([origin], _OWN_CALLS, lambda index: self._is_inside(index, origin))
+        if self.step.place(origin)[0] or self.step.num_units(kept) >= _FEW:
+            return kept
+        more = self.step.upstream(kept, _FEW, lambda index: not self.step.program.calls[index].scope)
+        self.shown = frozenset(more)
+        return more
 
     def _causes(self, piece: Slice) -> list[int]:
         """Where inputs that are not ordinary came from: calls of the module that made them."""
@@ -181,7 +169,7 @@ class _Search:
         def is_inside(index: int) -> bool:
             return self._is_inside(index, origin)
 
-        own = self.step.upstream([origin], _OWN_CALLS, is_inside)
+        own = self._own(origin)
         later = self.step.downstream(origin, _OWN_CALLS, is_inside)
         sides = self.step.upstream(later, 2 * _OWN_CALLS, is_inside)
         kept = list(dict.fromkeys((*own, *later, *sides)))
@@ -221,7 +209,11 @@ class _Search:
             for depth in range(1, len(scope) + 1):
                 if scope[:depth] != own[:depth]:
                     groups.setdefault(scope[:depth], []).append(index)
-            if not self._is_inside(index, origin) and self.step.size_of(self.step.place(index)) > _SMALL_MODULE:
+            if (
+                index not in self.shown
+                and not self._is_inside(index, origin)
+                and self.step.size_of(self.step.place(index)) > _SMALL_MODULE
+            ):
                 groups.setdefault((index,), list(self.step.units[index]))
         for group in sorted(groups.values(), key=lambda members: -len(members)):
             kept = tuple(index for index in piece.kept if index not in group)
@@ -295,6 +287,33 @@ class _Search:
         finally:
             self.oracle.max_checks = limit
 
+    def _free_shapes(self) -> None:
+        """One size of every reshaping is left to torch, so that the sizes it is a product of can shrink apart."""
+        assert self.problem is not None
+        prober = self.problem.prober
+        ground = prober.ground(self._best)
+        if ground is None:
+            return
+        forms = forms_of(self._best)
+        shapes = prober.shapes(self._best.program, forms, ground)
+        best = self._best
+        for index, call in enumerate(best.program.calls):
+            for freed in _with_free_size(call):
+                calls = (*best.program.calls[:index], freed, *best.program.calls[index + 1 :])
+                program = replace(best.program, calls=calls)
+                if prober.shapes(program, forms, ground) == shapes:
+                    best = replace(best, program=program)
+                    break
+        self._try(best, "free sizes in shapes")
+
+    def _plain_together(self) -> None:
+        """One number everywhere, where that fails as well: then sizes shrink without regard to what is where."""
+        items = [item for item in number_inputs(self._best) if item.role != "gradient"]
+        for number in (1.0, 0.0):
+            tensors = {item.value: filled(self._best.tensors[item.value], number) for item in items}
+            if self._try(self._best.with_tensors(tensors), f"all numbers {number:g}"):
+                return
+
     def _drop_autocast(self) -> None:
         calls = self._best.program.calls
         if any(call.mode.autocast for call in calls):
@@ -360,6 +379,15 @@ class _Search:
             if drawn and self._try(self._best.with_tensors({v: numbers[v] for v in drawn}), "seeded numbers"):
                 self.drawn = drawn
                 return
+
+
+def _with_free_size(call: Call) -> Iterator[Call]:
+    """A reshaping with one of its sizes as -1, largest first."""
+    sizes = [(path, leaf) for path, leaf in leaves(call) if isinstance(leaf, int) and not isinstance(leaf, bool)]
+    if call.name not in ("view", "reshape") or len(sizes) < 2 or any(size < 2 for _, size in sizes if size != 1):
+        return
+    for path, _ in sorted(sizes, key=lambda item: -item[1]):
+        yield with_leaf(call, path, -1)
 
 
 def _bypassed(candidate: Candidate, index: int) -> Candidate:

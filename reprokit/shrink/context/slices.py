@@ -6,7 +6,7 @@ layers whole. It grows upstream from what it is given, and for a gradient downst
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -211,7 +211,7 @@ class Slice:
         for value, index in self.boundary().items():
             old = known.get(value)
             call = self.step.program.calls[index]
-            name = old.name if old is not None else self.step.variables.get(value) or unique_name(call, value, inputs)
+            name = old.name if old is not None else self.step.variables.get(value) or _name(call, value, inputs)
             needs_grad = self.is_differentiated and (index, value) in recording.needs_grad
             inputs.append(Input(value, name, old.role if old is not None else "batch", needs_grad))
             tensors[value] = recording.inputs[index, value]
@@ -258,7 +258,9 @@ class Slice:
             return None
         calls = [*self._calls(), Call(AUTOGRAD_BACKWARD, (starts, gradients), phase="backward")]
         if self.update is not None:
-            calls.append(self._step_on([item.value for item in inputs if item.requires_grad], inputs, tensors, recording))
+            calls.append(
+                self._step_on([item.value for item in inputs if item.requires_grad], inputs, tensors, recording)
+            )
         return Candidate(Program(tuple(calls), tuple(inputs), (), self.step.program.modules), tensors)
 
     def _step_on(
@@ -281,3 +283,12 @@ class Slice:
                     inputs.append(Input(ref.value, key, "state"))
                     tensors[ref.value] = recording.inputs[self.update, ref.value]
         return replace(call, args=(), kwargs=content, outputs=None)
+
+
+def _name(call: Call, value: int, taken: Sequence[Input]) -> str:
+    """A name for what a call is given, other than those there are."""
+    name = unique_name(call, value, taken)
+    if name != f"x{value}":
+        return name
+    used = {item.name for item in taken}
+    return next(word for word in (*"uvabcd", *(f"x{n}" for n in range(1, len(used) + 2))) if word not in used)

@@ -145,9 +145,7 @@ def _connected(root: Block, program: Program) -> Block:
             after |= {value for call in calls for value in call.input_refs()}
         calls = calls_of(block)
         inner = {inside.key for inside in block.blocks()}
-        given = dict.fromkeys(
-            value for value in _free(calls) if value not in owners or owners[value] not in inner
-        )
+        given = dict.fromkeys(value for value in _free(calls) if value not in owners or owners[value] not in inner)
         made = dict.fromkeys(v for call in calls for v in call.output_refs() if v not in _free(calls))
         layer = block.layer
         return replace(
