@@ -96,7 +96,7 @@ def _fitting(cls: str, run: Run, inputs: Mapping[int, Input], note: ModuleNote) 
     made = {value for call in calls for value in call.output_refs()}
     read = dict.fromkeys(v for call in calls for v in call.input_refs() if v not in state.values())
     given = [value for value in read if value not in made or _is_written_before(value, calls)]
-    arguments = _constructor(cls, calls, {name: values[value] for name, value in state.items()}, note)
+    arguments = _constructor(cls, run, {name: values[value] for name, value in state.items()}, note)
     dtypes = {values[v].dtype for v in state.values() if values[v].is_floating_point()}
     suffix = _SUFFIXES.get(next(iter(dtypes)), "") if len(dtypes) == 1 else ""
     for positional, keywords in _ways_to_call(cls, given):
@@ -141,12 +141,14 @@ def _state_name(name: str, known: frozenset[str]) -> str:
     return bare if last not in known and bare in known else last
 
 
-def _constructor(cls: str, calls: Sequence[Call], state: Mapping[str, torch.Tensor], note: ModuleNote) -> Arguments:
+def _constructor(cls: str, run: Run, state: Mapping[str, torch.Tensor], note: ModuleNote) -> Arguments:
     """All constructor arguments by name, sizes as they are now."""
     arguments = dict(note.arguments)
     find = _SIZES.get(cls.rstrip("123d")) or _SIZES.get(cls)
     if find is not None:
-        arguments.update(find(calls, state))
+        arguments.update(find(run.calls, state))
+    elif cls == "MultiheadAttention":
+        arguments.update(_attention(run, state))
     for name in ("device", "dtype", "kdim", "vdim"):
         arguments.pop(name, None)
     return arguments
@@ -207,10 +209,11 @@ def _recurrent(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Argu
     return {**found, "batch_first": call.args[place + 6] if len(call.args) > place + 6 else False}
 
 
-def _attention(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
+def _attention(run: Run, state: Mapping[str, torch.Tensor]) -> Arguments:
     width = state["in_proj_weight"].shape[1]
-    heads = next(call for call in calls if call.name == "view" and len(call.args) == 4)
-    found = {"embed_dim": width, "num_heads": width // heads.args[3], "bias": "in_proj_bias" in state}
+    split = next(call for call in run.calls if call.name == "view" and len(call.args) == 4)
+    per_head = run.after[split.output_refs()[0]].shape[-1]
+    found = {"embed_dim": width, "num_heads": width // per_head, "bias": "in_proj_bias" in state}
     return {**found, "dropout": 0.0}
 
 
@@ -224,7 +227,6 @@ _SIZES: dict[str, Callable[[Sequence[Call], Mapping[str, torch.Tensor]], Argumen
     "BatchNorm": _batch_norm,
     "InstanceNorm": _batch_norm,
     "GroupNorm": _group_norm,
-    "MultiheadAttention": _attention,
     **dict.fromkeys(_RECURRENT, _recurrent),
 }
 
