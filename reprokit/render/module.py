@@ -30,6 +30,7 @@ from reprokit.shrink.context.piece import Context
 from reprokit.shrink.context.slices import is_container
 from reprokit.shrink.context.tree import Block, Key, Tree, calls_of
 from reprokit.shrink.context.variables import variables
+from reprokit.shrink.plainness import seed_of
 from reprokit.snapshot.redact import redact_text
 
 MODULE_FILE = "repro_module.py"
@@ -79,7 +80,8 @@ class _Writer:
 
     def write(self, num_calls_before: int | None, version: str) -> ModuleScript | None:
         """The whole script."""
-        if any(call.mode.rng is not None for call in self._context.program.calls):
+        start = self._random_start()
+        if start is None:
             return None
         subject = self._subject()
         owned = self._owned()
@@ -100,7 +102,7 @@ class _Writer:
             header=list(self._header(num_calls_before, version)),
             imports=_imports(lines),
             classes=classes,
-            setup=[*setup, *code.inputs],
+            setup=[*setup, *code.inputs, *start],
             body=code.body,
             check=check,
         )
@@ -124,6 +126,14 @@ class _Writer:
         if not self._context.is_ordinary:
             yield "Nothing that the step was given is of ordinary size, so the inputs here are not either."
         yield "Ends with exit code 1 while the bug is there, and with 0 once it is gone."
+
+    def _random_start(self) -> list[str] | None:
+        """The line that seeds the generator before the one call that is random; ``None`` when there are more."""
+        states = [call.mode.rng.value for call in self._context.program.calls if call.mode.rng is not None]
+        if not states:
+            return []
+        seed = seed_of(self._context.tensors[states[0]]) if len(states) == 1 else None
+        return None if seed is None else [f"torch.manual_seed({seed})"]
 
     def _setup(self, owned: Mapping[Key, list[str]]) -> list[str] | None:
         """The seed, the modules, and the parameters that are not what the layers start with."""
@@ -257,6 +267,7 @@ class _Writer:
         calls = []
         for item in block.items:
             calls.append(item if isinstance(item, Call) else self._child_call(item, inside))
+        calls = [replace(call, mode=replace(call.mode, rng=None)) for call in calls]
         if inside != ROOT_KEY and (mode := _uniform_mode(block)) is not None:
             calls = [replace(call, mode=_without(call.mode, mode)) for call in calls]
         return Program(tuple(calls), tuple(inputs), tuple(Ref(value) for value in ends))
@@ -298,7 +309,7 @@ def _uniform_mode(block: Block) -> Mode | None:
 
 def _without(mode: Mode, outer: Mode) -> Mode:
     """A mode inside a call that was made in ``outer``."""
-    return replace(Mode(), rng=mode.rng) if replace(mode, rng=None) == outer else mode
+    return Mode() if mode == outer else mode
 
 
 def _layer_text(layer: Layer) -> str:

@@ -95,7 +95,8 @@ def _fitting(cls: str, run: Run, inputs: Mapping[int, Input], note: ModuleNote) 
     state = _state(cls, calls, inputs, note)
     made = {value for call in calls for value in call.output_refs()}
     read = dict.fromkeys(v for call in calls for v in call.input_refs() if v not in state.values())
-    given = [value for value in read if value not in made or _is_written_before(value, calls)]
+    states = {call.mode.rng.value for call in calls if call.mode.rng is not None}
+    given = [v for v in read if v not in states and (v not in made or _is_written_before(v, calls))]
     arguments = _constructor(cls, run, {name: values[value] for name, value in state.items()}, note)
     dtypes = {values[v].dtype for v in state.values() if values[v].is_floating_point()}
     suffix = _SUFFIXES.get(next(iter(dtypes)), "") if len(dtypes) == 1 else ""
@@ -324,7 +325,8 @@ def _agrees(layer: Layer, run: Run) -> bool:
         if layer.cls == "MultiheadAttention":  # tells the cases apart by identity
             arguments = [values[value] for value in layer.positional]
         with Modes() as modes:
-            modes.enter(run.calls[-1].mode)
+            mode = run.calls[-1].mode
+            modes.enter(mode, values[mode.rng.value] if mode.rng is not None else None)
             result = module(*arguments, **{name: values[value] for name, value in layer.keywords.items()})
     except Exception:  # a layer that does not fit may fail in as many ways as there are layers
         return False

@@ -23,10 +23,10 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
     return largest <= _LIMITS.get(tensor.dtype, _LIMIT)
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds only finite numbers."""
-    plain = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-    return bool(torch.isfinite(plain.detach()).all())
+def moderate(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with zeros in place of what is not ordinary."""
+    limit = _LIMITS.get(tensor.dtype, _LIMIT)
+    return torch.where(tensor.abs() <= limit, tensor, torch.zeros((), dtype=tensor.dtype))
 
 
 def extraordinary(candidate: Candidate) -> list[int]:

@@ -6,8 +6,9 @@ the module where the failure was born, and never takes an input that is not ordi
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,16 +19,16 @@ from reprokit.shrink.arguments import leaves, with_leaf
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.constants import filled, is_number, number_inputs
 from reprokit.shrink.context.defaults import initial
-from reprokit.shrink.context.ordinary import extraordinary
+from reprokit.shrink.context.ordinary import extraordinary, moderate
 from reprokit.shrink.context.piece import Context
-from reprokit.shrink.context.slices import Slice, Step
+from reprokit.shrink.context.slices import Place, Slice, Step
 from reprokit.shrink.context.tree import tree_of
 from reprokit.shrink.oracle import Oracle, OutOfBudget, Verdict
 from reprokit.shrink.passes.cut import cuts
 from reprokit.shrink.passes.setting import simplify_precision
 from reprokit.shrink.passes.sizes import shrink_sizes
 from reprokit.shrink.passes.values import plainer_contents
-from reprokit.shrink.plainness import ANY, MAX_LITERALS, plainness
+from reprokit.shrink.plainness import ANY, MAX_LITERALS, NUM_SEEDS, plainness, seed_of, state_of_seed
 from reprokit.shrink.probe import forms_of
 from reprokit.shrink.problem import Problem
 
@@ -36,7 +37,7 @@ _FEW = 4
 _GROWTH = 8
 _SMALL_MODULE = 8
 _MAX_CALLS = 200
-_MAX_UNITS = 32
+_MAX_UNITS = 42
 _SIZE_CHECKS = 120
 _MIN_DRAWN = 9
 
@@ -84,16 +85,20 @@ class _Search:
         self._free_shapes()
         self._plain_together()
         self._shrink_sizes()
+        self._rescale_attention()
         self._make_contiguous()
         simplify_precision(self.problem)
         self._sum_outputs()
         self._plain_values()
+        for item in self._best.program.inputs:
+            if item.role == "rng" and seed_of(self._best.tensors[item.value]) is None:
+                self._seed(item.value)
 
     # -- the slice -----------------------------------------------------------------------------------------------
 
     def _start(self) -> Candidate | None:
         """The first slice that fails in the same way and is ordinary, brought to whole modules; else the first."""
-        second_best = None
+        second_best: tuple[int, Candidate] | None = None
         for piece in self._slices():
             candidate = piece.candidate(self.failure.value)
             if candidate is None or not self._is_same(candidate, f"{len(piece.kept)} calls around the origin"):
@@ -103,9 +108,20 @@ class _Search:
                 piece, candidate = self._without_modules(piece, candidate)
                 if not is_long or self.step.num_units(piece.kept) <= _MAX_UNITS:
                     return self._with_whole_modules(piece, candidate)
-            if second_best is None or is_long < second_best[0]:
-                second_best = is_long, candidate
+            elif not is_long:
+                candidate = self._tamed(candidate)
+            rank = 2 * bool(extraordinary(candidate)) + is_long
+            if second_best is None or rank < second_best[0]:
+                second_best = rank, candidate
         return second_best[1] if second_best is not None else self._cut()
+
+    def _tamed(self, candidate: Candidate) -> Candidate:
+        """With zeros in place of the numbers that are not ordinary, if it fails without them: all, else one by one."""
+        for values in (extraordinary(candidate), *([value] for value in extraordinary(candidate))):
+            tame = candidate.with_tensors({value: moderate(candidate.tensors[value]) for value in values})
+            if values and self._is_same(tame, "ordinary numbers"):
+                candidate = tame
+        return candidate
 
     def _slices(self) -> Iterator[Slice]:
         """Slices, likeliest first."""
@@ -123,6 +139,10 @@ class _Search:
     def _is_inside(self, index: int, origin: int) -> bool:
         """Whether a call runs in the same module as the origin, or in a child of it; in the loop, the same function."""
         return self.step.is_inside(index, self.step.place(origin))
+
+    def _among(self, place: Place) -> Callable[[int], bool]:
+        """Whether a call runs in a module."""
+        return lambda index: self.step.is_inside(index, place)
 
     def _around_output(self, origin: int) -> Iterator[Slice]:
         """What the origin depends on in its module, with more of where extraordinary inputs come from; then ever more."""
@@ -159,7 +179,7 @@ class _Search:
             maker = next((i for i in makers if value in calls[i].output_refs() and self.step.is_forward(i)), None)
             if maker is not None:
                 place = self.step.place(maker)
-                found += self.step.upstream([maker], _GROWTH, lambda index, at=place: self.step.is_inside(index, at))
+                found += self.step.upstream([maker], _GROWTH, self._among(place))
         return [index for index in dict.fromkeys(found) if index not in piece.kept]
 
     def _around_gradient(self, origin: int) -> Iterator[Slice]:
@@ -174,8 +194,8 @@ class _Search:
         sides = self.step.upstream(later, 2 * _OWN_CALLS, is_inside)
         kept = list(dict.fromkeys((*own, *later, *sides)))
         if self.step.num_units(kept) > _MAX_UNITS:
-            for limit in (_OWN_CALLS // 2, _OWN_CALLS // 4, 1):
-                yield self._differentiated(self.step.upstream([origin], limit, is_inside), origin)
+            for limit in (_OWN_CALLS, _OWN_CALLS // 4, 1):
+                yield from self._explained(self.step.upstream([origin], limit, is_inside), origin)
         while len(kept) <= _MAX_CALLS:
             yield self._differentiated(kept, origin)
             before, limit = len(kept), 2 * len(kept)
@@ -183,6 +203,16 @@ class _Search:
             kept = list(dict.fromkeys((*kept, *later, *self.step.upstream([*later, *kept], limit, lambda index: True))))
             if len(kept) == before:
                 return
+
+    def _explained(self, kept: list[int], origin: int) -> Iterator[Slice]:
+        """A slice for a gradient, with more of where extraordinary inputs come from while it does not get too long."""
+        while self.step.num_units(kept) <= _MAX_UNITS:
+            piece = self._differentiated(kept, origin)
+            yield piece
+            causes = self._causes(piece)
+            if not causes:
+                return
+            kept = [*piece.kept, *causes]
 
     def _differentiated(self, kept: list[int], origin: int) -> Slice:
         return Slice(self.step, self.step.connected(kept, origin, downstream=True), is_differentiated=True)
@@ -228,7 +258,7 @@ class _Search:
         for place in dict.fromkeys(self.step.place(index) for index in piece.kept):
             if place[0] and self.step.size_of(place) <= _SMALL_MODULE:
                 inside = [index for index in piece.kept if self.step.is_inside(index, place)]
-                whole = self.step.upstream(inside, _MAX_CALLS, lambda index, at=place: self.step.is_inside(index, at))
+                whole = self.step.upstream(inside, _MAX_CALLS, self._among(place))
                 kept = tuple(sorted({*piece.kept, *whole}))
                 if kept != piece.kept:
                     piece, candidate = self._better(replace(piece, kept=kept), "a whole module") or (piece, candidate)
@@ -270,8 +300,16 @@ class _Search:
             if call.mode.rng is not None and call in self._best.program.calls:
                 index = self._best.program.calls.index(call)
                 change = f"without the randomness of {call.name}"
-                if not self._try(_bypassed(self._best, index), change):
-                    self._try(_with_certainty(self._best, index), change)
+                is_gone = self._try(_bypassed(self._best, index), change)
+                if not is_gone and not self._try(_with_certainty(self._best, index), change):
+                    self._seed(call.mode.rng.value)
+
+    def _seed(self, value: int) -> None:
+        """Start a generator from a small seed."""
+        size = self._best.tensors[value].numel()
+        for seed in range(NUM_SEEDS):
+            if self._try(self._best.with_tensors({value: state_of_seed(seed, size)}), f"seed {seed}"):
+                return
 
     def _shrink_sizes(self) -> None:
         """Sizes as small as a fixed number of checks allows; what is left of the budget is for the rest."""
@@ -298,7 +336,7 @@ class _Search:
         shapes = prober.shapes(self._best.program, forms, ground)
         best = self._best
         for index, call in enumerate(best.program.calls):
-            for freed in _with_free_size(call):
+            for freed in _with_free_size(call, {size for form in forms.values() for size in form.shape}):
                 calls = (*best.program.calls[:index], freed, *best.program.calls[index + 1 :])
                 program = replace(best.program, calls=calls)
                 if prober.shapes(program, forms, ground) == shapes:
@@ -319,6 +357,22 @@ class _Search:
         if any(call.mode.autocast for call in calls):
             plain = tuple(replace(call, mode=replace(call.mode, autocast=())) for call in calls)
             self._try(replace(self._best, program=replace(self._best.program, calls=plain)), "no autocast")
+
+    def _rescale_attention(self) -> None:
+        """In torch's attention the factor that belongs to the width each head has now."""
+        assert self.problem is not None
+        ground = self.problem.prober.ground(self._best)
+        forms = forms_of(self._best)
+        shapes = self.problem.prober.shapes(self._best.program, forms, ground) if ground is not None else None
+        calls = list(self._best.program.calls)
+        for index, call in enumerate(calls):
+            is_inside = any(scope.cls == "MultiheadAttention" for scope in call.scope)
+            if shapes is not None and is_inside and call.name == "mul" and isinstance(call.args[-1], float):
+                width = shapes[call.output_refs()[0]][-1]
+                calls[index] = replace(call, args=(*call.args[:-1], math.sqrt(1.0 / width)))
+        if calls != list(self._best.program.calls):
+            program = replace(self._best.program, calls=tuple(calls))
+            self._try(replace(self._best, program=program), "attention scaled anew")
 
     def _make_contiguous(self) -> None:
         tensors = {
@@ -381,13 +435,13 @@ class _Search:
                 return
 
 
-def _with_free_size(call: Call) -> Iterator[Call]:
-    """A reshaping with one of its sizes as -1, largest first."""
-    sizes = [(path, leaf) for path, leaf in leaves(call) if isinstance(leaf, int) and not isinstance(leaf, bool)]
-    if call.name not in ("view", "reshape") or len(sizes) < 2 or any(size < 2 for _, size in sizes if size != 1):
-        return
-    for path, _ in sorted(sizes, key=lambda item: -item[1]):
-        yield with_leaf(call, path, -1)
+def _with_free_size(call: Call, sizes: set[int]) -> Iterator[Call]:
+    """A reshaping with its largest size as -1, if that is a product rather than a size of an input."""
+    places = [(path, leaf) for path, leaf in leaves(call) if isinstance(leaf, int) and not isinstance(leaf, bool)]
+    if call.name in ("view", "reshape") and len(places) > 1 and all(size > 0 for _, size in places):
+        path, largest = max(places, key=lambda place: place[1])
+        if largest not in sizes:
+            yield with_leaf(call, path, -1)
 
 
 def _bypassed(candidate: Candidate, index: int) -> Candidate:

@@ -109,7 +109,7 @@ class Step:
         return other[0][: len(scope)] == scope if scope else other == place
 
     def connected(self, kept: Iterable[int], origin: int, *, downstream: bool) -> tuple[int, ...]:
-        """Of some calls those that the origin depends on through them; with ``downstream`` what leads on from it too."""
+        """Of some calls those that the origin depends on through them; with ``downstream`` also what leads on from it."""
         among = frozenset(kept)
         everything = len(self.program.calls)
         later = self.downstream(origin, everything, among.__contains__) if downstream else [origin]
@@ -291,4 +291,5 @@ def _name(call: Call, value: int, taken: Sequence[Input]) -> str:
     if name != f"x{value}":
         return name
     used = {item.name for item in taken}
-    return next(word for word in (*"uvabcd", *(f"x{n}" for n in range(1, len(used) + 2))) if word not in used)
+    words = [*"uvabcd", *(f"x{number}" for number in range(1, len(used) + 2))]
+    return next(word for word in words if word not in used)

@@ -135,6 +135,7 @@ def _connected(root: Block, program: Program) -> Block:
     """The tree with what each block reads and makes."""
     ends = {ref.value for ref in program.outputs}
     owners = _owners(root, program)
+    states = {item.value for item in program.inputs if item.role == "rng"}
 
     def connect(block: Block, needed: frozenset[int]) -> Block:
         items: list[Call | Block] = []
@@ -145,7 +146,11 @@ def _connected(root: Block, program: Program) -> Block:
             after |= {value for call in calls for value in call.input_refs()}
         calls = calls_of(block)
         inner = {inside.key for inside in block.blocks()}
-        given = dict.fromkeys(value for value in _free(calls) if value not in owners or owners[value] not in inner)
+        given = dict.fromkeys(
+            value
+            for value in _free(calls)
+            if value not in states and (value not in owners or owners[value] not in inner)
+        )
         made = dict.fromkeys(v for call in calls for v in call.output_refs() if v not in _free(calls))
         layer = block.layer
         return replace(
