@@ -225,6 +225,10 @@ def print_result(summary: dict[str, Any], folder: Path, verbosity: Verbosity = V
         say(line)
     repro = summary["repro"]
     say(f"{repro['lines']} lines, verified {repro['verified']} in clean processes -> {shown_path(folder)}")
+    context = summary.get("context")
+    if context:
+        words = f"{context['lines']} lines, verified {context['verified']}"
+        say(f"the piece of the model it comes from: {words} -> {shown_path(Path(context['path']))}")
     say(f"next: {shown_command('python', shown_path(Path(repro['path'])))}")
 
 

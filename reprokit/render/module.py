@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from reprokit.errors import NotReproduced
 from reprokit.program.ir import Call, Input, Mode, Program, Ref
 from reprokit.render import expression, names
 from reprokit.render.check import Subject, find_subject, write_check
@@ -63,7 +62,7 @@ class ModuleScript:
 def write_module_script(
     context: Context, *, num_calls_before: int | None = None, torch_version: str | None = None
 ) -> ModuleScript | None:
-    """The context as a script; ``None`` when it would need a side file. Raises `NotReproduced` when it does not fail."""
+    """The context as a script; ``None`` when it would need a side file. Raises `NotReproduced` if it does not fail."""
     return _Writer(context, context.tree).write(num_calls_before, torch_version or torch.__version__)
 
 
@@ -365,6 +364,3 @@ def _numbered(name: str) -> Iterator[str]:
     while True:
         yield f"{name}{number}"
         number += 1
-
-
-__all__ = ["MAX_LINES", "MODULE_FILE", "ModuleScript", "NotReproduced", "write_module_script"]

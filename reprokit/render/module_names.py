@@ -1,4 +1,4 @@
-"""Names inside a context repro: attributes for the children of a module, classes, and paths such as ``model.fc.weight``."""
+"""Names inside a context repro: attributes for children of a module, classes, and paths such as ``model.fc.weight``."""
 
 from __future__ import annotations
 

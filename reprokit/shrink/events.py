@@ -153,7 +153,19 @@ class Writing:
         return "writing the results and verifying them in clean processes"
 
 
-Event = Started | Replayed | Resumed | PassStarted | Checked | Improved | PassEnded | Varied | ContextChecked | Finished | Writing
+Event = (
+    Started
+    | Replayed
+    | Resumed
+    | PassStarted
+    | Checked
+    | Improved
+    | PassEnded
+    | Varied
+    | ContextChecked
+    | Finished
+    | Writing
+)
 
 
 def as_plain(event: Event) -> dict[str, Any]:

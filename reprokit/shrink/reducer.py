@@ -101,7 +101,8 @@ def shrink(
     does not fail reliably, and `SnapshotError` or `UsageError` when there is nothing to resume from.
 
     ``level`` is ``op`` for the minimum, with the context beside it; ``module`` for the context as the result; ``step``
-    for the whole step with plainer values. ``check`` says what counts as the failure (`checks.spec.SYNTAX`), by default what the snapshot recorded.
+    for the whole step with plainer values. ``check`` says what counts as the failure (`checks.spec.SYNTAX`), by default
+    what the snapshot recorded.
     ``isolation`` says where candidates run: ``auto`` (here unless they may crash), ``process``, ``fork`` or ``worker``;
     ``executor``, anything like those of ``concurrent.futures``, takes those that do not run here. ``jobs`` is how many
     run at once; it changes neither the result nor the log. ``limits`` bounds each candidate's time and memory, by

@@ -1,6 +1,6 @@
 """Torch's own layers: the constructor call that gives the layer whose forward made some recorded calls.
 
-Sizes are read from the weights and from the calls, since the ones noted at capture may have shrunk; the rest is as noted.
+Sizes are read from the weights and the calls, since the ones noted at capture may have shrunk; the rest is as noted.
 Nothing is believed: the layer is built, given its parameters and run, and must return what was recorded, bit for bit.
 """
 
@@ -30,8 +30,8 @@ Arguments = dict[str, Any]
 class Layer:
     """One of torch's layers with its constructor arguments, and how it was called.
 
-    ``state`` maps the names of parameters and buffers to values. ``positional`` and ``keywords`` are the values given to
-    its forward, ``outputs`` mirrors what it returned. ``suffix`` converts it, as in ``nn.Linear(4, 4).half()``.
+    ``state`` maps the names of parameters and buffers to values. ``positional`` and ``keywords`` are the values given
+    to its forward, ``outputs`` mirrors what it returned. ``suffix`` converts it, as in ``nn.Linear(4, 4).half()``.
     """
 
     cls: str

@@ -1,11 +1,12 @@
 """The search for the context: choose a slice, let it grow until it explains itself, then make it small.
 
-Every step is confirmed by an oracle with the signature of the snapshot. Unlike the minimum, a context keeps all calls of
-the module where the failure was born, and never takes an input that is not ordinary for one that is.
+Every step is confirmed by an oracle with the signature of the snapshot. Unlike the minimum, a context keeps all calls
+of the module where the failure was born, and never takes an input that is not ordinary for one that is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -14,11 +15,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from reprokit.locate.failure import Failure
-from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Ref, substitute
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Ref, Scope
 from reprokit.shrink.arguments import leaves, with_leaf
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.constants import filled, is_number, number_inputs
 from reprokit.shrink.context.defaults import initial
+from reprokit.shrink.context.identity import module_runs, without_call, without_module
 from reprokit.shrink.context.ordinary import extraordinary, moderate
 from reprokit.shrink.context.piece import Context
 from reprokit.shrink.context.slices import Place, Slice, Step
@@ -29,7 +31,7 @@ from reprokit.shrink.passes.setting import simplify_precision
 from reprokit.shrink.passes.sizes import shrink_sizes
 from reprokit.shrink.passes.values import plainer_contents
 from reprokit.shrink.plainness import ANY, MAX_LITERALS, NUM_SEEDS, plainness, seed_of, state_of_seed
-from reprokit.shrink.probe import forms_of
+from reprokit.shrink.probe import Shapes, forms_of
 from reprokit.shrink.problem import Problem
 
 _OWN_CALLS = 24
@@ -49,10 +51,8 @@ def find_context(whole: Candidate, failure: Failure, oracle: Oracle) -> Context 
     """
     started = time.monotonic()
     search = _Search(Step(whole), failure, oracle)
-    try:
+    with contextlib.suppress(OutOfBudget):
         search.run()
-    except OutOfBudget:
-        pass
     if search.problem is None:
         return None
     best = search.problem.best
@@ -82,6 +82,7 @@ class _Search:
         self.problem.accepts = lambda candidate: len(extraordinary(candidate)) <= limit
         self._drop_randomness()
         self._drop_autocast()
+        self._drop_layers()
         self._free_shapes()
         self._plain_together()
         self._shrink_sizes()
@@ -145,7 +146,7 @@ class _Search:
         return lambda index: self.step.is_inside(index, place)
 
     def _around_output(self, origin: int) -> Iterator[Slice]:
-        """What the origin depends on in its module, with more of where extraordinary inputs come from; then ever more."""
+        """What the origin depends on in its module, with more of where extraordinary inputs come from; then more."""
         seen: set[tuple[int, ...]] = set()
         kept = self._own(origin)
         while len(kept) <= _MAX_CALLS:
@@ -300,7 +301,8 @@ class _Search:
             if call.mode.rng is not None and call in self._best.program.calls:
                 index = self._best.program.calls.index(call)
                 change = f"without the randomness of {call.name}"
-                is_gone = self._try(_bypassed(self._best, index), change)
+                bypassed = without_call(self._best, index)
+                is_gone = bypassed is not None and self._try(bypassed, change)
                 if not is_gone and not self._try(_with_certainty(self._best, index), change):
                     self._seed(call.mode.rng.value)
 
@@ -324,6 +326,31 @@ class _Search:
                 raise
         finally:
             self.oracle.max_checks = limit
+
+    def _drop_layers(self) -> None:
+        """Modules by identity, largest first, the origin's own never."""
+        origin = self._place_of_origin()
+        tried: set[tuple[Scope, ...]] = set()
+        while True:
+            best, shapes = self._best, self._shapes()
+            runs = [run for run in module_runs(best) if origin not in {best.program.calls[i].scope for i in run}]
+            run = next((run for run in runs if _scope_of(best, run) not in tried), None)
+            if run is None or shapes is None:
+                return
+            tried.add(_scope_of(best, run))
+            any(self._try(shorter, "a module by identity") for shorter in without_module(best, run, shapes))
+
+    def _place_of_origin(self) -> tuple[Scope, ...]:
+        assert self.problem is not None
+        index = self.problem.failure.call_index
+        return self._best.program.calls[index].scope if index is not None else ()
+
+    def _shapes(self) -> Shapes | None:
+        """The shapes of all values of the best candidate, if a probe can tell."""
+        assert self.problem is not None
+        ground = self.problem.prober.ground(self._best)
+        forms = forms_of(self._best)
+        return self.problem.prober.shapes(self._best.program, forms, ground) if ground is not None else None
 
     def _free_shapes(self) -> None:
         """One size of every reshaping is left to torch, so that the sizes it is a product of can shrink apart."""
@@ -361,9 +388,7 @@ class _Search:
     def _rescale_attention(self) -> None:
         """In torch's attention the factor that belongs to the width each head has now."""
         assert self.problem is not None
-        ground = self.problem.prober.ground(self._best)
-        forms = forms_of(self._best)
-        shapes = self.problem.prober.shapes(self._best.program, forms, ground) if ground is not None else None
+        shapes = self._shapes()
         calls = list(self._best.program.calls)
         for index, call in enumerate(calls):
             is_inside = any(scope.cls == "MultiheadAttention" for scope in call.scope)
@@ -444,20 +469,11 @@ def _with_free_size(call: Call, sizes: set[int]) -> Iterator[Call]:
             yield with_leaf(call, path, -1)
 
 
-def _bypassed(candidate: Candidate, index: int) -> Candidate:
-    """With what a call was given in place of what it returned."""
-    program = candidate.program
-    call = program.calls[index]
-    outputs, inputs = call.output_refs(), [arg for arg in call.args if isinstance(arg, Ref)]
-    if len(outputs) != 1 or not inputs:
-        return candidate
-    change = {outputs[0]: inputs[0]}
-    later = [
-        replace(c, args=substitute(c.args, change), kwargs=substitute(dict(c.kwargs), change))
-        for c in program.calls[index + 1 :]
-    ]
-    ends = tuple(change.get(ref.value, ref) for ref in program.outputs)
-    return replace(candidate, program=replace(program, calls=(*program.calls[:index], *later), outputs=ends))
+def _scope_of(candidate: Candidate, run: frozenset[int]) -> tuple[Scope, ...]:
+    """The module that a run is of: what the scopes of its calls begin with."""
+    scopes = [candidate.program.calls[index].scope for index in sorted(run)]
+    depth = next((d for d, levels in enumerate(zip(*scopes, strict=False)) if len(set(levels)) > 1), None)
+    return scopes[0][:depth]
 
 
 def _with_certainty(candidate: Candidate, index: int) -> Candidate:

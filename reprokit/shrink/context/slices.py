@@ -6,7 +6,7 @@ layers whole. It grows upstream from what it is given, and for a gradient downst
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -109,7 +109,7 @@ class Step:
         return other[0][: len(scope)] == scope if scope else other == place
 
     def connected(self, kept: Iterable[int], origin: int, *, downstream: bool) -> tuple[int, ...]:
-        """Of some calls those that the origin depends on through them; with ``downstream`` also what leads on from it."""
+        """Of some calls those that the origin depends on through them; with ``downstream`` and leads on."""
         among = frozenset(kept)
         everything = len(self.program.calls)
         later = self.downstream(origin, everything, among.__contains__) if downstream else [origin]
@@ -291,5 +291,6 @@ def _name(call: Call, value: int, taken: Sequence[Input]) -> str:
     if name != f"x{value}":
         return name
     used = {item.name for item in taken}
-    words = [*"uvabcd", *(f"x{number}" for number in range(1, len(used) + 2))]
-    return next(word for word in words if word not in used)
+    words: list[str] = [*"uvabcd", *(f"x{number}" for number in range(1, len(used) + 2))]
+    free: Iterator[str] = (word for word in words if word not in used)
+    return next(free)
