@@ -136,16 +136,17 @@ class _Work:
 
     def _write(self, reduction: Reduction) -> dict[str, Any]:
         """Render beside the results, and put everything in place at once when it is verified."""
-        from reprokit.render import render_all
+        from reprokit.render import render_all, render_context
 
         with tempfile.TemporaryDirectory(prefix=STAGING, dir=self._folder) as staging:
             if self._plan.check is not None and self._plan.check.file is not None:
                 shutil.copy(self._plan.check.file, staging)  # the repro runs it
             repro = render_all(reduction, self._snapshot, Path(staging))
+            context = render_context(reduction, self._snapshot, Path(staging))
             with self._interrupts.held():
                 put_in_place(Path(staging), self._folder)
                 reduction.save(self._folder / REDUCTION)
-        summary = {**reduction.summary(), "repro": repro}
+        summary = {**reduction.summary(), "context": context, "repro": repro}
         return {name: _moved(value, staging, str(self._folder)) for name, value in summary.items()}
 
     def _print_verdict(self, error: ReprokitError) -> None:
@@ -233,6 +234,10 @@ def print_result(summary: dict[str, Any], folder: Path, verbosity: Verbosity = V
         say(line)
     repro = summary["repro"]
     say(f"{repro['lines']} lines, verified {repro['verified']} in clean processes -> {shown_path(folder)}")
+    context = summary.get("context")
+    if context:
+        words = f"{context['lines']} lines, verified {context['verified']}"
+        say(f"the piece of the model it comes from: {words} -> {shown_path(Path(context['path']))}")
     say(f"next: {shown_command('python', shown_path(Path(repro['path'])))}")
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from reprokit.cli.console import Verbosity, say
 from reprokit.shrink.events import (
     Checked,
+    ContextChecked,
     Event,
     Finished,
     Improved,
@@ -91,6 +92,8 @@ class Progress:
         elif isinstance(event, Varied):
             self.checks += 1
             self.activity = "explain"
+        elif isinstance(event, ContextChecked):
+            self.activity = "context"
         elif isinstance(event, PassStarted):
             self.activity = place_of(event)
         elif isinstance(event, Writing):
@@ -160,7 +163,7 @@ class LiveView:
         """Draw, unless the last frame is fresh and this is one check among many."""
         self._progress.take(event)
         now = time.monotonic()
-        if isinstance(event, (Checked, Varied)) and now - self._drawn < _SECONDS_BETWEEN_FRAMES:
+        if isinstance(event, (Checked, ContextChecked, Varied)) and now - self._drawn < _SECONDS_BETWEEN_FRAMES:
             return
         self._drawn = now
         self._live.update(draw(self._progress, now - self._started), refresh=True)

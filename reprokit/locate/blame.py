@@ -19,7 +19,7 @@ from reprokit.locate.failure import EXCEPTION, Failure, kind_of, module_of
 from reprokit.locate.gradient import blame_gradient
 from reprokit.locate.notes import Found, Notes
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
-from reprokit.program.functions import GRAD_WRITES, display_name, is_factory
+from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name, is_factory
 from reprokit.program.ir import OPAQUE, Call, Program, Scope, iter_refs, map_leaves
 from reprokit.program.run import Outcome, Tensors
 
@@ -123,7 +123,10 @@ def _at_end(program: Program, notes: Notes, outcome: Outcome) -> Found | None:
 
 def _blame_gradient(program: Program, tensors: Tensors, notes: Notes, found: Found) -> Failure:
     """Blame a bad gradient on a node, or on the forward when the node only passed on a NaN that was there before."""
-    failure = blame_gradient(program, tensors, found)
+    failure, was_given = blame_gradient(program, tensors, found)
+    given = _bad_given(program, notes, found.index) if was_given else None
+    if given is not None:
+        return _Walk(program, tensors, notes).blame(*given, found.index)
     if failure.call_index is None:
         return failure
     index = failure.call_index
@@ -135,6 +138,15 @@ def _blame_gradient(program: Program, tensors: Tensors, notes: Notes, found: Fou
                 if earlier.call is not None:
                     return earlier  # else the data holds it, and the forward has dealt with that
     return failure
+
+
+def _bad_given(program: Program, notes: Notes, index: int) -> tuple[int, str] | None:
+    """A bad gradient that the program computed by itself and started a differentiation with."""
+    for value in _given_gradients(program.calls[index]):
+        ways = notes.reads[index].get(value)
+        if ways and notes.writer(value, index) is not None:
+            return value, _worst(ways)
+    return None
 
 
 class _Walk:
@@ -191,11 +203,18 @@ class _Walk:
         if call.target == "torch.autograd.grad":
             found = Found("gradient", value, way, index)
             return _blame_gradient(self._program, self._tensors, self._notes, found)
+        if call.target == GRAD_READ:
+            found = Found("gradient", call.input_refs()[0], way, self._last_differentiation(index))
+            return _blame_gradient(self._program, self._tensors, self._notes, found)
         phase = "optimizer" if call.is_optimizer_step else call.phase
         failure = Failure(
             phase, kind_of(way), way, display_name(call.target), index, None, module_of(call), call.site, value
         )
         return _with_place(failure, self._notes, index, value, way)
+
+    def _last_differentiation(self, before: int) -> int:
+        """The differentiation that left what is read from a ``.grad``."""
+        return max(i for i, call in enumerate(self._program.calls[:before]) if call.is_differentiation)
 
     def _blame_input(self, value: int, way: str, at: int) -> Failure:
         calls = self._program.calls
@@ -248,10 +267,15 @@ def _starts(call: Call) -> list[int]:
 
 def _gives_gradients(call: Call) -> bool:
     """Whether the differentiation is handed gradients to start with."""
+    return bool(_given_gradients(call))
+
+
+def _given_gradients(call: Call) -> list[int]:
+    """The value numbers of the gradients that a differentiation is handed to start with."""
     position = 2 if call.target == "torch.autograd.grad" else 1
-    given = call.args[position] if len(call.args) > position else None
-    names = ("gradient", "grad_tensors", "grad_outputs")
-    return given is not None or any(call.kwargs.get(name) is not None for name in names)
+    by_position = call.args[position] if len(call.args) > position else None
+    by_name = [call.kwargs.get(name) for name in ("gradient", "grad_tensors", "grad_outputs")]
+    return [ref.value for ref in iter_refs((by_position, by_name))]
 
 
 def _worst(ways: frozenset[str]) -> str:

@@ -75,8 +75,9 @@ class _GradientWatch:
         return record
 
 
-def blame_gradient(program: Program, tensors: Tensors, found: Found) -> Failure:
-    """The origin of a bad gradient that was seen after differentiation call ``found.index``.
+def blame_gradient(program: Program, tensors: Tensors, found: Found) -> tuple[Failure, bool]:
+    """The origin of a bad gradient that was seen after differentiation call ``found.index``, and whether the gradient
+    was bad already when the differentiation was given it to start with.
 
     ``found.value`` is the leaf with the bad ``.grad``, or the result of ``torch.autograd.grad`` that is bad.
     """
@@ -86,9 +87,9 @@ def blame_gradient(program: Program, tensors: Tensors, found: Found) -> Failure:
     target = _target_edge(program, watch, found)
     crossing = _follow(watch, target) if target is not None else None
     if crossing is None:
-        return _unexplained(program, watch, found)
+        return _unexplained(program, watch, found), False
     node, slot, origin = crossing
-    return _failure(program, watch, origin, node, slot)
+    return _failure(program, watch, origin, node, slot), watch.passages[origin].incoming
 
 
 def _target_edge(program: Program, watch: _GradientWatch, found: Found) -> Edge | None:

@@ -47,6 +47,7 @@ _FACTORIES = frozenset(
 )
 _TENSOR_ATTRIBUTES = ("data", "grad", "real", "imag", "T", "mT", "H", "mH")
 _WRITABLE_ATTRIBUTES = ("data", "grad")
+GRAD_READ = "torch.Tensor.grad.__get__"
 GRAD_WRITES = frozenset({"torch.Tensor.grad.__set__"})
 DATA_WRITES = frozenset({"torch.Tensor.data.__set__"})
 

@@ -21,10 +21,11 @@ import torch.nn.functional
 from torch.overrides import TorchFunctionMode
 
 from reprokit.program import functions
+from reprokit.program.custom import CustomFunctions
 from reprokit.program.ir import (
     AUTOGRAD_BACKWARD,
+    AUTOGRAD_GRAD,
     BACKWARD,
-    OPAQUE,
     Call,
     Device,
     Input,
@@ -77,6 +78,7 @@ class Tracer(TorchFunctionMode):
         self.phase = "forward"
         self.outer_site: Site | None = None
         self.outer_scope: tuple[Scope, ...] = ()
+        self.functions = CustomFunctions(self)
         self._describe = describe
         self._values: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []
@@ -122,6 +124,8 @@ class Tracer(TorchFunctionMode):
             call = self._begin(name, args, kwargs)
         except CannotRecord:
             return self._perform_unknown(func, args, kwargs)
+        if call.is_differentiation:
+            return self._differentiate(call, func, args, kwargs)
         random = functions.is_random(name)
         state = _rng_state(args) if random else None
         try:
@@ -132,12 +136,28 @@ class Tracer(TorchFunctionMode):
         if state is not None and not torch.equal(state, _rng_state(args)):
             return self._end_random(call, args, result, state)
         if not call.input_refs() and not functions.is_factory(name):
-            return self._outcome(result, "batch")
+            return self.make_outcome(result, "batch")
         if not _holds_tensor(result) and not in_place and name not in _WITHOUT_RESULT:
             return result
         if name.endswith(".empty") or name.endswith("empty_like") or name.endswith("new_empty"):
-            return self._outcome(result, "batch")
+            return self.make_outcome(result, "batch")
         self.calls.append(replace(call, outputs=self._bind(result)))
+        return result
+
+    def _differentiate(self, call: Call, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Differentiate and record it together with what custom functions do on the way.
+
+        Gradients that `torch.autograd.grad` returns from behind such a function are kept by value.
+        """
+        with self.functions.differentiation() as passages:
+            try:
+                result = func(*args, **kwargs)
+            except Exception:
+                self.calls.extend(self.functions.written_out(call, passages))
+                raise
+        if call.target == AUTOGRAD_GRAD and passages:
+            return self.make_outcome(result, "batch")
+        self.calls.extend(self.functions.written_out(replace(call, outputs=self._bind(result)), passages))
         return result
 
     def record(self, call: Call) -> None:
@@ -169,13 +189,13 @@ class Tracer(TorchFunctionMode):
             self.calls.append(replace(copy, scope=call.scope, site=call.site, phase=call.phase))
             return result
         if not _requires_grad(result):
-            return self._outcome(result, "random")
+            return self.make_outcome(result, "random")
         rng = self._new_input(state, Origin("rng", "rng"), requires_grad=False)
         mode = replace(call.mode, rng=Ref(rng))
         self.calls.append(replace(call, mode=mode, outputs=self._bind(result)))
         return result
 
-    def _outcome(self, result: Any, role: str, name: str = "") -> Any:
+    def make_outcome(self, result: Any, role: str, name: str = "") -> Any:
         """Make the tensors of ``result`` inputs of the program."""
         for tensor in _tensors(result):
             if id(tensor) not in self._values:
@@ -185,7 +205,7 @@ class Tracer(TorchFunctionMode):
     def _perform_unknown(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function that a program may not hold: what it returns is an input of the rest."""
         result = func(*args, **kwargs)
-        return self._outcome(result, "opaque" if _requires_grad(result) else "batch")
+        return self.make_outcome(result, "opaque" if _requires_grad(result) else "batch")
 
     def _expand(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a Python functional with its own override check answered ``no`` once, so that its inside is recorded."""
@@ -230,7 +250,25 @@ class Tracer(TorchFunctionMode):
     def value(self, tensor: torch.Tensor) -> int:
         """The value number of a tensor; one that is not known yet becomes an input."""
         known = self._values.get(id(tensor))
+        if known is None and self.functions.is_inside_backward:
+            known = self._value_in_memory(tensor)
         return known if known is not None else self.adopt(tensor, self._describe(tensor) or Origin("input"))
+
+    def _value_in_memory(self, tensor: torch.Tensor) -> int | None:
+        """The value that has the same memory, for a tensor that autograd had saved and gave back as another object."""
+        with torch._C.DisableTorchFunction():
+            place = _place(tensor)
+            alike = (other for other in reversed(self._alive) if place is not None and _place(other) == place)
+            found = next(alike, None)
+        return self._values[id(found)] if found is not None else None
+
+    def tensor_of(self, value: int) -> torch.Tensor | None:
+        """A tensor that stands for a value number."""
+        return next((tensor for tensor in reversed(self._alive) if self._values[id(tensor)] == value), None)
+
+    def is_leaf_input(self, value: int) -> bool:
+        """Whether the value is an input that gets gradients."""
+        return any(item.value == value and item.requires_grad for item in self.inputs)
 
     def alias(self, tensor: torch.Tensor, value: int) -> None:
         """Let a second tensor object stand for a value."""
@@ -251,7 +289,7 @@ class Tracer(TorchFunctionMode):
         return value
 
     def _new_input(self, content: torch.Tensor, origin: Origin, *, requires_grad: bool) -> int:
-        value = self._next_value()
+        value = self.new_value()
         self.tensors[value] = content
         self.inputs.append(Input(value, self._unique(origin.name), origin.role, requires_grad))
         return value
@@ -268,7 +306,7 @@ class Tracer(TorchFunctionMode):
         if isinstance(result, torch.Tensor):
             value = self._values.get(id(result))
             if value is None:
-                value = self._next_value()
+                value = self.new_value()
                 self.alias(result, value)
             return Ref(value)
         if isinstance(result, tuple):
@@ -277,7 +315,8 @@ class Tracer(TorchFunctionMode):
             return [self._bind(item) for item in result]
         return None
 
-    def _next_value(self) -> int:
+    def new_value(self) -> int:
+        """A value number that nothing has yet."""
         self._count += 1
         return self._count
 
@@ -313,41 +352,18 @@ class Tracer(TorchFunctionMode):
 
 @contextlib.contextmanager
 def recording(tracer: Tracer) -> Iterator[Tracer]:
-    """Record everything that happens inside, with module scopes, opaque functions and without checkpointing."""
+    """Record everything that happens inside, with module scopes and custom functions, and without checkpointing."""
     hooks = torch.nn.modules.module
     handles = [
         hooks.register_module_forward_pre_hook(lambda module, args: tracer.enter_module(module)),
         hooks.register_module_forward_hook(lambda module, args, output: tracer.exit_module(), always_call=True),
     ]
     try:
-        with _opaque_functions(tracer), _no_checkpointing(), tracer:
+        with tracer.functions.watching(), _no_checkpointing(), tracer:
             yield tracer
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextlib.contextmanager
-def _opaque_functions(tracer: Tracer) -> Iterator[None]:
-    """Record custom autograd functions as opaque calls instead of what their forward does inside."""
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            result = original.__get__(None, cls)(*args, **kwargs)
-        tensors = [item for item in args if isinstance(item, torch.Tensor)]
-        refs = tuple(Ref(tracer.value(item)) for item in tensors)
-        tracer._outcome(result, "opaque", f"{cls.__name__}_output")
-        described = {"name": cls.__qualname__, "source": _source(cls)}
-        call = tracer.make_call(OPAQUE, (), described)
-        tracer.record(replace(call, args=refs, outputs=tracer._bind(result)))
-        return result
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -371,14 +387,6 @@ def _no_checkpointing() -> Iterator[None]:
         yield
     finally:
         module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved
-
-
-def _source(cls: type) -> str:
-    """The source text of a class, empty when there is none."""
-    try:
-        return inspect.getsource(cls)
-    except (OSError, TypeError):
-        return ""
 
 
 def note_of(module: torch.nn.Module) -> ModuleNote:
@@ -452,6 +460,13 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _tensors(item)
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Where in memory the tensor lies and how; ``None`` if that cannot be said."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return None
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _holds_tensor(value: Any) -> bool:

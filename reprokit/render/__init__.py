@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
 
-__all__ = ["KINDS", "render_all", "render_one"]
+__all__ = ["KINDS", "render_all", "render_context", "render_one"]
 
 KINDS = ("repro", "issue", "report", "test")
 TIMES = 20
@@ -48,6 +48,32 @@ def render_all(reduction: Reduction, snapshot: Snapshot, out_dir: Path, *, times
         "files": script.files,
         "names": dict(script.names),
         "verified": result.verified if result.fails else f"0/{times}",
+    }
+
+
+def render_context(
+    reduction: Reduction, snapshot: Snapshot | None, out_dir: Path, *, times: int = TIMES
+) -> dict[str, Any] | None:
+    """Write ``repro_module.py`` and verify it; a summary, or ``None`` when there is no context to show."""
+    from reprokit.render.module import MAX_LINES
+    from reprokit.render.sources import context_script
+    from reprokit.render.verify import verify
+
+    script = context_script(reduction, snapshot)
+    if script is None or script.num_lines > MAX_LINES:
+        return None
+    path = script.write(out_dir)
+    result = verify(path, times)
+    if not (result.fails and result.is_unanimous):
+        path.unlink()
+        return None
+    return {
+        "path": str(path),
+        "modules": script.modules,
+        "calls": script.calls,
+        "lines": script.num_lines,
+        "ordinary": reduction.context is not None and reduction.context.is_ordinary,
+        "verified": result.verified,
     }
 
 

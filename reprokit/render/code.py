@@ -54,18 +54,48 @@ class _Line:
     mode: Mode
 
 
-def write_program(program: Program, tensors: Tensors, *, keep: Iterable[int] = (), side_file: str = SIDE_FILE) -> Code:
-    """The program in Python; ``keep`` lists values that must have a variable at the end."""
-    return _Writer(program, tensors, frozenset(keep), side_file).write()
+def write_program(
+    program: Program,
+    tensors: Tensors,
+    *,
+    keep: Iterable[int] = (),
+    side_file: str = SIDE_FILE,
+    given: Mapping[int, str] | None = None,
+    written: Mapping[int, Literal] | None = None,
+    nouns: Mapping[int, str] | None = None,
+    reserved: Iterable[str] = (),
+) -> Code:
+    """The program in Python; ``keep`` lists values that must have a variable at the end.
+
+    Inputs in ``given`` are there already under some name and get no line, those in ``written`` are made by another
+    expression than their numbers. ``nouns`` are variables that values had in the user's code; one is used again once
+    the value before is done with. ``reserved`` are names to stay away from.
+    """
+    known = Names(frozenset(reserved))
+    for value, name in (given or {}).items():
+        known.adopt(value, name)
+    return _Writer(program, tensors, frozenset(keep), side_file, known, written or {}, nouns or {}).write()
 
 
 class _Writer:
-    def __init__(self, program: Program, tensors: Tensors, keep: frozenset[int], side_file: str) -> None:
+    def __init__(
+        self,
+        program: Program,
+        tensors: Tensors,
+        keep: frozenset[int],
+        side_file: str,
+        known: Names,
+        written: Mapping[int, Literal],
+        nouns: Mapping[int, str],
+    ) -> None:
         self._program = program
         self._tensors = tensors
         self._keep = keep
         self._side_file = side_file
-        self._names = Names()
+        self._names = known
+        self._written = written
+        self._nouns = nouns
+        self._last_uses = _last_uses(program)
         self._side: dict[str, torch.Tensor] = {}
         self._inlined: dict[int, Expr] = {}
         self._lines: list[_Line] = []
@@ -98,7 +128,7 @@ class _Writer:
         return [
             item
             for item in self._program.inputs
-            if item.role != "rng" and (self._uses[item.value] or item.value in wanted)
+            if item.role != "rng" and item.value not in self._names and (self._uses[item.value] or item.value in wanted)
         ]
 
     def _name_random_states(self) -> None:
@@ -108,7 +138,7 @@ class _Writer:
                 self._side[name] = self._tensors[item.value].detach().cpu()
 
     def _write_input(self, item: Input) -> list[str]:
-        found = literal(self._tensors[item.value])
+        found = self._written.get(item.value) or literal(self._tensors[item.value])
         if found is not None and self._is_inlinable_input(item, found):
             self._inlined[item.value] = Expr(found.text)
             return []
@@ -146,7 +176,7 @@ class _Writer:
     def _write_call(self, index: int, call: Call) -> None:
         if call.target == OPAQUE:
             return
-        mode = _needed_mode(call)
+        mode = needed_mode(call)
         if call.mode.rng is not None:
             setter = (
                 "torch.cuda.set_rng_state"
@@ -170,7 +200,7 @@ class _Writer:
         if isinstance(written, Expr) and self._is_inlinable(index, call, written):
             self._inlined[call.output_refs()[0]] = written
             return
-        self._assign(call, written, mode)
+        self._assign(index, call, written, mode)
 
     def _leaf(self, value: Any) -> Expr:
         if not isinstance(value, Ref):
@@ -212,40 +242,49 @@ class _Writer:
             and value in following.input_refs()
             and value not in following.output_refs()
             and (call.mode.rng, following.mode.rng) == (None, None)
-            and _needed_mode(call) == _needed_mode(following)
+            and needed_mode(call) == needed_mode(following)
         )
 
-    def _assign(self, call: Call, written: Expr | Statement, mode: Mode) -> None:
-        target = self._target(call)
+    def _assign(self, index: int, call: Call, written: Expr | Statement, mode: Mode) -> None:
+        target = self._target(index, call)
         if isinstance(written, Statement) or target is None:
             self._add(written.text, mode)
         else:
             self._add(f"{target} = {written.text}", mode)
 
-    def _target(self, call: Call) -> str | None:
+    def _target(self, index: int, call: Call) -> str | None:
         """What stands left of the equals sign, or ``None`` when nothing needs to."""
         outputs = call.outputs
         if isinstance(outputs, Ref):
             if outputs.value not in self._names:
-                return self._names.give(outputs.value, self._noun(outputs.value, names.name_for_output(call)))
+                return self._give(outputs.value, self._noun(outputs.value, names.name_for_output(call)), index)
             return None if is_in_place(call.target) else self._names[outputs.value]
         if not call.output_refs() or not isinstance(outputs, (list, tuple)):
             return None
-        return self._unpacked(outputs, iter(names.names_for_parts(call, len(outputs))))
+        return self._unpacked(outputs, iter(names.names_for_parts(call, len(outputs))), index)
 
-    def _unpacked(self, outputs: Any, nouns: Iterator[str]) -> str:
+    def _unpacked(self, outputs: Any, nouns: Iterator[str], index: int) -> str:
         parts = []
         for part in outputs:
             noun = next(nouns, "part")
             if isinstance(part, (list, tuple)):
-                parts.append(f"({self._unpacked(part, iter(()))})")
+                parts.append(f"({self._unpacked(part, iter(()), index)})")
             elif not isinstance(part, Ref) or not (self._uses[part.value] or part.value in self._keep):
                 parts.append("_")
             elif part.value in self._names:
                 parts.append(self._names[part.value])
             else:
-                parts.append(self._names.give(part.value, noun))
+                parts.append(self._give(part.value, noun, index))
         return ", ".join(parts) + ("," if len(parts) == 1 else "")
+
+    def _give(self, value: int, noun: str, index: int) -> str:
+        """The variable for what call number ``index`` returned."""
+        own = names.identifier(self._nouns.get(value, ""))
+        if own is None:
+            return self._names.give(value, noun)
+        return self._names.reuse(
+            value, own, lambda other: other not in self._keep and self._last_uses.get(other, -1) <= index
+        )
 
     def _noun(self, value: int, noun: str) -> str:
         return "out" if value in self._keep and not self._uses[value] else noun
@@ -259,6 +298,15 @@ def _count_uses(program: Program) -> Counter[int]:
     return uses
 
 
+def _last_uses(program: Program) -> dict[int, int]:
+    """The number of the last call that reads or returns each value; what the program returns is used at its end."""
+    last: dict[int, int] = {}
+    for index, call in enumerate(program.calls):
+        last.update(dict.fromkeys((*call.input_refs(), *call.output_refs()), index))
+    last.update({ref.value: len(program.calls) for ref in program.outputs})
+    return last
+
+
 def _only_optimized(program: Program) -> frozenset[int]:
     """Values that optimizers step and that nothing differentiates: written as parameters."""
     stepped = {
@@ -268,7 +316,7 @@ def _only_optimized(program: Program) -> frozenset[int]:
     return frozenset(stepped - {value for call in others for value in call.input_refs()})
 
 
-def _needed_mode(call: Call) -> Mode:
+def needed_mode(call: Call) -> Mode:
     """The call's modes, less those that make no difference to it."""
     mode = replace(call.mode, rng=None)
     sets_its_own = call.is_differentiation and call.target != "torch.autograd.grad"

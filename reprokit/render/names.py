@@ -11,7 +11,7 @@ import functools
 import inspect
 import keyword
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -99,6 +99,19 @@ class Names:
         """Name a value after ``base``; its name."""
         self._of[value] = self.unique(base)
         return self._of[value]
+
+    def adopt(self, value: int, name: str) -> None:
+        """Let a value go by a name, or a path such as ``self.weight``, that it has already."""
+        self._taken.add(name)
+        self._of[value] = name
+
+    def reuse(self, value: int, base: str, is_done: Callable[[int], bool]) -> str:
+        """Name a value exactly ``base`` if all values that have had this name are done with, else after it."""
+        holders = [other for other, name in self._of.items() if name == base]
+        if holders and all(is_done(other) for other in holders):
+            self._of[value] = base
+            return base
+        return self.give(value, base)
 
     def unique(self, base: str) -> str:
         """An identifier like ``base`` that nothing has yet."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reprokit.errors import NotASnapshot, SnapshotError
+from reprokit.errors import NotASnapshot, NotReproduced, SnapshotError
+from reprokit.render.module import ModuleScript, write_module_script
 from reprokit.render.script import Script, write_script
 
 if TYPE_CHECKING:
@@ -72,7 +73,10 @@ def script_of(path: Path) -> Script:
 
 
 def reduction_script(reduction: Reduction, snapshot: Snapshot | None = None) -> Script:
-    """The repro of a reduction."""
+    """The repro of a reduction; of one at the level of modules, its context."""
+    context = context_script(reduction, snapshot) if reduction.level == "module" else None
+    if context is not None:
+        return Script(context.text)
     version = snapshot.environment.get("torch") if snapshot is not None else None
     return write_script(
         reduction.program,
@@ -81,6 +85,19 @@ def reduction_script(reduction: Reduction, snapshot: Snapshot | None = None) -> 
         num_calls_before=reduction.before.get("calls"),
         torch_version=version,
     )
+
+
+def context_script(reduction: Reduction, snapshot: Snapshot | None = None) -> ModuleScript | None:
+    """The context of a reduction as modules; ``None`` without one, or when it would need a side file."""
+    if reduction.context is None:
+        return None
+    version = snapshot.environment.get("torch") if snapshot is not None else None
+    try:
+        return write_module_script(
+            reduction.context, num_calls_before=reduction.before.get("calls"), torch_version=version
+        )
+    except NotReproduced:
+        return None
 
 
 def snapshot_script(snapshot: Snapshot) -> Script:

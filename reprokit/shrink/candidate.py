@@ -128,4 +128,5 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
     values = contents(tensor.cpu())
     if values.numel() == 0:
         return b""
-    return bytes(values.contiguous().view(torch.uint8).numpy().tobytes())
+    plain = values.clone(memory_format=torch.contiguous_format)  # a stride of one, which a single element may not have
+    return bytes(plain.view(torch.uint8).numpy().tobytes())

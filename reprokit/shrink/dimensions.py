@@ -17,6 +17,7 @@ import torch
 from reprokit.program.ir import Call, Program
 from reprokit.shrink.arguments import Path, leaves, lists_of_tensors, with_changed_integers, with_leaf
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.indexes import numbers_after, uses_of
 from reprokit.shrink.probe import Form, Ground, Prober, forms_of
 
 _MAX_FACTOR = 16
@@ -93,7 +94,7 @@ def shrink_to(candidate: Candidate, kept: Mapping[Class, Sequence[int]], *, renu
                 calls[member.call] = with_leaf(calls[member.call], member.path, member.factor * len(indexes))
             else:
                 calls[member.call] = _with_parts(calls[member.call], member, indexes)
-        _renumber_tensors(tensors, group.size, indexes)
+        _renumber_tensors(candidate, tensors, group, indexes)
         if renumber:
             change = {old: _new_number(old, indexes) for old in range(len(indexes), group.size)}
             calls = [with_changed_integers(call, change) for call in calls]
@@ -249,15 +250,32 @@ def _with_parts(call: Call, member: Length, indexes: Sequence[int]) -> Call:
 def _sliced(tensor: torch.Tensor, member: Axis, size: int, indexes: Sequence[int]) -> torch.Tensor:
     """The kept indexes of one axis; a multiple of the size is made of blocks, like the gates of an LSTM."""
     positions = [block * size + index for block in range(member.factor) for index in indexes]
-    return tensor.index_select(member.axis, torch.tensor(positions))
+    return _with_order_of(tensor, tensor.index_select(member.axis, torch.tensor(positions)))
 
 
-def _renumber_tensors(tensors: dict[int, torch.Tensor], size: int, indexes: Sequence[int]) -> None:
-    for value, tensor in tensors.items():
+def _with_order_of(tensor: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
+    """The changed tensor laid out in the order of dimensions that the tensor has in memory."""
+    if tensor.is_contiguous() or 0 in tensor.stride():
+        return changed
+    order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
+    places = [order.index(axis) for axis in range(tensor.dim())]
+    return changed.permute(order).contiguous().permute(places)
+
+
+def _renumber_tensors(
+    candidate: Candidate, tensors: dict[int, torch.Tensor], group: Class, indexes: Sequence[int]
+) -> None:
+    """Let index tensors follow: where it is known what reads them by rule, else if all their numbers are in range."""
+    uses = [use for call in candidate.program.calls for use in uses_of(call, candidate.tensors)]
+    for use in uses:
+        if Axis(use.bound, use.axis) in group.members:
+            tensors[use.value] = numbers_after(use, tensors[use.value], group.size, indexes)
+    for value in tensors.keys() - {use.value for use in uses}:
+        tensor = tensors[value]
         if tensor.dtype not in (torch.int64, torch.int32) or tensor.numel() == 0:
             continue
-        if int(tensor.max()) < size and int(tensor.max()) >= len(indexes):
-            table = torch.tensor([_new_number(old, indexes) for old in range(size)], dtype=tensor.dtype)
+        if int(tensor.max()) < group.size and int(tensor.max()) >= len(indexes):
+            table = torch.tensor([_new_number(old, indexes) for old in range(group.size)], dtype=tensor.dtype)
             tensors[value] = torch.where(tensor >= 0, table[tensor.clamp(min=0).long()], tensor)
 
 

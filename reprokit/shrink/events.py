@@ -114,6 +114,18 @@ class Varied:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextChecked:
+    """A piece of the model was run as a context; a number of its own."""
+
+    number: int
+    verdict: str
+    change: str
+
+    def __str__(self) -> str:
+        return f"context {self.number}: {self.change}: {self.verdict}"
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The search is over. ``stopped`` says why it ended before everything was tried, and ``untried`` what was not."""
 
@@ -141,7 +153,19 @@ class Writing:
         return "writing the results and verifying them in clean processes"
 
 
-Event = Started | Replayed | Resumed | PassStarted | Checked | Improved | PassEnded | Varied | Finished | Writing
+Event = (
+    Started
+    | Replayed
+    | Resumed
+    | PassStarted
+    | Checked
+    | Improved
+    | PassEnded
+    | Varied
+    | ContextChecked
+    | Finished
+    | Writing
+)
 
 
 def place_of(event: PassStarted | PassEnded) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from reprokit.program.ir import Program
 from reprokit.program.run import run
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.indexes import fits
 from reprokit.shrink.safety import is_safe, trusts_shapes
 
 Shape = tuple[int, ...]
@@ -60,14 +61,28 @@ class Prober:
     _grounds: dict[str, Ground | None] = field(default_factory=dict)
     _shapes: dict[tuple[str, tuple[tuple[int, Form], ...]], Shapes | None] = field(default_factory=dict)
 
-    def refuses(self, candidate: Candidate, known: Candidate) -> bool:
-        """Whether a candidate is ill-formed for sure, seen that ``known`` runs and can be probed."""
+    def refuses(self, candidate: Candidate, known: Candidate, *, raises: bool = False) -> bool:
+        """Whether a candidate is ill-formed for sure, seen that ``known`` runs.
+
+        ``raises`` says that the failure is an exception: where no probe of ``known`` gets through, being ill-formed may
+        be what its last call objects to, and only the calls before are probed.
+        """
         if not is_safe(candidate.program, candidate.shapes):
             return True
+        if fits(known.program.calls, known.tensors) and not fits(candidate.program.calls, candidate.tensors):
+            return True
         ground = self.ground(known)
-        if ground is None or not _is_dense(candidate):
-            return trusts_shapes(candidate.program) and forms_of(candidate) != forms_of(known)
-        return self.shapes(candidate.program, forms_of(candidate), ground) is None
+        if ground is not None and _is_dense(candidate):
+            return self.shapes(candidate.program, forms_of(candidate), ground) is None
+        if raises:
+            return self._refuses_start(candidate, known)
+        return trusts_shapes(candidate.program) and forms_of(candidate) != forms_of(known)
+
+    def _refuses_start(self, candidate: Candidate, known: Candidate) -> bool:
+        """Whether the calls before the last one are ill-formed."""
+        ground = self.ground(_without_last(known)) if len(known.program.calls) > 1 else None
+        start = _without_last(candidate)
+        return ground is not None and self.shapes(start.program, forms_of(start), ground) is None
 
     def ground(self, known: Candidate) -> Ground | None:
         """What a candidate that is known to run can be probed on; ``None`` if nothing will do."""
@@ -90,6 +105,11 @@ def forms_of(candidate: Candidate) -> dict[int, Form]:
     """The forms of a program's inputs."""
     tensors = {item.value: candidate.tensors[item.value] for item in candidate.program.inputs}
     return {value: Form(tuple(tensor.shape), tensor.dtype) for value, tensor in tensors.items()}
+
+
+def _without_last(candidate: Candidate) -> Candidate:
+    program = replace(candidate.program, calls=candidate.program.calls[:-1], outputs=())
+    return replace(candidate, program=program).pruned()
 
 
 def _grounds_for(candidate: Candidate) -> list[Ground]:

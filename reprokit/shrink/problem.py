@@ -9,7 +9,6 @@ from reprokit.locate.failure import Failure
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.oracle import Oracle, Proposal
 from reprokit.shrink.probe import Prober
-from reprokit.shrink.safety import is_safe
 
 
 @dataclass
@@ -17,7 +16,8 @@ class Problem:
     """The best candidate and the oracle. Invariant: ``best`` was confirmed by the oracle and only ever gets smaller.
 
     ``tried_extremes`` remembers for which shapes plain numbers were tried in place of recorded ones. ``is_exhaustive``
-    is given up by a pass that leaves single edits untried because there are too many.
+    is given up by a pass that leaves single edits untried because there are too many. ``accepts`` says what else a
+    candidate must be.
     """
 
     best: Candidate
@@ -26,6 +26,7 @@ class Problem:
     on_accept: Callable[[Candidate], None] | None = None
     tried_extremes: set[str] = field(default_factory=set)
     is_exhaustive: bool = True
+    accepts: Callable[[Candidate], bool] = lambda candidate: True
 
     def consider(self, candidate: Candidate, change: str) -> bool:
         """Accept ``candidate`` if it is smaller than the best one and fails the same way.
@@ -50,12 +51,12 @@ class Problem:
 
     def _worth_a_check(self, proposals: Iterable[Proposal]) -> Iterator[Proposal]:
         """Those that are smaller than the best candidate and may be well-formed."""
-        is_exception = self.oracle.signature.kind == "exception"  # then being ill-formed may be the failure
+        is_exception = self.oracle.signature.kind == "exception"
         for change, proposed in proposals:
             candidate = proposed.pruned()
-            if candidate.sort_key >= self.best.sort_key or not is_safe(candidate.program, candidate.shapes):
+            if candidate.sort_key >= self.best.sort_key or not self.accepts(candidate):
                 continue
-            if is_exception or not self.prober.refuses(candidate, self.best):
+            if not self.prober.refuses(candidate, self.best, raises=is_exception):
                 yield change, candidate
 
     @property

@@ -14,17 +14,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reprokit.errors import Flaky, NotReproduced, ReprokitError
+from reprokit.errors import Flaky, NotReproduced, UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.run import determinism
 from reprokit.shrink import determinism as rates
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
+from reprokit.shrink.checks.exception import ExceptionCheck
 from reprokit.shrink.checks.function import FunctionCheck
+from reprokit.shrink.checks.nonfinite import NonfiniteCheck
 from reprokit.shrink.checks.protocol import SignatureCheck
+from reprokit.shrink.context.piece import Context
+from reprokit.shrink.context.search import find_context
 from reprokit.shrink.determinism import Rate, RepeatedCheck, Rule
 from reprokit.shrink.events import (
     Checked,
+    ContextChecked,
     Event,
     Finished,
     Improved,
@@ -52,6 +57,7 @@ from reprokit.shrink.reduction import Reduction
 from reprokit.shrink.resume import load_earlier, origin_of
 from reprokit.snapshot.format import Snapshot
 
+LEVELS = ("op", "module", "step")
 REDUCTION_FILE = "reduction.pt"
 CUT, EXPLAIN = "cut", "explain"
 REPLAYS = 5
@@ -94,14 +100,16 @@ def shrink(
     ``max_time`` (seconds) and ``max_checks`` bound this run. Raises `NotReproduced` or `Flaky` when the snapshot itself
     does not fail reliably, and `SnapshotError` or `UsageError` when there is nothing to resume from.
 
-    ``check`` says what counts as the failure (`checks.spec.SYNTAX`), by default what the snapshot recorded.
+    ``level`` is ``op`` for the minimum, with the context beside it; ``module`` for the context as the result; ``step``
+    for the whole step with plainer values. ``check`` says what counts as the failure (`checks.spec.SYNTAX`), by default
+    what the snapshot recorded.
     ``isolation`` says where candidates run: ``auto`` (here unless they may crash), ``process``, ``fork`` or ``worker``;
     ``executor``, anything like those of ``concurrent.futures``, takes those that do not run here. ``jobs`` is how many
     run at once; it changes neither the result nor the log. ``limits`` bounds each candidate's time and memory, by
     default in terms of the first run. ``observe`` runs candidates in place of the check.
     """
-    if level != "op":
-        raise ReprokitError(f"`--level {level}` is not available in this version", hint="use `--level op`")
+    if level not in LEVELS:
+        raise UsageError(f"there is no level `{level}`", hint=f"one of {', '.join(LEVELS)}")
     origin = {**origin_of(snapshot), "check": check or ""}
     file = out_dir / REDUCTION_FILE if out_dir is not None else None
     earlier = load_earlier(file, snapshot, origin) if resume and file is not None and file.exists() else None
@@ -112,7 +120,7 @@ def shrink(
         task = Task.of(observe or Guarded(chosen), snapshot.settings)
         with closing(Isolation(task, isolation, jobs, limits, is_foreign, executor)) as places:
             tell = on_event or (lambda event: None)
-            run = _Run(snapshot, file, max_time, max_checks, tell, origin, earlier, places, chosen, observe)
+            run = _Run(snapshot, file, max_time, max_checks, tell, origin, earlier, places, chosen, observe, level)
             return run.reduce()
 
 
@@ -133,6 +141,8 @@ class _Run:
     isolation: Isolation
     check: SignatureCheck
     observe: Observe | None
+    level: str = "op"
+    context: Context | None = None
     rule: Rule | None = None
     steps: list[Candidate] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -140,6 +150,7 @@ class _Run:
     stopped: str | None = None
     is_minimal: bool = False
     explanation: Explanation = field(default_factory=Explanation)
+    seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
 
     def reduce(self) -> Reduction:
@@ -163,6 +174,9 @@ class _Run:
             self._search(problem)
             self._confirm(problem)
             self._explain(problem)
+            self.seconds = time.monotonic() - self.started
+            if self.level == "op":
+                self.context = self._find_context(whole)
         except KeyboardInterrupt:
             if problem.best is not whole:
                 self.stopped = self.stopped or "interrupted"
@@ -311,6 +325,15 @@ class _Run:
         if self.earlier is not None:
             self._resume(problem, self.earlier)
             return
+        if self.level == "step":
+            return
+        if self.level == "module":
+            self.context = self._find_context(problem.best)
+            if self.context is not None:
+                problem.best = self.context.candidate
+                self.oracle.remember(problem.best, self.context.failure)
+                self._accepted(problem.best)
+                return
         with self._passing(CUT, 0, problem):
             found = problem.oracle.first(cuts(problem.best, self.failure))
             if found is not None:
@@ -334,15 +357,34 @@ class _Run:
         self.oracle.recall(earlier.known)
         self.tell(Resumed(candidate.num_calls, candidate.num_elements, earlier.checks))
 
+    def _find_context(self, whole: Candidate) -> Context | None:
+        """The piece of the model that shows the failure, if that is one value or exception that comes every time."""
+        if self.rule is not None or not isinstance(self.check, (NonfiniteCheck, ExceptionCheck)):
+            return None
+        left = None if self.max_time is None else max(0.0, self.max_time - (time.monotonic() - self.started))
+        oracle = Oracle(self.check, self.snapshot.settings, left, self.max_checks, isolation=self.isolation)
+
+        def tell(candidate: Candidate, verdict: Verdict, change: str) -> None:
+            self.tell(ContextChecked(oracle.checks, verdict.value, change))
+
+        oracle.on_check = tell
+        return find_context(whole, self.failure, oracle)
+
+    def _passes(self) -> tuple[tuple[str, Callable[[Problem], None]], ...]:
+        """What to run in every round at this level."""
+        if self.level == "module" and self.context is not None:
+            return ()
+        return PASSES if self.level != "step" else (("values", simplify_values),)
+
     def _run_rounds(self, problem: Problem) -> bool:
         """Repeat all passes until a round changes nothing; whether that happened."""
         for number in range(1, _MAX_ROUNDS + 1):
             before = problem.best
-            for name, run_pass in PASSES:
+            for name, run_pass in self._passes():
                 with self._passing(name, number, problem):
                     run_pass(problem)
             if problem.best is before:
-                return problem.is_exhaustive
+                return problem.is_exhaustive and self.level == "op"
         self.stopped = "max-rounds"
         return False
 
@@ -384,7 +426,7 @@ class _Run:
     def _reduction(self, best: Candidate) -> Reduction:
         program, ledger = best.program, self.ledger
         failure = self.oracle.known_failure(best)
-        untried = [] if self.is_minimal else [name for name, _ in PASSES if name not in ledger.settled]
+        untried = [] if self.is_minimal else [name for name, _ in self._passes() if name not in ledger.settled]
         untried += [] if self.explanation.is_complete else [EXPLAIN]
         return Reduction(
             program,
@@ -394,7 +436,7 @@ class _Run:
             self.check.summary(),
             checks=ledger.checks,
             verdicts={verdict.value: ledger.verdicts.get(verdict.value, 0) for verdict in Verdict},
-            seconds=ledger.seconds + time.monotonic() - self.started,
+            seconds=ledger.seconds + (self.seconds or time.monotonic() - self.started),
             reproduces=self.reproduces,
             explain=self.explanation.inputs,
             one_minimal=self.is_minimal,
@@ -407,6 +449,8 @@ class _Run:
             untried=untried,
             notes=list(self.notes),
             origin=self.origin,
+            level=self.level,
+            context=self.context,
             known={**(self.earlier.known if self.earlier is not None else {}), **self.oracle.remembered},
         )
 

@@ -14,6 +14,8 @@ from reprokit.locate import failure as failures
 from reprokit.locate.failure import Failure
 from reprokit.program import plain
 from reprokit.program.ir import Program
+from reprokit.shrink.context import piece as pieces
+from reprokit.shrink.context.piece import Context
 from reprokit.shrink.plainness import contents
 from reprokit.snapshot.format import count_elements, read_file, storable, write_file
 
@@ -31,7 +33,8 @@ class Reduction:
     the same of numbers in arguments, ``nearest`` is the smallest change found that passes; ``explain_checks`` is what
     that took, and is not part of ``checks``. ``notes`` are sentences on how often it fails and under which settings of
     torch. ``origin`` tells which snapshot and torch this belongs to, and ``known``
-    holds the verdicts by digest, from which a later run goes on.
+    holds the verdicts by digest, from which a later run goes on. ``context`` is the piece of the model found beside it;
+    at ``level`` ``module`` it is the result itself.
     """
 
     program: Program
@@ -55,12 +58,15 @@ class Reduction:
     notes: list[str] = field(default_factory=list)
     origin: dict[str, Any] = field(default_factory=dict)
     known: dict[str, str] = field(default_factory=dict)
+    level: str = "op"
+    context: Context | None = None
 
     def summary(self) -> dict[str, Any]:
         """What ``reprokit shrink --json`` prints, without what rendering adds."""
         return {
             "schema": 1,
             "verdict": "reduced",
+            "level": self.level,
             "calls": self.program.num_calls,
             "elements": count_elements(self.program, self.tensors),
             "max_abs_input": _largest(self.program, self.tensors),
@@ -87,6 +93,7 @@ class Reduction:
         content["program"] = plain.to_plain(self.program)
         content["failure"] = failures.to_plain(self.failure)
         content["tensors"] = {value: storable(tensor) for value, tensor in self.tensors.items()}
+        content["context"] = pieces.to_plain(self.context)
         write_file(path, KIND, content)
 
 
@@ -99,6 +106,7 @@ def load(path: Path | str) -> Reduction:
     try:
         content["program"] = plain.from_plain(content["program"])
         content["failure"] = failures.from_plain(content["failure"])
+        content["context"] = pieces.from_plain(content.get("context"))
         return Reduction(**{name: content[name] for name in Reduction.__dataclass_fields__ if name in content})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SnapshotError(f"`{path}` is damaged: {error}", hint="shrink the snapshot again") from error

@@ -18,8 +18,6 @@ _TRUSTING = frozenset(
     {
         *_RECURRENT,
         *_COMPRESSED,
-        "torch.ctc_loss",
-        "torch.nn.functional.ctc_loss",
         "torch.embedding_bag",
         "torch.segment_reduce",
     }

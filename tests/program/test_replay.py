@@ -202,28 +202,6 @@ def test_in_place_views_and_setitem() -> None:
     assert same_bits(run(program, tracer.tensors, keep=frozenset([value])).values[value].detach(), total.detach())
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return grads[0] * 2
-
-
-def test_a_custom_function_is_opaque_and_its_output_an_input_of_the_rest() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4)
-    x = torch.randn(2, 4)
-    program, tracer, loss = record(model, lambda: square(Doubled.apply(model(x))))
-    opaque = [call for call in program.calls if call.target == OPAQUE]
-    assert len(opaque) == 1 and opaque[0].kwargs["name"] == "Doubled" and "grads[0] * 2" in opaque[0].kwargs["source"]
-    value = tracer.value_of(loss)
-    assert value is not None
-    assert same_bits(run(program, tracer.tensors, keep=frozenset([value])).values[value].detach(), loss.detach())
-
-
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing_is_seen_through(use_reentrant: bool) -> None:
     torch.manual_seed(0)

@@ -56,7 +56,7 @@ def _cuts_to(candidate: Candidate, failure: Failure, kept: Sequence[int], record
     if candidate.program.calls[kept[-1]].is_optimizer_step:
         for only in dict.fromkeys((failure.value, None)):
             yield _optimizer_step(candidate, kept[-1], recording, only)
-    elif failure.phase == "backward" and failure.kind != "exception":
+    elif failure.backward_node is not None:
         yield from _backwards(candidate, failure, kept, recording)
     else:
         yield _forward(candidate, failure, kept, recording)
@@ -106,8 +106,10 @@ def _up_to(candidate: Candidate, failure: Failure) -> Candidate:
     """The whole program without what comes after the failure could be seen."""
     calls = [without_defaults(call) for call in candidate.program.calls]
     origin = failure.call_index if failure.call_index is not None else 0
-    if failure.phase == "forward" and failure.value is not None and failure.call_index is not None:
-        program = replace(candidate.program, calls=tuple(calls[: origin + 1]), outputs=(Ref(failure.value),))
+    is_value = failure.value is not None and failure.call_index is not None and failure.phase != "optimizer"
+    if is_value and failure.backward_node is None:
+        outputs = (Ref(failure.value),) if failure.value is not None else ()
+        program = replace(candidate.program, calls=tuple(calls[: origin + 1]), outputs=outputs)
         return replace(candidate, program=program).pruned()
     later = [index for index, call in enumerate(calls) if index >= origin and call.is_differentiation]
     end = later[-1] + 1 if failure.phase == "backward" and later else len(calls)

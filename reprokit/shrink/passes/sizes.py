@@ -16,6 +16,7 @@ from reprokit.shrink.arguments import leaves, with_leaf
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.constants import extremes, holds_large
 from reprokit.shrink.dimensions import Axis, Class, axes_of_output, find_classes, shrink_to
+from reprokit.shrink.indexes import fits
 from reprokit.shrink.problem import Problem
 
 _MAX_STRETCHES = 256
@@ -80,15 +81,18 @@ def _shrink_classes_of(problem: Problem, size: int) -> None:
 
 def _shrink_class(problem: Problem, group: Class) -> None:
     order = focus(problem, group)
+    start = problem.best
     for size in (1, 2):
         if size < group.size and _try_kept(problem, {group: order[:size]}, f"size {group.size} to {size}"):
+            if size == 2:
+                _drop_indexes(problem, start, group, order[:2])
             return
     _bisect(problem, group, order)
 
 
 def _bisect(problem: Problem, group: Class, order: list[int]) -> None:
     """The fewest of the likeliest indexes that will do, then none of these that can go."""
-    low, high = 2, group.size
+    low, high = min(2, group.size - 1), group.size
     start = problem.best
     while high - low > 1:
         middle = (low + high) // 2
@@ -104,7 +108,7 @@ def _drop_indexes(problem: Problem, start: Candidate, group: Class, order: list[
     """Take out what can go of the kept indexes, unlikely ones first, in ever shorter stretches."""
     kept = list(order)
     length = len(kept) // 2
-    while length and len(kept) > 2:
+    while length and len(kept) > 1:
         for stop in range(len(kept), 0, -length):
             fewer = kept[: max(0, stop - length)] + kept[stop:]
             if fewer and problem.consider(shrink_to(start, {group: sorted(fewer)}), "fewer indexes"):
@@ -167,9 +171,10 @@ def _bad_index(problem: Problem, group: Class) -> int | None:
 def _scores(candidate: Candidate, group: Class, sign: float | None) -> list[float]:
     """How remarkable the numbers at each index are."""
     scores = torch.zeros(group.size, dtype=torch.float64)
+    is_by_index = not fits(candidate.program.calls, candidate.tensors)  # then a large index is what matters
     for member in group.axes:
         tensor = candidate.tensors[member.value]
-        if tensor.is_floating_point() and tensor.numel():
+        if (tensor.is_floating_point() or is_by_index) and tensor.numel():
             scores += _sizes_along(tensor.abs() if sign is None else sign * tensor, member, group.size)
     return [float(score) for score in scores]
 

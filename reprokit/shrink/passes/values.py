@@ -40,6 +40,7 @@ def plainer_contents(tensor: torch.Tensor, role: str) -> Iterator[torch.Tensor]:
         yield torch.ones_like(tensor)
     elif not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() > _MAX_KEPT_INDEXES:
         yield torch.zeros_like(tensor)
+        yield torch.ones_like(tensor)
 
 
 def _plainer_numbers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

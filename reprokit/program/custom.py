@@ -1,0 +1,236 @@
+"""Custom `torch.autograd.Function`s as ordinary calls: what their forward did, and what the user's backward did.
+
+A program knows no user code, so the graph is cut at every Function. Its results become leaves; after a differentiation
+the gradient that arrived there is read, the calls of the user's backward follow, and differentiation goes on from the
+Function's inputs. What a forward did outside of torch is an opaque call: its results are inputs of the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.overrides import _get_current_function_mode_stack
+
+from reprokit.program.functions import GRAD_READ
+from reprokit.program.ir import AUTOGRAD_BACKWARD, OPAQUE, ZERO_GRAD, Call, Ref
+
+if TYPE_CHECKING:
+    from reprokit.program.trace import Tracer
+
+_BACKWARD_PHASE = "backward"
+
+
+@dataclass(slots=True)
+class _Application:
+    """One use of a Function: value numbers of the arguments that need gradients, and of its results as leaves."""
+
+    node: Any
+    arguments: list[int | None]
+    leaves: list[int | None]
+
+
+@dataclass(slots=True)
+class _Passage:
+    """What one Function's backward did: gradients read from leaves, calls made, gradients handed on."""
+
+    reads: list[tuple[int, int]] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    handed_on: list[tuple[int, int]] = field(default_factory=list)
+
+
+class CustomFunctions:
+    """Watches Functions for a tracer while ``watching`` is entered.
+
+    Invariant: ``_read`` holds the leaves whose ``.grad`` is left from an earlier differentiation.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._applications: dict[int, _Application] = {}
+        self._passages: list[_Passage] = []
+        self._read: set[int] = set()
+        self._depth = 0
+
+    @property
+    def is_inside_backward(self) -> bool:
+        """Whether a user's backward is running; it sees new objects for tensors that its forward had saved."""
+        return self._depth > 0
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Put our own functions in the place of torch's that run a forward and a backward."""
+        apply = torch.autograd.Function.__dict__["apply"]
+        run_backward = BackwardCFunction.apply
+
+        def apply_and_watch(cls: type, *args: Any, **kwargs: Any) -> Any:
+            return self._forward(apply.__get__(None, cls), cls, args, kwargs)
+
+        def run_backward_and_watch(node: Any, *grads: Any) -> Any:
+            return self._backward(run_backward, node, grads)
+
+        torch.autograd.Function.apply = classmethod(apply_and_watch)  # type: ignore[assignment, method-assign]
+        BackwardCFunction.apply = run_backward_and_watch  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+            BackwardCFunction.apply = run_backward  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def differentiation(self) -> Iterator[list[_Passage]]:
+        """Collects what Functions do in one differentiation; these may nest."""
+        outer, self._passages = self._passages, []
+        try:
+            yield self._passages
+        finally:
+            self._passages = outer
+
+    def written_out(self, call: Call, passages: list[_Passage]) -> list[Call]:
+        """A differentiation with what the Functions did in it, as calls."""
+        left = [Ref(leaf) for passage in passages for leaf, _ in passage.reads if leaf in self._read]
+        found = [Call(ZERO_GRAD, (left,), phase=_BACKWARD_PHASE)] if left else []
+        found.append(_retaining(call) if any(passage.handed_on for passage in passages) else call)
+        for passage in passages:
+            for leaf, value in passage.reads:
+                found.append(Call(GRAD_READ, (Ref(leaf),), outputs=Ref(value), phase=_BACKWARD_PHASE))
+                self._read.add(leaf)
+            found.extend(passage.calls)
+            if passage.handed_on:
+                starts, grads = zip(*((Ref(start), Ref(grad)) for start, grad in passage.handed_on), strict=True)
+                options = {"retain_graph": True}
+                found.append(Call(AUTOGRAD_BACKWARD, (list(starts), list(grads)), options, phase=_BACKWARD_PHASE))
+        return found
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def _forward(self, apply: Any, cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        tracer = self._tracer
+        arguments = [tracer.value(item) if _needs_gradient(item) else None for item in args]
+        given = tuple(Ref(tracer.value(item)) for item in args if isinstance(item, torch.Tensor))
+        num_inputs = len(tracer.inputs)
+        result = apply(*args, **kwargs)
+        results = [item for item in (result if isinstance(result, tuple) else (result,)) if _is_tensor(item)]
+        is_opaque = self._adopt_opaque(cls, given, results, num_inputs)
+        leaves = [self._leaf(item, is_opaque) for item in results]
+        node = next((found for item in results if (found := _node_of(item)) is not None), None)
+        if node is not None:
+            self._applications[id(node)] = _Application(node, arguments, leaves)
+        return result
+
+    def _adopt_opaque(self, cls: type, given: tuple[Ref, ...], results: list[torch.Tensor], num_inputs: int) -> bool:
+        """Whether torch calls do not tell how the results came about; then they are inputs from now on."""
+        tracer = self._tracer
+        made_outside = {item.value for item in tracer.inputs[num_inputs:]}
+        known = [tracer.value_of(item) for item in results]
+        if all(value is not None and value not in made_outside for value in known):
+            return False
+        tracer.make_outcome(results, "opaque", f"{cls.__name__}_output")
+        described = {"name": cls.__qualname__, "source": _source(cls)}
+        call = tracer.make_call(OPAQUE, (), described)
+        outputs = tuple(Ref(tracer.value(item)) for item in results)
+        tracer.record(replace(call, args=given, outputs=outputs))
+        return True
+
+    def _leaf(self, result: torch.Tensor, is_opaque: bool) -> int | None:
+        """The value number of a result that gradients arrive at."""
+        tracer = self._tracer
+        if not result.requires_grad:
+            return None
+        value = tracer.value(result)
+        if is_opaque and tracer.is_leaf_input(value):
+            return value
+        leaf = tracer.new_value()
+        call = tracer.make_call("torch.Tensor.detach")
+        tracer.record(replace(call, args=(Ref(value),), outputs=Ref(leaf)))
+        tracer.record(replace(call, target="torch.Tensor.requires_grad_", args=(Ref(leaf),), outputs=Ref(leaf)))
+        tracer.alias(result, leaf)
+        return leaf
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def _backward(self, run_backward: Any, node: Any, grads: tuple[Any, ...]) -> Any:
+        application = self._applications.get(id(node))
+        if application is None:
+            return run_backward(node, *grads)
+        tracer, passage = self._tracer, _Passage()
+        self._passages.append(passage)
+        calls, tracer.calls = tracer.calls, passage.calls
+        phase, tracer.phase = tracer.phase, _BACKWARD_PHASE
+        self._depth += 1
+        try:
+            with _entered(tracer):
+                passage.reads = self._arrived(application, grads)
+                result = run_backward(node, *grads)
+                passage.handed_on = self._handed_on(application, result)
+        finally:
+            self._depth -= 1
+            tracer.calls, tracer.phase = calls, phase
+        return result
+
+    def _arrived(self, application: _Application, grads: tuple[Any, ...]) -> list[tuple[int, int]]:
+        """New value numbers for gradients that arrived. Among several, zeros may stand for none and are left out."""
+        reads = []
+        with torch._C.DisableTorchFunction():
+            for leaf, grad in zip(application.leaves, grads, strict=False):
+                if leaf is not None and _is_tensor(grad) and (len(grads) == 1 or bool(grad.any())):
+                    value = self._tracer.new_value()
+                    self._tracer.alias(grad, value)
+                    reads.append((leaf, value))
+        return reads
+
+    def _handed_on(self, application: _Application, result: Any) -> list[tuple[int, int]]:
+        """The gradients for the Function's arguments, in the shape and dtype that these have."""
+        pairs = []
+        given = result if isinstance(result, tuple) else (result,)
+        for argument, grad in zip(application.arguments, given, strict=False):
+            if argument is not None and _is_tensor(grad):
+                start = self._tracer.tensor_of(argument)
+                fitted = grad.sum_to_size(start.shape) if start is not None and grad.shape != start.shape else grad
+                fitted = fitted.to(start.dtype) if start is not None and fitted.dtype != start.dtype else fitted
+                pairs.append((argument, self._tracer.value(fitted)))
+        return pairs
+
+
+@contextlib.contextmanager
+def _entered(tracer: Tracer) -> Iterator[None]:
+    """The tracer entered, unless it is already."""
+    with contextlib.ExitStack() as stack:
+        if tracer not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            stack.enter_context(tracer)
+        yield
+
+
+def _retaining(call: Call) -> Call:
+    """The differentiation with its graph kept, since differentiation goes on from inside."""
+    if len(call.args) > 2:
+        return replace(call, args=(*call.args[:2], True, *call.args[3:]))
+    return replace(call, kwargs={**call.kwargs, "retain_graph": True})
+
+
+def _node_of(result: torch.Tensor) -> Any:
+    """The node of a Function behind its result, which is one step further when the result is a view."""
+    node = result.grad_fn
+    nodes = [node, *(following for following, _ in node.next_functions)] if node is not None else []
+    return next((found for found in nodes if isinstance(found, BackwardCFunction)), None)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _needs_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _source(cls: type) -> str:
+    """The source text of a class, empty when there is none."""
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):
+        return ""

@@ -1,0 +1,366 @@
+"""The context repro: the piece of the user's model as `nn.Module` classes, ordinary inputs, and the check.
+
+Modules keep the names they have in the user's code. Torch's layers are layers; what the user wrote is a straight-line
+`forward`. Parameters are what the layers start with under a seed, or are set in one line each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reprokit.program.ir import Call, Input, Mode, Program, Ref
+from reprokit.render import expression, names
+from reprokit.render.check import Subject, find_subject, write_check
+from reprokit.render.code import Code, needed_mode, write_program
+from reprokit.render.environment import render_template
+from reprokit.render.expression import Expr, fold
+from reprokit.render.literals import Literal, is_same, literal
+from reprokit.render.module_names import ROOT_KEY, ModuleNames, class_name
+from reprokit.render.wording import headline, phase_words
+from reprokit.shrink.context.defaults import SEED, initial, modules_in_order, own_values
+from reprokit.shrink.context.layers import Layer
+from reprokit.shrink.context.piece import Context
+from reprokit.shrink.context.slices import is_container
+from reprokit.shrink.context.tree import Block, Key, Tree, calls_of
+from reprokit.shrink.context.variables import variables
+from reprokit.shrink.plainness import seed_of
+from reprokit.snapshot.redact import redact_text
+
+MODULE_FILE = "repro_module.py"
+MAX_LINES = 60
+_CONVERTED = {torch.float16: ".half()", torch.bfloat16: ".bfloat16()", torch.float64: ".double()"}
+_RESERVED = frozenset({"nn", "self"})
+_MODE_MATTERS = ("BatchNorm", "Dropout", "RNN", "GRU", "LSTM", "MultiheadAttention", "InstanceNorm", "RReLU")
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleScript:
+    """The text of a context repro, with how many classes and torch calls it has."""
+
+    text: str
+    modules: int
+    calls: int
+
+    @property
+    def num_lines(self) -> int:
+        """Lines, blank ones and comments included."""
+        return len(self.text.splitlines())
+
+    def write(self, folder: Path) -> Path:
+        """Write it into ``folder``; its path."""
+        path = folder / MODULE_FILE
+        path.write_text(self.text, encoding="utf-8")
+        return path
+
+
+def write_module_script(
+    context: Context, *, num_calls_before: int | None = None, torch_version: str | None = None
+) -> ModuleScript | None:
+    """The context as a script; ``None`` when it would need a side file. Raises `NotReproduced` if it does not fail."""
+    return _Writer(context, context.tree).write(num_calls_before, torch_version or torch.__version__)
+
+
+class _Writer:
+    def __init__(self, context: Context, tree: Tree) -> None:
+        self._context = context
+        self._tree = tree
+        self._names = ModuleNames(tree)
+        self._start = initial(tree, context.tensors, context.drawn)
+        self._inputs = {item.value: item for item in context.program.inputs}
+        self._nouns = variables(context.program.calls)
+        self._classes: dict[Key, str] = {}
+        self._texts: dict[str, list[str]] = {}
+
+    def write(self, num_calls_before: int | None, version: str) -> ModuleScript | None:
+        """The whole script."""
+        start = self._random_start()
+        if start is None:
+            return None
+        subject = self._subject()
+        owned = self._owned()
+        if owned is None:
+            return None
+        for block in self._tree.root.items:
+            if isinstance(block, Block) and block.is_function:
+                self._write_function(block)
+        setup = self._setup(owned)
+        code = self._script_code(subject)
+        if setup is None or code.side:
+            return None
+        check = write_check(subject, self._context.failure, code) if subject is not None else []
+        classes = list(self._texts.values())
+        lines = [line for block in (*classes, setup, code.inputs, code.body) for line in block]
+        text = render_template(
+            "repro_module.py.j2",
+            header=list(self._header(num_calls_before, version)),
+            imports=_imports(lines),
+            classes=classes,
+            setup=[*setup, *code.inputs, *start],
+            body=code.body,
+            check=check,
+        )
+        return ModuleScript(text, self._tree.num_modules, self._context.program.num_calls)
+
+    # -- the script ----------------------------------------------------------------------------------------------
+
+    def _subject(self) -> Subject | None:
+        """What the check looks at: something that the script itself can see."""
+        program, failure = self._context.program, self._context.failure
+        seen = {ref.value for ref in program.outputs} | {item.value for item in program.inputs}
+        if failure.value not in seen:
+            failure = replace(failure, value=None)
+        return find_subject(program, self._context.tensors, failure)
+
+    def _header(self, num_calls_before: int | None, version: str) -> Iterator[str]:
+        what = redact_text(headline(self._context.failure)).replace("\n", " ")
+        yield f"{what} {phase_words(self._context.failure)} (torch {version})."
+        was = f"{num_calls_before} torch calls of " if num_calls_before is not None else ""
+        yield f"The part of the model that shows how: cut mechanically by reprokit from {was}a training step."
+        if not self._context.is_ordinary:
+            yield "Nothing that the step was given is of ordinary size, so the inputs here are not either."
+        yield "Ends with exit code 1 while the bug is there, and with 0 once it is gone."
+
+    def _random_start(self) -> list[str] | None:
+        """The line that seeds the generator before the one call that is random; ``None`` when there are more."""
+        states = [call.mode.rng.value for call in self._context.program.calls if call.mode.rng is not None]
+        if not states:
+            return []
+        seed = seed_of(self._context.tensors[states[0]]) if len(states) == 1 else None
+        return None if seed is None else [f"torch.manual_seed({seed})"]
+
+    def _setup(self, owned: Mapping[Key, list[str]]) -> list[str] | None:
+        """The seed, the modules, and the parameters that are not what the layers start with."""
+        modules = [block for block in _children(self._tree.root)]
+        made = [f"{self._names.attributes[block.key]} = {self._made(block, owned)}" for block in modules]
+        changed = self._changed_parameters()
+        if changed is None:
+            return None
+        uses_start = bool(self._context.drawn) or self._relies_on_seed()
+        return [
+            *([f"torch.manual_seed({SEED})"] if uses_start else []),
+            *(p for line in made for p in fold(line)),
+            *changed,
+        ]
+
+    def _relies_on_seed(self) -> bool:
+        """Whether any layer keeps random numbers it starts with."""
+        return any(
+            value in self._start and is_same(self._start[value], self._context.tensors[value]) and _is_random(tensor)
+            for value, tensor in self._start.items()
+        )
+
+    def _changed_parameters(self) -> list[str] | None:
+        lines: list[str] = []
+        for block in self._tree.layers():
+            for name, value in block.layer.state.items() if block.layer is not None else ():
+                tensor = self._context.tensors[value]
+                if name == "num_batches_tracked" or is_same(self._start[value].contiguous(), tensor.contiguous()):
+                    continue
+                path = self._names.value_path(value, ROOT_KEY)
+                line = _assignment(path, tensor) if path is not None else None
+                if line is None:
+                    return None
+                lines += fold(line)
+        return lines
+
+    def _script_code(self, subject: Subject | None) -> Code:
+        root = self._tree.root
+        written = {value: _drawn(self._context.tensors[value]) for value in self._context.drawn}
+        keep = [] if subject is None else [subject.value]
+        program = self._statements(root, ROOT_KEY, self._context.program.inputs, ())
+        reserved = {*_RESERVED, *(self._names.attributes[b.key] for b in _children(root)), *self._classes.values()}
+        given = self._paths(ROOT_KEY)
+        return write_program(
+            program,
+            self._context.tensors,
+            keep=keep,
+            given=given,
+            written=written,
+            nouns=self._nouns,
+            reserved=reserved,
+        )
+
+    def _paths(self, inside: Key) -> dict[int, str]:
+        """How parameters and buffers that modules keep are reached from a forward or from the script."""
+        values = (value for value in self._inputs if value in self._tree.owners or value in self._names.layer_of)
+        paths = {value: self._names.value_path(value, inside) for value in values}
+        return {value: path for value, path in paths.items() if path is not None}
+
+    # -- classes -------------------------------------------------------------------------------------------------
+
+    def _owned(self) -> dict[Key, list[str]] | None:
+        """The classes are written; for each module the lines that make its own parameters."""
+        lines: dict[Key, list[str]] = {}
+        for block in reversed(modules_in_order(self._tree.root)):
+            if block.layer is not None or is_container(block.scope):
+                continue
+            own = [self._own_line(value) for value in own_values(self._tree, block.key)]
+            if any(line is None for line in own):
+                return None
+            lines[block.key] = [line for line in own if line is not None]
+            self._write_class(block, lines)
+        return lines
+
+    def _own_line(self, value: int) -> str | None:
+        tensor, item = self._context.tensors[value], self._inputs[value]
+        found = _drawn(tensor) if value in self._context.drawn else literal(tensor)
+        if found is None:
+            return None
+        name = self._names.own[value]
+        if item.role == "parameter" and tensor.is_floating_point():
+            return f"self.{name} = nn.Parameter({found.text})"
+        return f'self.register_buffer("{name}", {found.text})'
+
+    def _write_class(self, block: Block, owned: Mapping[Key, list[str]]) -> None:
+        children = [f"self.{self._names.attributes[b.key]} = {self._made(b, owned)}" for b in _children(block)]
+        body = [*owned[block.key], *children]
+        lines = []
+        if body:
+            lines += ["    def __init__(self):", "        super().__init__()"]
+            lines += [piece for line in body for piece in fold(f"        {line}")]
+            lines.append("")
+        lines += [f"    {line}" if line else line for line in self._forward(block)]
+        for name in _numbered(class_name(block.scope.cls)):
+            text = [f"class {name}(nn.Module):", *lines]
+            if self._texts.setdefault(name, text) == text:
+                self._classes[block.key] = name
+                return
+
+    def _write_function(self, block: Block) -> None:
+        self._texts.setdefault(block.scope.cls, self._body(block, block.scope.cls, ()))
+
+    def _forward(self, block: Block) -> list[str]:
+        return self._body(block, "forward", ("self",))
+
+    def _body(self, block: Block, function: str, first: tuple[str, ...]) -> list[str]:
+        arguments = {value: name for value, name in self._argument_names(block)}
+        program = self._statements(block, block.key, [], block.makes)
+        given = {**({} if block.is_function else self._paths(block.key)), **arguments}
+        code = write_program(program, {}, keep=block.makes, given=given, nouns=self._nouns, reserved=_RESERVED)
+        body = list(code.body)
+        returned = ", ".join(code.names[value] for value in block.makes)
+        if body and returned and body[-1].startswith(f"{returned} = ") and len(block.makes) == 1:
+            body[-1] = f"return {body[-1].removeprefix(f'{returned} = ')}"
+        elif returned:
+            body.append(f"return {returned}")
+        head = f"def {function}({', '.join((*first, *arguments.values()))}):"
+        return [head, *(f"    {line}" for line in body or ["pass"])]
+
+    def _argument_names(self, block: Block) -> Iterator[tuple[int, str]]:
+        known = names.Names(_RESERVED)
+        inner = replace(self._context.program, calls=tuple(calls_of(block)))
+        makers = {v: call for call in self._context.program.calls for v in call.output_refs()}
+        for value in block.reads:
+            noun = self._nouns.get(value)
+            item = self._inputs.get(value) or Input(value, noun or names.name_for_output(makers[value]))
+            yield value, known.give(value, names.name_for_input(item, inner))
+
+    def _statements(self, block: Block, inside: Key, inputs: Any, ends: tuple[int, ...]) -> Program:
+        """A block as a program: its own calls, and one call for every child."""
+        calls = []
+        for item in block.items:
+            calls.append(item if isinstance(item, Call) else self._child_call(item, inside))
+        calls = [replace(call, mode=replace(call.mode, rng=None)) for call in calls]
+        if inside != ROOT_KEY and (mode := _uniform_mode(block)) is not None:
+            calls = [replace(call, mode=_without(call.mode, mode)) for call in calls]
+        return Program(tuple(calls), tuple(inputs), tuple(Ref(value) for value in ends))
+
+    def _child_call(self, block: Block, inside: Key) -> Call:
+        target = self._names.module_path(block.key, inside)
+        assert target is not None, "a child is reached from its parent"
+        mode = _uniform_mode(block) or Mode()
+        if block.layer is not None:
+            layer = block.layer
+            keywords = {name: Ref(value) for name, value in layer.keywords.items()}
+            return Call(target, tuple(map(Ref, layer.positional)), keywords, layer.outputs, mode=mode)
+        made = tuple(Ref(value) for value in block.makes)
+        outputs: Any = made[0] if len(made) == 1 else made or None
+        return Call(target, tuple(Ref(value) for value in block.reads), {}, outputs, mode=mode)
+
+    def _made(self, block: Block, owned: Mapping[Key, list[str]]) -> str:
+        """The expression that makes a module."""
+        if block.layer is not None:
+            return _layer_text(block.layer)
+        if is_container(block.scope):
+            return f"nn.Sequential({', '.join(self._made(child, owned) for child in _children(block))})"
+        return f"{self._classes[block.key]}()"
+
+
+def _children(block: Block) -> list[Block]:
+    found: dict[Key, Block] = {}
+    for item in block.items:
+        if isinstance(item, Block) and not item.is_function:
+            found.setdefault(item.key, item)
+    return list(found.values())
+
+
+def _uniform_mode(block: Block) -> Mode | None:
+    """The modes that everything in a block ran in, ``None`` when they differ."""
+    modes = {needed_mode(call) for call in calls_of(block)}
+    return modes.pop() if len(modes) == 1 else None
+
+
+def _without(mode: Mode, outer: Mode) -> Mode:
+    """A mode inside a call that was made in ``outer``."""
+    return Mode() if mode == outer else mode
+
+
+def _layer_text(layer: Layer) -> str:
+    arguments = [expression.argument(value, _no_tensor) for value in layer.arguments]
+    options = {name: expression.argument(value, _no_tensor) for name, value in layer.options.items()}
+    ending = ".eval()" if not layer.training and layer.cls.startswith(_MODE_MATTERS) else ""
+    return f"{expression.call(f'nn.{layer.cls}', arguments, options).text}{layer.suffix}{ending}"
+
+
+def _no_tensor(value: Any) -> Expr:
+    raise TypeError(f"a constructor argument cannot be `{type(value).__name__}`")
+
+
+def _assignment(path: str, tensor: torch.Tensor) -> str | None:
+    """The line that gives a parameter its numbers."""
+    values = tensor.detach().reshape(-1)
+    if values.numel() and bool((values == values[0]).all()):
+        number = values[0].item()
+        if number in (0, 1):
+            return f"nn.init.{'ones' if number else 'zeros'}_({path})"
+        found = literal(values[:1])
+        return f"nn.init.constant_({path}, {re.sub(r'^torch.tensor.{2}|].*$', '', found.text)})" if found else None
+    numbers = literal(tensor)
+    return f"{path}.data = {numbers.text}" if numbers is not None else None
+
+
+def _drawn(tensor: torch.Tensor) -> Literal:
+    sizes = tuple(str(size) for size in tensor.shape)
+    dtype = () if tensor.dtype == torch.float32 else (f"dtype={tensor.dtype}",)
+    return Literal("randn", (*sizes, *dtype))
+
+
+def _is_random(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.is_floating_point()
+        and tensor.numel() > 0
+        and bool((tensor != tensor.reshape(-1)[0]).any() or (float(tensor.reshape(-1)[0]) not in (0.0, 1.0)))
+    )
+
+
+def _imports(lines: list[str]) -> list[str]:
+    found = ["import torch"]
+    if any(re.search(r"\bF\.", line) for line in lines):
+        found.append("import torch.nn.functional as F")
+    if any(re.search(r"\bnn\.(?!functional)", re.sub(r"torch\.nn\.", "", line)) for line in lines):
+        found.append("from torch import nn")
+    return found
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    number = 2
+    while True:
+        yield f"{name}{number}"
+        number += 1

@@ -1,0 +1,56 @@
+"""Modules replaced by identity: what a module was given stands in for what it returned, as in a shorter layer list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from reprokit.program.functions import is_in_place
+from reprokit.program.ir import Ref, Scope, substitute
+from reprokit.shrink.candidate import Candidate
+
+Shapes = Mapping[int, tuple[int, ...]]
+
+
+def module_runs(candidate: Candidate) -> list[frozenset[int]]:
+    """The calls of every run of a module, largest first."""
+    runs: dict[tuple[Scope, ...], set[int]] = {}
+    for index, call in enumerate(candidate.program.calls):
+        for depth in range(1, len(call.scope) + 1):
+            runs.setdefault(call.scope[:depth], set()).add(index)
+    return sorted(map(frozenset, runs.values()), key=lambda members: (-len(members), min(members)))
+
+
+def without_module(candidate: Candidate, run: frozenset[int], shapes: Shapes) -> Iterator[Candidate]:
+    """The candidate without a run of a module, with something it was given in place of the one thing it returned."""
+    program = candidate.program
+    made = {value for index in run for value in program.calls[index].output_refs()}
+    others = [call for index, call in enumerate(program.calls) if index not in run]
+    needed = {value for call in others for value in call.input_refs()} | {ref.value for ref in program.outputs}
+    leaving = sorted(made & needed)
+    if len(leaving) != 1 or any(is_in_place(program.calls[index].target) for index in run):
+        return
+    read = dict.fromkeys(value for index in sorted(run) for value in program.calls[index].input_refs())
+    for value in read:
+        if value not in made and shapes.get(value) == shapes.get(leaving[0]):
+            yield _redirected(candidate, run, leaving[0], value)
+
+
+def without_call(candidate: Candidate, index: int) -> Candidate | None:
+    """The candidate with the first tensor that a call was given in place of what it returned."""
+    call = candidate.program.calls[index]
+    outputs, inputs = call.output_refs(), [arg for arg in call.args if isinstance(arg, Ref)]
+    if len(outputs) != 1 or not inputs:
+        return None
+    return _redirected(candidate, frozenset((index,)), outputs[0], inputs[0].value)
+
+
+def _redirected(candidate: Candidate, run: frozenset[int], old: int, new: int) -> Candidate:
+    program, change = candidate.program, {old: Ref(new)}
+    calls = tuple(
+        replace(call, args=substitute(call.args, change), kwargs=substitute(dict(call.kwargs), change))
+        for index, call in enumerate(program.calls)
+        if index not in run
+    )
+    ends = tuple(change.get(ref.value, ref) for ref in program.outputs)
+    return replace(candidate, program=replace(program, calls=calls, outputs=ends)).pruned()

@@ -1,0 +1,365 @@
+"""Torch's own layers: the constructor call that gives the layer whose forward made some recorded calls.
+
+Sizes are read from the weights and the calls, since the ones noted at capture may have shrunk; the rest is as noted.
+Nothing is believed: the layer is built, given its parameters and run, and must return what was recorded, bit for bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reprokit.program.ir import Call, Input, ModuleNote, Ref, Scope, iter_refs
+from reprokit.program.run import Modes, symbol_named
+
+_RECURRENT = ("RNN", "GRU", "LSTM")
+_COMPOSITE = ("Sequential", "ModuleList", "ModuleDict", "Transformer", "ParametrizationList")
+_SUFFIXES = {torch.float16: ".half()", torch.bfloat16: ".bfloat16()", torch.float64: ".double()"}
+
+Values = Mapping[int, torch.Tensor]
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One of torch's layers with its constructor arguments, and how it was called.
+
+    ``state`` maps the names of parameters and buffers to values. ``positional`` and ``keywords`` are the values given
+    to its forward, ``outputs`` mirrors what it returned. ``suffix`` converts it, as in ``nn.Linear(4, 4).half()``.
+    """
+
+    cls: str
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+    state: Mapping[str, int]
+    positional: tuple[int, ...]
+    keywords: Mapping[str, Any]
+    outputs: Any
+    suffix: str = ""
+    training: bool = True
+
+    def build(self) -> torch.nn.Module:
+        """The layer with its initial parameters."""
+        arguments, options = _real(self.arguments), _real(dict(self.options))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            layer: torch.nn.Module = getattr(torch.nn, self.cls)(*arguments, **options)
+        if self.suffix:
+            layer = getattr(layer, self.suffix[1:-2])()
+        return layer.train(self.training)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What was recorded of one run of a layer.
+
+    ``outputs`` are the values that somebody needs of it; ``before`` and ``after`` are what values were when they were
+    first read, and what the calls left.
+    """
+
+    calls: Sequence[Call]
+    outputs: Sequence[int]
+    before: Values
+    after: Values
+
+
+def is_layer(scope: Scope, modules: Mapping[str, ModuleNote]) -> bool:
+    """Whether a module is one of torch's layers that do something themselves."""
+    note = modules.get(scope.path or f"<{scope.cls}>")
+    is_users = note is not None and bool(note.file) and note.cls.rpartition(".")[2] == scope.cls
+    is_torchs = isinstance(getattr(torch.nn, scope.cls, None), type)
+    return is_torchs and not is_users and not scope.cls.startswith(_COMPOSITE)
+
+
+def layer_of(
+    scope: Scope,
+    run: Run,
+    inputs: Mapping[int, Input],
+    note: ModuleNote | None,
+) -> Layer | None:
+    """The layer that does what was recorded of a run, or ``None`` when it cannot be told."""
+    try:
+        return next(_fitting(scope.cls, run, inputs, note or ModuleNote(scope.cls)), None)
+    except (IndexError, KeyError, TypeError, ValueError, AttributeError):  # the calls are not those of such a layer
+        return None
+
+
+def _fitting(cls: str, run: Run, inputs: Mapping[int, Input], note: ModuleNote) -> Iterator[Layer]:
+    calls, values = run.calls, run.before
+    state = _state(cls, calls, inputs, note)
+    made = {value for call in calls for value in call.output_refs()}
+    read = dict.fromkeys(v for call in calls for v in call.input_refs() if v not in state.values())
+    states = {call.mode.rng.value for call in calls if call.mode.rng is not None}
+    given = [v for v in read if v not in states and (v not in made or _is_written_before(v, calls))]
+    arguments = _constructor(cls, run, {name: values[value] for name, value in state.items()}, note)
+    dtypes = {values[v].dtype for v in state.values() if values[v].is_floating_point()}
+    suffix = _SUFFIXES.get(next(iter(dtypes)), "") if len(dtypes) == 1 else ""
+    for positional, keywords in _ways_to_call(cls, given):
+        for shape in _output_shapes(cls, run.outputs):
+            required, options = _split(cls, arguments)
+            layer = Layer(cls, required, options, state, positional, keywords, shape, suffix, note.training)
+            if _agrees(layer, run):
+                yield layer
+
+
+def _is_written_before(value: int, calls: Sequence[Call]) -> bool:
+    """Whether a value that the calls return was there before (they work in place)."""
+    first = next(call for call in calls if value in (*call.input_refs(), *call.output_refs()))
+    return value in first.input_refs()
+
+
+def _state(cls: str, calls: Sequence[Call], inputs: Mapping[int, Input], note: ModuleNote) -> dict[str, int]:
+    """Parameters and buffers by the names that the layer has for them."""
+    known: dict[str, int] = {}
+    names = _state_names(cls)
+    for call in calls:
+        for value in call.input_refs():
+            item = inputs.get(value)
+            if item is not None and item.role in ("parameter", "buffer") and value not in known.values():
+                known[_state_name(item.name, names)] = value
+    return known
+
+
+def _state_names(cls: str) -> frozenset[str]:
+    if cls in _RECURRENT:
+        return frozenset()
+    return frozenset(("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "in_proj_weight",
+                      "in_proj_bias"))  # fmt: skip
+
+
+def _state_name(name: str, known: frozenset[str]) -> str:
+    """A state-dict name inside the layer; a number at its end may only tell two roots apart."""
+    last = name.rpartition(".")[2]
+    if ".out_proj." in f".{name}":
+        return f"out_proj.{last}"
+    bare = last.rpartition("_")[0]
+    return bare if last not in known and bare in known else last
+
+
+def _constructor(cls: str, run: Run, state: Mapping[str, torch.Tensor], note: ModuleNote) -> Arguments:
+    """All constructor arguments by name, sizes as they are now."""
+    arguments = dict(note.arguments)
+    find = _SIZES.get(cls.rstrip("123d")) or _SIZES.get(cls)
+    if find is not None:
+        arguments.update(find(run.calls, state))
+    elif cls == "MultiheadAttention":
+        arguments.update(_attention(run, state))
+    for name in ("device", "dtype", "kdim", "vdim"):
+        arguments.pop(name, None)
+    return arguments
+
+
+def _linear(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
+    rows, columns = state["weight"].shape
+    return {"in_features": columns, "out_features": rows, "bias": "bias" in state}
+
+
+def _conv(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
+    call = next(call for call in calls if call.name.startswith("conv"))
+    channels, per_group, *kernel = state["weight"].shape
+    stride, padding, dilation, groups = call.args[3:7]
+    found = {"stride": stride, "dilation": dilation, "groups": groups, "kernel_size": tuple(kernel)}
+    sizes = {"in_channels": per_group * groups, "out_channels": channels, "bias": "bias" in state}
+    return {**found, **sizes, **({"padding": padding} if len(calls) == 1 else {})}
+
+
+def _transposed(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
+    stride, padding, output_padding, groups, dilation = calls[-1].args[3:8]
+    channels, per_group, *kernel = state["weight"].shape
+    found = {"stride": stride, "padding": padding, "output_padding": output_padding, "groups": groups}
+    sizes = {"in_channels": channels, "out_channels": per_group * groups, "kernel_size": tuple(kernel)}
+    return {**found, **sizes, "dilation": dilation, "bias": "bias" in state}
+
+
+def _embedding(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
+    rows, columns = state["weight"].shape
+    return {"num_embeddings": rows, "embedding_dim": columns}
+
+
+def _shape_norm(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
+    shape = tuple(calls[-1].args[1])
+    is_affine = {"elementwise_affine": "weight" in state}
+    is_layer_norm = calls[-1].name == "layer_norm"
+    return {"normalized_shape": shape, **is_affine, **({"bias": "bias" in state} if is_layer_norm else {})}
+
+
+def _batch_norm(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
+    sized = next(state[name] for name in ("running_mean", "weight") if name in state)
+    return {"num_features": len(sized), "affine": "weight" in state, "track_running_stats": "running_mean" in state}
+
+
+def _group_norm(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
+    return {"num_groups": calls[-1].args[1], "num_channels": len(state["weight"])} if "weight" in state else {}
+
+
+def _recurrent(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
+    call = calls[-1]
+    place = next(index for index in (2, 3) if isinstance(call.args[index], list))
+    has_biases, num_layers, dropout, _, is_bidirectional = call.args[place + 1 : place + 6]
+    first = state["weight_ih_l0"]
+    found = {"input_size": first.shape[1], "hidden_size": state["weight_hh_l0"].shape[1], "num_layers": num_layers}
+    found |= {"bias": has_biases, "dropout": dropout, "bidirectional": is_bidirectional}
+    if call.name.startswith("rnn_"):
+        found["nonlinearity"] = call.name.removeprefix("rnn_")
+    return {**found, "batch_first": call.args[place + 6] if len(call.args) > place + 6 else False}
+
+
+def _attention(run: Run, state: Mapping[str, torch.Tensor]) -> Arguments:
+    width = state["in_proj_weight"].shape[1]
+    split = next(call for call in run.calls if call.name == "view" and len(call.args) == 4)
+    per_head = run.after[split.output_refs()[0]].shape[-1]
+    found = {"embed_dim": width, "num_heads": width // per_head, "bias": "in_proj_bias" in state}
+    return {**found, "dropout": 0.0}
+
+
+_SIZES: dict[str, Callable[[Sequence[Call], Mapping[str, torch.Tensor]], Arguments]] = {
+    "Linear": _linear,
+    "Conv": _conv,
+    "ConvTranspose": _transposed,
+    "Embedding": _embedding,
+    "LayerNorm": _shape_norm,
+    "RMSNorm": _shape_norm,
+    "BatchNorm": _batch_norm,
+    "InstanceNorm": _batch_norm,
+    "GroupNorm": _group_norm,
+    **dict.fromkeys(_RECURRENT, _recurrent),
+}
+
+
+def _split(cls: str, arguments: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a person would write: required arguments by place, others by name if they are not the default."""
+    parameters = inspect.signature(getattr(torch.nn, cls).__init__).parameters
+    required, options = [], {}
+    first = ("input_size", "hidden_size") if cls in _RECURRENT else ()
+    for name in first:
+        required.append(arguments[name])
+    for name, value in arguments.items():
+        parameter = parameters.get(name)
+        if name in first:
+            continue
+        if parameter is None:
+            if value != _RECURRENT_DEFAULTS.get(name):
+                options[name] = value
+        elif parameter.default is inspect.Parameter.empty:
+            continue
+        elif not _is_same_option(value, parameter.default):
+            options[name] = _short(value)
+    names = [n for n, p in parameters.items() if n != "self" and p.kind is p.POSITIONAL_OR_KEYWORD]
+    for name in names:
+        if parameters[name].default is inspect.Parameter.empty and not first:
+            required.append(_short(arguments[name]))
+    if cls.startswith("MaxPool") and options.get("stride") == required[0]:
+        del options["stride"]
+    if cls.startswith("AvgPool") and options.get("stride") == required[0]:
+        del options["stride"]
+    return tuple(required), options
+
+
+_RECURRENT_DEFAULTS = {
+    "num_layers": 1, "bias": True, "dropout": 0.0, "bidirectional": False, "batch_first": False, "nonlinearity": "tanh",
+}  # fmt: skip
+
+
+def _is_same_option(value: Any, default: Any) -> bool:
+    short = _short(value)
+    return type(short) is type(_short(default)) and bool(short == _short(default))
+
+
+def _short(value: Any) -> Any:
+    """A size that is the same in all dimensions as one number."""
+    if isinstance(value, (list, tuple)) and value and all(item == value[0] for item in value):
+        return value[0] if isinstance(value[0], int) else value
+    return value
+
+
+def _ways_to_call(cls: str, given: Sequence[int]) -> Iterator[tuple[tuple[int, ...], dict[str, Any]]]:
+    """How the values that the layer was given may have been its arguments."""
+    if cls != "MultiheadAttention":
+        yield tuple(given), {}
+        return
+    for places in itertools.product(given, repeat=3) if len(given) <= 3 else ():
+        rest = [value for value in given if value not in places]
+        for names in itertools.permutations(("key_padding_mask", "attn_mask"), len(rest)):
+            yield places, dict(zip(names, rest, strict=True))
+
+
+def _output_shapes(cls: str, outputs: Sequence[int]) -> Iterator[Any]:
+    """How the values that the layer made may lie in what it returned; ``None`` for a part that nobody needs."""
+    refs = [Ref(value) for value in outputs]
+    if cls in ("RNN", "GRU"):
+        yield from ((refs[0], None), (None, refs[0])) if len(refs) == 1 else [tuple(refs)]
+    elif cls == "LSTM":
+        for places in itertools.combinations(range(3), len(refs)):
+            parts: list[Any] = [None] * 3
+            for place, ref in zip(places, refs, strict=True):
+                parts[place] = ref
+            yield parts[0], (None if len(refs) == 1 and parts[0] else (parts[1], parts[2]))
+    elif cls == "MultiheadAttention":
+        yield from ((refs[0], None), (None, refs[0])) if len(refs) == 1 else [tuple(refs), tuple(reversed(refs))]
+    elif len(refs) == 1:
+        yield refs[0]
+    elif refs:
+        yield tuple(refs)
+
+
+def _agrees(layer: Layer, run: Run) -> bool:
+    """Whether the layer really returns what was recorded."""
+    values = run.before
+    try:
+        module = layer.build()
+        given = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        if not layer.state.keys() <= given.keys():
+            return False
+        with torch.no_grad():
+            for name, value in layer.state.items():
+                if given[name].shape != values[value].shape or given[name].dtype != values[value].dtype:
+                    return False
+                given[name].copy_(values[value])
+        arguments = [values[value].clone() for value in layer.positional]
+        if layer.cls == "MultiheadAttention":  # tells the cases apart by identity
+            arguments = [values[value] for value in layer.positional]
+        with Modes() as modes:
+            mode = run.calls[-1].mode
+            modes.enter(mode, values[mode.rng.value] if mode.rng is not None else None)
+            result = module(*arguments, **{name: values[value] for name, value in layer.keywords.items()})
+    except Exception:  # a layer that does not fit may fail in as many ways as there are layers
+        return False
+    return _matches(layer.outputs, result, run.after)
+
+
+def _matches(outputs: Any, result: Any, values: Values) -> bool:
+    if outputs is None:
+        return True
+    if isinstance(outputs, Ref):
+        wanted = values[outputs.value]
+        if not isinstance(result, torch.Tensor) or result.shape != wanted.shape or result.dtype != wanted.dtype:
+            return False
+        return bool(torch.equal(result.detach().nan_to_num(nan=0.5), wanted.nan_to_num(nan=0.5)))
+    if not isinstance(result, (tuple, list)) or len(result) != len(outputs):
+        return False
+    return all(_matches(part, item, values) for part, item in zip(outputs, result, strict=True))
+
+
+def _real(value: Any) -> Any:
+    """Arguments with torch's constants in place of their names."""
+    if isinstance(value, Mapping):
+        return {key: _real(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_real(item) for item in value)
+    return symbol_named(value.name) if hasattr(value, "name") else value
+
+
+def values_read(layer: Layer) -> tuple[int, ...]:
+    """The values given to the layer's forward, without repeats."""
+    return tuple(dict.fromkeys((*layer.positional, *layer.keywords.values())))
+
+
+def values_made(layer: Layer) -> tuple[int, ...]:
+    """The values that it returned and somebody needs."""
+    return tuple(dict.fromkeys(ref.value for ref in iter_refs(layer.outputs)))

@@ -1,0 +1,296 @@
+"""Slices: which calls of the step make up the context, and the candidate that they are on recorded values.
+
+A slice starts as what the origin depends on inside its own module (in the loop: inside its own function), torch's
+layers whole. It grows upstream from what it is given, and for a gradient downstream too. `Slice.candidate` cuts it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from reprokit.program.functions import GRAD_WRITES, is_in_place
+from reprokit.program.ir import AUTOGRAD_BACKWARD, OPAQUE, ZERO_GRAD, Call, Input, Program, Ref, Scope, iter_refs
+from reprokit.shrink.arguments import without_defaults
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.context.layers import is_layer
+from reprokit.shrink.context.variables import variables
+from reprokit.shrink.naming import unique_name
+from reprokit.shrink.recording import Recording, record
+
+Place = tuple[tuple[Scope, ...], str]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The whole step, and who made and who reads each of its values."""
+
+    whole: Candidate
+
+    @property
+    def program(self) -> Program:
+        """Its program."""
+        return self.whole.program
+
+    @cached_property
+    def units(self) -> dict[int, tuple[int, ...]]:
+        """The calls that belong together with a call: those of the same run of one of torch's layers."""
+        groups: dict[tuple[Scope, ...], list[int]] = {}
+        found: dict[int, tuple[int, ...]] = {}
+        for index, call in enumerate(self.program.calls):
+            layer = self.layer(call)
+            if layer is None or call.target == OPAQUE:
+                found[index] = (index,)
+            else:
+                groups.setdefault(layer, []).append(index)
+        for members in groups.values():
+            found.update(dict.fromkeys(members, tuple(members)))
+        return found
+
+    def place(self, index: int) -> Place:
+        """The user's module that a call runs in; in the loop itself, the function."""
+        call = self.program.calls[index]
+        layer = self.layer(call)
+        scope = call.scope if layer is None else layer[:-1]
+        while scope and is_container(scope[-1]):
+            scope = scope[:-1]
+        return scope, call.site.function if not scope and call.site is not None else ""
+
+    def producers(self, index: int) -> list[int]:
+        """The calls that wrote what a call reads, latest first."""
+        wanted = set(self.program.calls[index].input_refs())
+        found = []
+        for position in range(index - 1, -1, -1):
+            call = self.program.calls[position]
+            if call.target == OPAQUE or not written(call) & wanted:
+                continue
+            found.append(position)
+            if not is_in_place(call.target):
+                wanted -= written(call)
+        return found
+
+    def readers(self, index: int) -> list[int]:
+        """The later forward calls that read what a call wrote."""
+        made = written(self.program.calls[index])
+        return [
+            later
+            for later in range(index + 1, len(self.program.calls))
+            if made & set(self.program.calls[later].input_refs()) and self.is_forward(later)
+        ]
+
+    def is_forward(self, index: int) -> bool:
+        """Whether a call computes something, rather than differentiates, updates or clears."""
+        call = self.program.calls[index]
+        is_other = call.is_differentiation or call.is_optimizer_step or call.target in (OPAQUE, ZERO_GRAD)
+        return not is_other and call.target not in GRAD_WRITES
+
+    @cached_property
+    def variables(self) -> dict[int, str]:
+        """What the user's code calls values."""
+        return variables(self.program.calls)
+
+    def num_units(self, indexes: Iterable[int]) -> int:
+        """How much there is to print of these calls: a layer counts once."""
+        return len({self.units[index] for index in indexes})
+
+    def size_of(self, place: Place) -> int:
+        """How much a module of the user's does in the whole step."""
+        scope, function = place
+        calls = range(len(self.program.calls))
+        return self.num_units(i for i in calls if self.is_inside(i, place)) if scope or function else len(calls)
+
+    def is_inside(self, index: int, place: Place) -> bool:
+        """Whether a call runs in a module or in a child of it; in the loop, in a function."""
+        scope, _ = place
+        other = self.place(index)
+        return other[0][: len(scope)] == scope if scope else other == place
+
+    def connected(self, kept: Iterable[int], origin: int, *, downstream: bool) -> tuple[int, ...]:
+        """Of some calls those that the origin depends on through them; with ``downstream`` and leads on."""
+        among = frozenset(kept)
+        everything = len(self.program.calls)
+        later = self.downstream(origin, everything, among.__contains__) if downstream else [origin]
+        return tuple(sorted(among.intersection(self.upstream(later, everything, among.__contains__))))
+
+    def upstream(self, starts: Iterable[int], limit: int, is_inside: Callable[[int], bool]) -> list[int]:
+        """What ``starts`` depend on, nearest first, at most ``limit`` calls, within what is inside."""
+        order = self._whole_units(starts)
+        for index in order:
+            for found in self.producers(index):
+                if found not in order and self.is_forward(found) and is_inside(found):
+                    order.extend(unit for unit in self.units[found] if unit not in order)
+            if len(order) >= limit:
+                break
+        return order
+
+    def downstream(self, index: int, limit: int, is_inside: Callable[[int], bool]) -> list[int]:
+        """What depends on a call, nearest first, at most ``limit`` calls, within what is inside."""
+        order = self._whole_units([index])
+        for current in order:
+            for found in self.readers(current):
+                if found not in order and is_inside(found):
+                    order.extend(unit for unit in self.units[found] if unit not in order)
+            if len(order) >= limit:
+                break
+        return order
+
+    def _whole_units(self, starts: Iterable[int]) -> list[int]:
+        return list(dict.fromkeys(unit for index in starts for unit in self.units[index]))
+
+    def layer(self, call: Call) -> tuple[Scope, ...] | None:
+        """The scopes up to the outermost one that is one of torch's layers."""
+        for depth, scope in enumerate(call.scope):
+            if is_layer(scope, self.program.modules):
+                return call.scope[: depth + 1]
+        return None
+
+
+def is_container(scope: Scope) -> bool:
+    """Whether a module only runs its children one after the other."""
+    return scope.cls in ("Sequential", "ModuleList", "ModuleDict")
+
+
+def written(call: Call) -> set[int]:
+    """The values that a call makes or changes."""
+    found = set(call.output_refs())
+    if is_in_place(call.target):
+        found |= {ref.value for ref in iter_refs(call.args[:1])}
+    return found
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Some calls of a step as a candidate.
+
+    ``kept`` are forward calls in order. With ``leaves`` a backward pass follows, from everything they make that
+    gradients arrive at; with ``update`` that optimizer's step comes last.
+    """
+
+    step: Step
+    kept: tuple[int, ...]
+    is_differentiated: bool = False
+    update: int | None = None
+
+    def candidate(self, subject: int | None) -> Candidate | None:
+        """The slice on recorded values; ``subject`` is the value that is bad. ``None`` when it cannot be built."""
+        wanted = frozenset((*self.kept, *(() if self.update is None else (self.update,))))
+        recording = record(self.step.whole, wanted)
+        if not self.is_differentiated:
+            return self._forward(recording, subject)
+        rounds = max((len(found) for found in recording.gradients.values()), default=0)
+        return self._backward(recording, rounds - 1) if rounds else None
+
+    def boundary(self) -> dict[int, int]:
+        """What is read and not made: each value with the first call that reads it."""
+        made: set[int] = set()
+        found: dict[int, int] = {}
+        for index in self.kept:
+            call = self.step.program.calls[index]
+            for value in call.input_refs():
+                if value not in made:
+                    found.setdefault(value, index)
+            made.update(call.output_refs())
+        return found
+
+    def outlets(self) -> list[int]:
+        """What is made and, as far as this slice goes, not used up: read by other calls, or by none."""
+        calls = self.step.program.calls
+        made = dict.fromkeys(v for i in self.kept for v in calls[i].output_refs() if v not in self.boundary())
+        inner = {value for index in self.kept for value in calls[index].input_refs()}
+        others = (i for i in range(len(calls)) if i not in self.kept and calls[i].target not in GRAD_WRITES)
+        outer = {value for index in others for value in calls[index].input_refs()}
+        return [value for value in made if value in outer or value not in inner]
+
+    def _inputs(self, recording: Recording) -> tuple[list[Input], dict[int, torch.Tensor]]:
+        known = {item.value: item for item in self.step.program.inputs}
+        inputs: list[Input] = []
+        tensors = {}
+        for value, index in self.boundary().items():
+            old = known.get(value)
+            call = self.step.program.calls[index]
+            name = old.name if old is not None else self.step.variables.get(value) or _name(call, value, inputs)
+            needs_grad = self.is_differentiated and (index, value) in recording.needs_grad
+            inputs.append(Input(value, name, old.role if old is not None else "batch", needs_grad))
+            tensors[value] = recording.inputs[index, value]
+        return inputs, tensors
+
+    def _calls(self) -> list[Call]:
+        return [without_defaults(self.step.program.calls[index]) for index in self.kept]
+
+    def _forward(self, recording: Recording, subject: int | None) -> Candidate:
+        inputs, tensors = self._inputs(recording)
+        calls = self._calls()
+        if all(not call.mode.grad for call in calls):
+            calls = [replace(call, mode=replace(call.mode, grad=True, inference=False)) for call in calls]
+        made = {value for call in calls for value in written(call)}
+        chosen = [subject] if subject is not None and subject in made else self.outlets()
+        ends = self._layer_outputs(chosen)
+        outputs = tuple(Ref(value) for value in ends)
+        return Candidate(Program(tuple(calls), tuple(inputs), outputs, self.step.program.modules), tensors)
+
+    def _layer_outputs(self, chosen: list[int]) -> list[int]:
+        """Of a value inside one of torch's layers, what the layer returns."""
+        calls = self.step.program.calls
+        inside = [index for index in self.kept if set(chosen) & written(calls[index])]
+        unit = self.step.units[inside[-1]] if inside else ()
+        if len(unit) < 2:
+            return chosen
+        alone = Slice(self.step, unit).outlets()
+        return [value for value in alone if value in self.outlets()] or chosen
+
+    def _backward(self, recording: Recording, number: int) -> Candidate | None:
+        inputs, tensors = self._inputs(recording)
+        value = self.step.program.next_value()
+        starts: list[Ref] = []
+        gradients: list[Ref] = []
+        for output in self.outlets():
+            found = recording.gradients.get(output, [])
+            if found:
+                inputs.append(Input(value, "gradient", "gradient"))
+                tensors[value] = found[min(number, len(found) - 1)]
+                starts.append(Ref(output))
+                gradients.append(Ref(value))
+                value += 1
+        if not starts or not any(item.requires_grad for item in inputs):
+            return None
+        calls = [*self._calls(), Call(AUTOGRAD_BACKWARD, (starts, gradients), phase="backward")]
+        if self.update is not None:
+            calls.append(
+                self._step_on([item.value for item in inputs if item.requires_grad], inputs, tensors, recording)
+            )
+        return Candidate(Program(tuple(calls), tuple(inputs), (), self.step.program.modules), tensors)
+
+    def _step_on(
+        self, leaves: list[int], inputs: list[Input], tensors: dict[int, torch.Tensor], recording: Recording
+    ) -> Call:
+        """The optimizer's step on the leaves alone, with the gradients that the backward pass leaves."""
+        assert self.update is not None
+        call = self.step.program.calls[self.update]
+        content: dict[str, list[object]] = {"params": [], "grads": [], "options": [], "state": []}
+        for params, options, states in zip(*(call.kwargs[n] for n in ("params", "options", "state")), strict=True):
+            rows = [row for row in zip(params, states, strict=True) if row[0].value in leaves]
+            if not rows:
+                continue
+            content["params"].append([row[0] for row in rows])
+            content["grads"].append([None for _ in rows])
+            content["options"].append(dict(options))
+            content["state"].append([dict(row[1]) for row in rows])
+            for _, state in rows:
+                for key, ref in ((key, ref) for key, item in state.items() for ref in iter_refs(item)):
+                    inputs.append(Input(ref.value, key, "state"))
+                    tensors[ref.value] = recording.inputs[self.update, ref.value]
+        return replace(call, args=(), kwargs=content, outputs=None)
+
+
+def _name(call: Call, value: int, taken: Sequence[Input]) -> str:
+    """A name for what a call is given, other than those there are."""
+    name = unique_name(call, value, taken)
+    if name != f"x{value}":
+        return name
+    used = {item.name for item in taken}
+    words: list[str] = [*"uvabcd", *(f"x{number}" for number in range(1, len(used) + 2))]
+    free: Iterator[str] = (word for word in words if word not in used)
+    return next(free)
