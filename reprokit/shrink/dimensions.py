@@ -257,7 +257,7 @@ def _with_order_of(tensor: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
     """The changed tensor laid out in the order of dimensions that the tensor has in memory."""
     if tensor.is_contiguous() or 0 in tensor.stride():
         return changed
-    order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
+    order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride()[axis])
     places = [order.index(axis) for axis in range(tensor.dim())]
     return changed.permute(order).contiguous().permute(places)
 

@@ -12,7 +12,9 @@ import torch
 
 ZEROS, ONES, CONSTANT, SHORT, ANY = 0.0, 1.0, 2.0, 4.0, 5.0
 MAX_LITERALS = 64
+NUM_SEEDS = 8
 _MAX_DIGITS = 17
+_CUDA_STATE = 16
 
 
 def plainness(tensor: torch.Tensor) -> float:
@@ -49,6 +51,19 @@ def contents(tensor: torch.Tensor) -> torch.Tensor:
     if plain.is_quantized:
         plain = plain.dequantize()
     return plain.resolve_conj().resolve_neg().reshape(-1)
+
+
+def state_of_seed(seed: int, num_bytes: int) -> torch.Tensor:
+    """The state of a generator right after it was given a seed: of the CPU, or of CUDA, which is seed and offset."""
+    if num_bytes == _CUDA_STATE:
+        return torch.tensor(list(seed.to_bytes(8, "little") + bytes(8)), dtype=torch.uint8)
+    return torch.Generator().manual_seed(seed).get_state()
+
+
+def seed_of(state: torch.Tensor) -> int | None:
+    """The small seed that leads to this state, or ``None``."""
+    seeds = range(NUM_SEEDS)
+    return next((seed for seed in seeds if torch.equal(state.cpu(), state_of_seed(seed, state.numel()))), None)
 
 
 def num_digits(number: float | complex | int | bool, dtype: torch.dtype) -> int:

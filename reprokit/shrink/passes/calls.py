@@ -1,15 +1,13 @@
 """Calls: take out what is left of them, whole module scopes first, then windows, largest first, then single calls.
 
-A call can go when its outputs are given as inputs with their recorded values, or when one of its inputs of the same
-shape stands in for its output.
+A call can go when its outputs are given as inputs with their recorded values, or when one of its inputs stands in for
+its output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-
-import torch
 
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import Input, Ref, substitute
@@ -110,31 +108,33 @@ def _by_value(candidate: Candidate, chosen: frozenset[int], recording: Recording
 
 
 def _bypassed(candidate: Candidate, index: int, recording: Recording) -> Iterator[Candidate]:
-    """With an input of the call in place of its output."""
+    """With an input of the call in place of its output: those of the same shape first, then those whose shape will do
+    as well, which a probe can tell."""
     program = candidate.program
     call = program.calls[index]
     outputs = call.output_refs()
     if len(outputs) != 1 or is_in_place(call.target) or outputs[0] not in recording.outputs:
         return
     output = recording.outputs[outputs[0]]
-    for value in call.input_refs():
-        stand_in = recording.inputs.get((index, value))
-        if value != outputs[0] and stand_in is not None and _is_alike(stand_in, output):
-            yield _redirected(candidate, index, outputs[0], value)
+    read = {value: recording.inputs[index, value] for value in call.input_refs() if value != outputs[0]}
+    alike = [value for value, tensor in read.items() if tensor.dtype == output.dtype]
+    for value in sorted(alike, key=lambda value: read[value].shape != output.shape):
+        yield _redirected(candidate, index, outputs[0], value)
 
 
 def _redirected(candidate: Candidate, index: int, old: int, new: int) -> Candidate:
     program = candidate.program
     change = {old: Ref(new)}
     later = (
-        replace(call, args=substitute(call.args, change), kwargs=substitute(dict(call.kwargs), change))
+        replace(
+            call,
+            args=substitute(call.args, change),
+            kwargs=substitute(dict(call.kwargs), change),
+            outputs=substitute(call.outputs, change),  # an in-place call hands back what it was given
+        )
         for call in program.calls[index + 1 :]
     )
     outputs = tuple(Ref(new) if ref.value == old else ref for ref in program.outputs)
     return replace(
         candidate, program=replace(program, calls=(*program.calls[:index], *later), outputs=outputs)
     ).pruned()
-
-
-def _is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.shape == second.shape and first.dtype == second.dtype

@@ -16,7 +16,9 @@ from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Mode, Program, Ref
 from reprokit.program.run import symbol_named
 from reprokit.shrink.arguments import leaves, lists_of_tensors, with_leaf
 from reprokit.shrink.candidate import Candidate, round_number
+from reprokit.shrink.plainness import NUM_SEEDS, seed_of
 from reprokit.shrink.problem import Problem
+from reprokit.shrink.seeds import has_state, with_seeds, without_idle_states
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -34,6 +36,7 @@ def simplify_setting(problem: Problem) -> None:
             _simplify_call(problem, index)
     _drop_leaves(problem)
     _simplify_layout(problem)
+    _simplify_randomness(problem)
 
 
 def drop_autocast(problem: Problem) -> None:
@@ -58,13 +61,26 @@ def simplify_precision(problem: Problem) -> None:
 
 
 def _simplify_layout(problem: Problem) -> None:
-    """Contiguous inputs, gradients on, no generator state."""
+    """Contiguous inputs, gradients on."""
     best = problem.best
     plain = {value: t.contiguous() for value, t in best.tensors.items() if t.layout is torch.strided}
     problem.consider(best.with_tensors(plain), "contiguous inputs")
     best = problem.best
-    program = _with_modes(best.program, lambda mode: replace(mode, grad=True, inference=False, rng=None))
+    program = _with_modes(best.program, lambda mode: replace(mode, grad=True, inference=False))
     problem.consider(replace(best, program=program), "no modes")
+
+
+def _simplify_randomness(problem: Problem) -> None:
+    """No generator state where nothing is drawn, and a small seed in place of a recorded one.
+
+    A call that draws keeps a seed even if others do as well: later edits would make it a matter of luck.
+    """
+    if not has_state(problem.best):
+        return
+    problem.consider(without_idle_states(problem.best), "no generator state")
+    states = [problem.best.tensors[item.value] for item in problem.best.program.inputs if item.role == "rng"]
+    if any(seed_of(state) is None for state in states):
+        any(problem.consider(seeded, change) for change, seeded in with_seeds(problem.best, range(NUM_SEEDS)))
 
 
 def _with_modes(program: Program, change: Callable[[Mode], Mode]) -> Program:

@@ -18,8 +18,10 @@ from reprokit.shrink.constants import extremes, holds_large
 from reprokit.shrink.dimensions import Axis, Class, axes_of_output, find_classes, shrink_to
 from reprokit.shrink.indexes import fits
 from reprokit.shrink.problem import Problem
+from reprokit.shrink.seeds import with_seeds
 
 _MAX_STRETCHES = 256
+_NUM_SEEDS = 4
 _DIMENSION_WORDS = frozenset({"dim", "axis", "dims", "dim0", "dim1"})
 
 
@@ -134,7 +136,12 @@ def _try_kept(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str
 
 
 def _try_slice(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str) -> bool:
-    return any(problem.consider(smaller, change) for smaller in _slices(problem, kept))
+    """Keep these indexes; a random outcome that is needed may take another seed then."""
+    slices = _slices(problem, kept)
+    if any(problem.consider(smaller, change) for smaller in slices):
+        return True
+    seeded = with_seeds(slices[-1], range(_NUM_SEEDS))
+    return any(problem.consider(candidate, f"{change}, {seed}") for seed, candidate in seeded)
 
 
 def _slices(problem: Problem, kept: Mapping[Class, Sequence[int]]) -> list[Candidate]:
