@@ -197,8 +197,12 @@ class _Search:
         return [pool for index, pool in enumerate(pools) if pool not in pools[:index]]
 
     def _smallest(self, seed: Member, pool: list[Member], changed: int) -> list[Member]:
-        """The pool without what need not change, one member at a time and then two, which may only go together."""
+        """The pool without what need not change: all multiples of one factor, then one member at a time, and then two,
+        which may only go together."""
         kept = list(pool)
+        for factor in sorted({member.factor for member in pool} - {1}, reverse=True):
+            fewer = [member for member in kept if member.factor != factor]
+            kept = fewer if self._is_valid(fewer, changed) else kept
         for number in (1, 2) if len(pool) <= _MAX_PAIRED else (1,):
             others = [member for member in reversed(kept) if member != seed]
             for leaving in itertools.combinations(others, number):

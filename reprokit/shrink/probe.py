@@ -76,7 +76,8 @@ class Prober:
             return self.shapes(candidate.program, forms_of(candidate), ground) is None
         if raises:
             return self._refuses_start(candidate, known)
-        return trusts_shapes(candidate.program) and forms_of(candidate) != forms_of(known)
+        is_risky = trusts_shapes(candidate.program) and forms_of(candidate) != forms_of(known)
+        return is_risky and self.ground(candidate) is None
 
     def _refuses_start(self, candidate: Candidate, known: Candidate) -> bool:
         """Whether the calls before the last one are ill-formed."""

@@ -12,8 +12,8 @@ from reprokit.program.ir import Call, Program, iter_refs
 
 Shape = tuple[int, ...]
 
-_RECURRENT = frozenset({"torch.lstm", "torch.gru", "torch.rnn_relu", "torch.rnn_tanh"})
-_TRUSTING = frozenset({*_RECURRENT, "torch.embedding_bag"})
+RECURRENT = frozenset({"torch.lstm", "torch.gru", "torch.rnn_relu", "torch.rnn_tanh"})
+_TRUSTING = frozenset({*RECURRENT, "torch.embedding_bag"})
 
 _GATES = {"lstm": 4, "gru": 3}
 
@@ -25,7 +25,7 @@ def trusts_shapes(program: Program) -> bool:
 
 def is_safe(program: Program, shapes: Mapping[int, Shape]) -> bool:
     """Whether every recurrent layer gets the weights, gates and states it expects; ``shapes`` are of the inputs."""
-    return all(_is_complete(call, shapes) for call in program.calls if call.target in _RECURRENT)
+    return all(_is_complete(call, shapes) for call in program.calls if call.target in RECURRENT)
 
 
 def _is_private(name: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from reprokit.program.functions import is_random
 from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Mode, Program, Ref
 from reprokit.program.run import symbol_named
 from reprokit.shrink.arguments import leaves, lists_of_tensors, with_leaf
@@ -124,6 +125,8 @@ def fewer_arguments(call: Call) -> Iterator[tuple[str, Call]]:
             yield "no optional tensor", with_leaf(call, path, None)
         elif leaf is True:
             yield "a flag off", with_leaf(call, path, False)
+        elif isinstance(leaf, float) and leaf and is_random(call.target):
+            yield "nothing random", with_leaf(call, path, 0.0)
         elif isinstance(leaf, float) and round_number(leaf) != leaf:
             yield "a rounder argument", with_leaf(call, path, round_number(leaf))
     yield from _shorter_lists(call)

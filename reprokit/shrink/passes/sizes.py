@@ -6,6 +6,7 @@ then by bisection. Last, dimensions of size 1 go altogether.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.constants import extremes, holds_large
 from reprokit.shrink.dimensions import Axis, Class, axes_of_output, find_classes, shrink_to
 from reprokit.shrink.indexes import fits
+from reprokit.shrink.passes.recurrent import simplify_recurrent
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.seeds import with_seeds
 
@@ -27,10 +29,13 @@ _DIMENSION_WORDS = frozenset({"dim", "axis", "dims", "dim0", "dim1"})
 
 def shrink_sizes(problem: Problem) -> None:
     """Make every dimension as small as the failure allows."""
+    simplify_recurrent(problem)
     classes = find_classes(problem.best, problem.prober)
     if not classes:
         return
     if any(_try_slice(problem, kept, "all sizes 1") for kept in _single_indexes(problem, classes)):
+        return
+    if _try_seeds(problem, classes):
         return
     if _try_kept(problem, {group: focus(problem, group)[:1] for group in classes}, "all sizes 1"):
         return
@@ -136,12 +141,16 @@ def _try_kept(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str
 
 
 def _try_slice(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str) -> bool:
-    """Keep these indexes; a random outcome that is needed may take another seed then."""
-    slices = _slices(problem, kept)
-    if any(problem.consider(smaller, change) for smaller in slices):
-        return True
-    seeded = with_seeds(slices[-1], range(_NUM_SEEDS))
-    return any(problem.consider(candidate, f"{change}, {seed}") for seed, candidate in seeded)
+    return any(problem.consider(smaller, change) for smaller in _slices(problem, kept))
+
+
+def _try_seeds(problem: Problem, classes: Sequence[Class]) -> bool:
+    """All sizes 1, where a random outcome that is needed may take another seed."""
+    for kept in itertools.islice(_single_indexes(problem, classes), 1):
+        seeded = with_seeds(_slices(problem, kept)[-1], range(_NUM_SEEDS))
+        if any(problem.consider(candidate, f"all sizes 1, {seed}") for seed, candidate in seeded):
+            return True
+    return False
 
 
 def _slices(problem: Problem, kept: Mapping[Class, Sequence[int]]) -> list[Candidate]:
