@@ -18,7 +18,7 @@ from reprokit.program.ir import Call, Program
 from reprokit.shrink.arguments import Path, leaves, lists_of_tensors, with_changed_integers, with_leaf
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.indexes import numbers_after, uses_of
-from reprokit.shrink.probe import Form, Ground, Prober, forms_of
+from reprokit.shrink.probe import Form, Ground, Prober, forms_of, without_last
 
 _MAX_FACTOR = 16
 _MAX_PROBES = 3000
@@ -71,12 +71,19 @@ class Class:
 
 
 def find_classes(candidate: Candidate, prober: Prober) -> list[Class]:
-    """The classes of all sizes above 1 in a candidate that is known to run."""
+    """The classes of all sizes above 1 in a candidate that is known to run, or to raise in its last call."""
+    if len(candidate.program.calls) > _MAX_CALLS:
+        return _by_equal_size(_sizes(candidate))
     ground = prober.ground(candidate)
-    sizes = _sizes(candidate)
-    if ground is None or len(candidate.program.calls) > _MAX_CALLS:
-        return _by_equal_size(sizes)
-    return _Search(candidate, prober, ground, sizes).classes()
+    if ground is not None:
+        return _Search(candidate, prober, ground, _sizes(candidate)).classes()
+    start = without_last(candidate)
+    ground = prober.ground(start) if start.program.calls else None
+    if ground is None:
+        return _by_equal_size(_sizes(candidate))
+    sizes = _sizes(start)
+    others = {member: size for member, size in _sizes(candidate).items() if member not in sizes}
+    return [*_Search(start, prober, ground, sizes).classes(), *_by_equal_size(others)]
 
 
 def shrink_to(candidate: Candidate, kept: Mapping[Class, Sequence[int]], *, renumber: bool = False) -> Candidate:

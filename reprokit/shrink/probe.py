@@ -81,8 +81,8 @@ class Prober:
 
     def _refuses_start(self, candidate: Candidate, known: Candidate) -> bool:
         """Whether the calls before the last one are ill-formed."""
-        ground = self.ground(_without_last(known)) if len(known.program.calls) > 1 else None
-        start = _without_last(candidate)
+        ground = self.ground(without_last(known)) if len(known.program.calls) > 1 else None
+        start = without_last(candidate)
         return ground is not None and self.shapes(start.program, forms_of(start), ground) is None
 
     def ground(self, known: Candidate) -> Ground | None:
@@ -108,7 +108,8 @@ def forms_of(candidate: Candidate) -> dict[int, Form]:
     return {value: Form(tuple(tensor.shape), tensor.dtype) for value, tensor in tensors.items()}
 
 
-def _without_last(candidate: Candidate) -> Candidate:
+def without_last(candidate: Candidate) -> Candidate:
+    """The candidate without its last call, which is the one that raises when the failure is an exception."""
     program = replace(candidate.program, calls=candidate.program.calls[:-1], outputs=())
     return replace(candidate, program=program).pruned()
 

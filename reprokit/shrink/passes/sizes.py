@@ -18,6 +18,7 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.constants import extremes, holds_large
 from reprokit.shrink.dimensions import Axis, Class, axes_of_output, find_classes, shrink_to
 from reprokit.shrink.indexes import fits
+from reprokit.shrink.passes.integers import lower_integers
 from reprokit.shrink.passes.recurrent import simplify_recurrent
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.seeds import with_seeds
@@ -28,8 +29,13 @@ _DIMENSION_WORDS = frozenset({"dim", "axis", "dims", "dim0", "dim1"})
 
 
 def shrink_sizes(problem: Problem) -> None:
-    """Make every dimension as small as the failure allows."""
+    """Make every dimension as small as the failure allows, and integers in arguments with them."""
     simplify_recurrent(problem)
+    _shrink_dimensions(problem)
+    lower_integers(problem)
+
+
+def _shrink_dimensions(problem: Problem) -> None:
     classes = find_classes(problem.best, problem.prober)
     if not classes:
         return
