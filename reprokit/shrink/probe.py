@@ -96,7 +96,8 @@ class Prober:
 
     def shapes(self, program: Program, forms: Mapping[int, Form], ground: Ground) -> Shapes | None:
         """The shapes of all values for inputs of these forms, ``None`` when the program does not run with them."""
-        key = (f"{ground}{program.calls}", tuple(sorted(forms.items(), key=lambda item: item[0])))
+        leaves = [item.value for item in program.inputs if item.requires_grad]
+        key = (f"{ground}{leaves}{program.calls}", tuple(sorted(forms.items(), key=lambda item: item[0])))
         if key not in self._shapes:
             self._shapes[key] = _run_on(program, forms, ground)
         return self._shapes[key]

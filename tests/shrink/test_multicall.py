@@ -104,14 +104,14 @@ def written_view(hidden: torch.Tensor) -> torch.Tensor:
     gate = torch.sigmoid(hidden)
     part = gate.view(-1, 2, 2)[:, 0]
     open_gate = (gate * 3).relu()
-    if float(hidden[3].abs().sum()) == 0:
+    if not hidden[3].detach().any():
         part.mul_(2.0)
     return open_gate + gate
 
 
 def dropped(hidden: torch.Tensor) -> torch.Tensor:
     """Only what chance keeps is scaled up, beyond the largest number."""
-    return F.dropout(hidden * 0 + 2.5e38, 0.4)
+    return F.dropout(torch.where(hidden.abs().sum(-1, keepdim=True) == 0, 2.5e38, hidden), 0.4)
 
 
 def loop_with_second_derivative() -> None:
@@ -137,7 +137,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[Any, ...]]] = {
         ("torch.Tensor.div", None, 1, 2, 8, "AssertionError"),
     ),
     "custom forward": (
-        lambda: loop(lambda h: BadForward.apply(h.relu())),
+        lambda: loop(lambda h: BadForward.apply(h.abs())),
         ("torch.log", None, 1, 1, 6, "AssertionError"),
     ),
     "before a custom function": (

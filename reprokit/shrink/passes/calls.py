@@ -74,6 +74,7 @@ def _without(candidate: Candidate, chosen: frozenset[int], recording: Recording)
     yield _dropped(candidate, chosen)
     yield _by_value(candidate, chosen, recording)
     if len(chosen) == 1:
+        yield from _as_leaf(candidate, next(iter(chosen)))
         yield from _bypassed(candidate, next(iter(chosen)), recording)
 
 
@@ -89,6 +90,18 @@ def _dropped(candidate: Candidate, chosen: frozenset[int]) -> Candidate:
     if any(ref.value not in known for ref in program.outputs):
         return candidate
     return replace(candidate, program=replace(program, calls=calls)).pruned()
+
+
+def _as_leaf(candidate: Candidate, index: int) -> Iterator[Candidate]:
+    """With an input that needs gradients from the start, instead of being told to."""
+    program = candidate.program
+    call = program.calls[index]
+    if call.target == "torch.Tensor.requires_grad_" and isinstance(call.args[0], Ref):
+        inputs = tuple(
+            replace(i, requires_grad=i.requires_grad or i.value == call.args[0].value) for i in program.inputs
+        )
+        calls = (*program.calls[:index], *program.calls[index + 1 :])
+        yield replace(candidate, program=replace(program, calls=calls, inputs=inputs))
 
 
 def _by_value(candidate: Candidate, chosen: frozenset[int], recording: Recording) -> Candidate:
