@@ -150,7 +150,7 @@ SIZES: dict[Callable[[], Snapshot], tuple[int, int, int]] = {
     unreachable_alignment: (1, 6, 20),
     unreachable_alignment_gradient: (1, 7, 20),
     packed_recurrence: (1, 4, 35),
-    upper_layer: (1, 4, 35),
+    upper_layer: (1, 4, 40),
     class_out_of_range: (1, 2, 8),
     row_out_of_range: (1, 2, 8),
     added_rows: (1, 3, 15),
