@@ -24,6 +24,7 @@ from reprokit.render.expression import Expr, fold
 from reprokit.render.literals import Literal, as_given, literal
 from reprokit.render.names import Names
 from reprokit.render.optimizers import write_step
+from reprokit.shrink.plainness import seed_of
 
 MAX_INLINE = 48
 MAX_INPUT_LINES = 24
@@ -133,7 +134,7 @@ class _Writer:
 
     def _name_random_states(self) -> None:
         for item in self._program.inputs:
-            if item.role == "rng":
+            if item.role == "rng" and seed_of(self._tensors[item.value]) is None:
                 name = self._names.give(item.value, "rng")
                 self._side[name] = self._tensors[item.value].detach().cpu()
 
@@ -178,12 +179,7 @@ class _Writer:
             return
         mode = needed_mode(call)
         if call.mode.rng is not None:
-            setter = (
-                "torch.cuda.set_rng_state"
-                if self._tensors[call.mode.rng.value].numel() <= 64
-                else "torch.set_rng_state"
-            )
-            self._add(f'{setter}(saved["{self._names[call.mode.rng.value]}"])', mode)
+            self._write_random_state(call.mode.rng.value, mode)
         if call.is_optimizer_step:
             for line in write_step(call, self._leaf, self._names, self._tensors):
                 self._add(line, mode)
@@ -201,6 +197,16 @@ class _Writer:
             self._inlined[call.output_refs()[0]] = written
             return
         self._assign(index, call, written, mode)
+
+    def _write_random_state(self, value: int, mode: Mode) -> None:
+        """Start the generator from a seed, or from a state in the side file."""
+        state = self._tensors[value]
+        seed = seed_of(state)
+        if seed is not None:
+            self._add(f"torch.manual_seed({seed})", mode)
+            return
+        setter = "torch.cuda.set_rng_state" if state.numel() <= 64 else "torch.set_rng_state"
+        self._add(f'{setter}(saved["{self._names[value]}"])', mode)
 
     def _leaf(self, value: Any) -> Expr:
         if not isinstance(value, Ref):

@@ -12,7 +12,7 @@ import torch
 
 from reprokit.program import plain
 from reprokit.program.ir import Input, Program, iter_refs
-from reprokit.shrink.plainness import ONES, ZEROS, contents, plainness
+from reprokit.shrink.plainness import ONES, ZEROS, contents, plainness, seed_of
 from reprokit.snapshot.format import count_elements
 
 Key = tuple[int, int, int, int, float]
@@ -84,6 +84,9 @@ def num_settings(program: Program, tensors: Mapping[int, torch.Tensor]) -> int:
         count += not call.mode.grad
     for item in program.inputs:
         tensor = tensors[item.value]
+        if item.role == "rng":
+            count += seed_of(tensor) is None
+            continue
         count += 1 + item.requires_grad + (tensor.device.type != "cpu") + (tensor.dtype not in _COMMON)
         count += tensor.layout is torch.strided and not tensor.is_contiguous()
     return count

@@ -39,8 +39,8 @@ def number_inputs(candidate: Candidate) -> list[Input]:
 
 
 def filled(tensor: torch.Tensor, number: float) -> torch.Tensor:
-    """The tensor with every finite element replaced."""
-    plain = torch.full(tensor.shape, number, dtype=tensor.dtype)
+    """The tensor with every finite element replaced, in the same memory layout."""
+    plain = torch.full_like(tensor, number, requires_grad=False)
     infinite = tensor.isinf()
     return torch.where(infinite, tensor, plain) if bool(infinite.any()) else plain
 
@@ -57,7 +57,8 @@ def sign_of(tensor: torch.Tensor) -> float:
 def rounded(tensor: torch.Tensor, digits: int) -> torch.Tensor:
     """Every element with so many significant digits."""
     values = [shortened(number, digits, tensor.dtype) for number in contents(tensor).tolist()]
-    return torch.tensor(values, dtype=tensor.dtype).reshape(tensor.shape)
+    found = torch.tensor(values, dtype=tensor.dtype).reshape(tensor.shape)
+    return torch.empty_like(tensor).copy_(found)
 
 
 def extremes(candidate: Candidate, kind: str, may_be_large: bool) -> Iterator[tuple[str, Candidate]]:

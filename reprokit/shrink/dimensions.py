@@ -18,7 +18,7 @@ from reprokit.program.ir import Call, Program
 from reprokit.shrink.arguments import Path, leaves, lists_of_tensors, with_changed_integers, with_leaf
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.indexes import numbers_after, uses_of
-from reprokit.shrink.probe import Form, Ground, Prober, forms_of
+from reprokit.shrink.probe import Form, Ground, Prober, forms_of, without_last
 
 _MAX_FACTOR = 16
 _MAX_PROBES = 3000
@@ -71,12 +71,19 @@ class Class:
 
 
 def find_classes(candidate: Candidate, prober: Prober) -> list[Class]:
-    """The classes of all sizes above 1 in a candidate that is known to run."""
+    """The classes of all sizes above 1 in a candidate that is known to run, or to raise in its last call."""
+    if len(candidate.program.calls) > _MAX_CALLS:
+        return _by_equal_size(_sizes(candidate))
     ground = prober.ground(candidate)
-    sizes = _sizes(candidate)
-    if ground is None or len(candidate.program.calls) > _MAX_CALLS:
-        return _by_equal_size(sizes)
-    return _Search(candidate, prober, ground, sizes).classes()
+    if ground is not None:
+        return _Search(candidate, prober, ground, _sizes(candidate)).classes()
+    start = without_last(candidate)
+    ground = prober.ground(start) if start.program.calls else None
+    if ground is None:
+        return _by_equal_size(_sizes(candidate))
+    sizes = _sizes(start)
+    others = {member: size for member, size in _sizes(candidate).items() if member not in sizes}
+    return [*_Search(start, prober, ground, sizes).classes(), *_by_equal_size(others)]
 
 
 def shrink_to(candidate: Candidate, kept: Mapping[Class, Sequence[int]], *, renumber: bool = False) -> Candidate:
@@ -197,8 +204,12 @@ class _Search:
         return [pool for index, pool in enumerate(pools) if pool not in pools[:index]]
 
     def _smallest(self, seed: Member, pool: list[Member], changed: int) -> list[Member]:
-        """The pool without what need not change, one member at a time and then two, which may only go together."""
+        """The pool without what need not change: all multiples of one factor, then one member at a time, and then two,
+        which may only go together."""
         kept = list(pool)
+        for factor in sorted({member.factor for member in pool} - {1}, reverse=True):
+            fewer = [member for member in kept if member.factor != factor]
+            kept = fewer if self._is_valid(fewer, changed) else kept
         for number in (1, 2) if len(pool) <= _MAX_PAIRED else (1,):
             others = [member for member in reversed(kept) if member != seed]
             for leaving in itertools.combinations(others, number):
@@ -257,7 +268,7 @@ def _with_order_of(tensor: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
     """The changed tensor laid out in the order of dimensions that the tensor has in memory."""
     if tensor.is_contiguous() or 0 in tensor.stride():
         return changed
-    order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
+    order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride()[axis])
     places = [order.index(axis) for axis in range(tensor.dim())]
     return changed.permute(order).contiguous().permute(places)
 

@@ -76,12 +76,13 @@ class Prober:
             return self.shapes(candidate.program, forms_of(candidate), ground) is None
         if raises:
             return self._refuses_start(candidate, known)
-        return trusts_shapes(candidate.program) and forms_of(candidate) != forms_of(known)
+        is_risky = trusts_shapes(candidate.program) and forms_of(candidate) != forms_of(known)
+        return is_risky and self.ground(candidate) is None
 
     def _refuses_start(self, candidate: Candidate, known: Candidate) -> bool:
         """Whether the calls before the last one are ill-formed."""
-        ground = self.ground(_without_last(known)) if len(known.program.calls) > 1 else None
-        start = _without_last(candidate)
+        ground = self.ground(without_last(known)) if len(known.program.calls) > 1 else None
+        start = without_last(candidate)
         return ground is not None and self.shapes(start.program, forms_of(start), ground) is None
 
     def ground(self, known: Candidate) -> Ground | None:
@@ -95,7 +96,8 @@ class Prober:
 
     def shapes(self, program: Program, forms: Mapping[int, Form], ground: Ground) -> Shapes | None:
         """The shapes of all values for inputs of these forms, ``None`` when the program does not run with them."""
-        key = (f"{ground}{program.calls}", tuple(sorted(forms.items(), key=lambda item: item[0])))
+        leaves = [item.value for item in program.inputs if item.requires_grad]
+        key = (f"{ground}{leaves}{program.calls}", tuple(sorted(forms.items(), key=lambda item: item[0])))
         if key not in self._shapes:
             self._shapes[key] = _run_on(program, forms, ground)
         return self._shapes[key]
@@ -107,7 +109,8 @@ def forms_of(candidate: Candidate) -> dict[int, Form]:
     return {value: Form(tuple(tensor.shape), tensor.dtype) for value, tensor in tensors.items()}
 
 
-def _without_last(candidate: Candidate) -> Candidate:
+def without_last(candidate: Candidate) -> Candidate:
+    """The candidate without its last call, which is the one that raises when the failure is an exception."""
     program = replace(candidate.program, calls=candidate.program.calls[:-1], outputs=())
     return replace(candidate, program=program).pruned()
 

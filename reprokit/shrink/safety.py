@@ -12,16 +12,9 @@ from reprokit.program.ir import Call, Program, iter_refs
 
 Shape = tuple[int, ...]
 
-_RECURRENT = frozenset({"torch.lstm", "torch.gru", "torch.rnn_relu", "torch.rnn_tanh"})
+RECURRENT = frozenset({"torch.lstm", "torch.gru", "torch.rnn_relu", "torch.rnn_tanh"})
 _COMPRESSED = frozenset(f"torch.sparse_{layout}_tensor" for layout in ("compressed", "csr", "csc", "bsr", "bsc"))
-_TRUSTING = frozenset(
-    {
-        *_RECURRENT,
-        *_COMPRESSED,
-        "torch.embedding_bag",
-        "torch.segment_reduce",
-    }
-)
+_TRUSTING = frozenset({*RECURRENT, *_COMPRESSED, "torch.embedding_bag", "torch.segment_reduce"})
 
 _GATES = {"lstm": 4, "gru": 3}
 
@@ -33,7 +26,7 @@ def trusts_shapes(program: Program) -> bool:
 
 def is_safe(program: Program, shapes: Mapping[int, Shape]) -> bool:
     """Whether every recurrent layer gets the weights, gates and states it expects; ``shapes`` are of the inputs."""
-    return all(_is_complete(call, shapes) for call in program.calls if call.target in _RECURRENT)
+    return all(_is_complete(call, shapes) for call in program.calls if call.target in RECURRENT)
 
 
 def _is_private(name: str) -> bool:

@@ -95,6 +95,8 @@ def _position(failure: Failure, program: Program) -> tuple[Any, ...] | None:
     if failure.phase != "backward" or failure.call_index is None or failure.value is None:
         return None
     call = program.calls[failure.call_index]
+    if call.is_differentiation:
+        return None  # in a second derivative its arguments are no operands
     return next((path for path, ref in _paths((call.args, dict(call.kwargs))) if ref.value == failure.value), None)
 
 

@@ -1,15 +1,13 @@
 """Calls: take out what is left of them, whole module scopes first, then windows, largest first, then single calls.
 
-A call can go when its outputs are given as inputs with their recorded values, or when one of its inputs of the same
-shape stands in for its output.
+A call can go when its outputs are given as inputs with their recorded values, or when one of its inputs stands in for
+its output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-
-import torch
 
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import Input, Ref, substitute
@@ -79,6 +77,8 @@ def _without(
 ) -> Iterator[Candidate]:
     yield _dropped(candidate, chosen)
     yield _by_value(candidate, chosen, recording)
+    if len(chosen) == 1:
+        yield from _as_leaf(candidate, next(iter(chosen)))
     if may_bypass:
         yield from _bypassed(candidate, chosen, recording)
 
@@ -95,6 +95,18 @@ def _dropped(candidate: Candidate, chosen: frozenset[int]) -> Candidate:
     if any(ref.value not in known for ref in program.outputs):
         return candidate
     return replace(candidate, program=replace(program, calls=calls)).pruned()
+
+
+def _as_leaf(candidate: Candidate, index: int) -> Iterator[Candidate]:
+    """With an input that needs gradients from the start, instead of being told to."""
+    program = candidate.program
+    call = program.calls[index]
+    if call.target == "torch.Tensor.requires_grad_" and isinstance(call.args[0], Ref):
+        inputs = tuple(
+            replace(i, requires_grad=i.requires_grad or i.value == call.args[0].value) for i in program.inputs
+        )
+        calls = (*program.calls[:index], *program.calls[index + 1 :])
+        yield replace(candidate, program=replace(program, calls=calls, inputs=inputs))
 
 
 def _by_value(candidate: Candidate, chosen: frozenset[int], recording: Recording) -> Candidate:
@@ -114,35 +126,36 @@ def _by_value(candidate: Candidate, chosen: frozenset[int], recording: Recording
 
 
 def _bypassed(candidate: Candidate, chosen: frozenset[int], recording: Recording) -> Iterator[Candidate]:
-    """With something that the calls read in place of the one thing that is needed of what they made."""
+    """With something that the calls read in place of the one thing that is needed of what they made: what has the same
+    shape first; for a single call also what has another one, which a probe can judge."""
     calls = candidate.program.calls
     inside = {value for index in chosen for value in calls[index].output_refs()}
     needed = {v for index, call in enumerate(calls) if index not in chosen for v in call.input_refs()}
     leaving = sorted(inside & (needed | {ref.value for ref in candidate.program.outputs}))
-    if len(leaving) != 1 or any(is_in_place(calls[index].target) for index in chosen):
+    if len(leaving) != 1 or leaving[0] not in recording.outputs:
         return
-    output = recording.outputs.get(leaving[0])
-    read = dict.fromkeys((index, value) for index in sorted(chosen) for value in calls[index].input_refs())
-    stand_ins = dict.fromkeys(
-        value
-        for index, value in read
-        if value not in inside and output is not None and _is_alike(recording.inputs[index, value], output)
-    )
-    for value in stand_ins:
-        yield _redirected(candidate, chosen, leaving[0], value)
+    if any(is_in_place(calls[index].target) for index in chosen):
+        return
+    output = recording.outputs[leaving[0]]
+    read = {value: recording.inputs[i, value] for i in sorted(chosen) for value in calls[i].input_refs()}
+    alike = [value for value, tensor in read.items() if value not in inside and tensor.dtype == output.dtype]
+    for value in sorted(alike, key=lambda value: read[value].shape != output.shape):
+        if len(chosen) == 1 or read[value].shape == output.shape:
+            yield _redirected(candidate, chosen, leaving[0], value)
 
 
 def _redirected(candidate: Candidate, chosen: frozenset[int], old: int, new: int) -> Candidate:
     program = candidate.program
     change = {old: Ref(new)}
     calls = tuple(
-        replace(call, args=substitute(call.args, change), kwargs=substitute(dict(call.kwargs), change))
+        replace(
+            call,
+            args=substitute(call.args, change),
+            kwargs=substitute(dict(call.kwargs), change),
+            outputs=substitute(call.outputs, change),  # an in-place call hands back what it was given
+        )
         for index, call in enumerate(program.calls)
         if index not in chosen
     )
     outputs = tuple(Ref(new) if ref.value == old else ref for ref in program.outputs)
     return replace(candidate, program=replace(program, calls=calls, outputs=outputs)).pruned()
-
-
-def _is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return first.shape == second.shape and first.dtype == second.dtype

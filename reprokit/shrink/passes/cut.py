@@ -19,6 +19,8 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.naming import unique_name
 from reprokit.shrink.recording import Recording, record
 
+_MAX_WRITES = 4
+
 
 def cuts(candidate: Candidate, failure: Failure) -> Iterator[tuple[str, Candidate]]:
     """What to try, smallest first, each with a few words."""
@@ -58,8 +60,10 @@ def _cuts_to(candidate: Candidate, failure: Failure, kept: Sequence[int], record
             yield _optimizer_step(candidate, kept[-1], recording, only)
     elif failure.backward_node is not None:
         yield from _backwards(candidate, failure, kept, recording)
-    else:
-        yield _forward(candidate, failure, kept, recording)
+    elif not candidate.program.calls[kept[-1]].is_differentiation:
+        yield _forward(candidate, failure, kept, recording, frozenset())
+    elif len(kept) > 1:  # a differentiation needs something to go through
+        yield _forward(candidate, failure, kept, recording, frozenset(recording.needs_grad))
 
 
 def _first_reader(program: Program, failure: Failure) -> int | None:
@@ -71,8 +75,14 @@ def _first_reader(program: Program, failure: Failure) -> int | None:
 
 
 def _neighbourhoods(program: Program, origin: int) -> Iterator[tuple[int, ...]]:
-    """The origin alone, then with the calls it depends on most directly: 1, 2, 4, ... calls."""
+    """The origin alone, then with the calls it depends on most directly: 1, 2, 4, ... calls.
+
+    What a differentiation objects to is often that something was written in place.
+    """
     order = [origin]
+    if program.calls[origin].is_differentiation:
+        writes = [index for index in reversed(range(origin)) if is_in_place(program.calls[index].target)]
+        order.extend(writes[:_MAX_WRITES])
     for index in order:
         order.extend(found for found in _producers(program, index) if found not in order)
     size = 1
@@ -164,8 +174,14 @@ def _plain_mode(call: Call, differentiable: bool) -> Call:
     return call if differentiable else replace(call, mode=replace(call.mode, grad=True, inference=False))
 
 
-def _forward(candidate: Candidate, failure: Failure, kept: Sequence[int], recording: Recording) -> Candidate:
-    body = _body(candidate, kept, recording, frozenset())
+def _forward(
+    candidate: Candidate,
+    failure: Failure,
+    kept: Sequence[int],
+    recording: Recording,
+    wants_grad: frozenset[tuple[int, int]],
+) -> Candidate:
+    body = _body(candidate, kept, recording, wants_grad)
     outputs = body.calls[-1].output_refs()
     if failure.call_index is not None and failure.value in outputs:
         outputs = (failure.value,)

@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 
+from reprokit.program.functions import is_random
 from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Mode, Program, Ref
 from reprokit.program.run import symbol_named
 from reprokit.shrink.arguments import leaves, lists_of_tensors, with_leaf
 from reprokit.shrink.candidate import Candidate, round_number
+from reprokit.shrink.plainness import NUM_SEEDS, seed_of
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.search import delete_adaptively
+from reprokit.shrink.seeds import has_state, with_seeds, without_idle_states
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -35,6 +38,7 @@ def simplify_setting(problem: Problem) -> None:
             _simplify_call(problem, index)
     _drop_leaves(problem)
     _simplify_layout(problem)
+    _simplify_randomness(problem)
 
 
 def drop_autocast(problem: Problem) -> None:
@@ -66,13 +70,26 @@ def _overflows(candidate: Candidate, cast: dict[int, torch.Tensor]) -> bool:
 
 
 def _simplify_layout(problem: Problem) -> None:
-    """Contiguous inputs, gradients on, no generator state."""
+    """Contiguous inputs, gradients on."""
     best = problem.best
     plain = {value: t.contiguous() for value, t in best.tensors.items() if t.layout is torch.strided}
     problem.consider(best.with_tensors(plain), "contiguous inputs")
     best = problem.best
-    program = _with_modes(best.program, lambda mode: replace(mode, grad=True, inference=False, rng=None))
+    program = _with_modes(best.program, lambda mode: replace(mode, grad=True, inference=False))
     problem.consider(replace(best, program=program), "no modes")
+
+
+def _simplify_randomness(problem: Problem) -> None:
+    """No generator state where nothing is drawn, and a small seed in place of a recorded one.
+
+    A call that draws keeps a seed even if others do as well: later edits would make it a matter of luck.
+    """
+    if not has_state(problem.best):
+        return
+    problem.consider(without_idle_states(problem.best), "no generator state")
+    states = [problem.best.tensors[item.value] for item in problem.best.program.inputs if item.role == "rng"]
+    if any(seed_of(state) is None for state in states):
+        any(problem.consider(seeded, change) for change, seeded in with_seeds(problem.best, range(NUM_SEEDS)))
 
 
 def _with_modes(program: Program, change: Callable[[Mode], Mode]) -> Program:
@@ -116,6 +133,8 @@ def fewer_arguments(call: Call) -> Iterator[tuple[str, Call]]:
             yield "no optional tensor", with_leaf(call, path, None)
         elif leaf is True:
             yield "a flag off", with_leaf(call, path, False)
+        elif isinstance(leaf, float) and leaf and is_random(call.target):
+            yield "nothing random", with_leaf(call, path, 0.0)
         elif isinstance(leaf, float) and round_number(leaf) != leaf:
             yield "a rounder argument", with_leaf(call, path, round_number(leaf))
     yield from _shorter_lists(call)

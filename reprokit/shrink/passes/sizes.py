@@ -6,6 +6,7 @@ then by bisection. Last, dimensions of size 1 go altogether.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -17,18 +18,30 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.constants import extremes, holds_large
 from reprokit.shrink.dimensions import Axis, Class, axes_of_output, find_classes, shrink_to
 from reprokit.shrink.indexes import fits
+from reprokit.shrink.passes.integers import lower_integers
+from reprokit.shrink.passes.recurrent import simplify_recurrent
 from reprokit.shrink.problem import Problem
+from reprokit.shrink.seeds import with_seeds
 
 _MAX_STRETCHES = 256
+_NUM_SEEDS = 4
 _DIMENSION_WORDS = frozenset({"dim", "axis", "dims", "dim0", "dim1"})
 
 
 def shrink_sizes(problem: Problem) -> None:
-    """Make every dimension as small as the failure allows."""
+    """Make every dimension as small as the failure allows, and integers in arguments with them."""
+    simplify_recurrent(problem)
+    _shrink_dimensions(problem)
+    lower_integers(problem)
+
+
+def _shrink_dimensions(problem: Problem) -> None:
     classes = find_classes(problem.best, problem.prober)
     if not classes:
         return
     if any(_try_slice(problem, kept, "all sizes 1") for kept in _single_indexes(problem, classes)):
+        return
+    if _try_seeds(problem, classes):
         return
     if _try_kept(problem, {group: focus(problem, group)[:1] for group in classes}, "all sizes 1"):
         return
@@ -135,6 +148,15 @@ def _try_kept(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str
 
 def _try_slice(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str) -> bool:
     return problem.first((change, smaller) for smaller in _slices(problem, kept))
+
+
+def _try_seeds(problem: Problem, classes: Sequence[Class]) -> bool:
+    """All sizes 1, where a random outcome that is needed may take another seed."""
+    for kept in itertools.islice(_single_indexes(problem, classes), 1):
+        seeded = with_seeds(_slices(problem, kept)[-1], range(_NUM_SEEDS))
+        if any(problem.consider(candidate, f"all sizes 1, {seed}") for seed, candidate in seeded):
+            return True
+    return False
 
 
 def _slices(problem: Problem, kept: Mapping[Class, Sequence[int]]) -> list[Candidate]:

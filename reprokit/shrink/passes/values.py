@@ -35,9 +35,6 @@ def plainer_contents(tensor: torch.Tensor, role: str) -> Iterator[torch.Tensor]:
         for number in (1.0, 0.0) if role == "gradient" else (0.0, 1.0):
             yield filled(tensor, number)
         yield from _plainer_numbers(tensor)
-    elif tensor.dtype is torch.bool and tensor.numel() > _MAX_KEPT_INDEXES:
-        yield torch.zeros_like(tensor)
-        yield torch.ones_like(tensor)
     elif not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() > _MAX_KEPT_INDEXES:
         yield torch.zeros_like(tensor)
         yield torch.ones_like(tensor)
