@@ -52,26 +52,29 @@ def _first_reader(program: Program, failure: Failure) -> int | None:
 
 def _neighbourhoods(program: Program, origin: int) -> Iterator[tuple[int, ...]]:
     """The origin alone, then with the calls it depends on most directly: 1, 2, 4, ... calls."""
-    order = [origin]
-    for index in order:
-        order.extend(found for found in _producers(program, index) if found not in order)
-    size = 1
-    while size // 2 < len(order):
+    written = [_written(call) for call in program.calls]
+    order, followed, size = [origin], 0, 1
+    while True:
+        while len(order) <= size and followed < len(order):
+            order.extend(found for found in _producers(program, written, order[followed]) if found not in order)
+            followed += 1
         yield tuple(sorted(order[:size]))
+        if len(order) <= size:
+            return
         size *= 2
 
 
-def _producers(program: Program, index: int) -> list[int]:
-    """The calls that wrote what a call reads, latest first."""
+def _producers(program: Program, written: Sequence[set[int]], index: int) -> list[int]:
+    """The calls that wrote what a call reads, latest first; ``written`` says what each call writes."""
     wanted = set(program.calls[index].input_refs())
     found = []
     for position in range(index - 1, -1, -1):
         call = program.calls[position]
-        if call.target == OPAQUE or not _written(call) & wanted:
+        if call.target == OPAQUE or not written[position] & wanted:
             continue
         found.append(position)
         if not is_in_place(call.target):
-            wanted -= _written(call)
+            wanted -= written[position]
     return found
 
 
