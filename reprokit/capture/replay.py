@@ -142,10 +142,10 @@ class _Recorder(Player):
 
     def _play_zero_grad(self, entry: Entry, args: Any, kwargs: Any) -> None:
         owner = entry.args[0]
-        with torch._C.DisableTorchFunction():  # one call of the program, not a write for every parameter
-            super()._play_zero_grad(entry, args, kwargs)
+        super()._play_zero_grad(entry, args, kwargs)
         parameters = list(parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else owner.parameters())
-        self._zeroed.update((id(p), (p.grad, p.grad._version)) for p in parameters if p.grad is not None)
+        with torch._C.DisableTorchFunction():
+            self._zeroed.update((id(p), (p.grad, p.grad._version)) for p in parameters if p.grad is not None)
         known = [p for p in parameters if self.tracer.value_of(p) is not None]
         if self._differentiated and known:
             refs = [Ref(self.tracer.value(parameter)) for parameter in known]
