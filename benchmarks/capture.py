@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import functools
+import multiprocessing
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-JSON = dict[str, Any]
-SHAPES = ("mlp", "gpt", "cnn", "narrow")
-STEPS = {"mlp": 400, "gpt": 16, "cnn": 100, "narrow": 100}
+from command import JSON, new_parser, print_json
+
+STEPS = {"mlp": 400, "gpt": 16, "cnn": 100, "narrow": 100}  # shape -> good steps
 FAILURES = {"loss": "forward", "gradient": "backward", "optimizer": "optimizer"}  # name -> phase expected
 STEPS_AFTER = 300  # a failure that nobody noticed after so many more steps is missed
 WRITES = 3
@@ -83,8 +84,14 @@ def _fresh_training(shape: str) -> Any:
     return training
 
 
-def measure_failure(shape: str, failure: str, steps: int, folder: Path) -> JSON:
+def measure_failure(shape: str, steps: int, failure: str) -> JSON:
     """Train ``steps`` good steps under capture, then a bad one; how long until its file is on disk?"""
+    expected = {"expected_step": steps, "expected_phase": FAILURES[failure]}
+    with tempfile.TemporaryDirectory() as folder:
+        return {**expected, **_fail(shape, steps, failure, Path(folder))}
+
+
+def _fail(shape: str, steps: int, failure: str, folder: Path) -> JSON:
     from reprokit.capture.session import CaptureStop, Session
 
     training = _fresh_training(shape)
@@ -99,13 +106,11 @@ def measure_failure(shape: str, failure: str, steps: int, folder: Path) -> JSON:
         pass
     end = time.perf_counter()
     if not session.snapshots:
-        return {"captured": False, "expected_step": steps, "expected_phase": FAILURES[failure]}
+        return {"captured": False}
     return {
         "captured": True,
         **loop.summary(end),
         **_describe(session.snapshots[0]),
-        "expected_step": steps,
-        "expected_phase": FAILURES[failure],
         "write_s": _write_seconds(session.snapshots[0]),
         "environment_s": _environment_seconds(),
     }
@@ -215,47 +220,49 @@ def _write_seconds(path: Path) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; prints the table and the JSON."""
     options = _parser().parse_args(argv)
-    if options.one is not None:
-        print(json.dumps(_run_one(json.loads(options.one))))
-        return 0
     result: JSON = {"schema": 1, "python": platform.python_version(), "shapes": {}}
-    for shape in options.shapes:
-        steps = options.steps or (6 if options.quick else STEPS[shape])
-        result["shapes"][shape] = measured = measure(shape, steps, 1 if options.quick else options.repeats)
-        print(table(shape, measured), file=sys.stderr, flush=True)
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text + "\n", encoding="utf-8")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with _new_process() as shared:  # started only when used
+        run = functools.partial(_run_in, shared) if options.quick else _run_alone
+        for shape in options.shapes:
+            steps = options.steps or (6 if options.quick else STEPS[shape])
+            repeats = 1 if options.quick else options.repeats
+            result["shapes"][shape] = measured = measure(shape, steps, repeats, run)
+            print(table(shape, measured), file=sys.stderr, flush=True)
+    print_json(result, options.json)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="SHAPE")
+    parser = new_parser(__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=STEPS, default=list(STEPS), metavar="SHAPE")
     parser.add_argument("--steps", type=int, help="good steps in each measurement (default: by shape)")
     parser.add_argument("--repeats", type=int, default=3, help="processes for each peak of memory (default 3)")
-    parser.add_argument("--quick", action="store_true", help="a few steps, to see that everything runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here as well")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # a single measurement, in this process
+    parser.add_argument("--quick", action="store_true", help="a few steps in one process, to see that all of it runs")
     return parser
 
 
-def _run_one(wanted: JSON) -> JSON:
-    if "failure" not in wanted:
-        return measure_memory(wanted["shape"], wanted["steps"], wanted["watched"])
-    with tempfile.TemporaryDirectory() as folder:
-        return measure_failure(wanted["shape"], wanted["failure"], wanted["steps"], Path(folder))
+def _new_process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
-def measure(shape: str, steps: int, repeats: int) -> JSON:
-    """Everything about one shape; ratios are in steps of the same process."""
-    bare = [_in_process(shape=shape, steps=steps, watched=False) for _ in range(repeats)]
-    watched = [_in_process(shape=shape, steps=steps, watched=True) for _ in range(repeats)]
+def _run_in(process: ProcessPoolExecutor, measurement: Callable[..., JSON], *args: Any) -> JSON:
+    return process.submit(measurement, *args).result()
+
+
+def _run_alone(measurement: Callable[..., JSON], *args: Any) -> JSON:
+    with _new_process() as process:
+        return _run_in(process, measurement, *args)
+
+
+def measure(shape: str, steps: int, repeats: int, run: Callable[..., JSON]) -> JSON:
+    """Everything about one shape; ``run`` calls in another process. Ratios are in steps of the same process."""
+    bare = [run(measure_memory, shape, steps, False) for _ in range(repeats)]
+    watched = [run(measure_memory, shape, steps, True) for _ in range(repeats)]
     peaks = [statistics.median(run["peak_bytes"] for run in runs) for runs in (bare, watched)]
     failures = {}
     for failure in FAILURES:
-        failures[failure] = row = _in_process(shape=shape, steps=steps, failure=failure)
+        failures[failure] = row = run(measure_failure, shape, steps, failure)
         if row["captured"]:
             row["steps_beyond_writing"] = (row["total_s"] - row["write_s"]) / row["step_s"]
             row["steps_without_environment"] = row["steps_beyond_writing"] - row["environment_s"] / row["step_s"]
@@ -270,14 +277,6 @@ def measure(shape: str, steps: int, repeats: int) -> JSON:
         },
         "failures": failures,
     }
-
-
-def _in_process(**wanted: Any) -> JSON:
-    command = [sys.executable, __file__, "--one", json.dumps(wanted)]
-    finished = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    if finished.returncode != 0:
-        raise RuntimeError(f"{wanted} ended with {finished.returncode}:\n{finished.stderr}")
-    return dict(json.loads(finished.stdout.splitlines()[-1]))
 
 
 def table(shape: str, measured: JSON) -> str:

@@ -3,10 +3,8 @@
     python benchmarks/corpus.py CORPUS [--case NAME ...] [--jobs N] [--out DIR] [--json FILE] [--compare FILE]
 
 Every case is a folder with ``train.py`` and ``case.json``. For each one the public commands are run: capture, show,
-shrink,
-and then ``repro.py`` by itself, three times, in an empty folder with a clean interpreter. A table goes to stderr, a
-JSON summary
-to stdout. A command that fails is part of the score, never the end of the benchmark.
+shrink, and then ``repro.py`` by itself, three times, in an empty folder with a clean interpreter. A table goes to
+stderr, a JSON summary to stdout. A command that fails is part of the score, never the end of the benchmark.
 """
 
 from __future__ import annotations
@@ -26,7 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-JSON = dict[str, Any]
+from command import JSON, find_cases, new_corpus_parser, print_json
+
 REPRO_RUNS = 3
 
 # What is counted in the summary: field of `Row` -> heading.
@@ -99,11 +98,8 @@ class Finished:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; exit code 0 when every case went through all commands."""
     options = _parse(argv)
-    folders = sorted(path.parent for path in options.corpus.glob("*/case.json"))
-    if options.case:
-        folders = [folder for folder in folders if folder.name in options.case]
+    folders = find_cases(options, "case.json")
     if not folders:
-        print(f"no cases in `{options.corpus}`", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="corpus-") as scratch:
         out = options.out or Path(scratch)
@@ -111,9 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = list(pool.map(lambda folder: run_case(folder, out / folder.name, options.timeout), folders))
     summary = summarise(rows)
     print(table(rows), file=sys.stderr)
-    print(json.dumps(summary, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(summary, indent=1))
+    print_json(summary, options.json)
     if options.compare:
         print(compare(json.loads(options.compare.read_text()), summary), file=sys.stderr)
     return 0 if not any(row.errors for row in rows) else 1
@@ -235,14 +229,9 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("corpus", type=Path)
-    parser.add_argument("--case", nargs="+", metavar="NAME", help="only these cases")
-    parser.add_argument("--jobs", type=int, default=2)
+    parser = new_corpus_parser(__doc__, jobs=2)
     parser.add_argument("--out", type=Path, help="keep all files here")
-    parser.add_argument("--json", type=Path, help="write the summary here as well")
     parser.add_argument("--compare", type=Path, help="an earlier summary")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds per command")
     return parser.parse_args(argv)
 
 

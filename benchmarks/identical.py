@@ -10,7 +10,6 @@ process. A table goes to stderr, a JSON summary to stdout; the exit code is 1 if
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import json
 import os
@@ -22,9 +21,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-JSON = dict[str, Any]
+from command import JSON, find_cases, new_corpus_parser, print_json
+
 STATE_FILE = "identical_state.json"
 RUNNER_FILE = "identical_runner.py"
 CAPTURE = ("-m", "reprokit", "capture", "--quiet", "--after-capture", "continue")
@@ -194,12 +193,9 @@ class Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; exit code 0 when nothing differs."""
-    options = _parse(argv)
-    folders = sorted(path.parent for path in options.corpus.glob("*/train.py"))
-    if options.case:
-        folders = [folder for folder in folders if folder.name in options.case]
+    options = new_corpus_parser(__doc__, jobs=1).parse_args(argv)
+    folders = find_cases(options, "train.py")
     if not folders:
-        print(f"no cases in `{options.corpus}`", file=sys.stderr)
         return 2
     with (
         tempfile.TemporaryDirectory(prefix="identical-") as scratch,
@@ -208,9 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = list(pool.map(lambda folder: run_case(folder, Path(scratch) / folder.name, options.timeout), folders))
     summary = summarise(rows)
     print(table(rows), file=sys.stderr)
-    print(json.dumps(summary, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(summary, indent=1))
+    print_json(summary, options.json)
     return 0 if all(row.is_identical for row in rows) else 1
 
 
@@ -329,16 +323,6 @@ def _names(entries: Counter[str]) -> str:
 def _last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1][:200] if lines else ""
-
-
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("corpus", type=Path)
-    parser.add_argument("--case", nargs="+", metavar="NAME", help="only these cases")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write the summary here as well")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds per run")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
+import itertools
 import math
 import platform
 import statistics
@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from command import JSON, new_parser, print_json
 from shapes import SHAPES, Training, make
 from torch import nn
 
 from reprokit.capture.history import History
 from reprokit.capture.session import Session
 
-JSON = dict[str, Any]
 SHARES = {"mlp": 0.15, "gpt": 0.45, "cnn": 0.2, "narrow": 0.2}  # of the time, by how long a step takes
 TRIM = 0.01  # of the quadruples, at either end, left out of the mean
 COLLECT_EVERY = 0.5  # seconds between garbage collections, outside of what is timed
@@ -363,11 +363,14 @@ class Budget:
 
     def numbers(self, spent: float, least: int) -> Iterator[int]:
         """Yield the number of each round; ``spent`` seconds are gone already, ``least`` rounds are always made."""
+        if self.rounds is not None:
+            yield from range(self.rounds)
+            return
         end = time.perf_counter() + self.seconds - spent
-        number = 0
-        while number < self.rounds if self.rounds is not None else number < least or time.perf_counter() < end:
+        for number in itertools.count():
+            if number >= least and time.perf_counter() >= end:
+                return
             yield number
-            number += 1
 
 
 def measure(
@@ -459,17 +462,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         budget = Budget(1.0 if options.quick else options.seconds * SHARES[shape] / total, options.rounds)
         result["shapes"][shape] = measure(shape, options.variants, budget, cpu_clock, options.gc)
         print(table(shape, result["shapes"][shape]), file=sys.stderr, flush=True)
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.json is not None:
-        options.json.write_text(text + "\n", encoding="utf-8")
+    print_json(result, options.json)
     if options.markdown is not None:
         options.markdown.write_text(markdown(result["shapes"]), encoding="utf-8")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="SHAPE")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT")
     parser.add_argument("--seconds", type=float, default=330.0, help="for all shapes together (default 330)")
@@ -477,7 +477,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=1, help="threads of torch (default 1)")
     parser.add_argument("--gc", action="store_true", help="leave the garbage collector on while timing")
     parser.add_argument("--quick", action="store_true", help="two rounds, to see that everything runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here as well")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the medians here as a Markdown table")
     return parser
 

@@ -123,7 +123,7 @@ def make_gpt() -> Training:
 
 
 def make_narrow() -> Training:
-    """A deep narrow transformer: 16 layers of width 48 (about 170 modules), sequence 32, batch 4, AdamW."""
+    """A deep narrow transformer: 16 layers of width 48 (197 modules), sequence 32, batch 4, AdamW."""
     model = LanguageModel(depth=16, width=48, num_heads=4, length=32)
     return Training(model, torch.optim.AdamW(model.parameters(), lr=3e-4), _token_batches(4, 32))
 

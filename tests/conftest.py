@@ -1,12 +1,15 @@
-"""What all tests share: the command line in a process of its own, from any folder."""
+"""What all tests share: the command line in a process of its own, from any folder, and the benchmarks as modules."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import settings
@@ -18,24 +21,28 @@ settings.register_profile("reprokit", deadline=None)  # how long an example take
 settings.load_profile("reprokit")
 
 
+def run_python_in(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python *words`` in a folder, with reprokit importable; a hang ends the test."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def import_benchmark(name: str) -> ModuleType:
+    """A script of the benchmarks as a module; these import each other as from the folder that they are in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        return importlib.import_module(name)
+
+
 @pytest.fixture
 def run_python(tmp_path: Path) -> Run:
-    """Run ``python *words`` in the test's own folder, with reprokit importable."""
-
-    def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-        return subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-        )
-
-    return run
+    """Run ``python *words`` in the test's own folder."""
+    return functools.partial(run_python_in, tmp_path)
 
 
 @pytest.fixture
 def run_reprokit(run_python: Run) -> Run:
     """Run ``reprokit *words`` in the test's own folder."""
-
-    def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return run_python("-m", "reprokit", *words, **variables)
-
-    return run
+    return functools.partial(run_python, "-m", "reprokit")

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from tests.conftest import import_benchmark
+
 
 @pytest.fixture(scope="module")
 def corpus() -> ModuleType:
-    path = Path(__file__).resolve().parents[1] / "benchmarks" / "corpus.py"
-    spec = importlib.util.spec_from_file_location("corpus_benchmark", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["corpus_benchmark"] = module
-    spec.loader.exec_module(module)
-    return module
+    return import_benchmark("corpus")
 
 
 CASE: dict[str, Any] = {

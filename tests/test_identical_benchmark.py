@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.conftest import import_benchmark
 
 FAILING = """
 import torch
@@ -49,13 +49,7 @@ sys.exit(int(is_watched))
 
 @pytest.fixture(scope="module")
 def identical() -> ModuleType:
-    path = Path(__file__).resolve().parents[1] / "benchmarks" / "identical.py"
-    spec = importlib.util.spec_from_file_location("identical_benchmark", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["identical_benchmark"] = module
-    spec.loader.exec_module(module)
-    return module
+    return import_benchmark("identical")
 
 
 @pytest.fixture

@@ -34,15 +34,18 @@ class Iterations:
     def attempted(self, optimizer: torch.optim.Optimizer) -> None:
         """A step of ``optimizer`` ended or was skipped by a grad scaler."""
         key = id(optimizer)
-        if not self._is_known(optimizer):
+        known = self._optimizers.get(key)
+        if known is None or known() is not optimizer:
             self._counts[key] = self._inherited(optimizer)
             self._attempts[key] = 0
             self._optimizers[key] = weakref.ref(optimizer)
             self._parameters[key] = {id(parameter) for parameter in parameters_of(optimizer)}
         self._counts[key] += 1
         self._attempts[key] += 1
-        self._notice_replacement(key)
         self.total += 1
+        if len(self._counts) > 1:
+            self._notice_replacement(key)
+        self._last = key
         if self._counts[key] > self.completed:
             self.completed = self._counts[key]
             self.micro_step = 0
@@ -52,14 +55,14 @@ class Iterations:
         for new, (old, count) in list(self._supposed.items()):
             if old == key:
                 self._counts[new] -= count
+                self.completed = max(self._counts.values())
                 del self._supposed[new]
         is_new = self._attempts[key] == self._counts[key] == 2
-        if is_new and self._last == key and key not in self._supposed and len(self._counts) > 1:
+        if is_new and self._last == key and key not in self._supposed:
             old = max((other for other in self._counts if other != key), key=self._counts.__getitem__)
             if list(self._counts).index(old) < list(self._counts).index(key):
                 self._supposed[key] = (old, self._counts[old])
                 self._counts[key] += self._counts[old]
-        self._last = key
 
     def updated_by_hand(self) -> None:
         """The loop changed parameters without an optimizer."""

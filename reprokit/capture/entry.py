@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from reprokit.capture.structure import ATOMS, iter_tensors, map_tensors
-from reprokit.program.ir import Mode
+from reprokit.program.ir import AUTOGRAD_GRAD, Mode
 
 
 @dataclass(slots=True, eq=False)
@@ -56,8 +57,23 @@ class Entry:
     @property
     def starts(self) -> list[torch.Tensor]:
         """The tensors a differentiation starts from."""
-        first = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
-        return [first] if isinstance(first, torch.Tensor) else list(iter_tensors(first))
+        return starts_of(self.args, self.kwargs)
+
+    @property
+    def gives_gradients(self) -> bool:
+        """Whether a differentiation is handed gradients, so that what it starts from is not a loss."""
+        position = 2 if self.name == AUTOGRAD_GRAD else 1
+        given = self.args[position] if len(self.args) > position else None
+        return given is not None or any(self.kwargs.get(name) is not None for name in _GIVEN_GRADIENTS)
+
+
+_GIVEN_GRADIENTS = ("gradient", "grad_tensors", "grad_outputs")
+
+
+def starts_of(args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a differentiation with these arguments starts from."""
+    first = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
+    return [first] if isinstance(first, torch.Tensor) else list(iter_tensors(first))
 
 
 def new_tensors(entry: Entry, made: set[int]) -> list[torch.Tensor]:

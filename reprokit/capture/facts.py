@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from reprokit.program import functions
+from reprokit.program.ir import AUTOGRAD_BACKWARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,6 @@ class Facts:
     name: str
     is_in_place: bool
     is_differentiation: bool
-    is_method: bool
     is_random: bool
     is_special: bool
 
@@ -37,20 +37,18 @@ def _find_facts(func: Callable[..., Any]) -> Facts:
     function = func
     if func not in _DIFFERENTIATION and getattr(func, "__wrapped__", None) in _DIFFERENTIATION:
         function = func.__wrapped__  # type: ignore[attr-defined]
-    name = functions.name_of(function) or ""
+    name = functions.name_of(function) or (AUTOGRAD_BACKWARD if function in _DIFFERENTIATION else "")
     is_in_place, is_random = functions.is_in_place(name), functions.is_random(name)
     is_special = not name or is_in_place or is_random or functions.is_factory(name) or name in functions.GRAD_WRITES
     is_differentiation = function in _DIFFERENTIATION
-    is_method = function is _BACKWARD
-    facts = Facts(function, name, is_in_place, is_differentiation, is_method, is_random, is_special)
+    facts = Facts(function, name, is_in_place, is_differentiation, is_random, is_special)
     if name and function is func:
         _FACTS[func] = facts
     return facts
 
 
 _FACTS: dict[Callable[..., Any], Facts] = {}
-_BACKWARD = torch.Tensor.backward
-_DIFFERENTIATION = frozenset({_BACKWARD, torch.autograd.backward, torch.autograd.grad})
+_DIFFERENTIATION = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 # Functions that change nothing and tell the loop something; those that also make it wait for the device.
 _SILENT_METHODS = [

@@ -183,10 +183,6 @@ class History:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def add_step(self, step: PastStep) -> None:
-        """A step is over; keep it until the next copy."""
-        self.steps.append(step)
-
     def waiting(self) -> list[PastStep]:
         """The steps that still hold everything they made."""
         return self.steps[self._num_frozen :]
@@ -197,14 +193,13 @@ class History:
         self._num_frozen += 1
         self._step_bytes += size
 
-    @property
-    def is_due(self) -> bool:
+    def is_due(self, now: float) -> bool:
         """Whether it is time to check everything and to take the next copy."""
         if self._has_grown or self._step_bytes > DEFAULT_STEP_BYTES or len(self.steps) >= MOST_STEPS:
             return True
         if self._every:
             return len(self.steps) >= self._every - 1 or not self.is_complete
-        return (time.perf_counter() - self._taken_at) * _SHARE >= self._cost
+        return (now - self._taken_at) * _SHARE >= self._cost
 
     def take(self, started: float, unfinished: Iterable[torch.optim.Optimizer] = ()) -> None:
         """Copy the state of now and forget the steps; ``started`` is when the checks before it began.
@@ -215,7 +210,7 @@ class History:
             seconds = (started - self._taken_at) / (len(self.steps) + 1)
             self.is_short = seconds < _SHORT and not any(tensor.is_cuda for tensor in self.state.copies.tensors)
         self.forget_steps()
-        self._held, self._has_grown = [], False
+        self._held, self._has_grown = [], False  # those that only the history holds are gone now
         self._held = [*self.modules, *self.optimizers]
         if self._every != 0:
             tensors = self.changing()

@@ -1,6 +1,6 @@
 """Hooks into the parts of torch that end or shape a step: optimizers, grad scalers, clipping, ``autograd.backward``.
 
-Everything is put in place by `Hooks.install` and taken away by `Hooks.remove`; nothing is left on the user's objects.
+Everything is put in place by `Hooks.install` and taken away by `Hooks.removals`; nothing is left on the user's objects.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 from torch.optim import optimizer as optimizers
 
+from reprokit.capture.tape import Tape
 from reprokit.capture.warned import redirect_warnings
 from reprokit.program.functions import name_of
 
@@ -25,22 +26,21 @@ class Listener(Protocol):
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """An optimizer's step begins; may return other arguments for it."""
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer's step ended."""
 
     def around(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Perform ``target`` as one thing (``clip``, ``scale``, ``unscale``, ``scaler_step``,
-        ``quietly``)."""
+        """Perform ``target`` as one thing (``clip``, ``scale``, ``unscale``, ``scaler_step``, ``quietly``)."""
+
+    @property
+    def tape(self) -> Tape:
+        """The mode that notes what the loop calls."""
 
     def before_mark(self) -> None:
         """An optimizer is about to mark the beginning of its step for the profiler."""
 
     def after_mark(self) -> None:
         """It has marked the end."""
-
-    @property
-    def is_outermost(self) -> bool:
-        """Whether the loop itself is running."""
 
     def backward(self, target: Callable[..., Any], tensor: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """Perform ``target(tensor, **kwargs)``, the backward method of tensors."""
@@ -69,12 +69,8 @@ class Hooks:
         """Put the hooks in place."""
         listener = self._listener
         name_of(torch.Tensor.backward)  # the names of torch's functions are read while they are torch's own
-        before = optimizers.register_optimizer_step_pre_hook(
-            lambda optimizer, args, kwargs: None if is_compiling() else listener.before_step(optimizer, args, kwargs)
-        )
-        after = optimizers.register_optimizer_step_post_hook(
-            lambda optimizer, args, kwargs: None if is_compiling() else listener.after_step(optimizer)
-        )
+        before = optimizers.register_optimizer_step_pre_hook(listener.before_step)
+        after = optimizers.register_optimizer_step_post_hook(listener.after_step)
         self._undo += [before.remove, after.remove]
         self._wrap_zero_grad(torch.optim.Optimizer)
         self._wrap_zero_grad(torch.nn.Module)
@@ -86,6 +82,7 @@ class Hooks:
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             self._wrap(torch.nn.utils, name, "clip")
         self._wrap_backward()
+        self._wrap_handing_over()
         self._wrap_records()
         self._wrap_threads()
         self._watch_compiler()
@@ -104,7 +101,7 @@ class Hooks:
                 return original(*args, **kwargs)
             return listener.zero_grad(original, args, kwargs)
 
-        _imitate(zero_grad, original)
+        functools.update_wrapper(zero_grad, original)
         owner.zero_grad = zero_grad
         self._undo.append(lambda: setattr(owner, "zero_grad", original))
 
@@ -117,7 +114,7 @@ class Hooks:
                 return original(*args, **kwargs)
             return listener.around(kind, original, args, kwargs)
 
-        _imitate(wrapper, original)
+        functools.update_wrapper(wrapper, original)
         home = sys.modules.get(original.__module__)  # where pickle looks a function up
         for place in {owner, home} if getattr(home, name, None) is original else {owner}:
             setattr(place, name, wrapper)
@@ -137,7 +134,7 @@ class Hooks:
             self.run = watched  # type: ignore[method-assign]
             original(self)
 
-        _imitate(start, original)
+        functools.update_wrapper(start, original)
         threading.Thread.start = start  # type: ignore[method-assign]
         self._undo.append(lambda: setattr(threading.Thread, "start", original))
 
@@ -160,21 +157,21 @@ class Hooks:
             register()
             return compiled
 
-        _imitate(compile, original)
+        functools.update_wrapper(compile, original)
         torch.compile = compile
         register()
         self._undo += [remove, lambda: setattr(torch, "compile", original)]
 
     def _wrap_backward(self) -> None:
         original = torch.autograd.backward
-        listener = self._listener
+        listener, tape = self._listener, self._listener.tape
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling():
+            if is_compiling() or not tape.is_outermost:  # such as the one that `Tensor.backward` calls
                 return original(*args, **kwargs)
             return listener.differentiate(original, args, kwargs)
 
-        _imitate(backward, original)
+        functools.update_wrapper(backward, original)
         torch.autograd.backward = backward
         self._undo.append(lambda: setattr(torch.autograd, "backward", original))
         self._wrap_tensor_backward()
@@ -182,18 +179,43 @@ class Hooks:
     def _wrap_tensor_backward(self) -> None:
         """``loss.backward()`` without torch's way of asking its function modes first, which takes long."""
         original: Any = torch.Tensor.backward
-        listener = self._listener
+        listener, tape = self._listener, self._listener.tape
 
         def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if args or (kwargs and not kwargs.keys() <= _PLAIN_OPTIONS) or type(self) is not torch.Tensor:
                 return original(self, *args, **kwargs)
-            if is_compiling() or not listener.is_outermost or torch._C._len_torch_function_stack() > 1:
+            if is_compiling() or not tape.is_outermost or torch._C._len_torch_function_stack() > 1:
                 return original(self, **kwargs)
             return listener.backward(original, self, kwargs)
 
-        _imitate(backward, original)
+        functools.update_wrapper(backward, original)
         torch.Tensor.backward = backward  # type: ignore[method-assign]
         self._undo.append(lambda: setattr(torch.Tensor, "backward", original))
+
+    def _wrap_handing_over(self) -> None:
+        """How functions that torch has written in Python are handed to modes, without the detours."""
+        original: Any = torch.overrides.handle_torch_function
+        tape = self._listener.tape
+
+        def handle_torch_function(public_api: Any, relevant_args: Any, *args: Any, **kwargs: Any) -> Any:
+            for value in relevant_args:
+                if type(value) not in _PLAIN_TYPES:
+                    return original(public_api, relevant_args, *args, **kwargs)
+            top = torch._C._pop_torch_function_stack() if torch._C._len_torch_function_stack() else None
+            if top is tape:
+                try:
+                    return tape.__torch_function__(public_api, (), args, kwargs)
+                finally:
+                    torch._C._push_on_torch_function_stack(tape)
+            if top is not None:
+                torch._C._push_on_torch_function_stack(top)
+            return original(public_api, relevant_args, *args, **kwargs)
+
+        functools.update_wrapper(handle_torch_function, original)
+        for place in (torch.nn.functional, torch.functional, torch._tensor):
+            if getattr(place, "handle_torch_function", None) is original:
+                place.handle_torch_function = handle_torch_function  # type: ignore[attr-defined]
+                self._undo.append(functools.partial(setattr, place, "handle_torch_function", original))
 
     def _wrap_records(self) -> None:
         """Optimizers mark their steps for torch's profiler; the marks are made with the tape out of the way."""
@@ -201,32 +223,26 @@ class Hooks:
         enter, leave, listener = owner.__enter__, owner.__exit__, self._listener
 
         def __enter__(self: Any) -> Any:
-            if self.name.startswith(_STEP_MARK):
+            if self.name[:_MARK_LENGTH] == _STEP_MARK:
                 listener.before_mark()
             return enter(self)
 
         def __exit__(self: Any, exc_type: Any, exc: Any, traceback: Any) -> None:
             leave(self, exc_type, exc, traceback)
-            if self.name.startswith(_STEP_MARK):
+            if self.name[:_MARK_LENGTH] == _STEP_MARK:
                 listener.after_mark()
 
         owner.__enter__, owner.__exit__ = __enter__, __exit__
         self._undo += [lambda: setattr(owner, "__enter__", enter), lambda: setattr(owner, "__exit__", leave)]
 
 
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})  # which bring no function of their own
 _PLAIN_OPTIONS = frozenset({"retain_graph", "create_graph"})
 _STEP_MARK = "Optimizer.step#"
+_MARK_LENGTH = len(_STEP_MARK)
 
 
 def _callback_handler() -> Any:
     """Where the compiler tells what it does; ``None`` while it is not loaded."""
     module = sys.modules.get("torch._dynamo.callback")
     return getattr(module, "callback_handler", None)
-
-
-def _imitate(wrapper: Any, original: Any) -> None:
-    wrapper.__name__ = original.__name__
-    wrapper.__qualname__ = original.__qualname__
-    wrapper.__doc__ = original.__doc__
-    wrapper.__module__ = original.__module__
-    wrapper.__wrapped__ = original

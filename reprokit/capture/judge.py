@@ -11,8 +11,9 @@ import torch
 from reprokit.capture.entry import Entry
 from reprokit.capture.state import parameters_of
 from reprokit.capture.training import Training
-from reprokit.capture.watch import LaterFlags, Sentinel, bad_tensor, is_bad, judged
-from reprokit.program.ir import BACKWARD
+from reprokit.capture.watch import LaterFlags, Sentinel, bad_tensor, is_bad_start, judged
+from reprokit.locate.ways import is_finite_sum
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD
 
 Watch = Literal["sampled", "every-step", "deferred"]
 
@@ -47,25 +48,25 @@ class Judge:
         """``now`` if what a differentiation starts from is bad, ``before`` if something was bad some steps ago."""
         training, starts = self._training, entry.starts
         first = starts[0]
-        is_plain = len(starts) == 1 and first.numel() == 1 and not training.scalers.is_used
+        is_plain = len(starts) == 1 and first.numel() == 1 and not training.scalers.is_used and len(entry.args) == 1
         if is_plain and not self._can_wait and not first.is_cuda and not first.is_complex():
             seen = first.item()
             entry.settings = [seen]
-            if entry.name == BACKWARD:
+            if entry.name in _OF_LOSSES:
                 training.timeline.loss = seen
             return "now" if self._matter and not math.isfinite(seen) else None
         entry.settings = [start.detach() for start in starts] if sum(map(torch.Tensor.numel, starts)) == 1 else None
         tensors = [judged(training.tape.entries, start) for start in starts] if training.scalers.is_used else starts
-        if entry.settings is not None and entry.name == BACKWARD:
+        if entry.settings is not None and entry.name in _OF_LOSSES:
             training.timeline.loss = tensors[0].detach() if training.scalers.is_used else entry.settings[0]
         if not self._matter:
             return None
         if self._can_wait or (starts and starts[0].is_cuda and self.watch != "every-step"):
-            self._later.add(tensors)
+            self._later.add(() if entry.gives_gradients else tensors)
             suspicious, self._has_read_bad = self._has_read_bad, False
             bad = self._later.read() if suspicious and self.watch != "deferred" else self._later.poll()
             return "before" if bad else None
-        return "now" if any(is_bad(tensor) for tensor in tensors) else None
+        return "now" if is_bad_start(entry, tensors) else None
 
     @property
     def _can_wait(self) -> bool:
@@ -77,19 +78,20 @@ class Judge:
 
         Gradients that ``are_scaled`` are left to the grad scaler.
         """
-        history = self._training.history
-        clipped, self.clipped = self.clipped, None
-        if clipped is None and history.is_complete and history.is_short and self.watch != "every-step":
+        history, clipped = self._training.history, self.clipped
+        if clipped is None and history.is_short and history.is_complete and self.watch != "every-step":
             return False  # cheaper to go back a few short steps than to look at every one
+        self.clipped = None
         if not self._matter or are_scaled or self._can_wait:
             return False
         gradient = self._sentinel.gradient(optimizer)
-        if self.watch == "every-step" or (not history.is_complete and gradient is not None and not gradient.is_cuda):
+        is_far = any(gradient.is_cuda for gradient in _gradients(optimizer)) if gradient is None else gradient.is_cuda
+        if self.watch == "every-step" or (not history.is_complete and not is_far):
             return bad_tensor(_gradients(optimizer)) is not None
         if gradient is None or gradient.is_cuda:
             self._later.add([clipped] if clipped is not None else [])
             return False
-        suspicious = not math.isfinite(abs(gradient.sum(dtype=_sum_type(gradient)).item()))
+        suspicious = not is_finite_sum(gradient)
         suspicious = suspicious or (clipped is not None and not math.isfinite(clipped.item()))
         return suspicious and bad_tensor(_gradients(optimizer)) is not None
 
@@ -106,5 +108,4 @@ def _gradients(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     return (parameter.grad for parameter in parameters_of(optimizer) if parameter.grad is not None)
 
 
-def _sum_type(tensor: torch.Tensor) -> torch.dtype | None:
-    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
+_OF_LOSSES = frozenset({BACKWARD, AUTOGRAD_BACKWARD})

@@ -22,9 +22,8 @@ class Player:
 
     ``saved`` holds what outside tensors contained before the loop wrote into them. ``mismatches`` says in words what is
     known to differ from what the loop did. ``with_gradient`` are the ids of leaves whose gradients the loop sets to
-    zero
-    instead of dropping them, where it says so. ``carried`` is what earlier steps made for this one;
-    ``state`` are the ids of tensors that are put back as a whole, whoever wrote them.
+    zero instead of dropping them, where it says so. ``carried`` is what earlier steps made for this one; ``state`` are
+    the ids of tensors that are put back as a whole, whoever wrote them.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class Player:
     def play(self, entry: Entry) -> None:
         """Do what the entry says."""
         self._check_versions(entry)
-        args, kwargs = map_tensors(entry.args, self._stand_in), map_tensors(entry.kwargs, self._stand_in)
+        args, kwargs = map_tensors(entry.args, self.stand_in), map_tensors(entry.kwargs, self.stand_in)
         self._play(entry, args, kwargs)
 
     def _play(self, entry: Entry, args: Any, kwargs: Any) -> None:
@@ -60,10 +59,6 @@ class Player:
     def made(self, ids: Set[int]) -> dict[int, torch.Tensor]:
         """What the step made of the tensors with these ids."""
         return {key: self._new[key] for key in ids if key in self._new}
-
-    def now(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands for a tensor of the loop in the replay."""
-        return self._stand_in(tensor)
 
     def _play_module(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         target = entry.target
@@ -82,9 +77,6 @@ class Player:
                 return entry.target(*args, **kwargs)
         return entry.target(*args, **kwargs)
 
-    def _play_differentiate(self, entry: Entry, args: Any, kwargs: Any) -> Any:
-        return entry.target(*args, **kwargs)
-
     def _play_scale(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         scaler = entry.args[0]
         now, scaler._scale = scaler._scale, entry.settings if entry.settings is not None else scaler._scale
@@ -93,8 +85,10 @@ class Player:
         finally:
             scaler._scale = now
 
-    def _play_clip(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+    def _call(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         return entry.target(*args, **kwargs)
+
+    _play_clip = _play_differentiate = _call
 
     def _play_unscale(self, entry: Entry, args: Any, kwargs: Any) -> None:
         """Multiply the gradients by what the scaler multiplied them with."""
@@ -107,7 +101,7 @@ class Player:
     def _play_zero_grad(self, entry: Entry, args: Any, kwargs: Any) -> None:
         owner, *rest = args
         keep = not (rest[0] if rest else kwargs.get("set_to_none", True))
-        for parameter in parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else owner.parameters():
+        for parameter in owned_by(owner):
             if keep and id(parameter) in self._with_gradient:
                 parameter.grad = torch.zeros_like(parameter)
             else:
@@ -132,7 +126,7 @@ class Player:
             for name in settings["scaler"] if settings is not None else ():
                 delattr(optimizer, name)
 
-    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor of the loop in the replay."""
         known = self._new.get(id(tensor))
         if known is not None:
@@ -154,6 +148,11 @@ class Player:
                 self.mismatches.append(
                     "a tensor was written after the step had used it, by something the tape cannot see"
                 )
+
+
+def owned_by(owner: torch.nn.Module | torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of a module or an optimizer."""
+    return list(parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else owner.parameters())
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:

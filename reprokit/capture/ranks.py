@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterable
+import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -36,16 +37,15 @@ class Ranks:
         Ranks._runs += 1
         self._prefix = f"reprokit/{Ranks._runs}"
 
-    def meet(self, modules: Iterable[torch.nn.Module]) -> None:
+    def meet(self, modules: Collection[torch.nn.Module]) -> None:
         """A new root or optimizer was met: look at what is trained."""
         if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() < 2:
             return
         kinds = {type(part) for module in modules for part in module.modules()}
         self.is_parallel = any(issubclass(kind, torch.nn.parallel.DistributedDataParallel) for kind in kinds)
-        self.is_sharded = any(
-            base.__name__.startswith("FSDP") or base.__name__ == "FullyShardedDataParallel"
-            for kind in kinds
-            for base in kind.__mro__
+        fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+        self.is_sharded = any(issubclass(kind, fsdp) for kind in kinds) or any(
+            hasattr(parameter, "to_local") for module in modules for parameter in module.parameters()
         )
         if not self.is_alone and self._store is None:
             self.rank, self._size = distributed.get_rank(), distributed.get_world_size()

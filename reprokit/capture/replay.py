@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from reprokit.capture.entry import Entry
-from reprokit.capture.player import Player, describe_mismatch, is_same, same_bits, step_without_hooks
-from reprokit.capture.state import parameters_of
+from reprokit.capture.entry import Entry, starts_of
+from reprokit.capture.player import Player, describe_mismatch, is_same, owned_by, same_bits, step_without_hooks
 from reprokit.capture.structure import iter_tensors, map_tensors
 from reprokit.locate.blame import GRAD_SCALER
 from reprokit.program.functions import GRAD_WRITES, written_argument
@@ -51,10 +50,9 @@ def replay(
 ) -> Replayed:
     """Run ``entries`` again and record them.
 
-    ``saved`` holds what outside tensors contained before the loop wrote into them. ``perform_last`` is false when
-    the last
-    entry is a differentiation that the loop did not come to, because its start was already bad; ``raises`` is true when
-    the last entry is expected to raise. ``state`` are the ids of tensors that the caller has put back.
+    ``saved`` holds what outside tensors contained before the loop wrote into them. ``perform_last`` is false when the
+    last entry is a differentiation that the loop did not come to, because its start was already bad; ``raises`` is true
+    when the last entry is expected to raise. ``state`` are the ids of tensors that the caller has put back.
     """
     recorder = _Recorder(saved, describe, state, with_gradient)
     needed = entries if raises else needed_entries(entries)
@@ -133,7 +131,7 @@ class _Recorder(Player):
         self._perform = perform
         with torch._C.DisableTorchFunction():  # our own work is not part of the step
             self._check_versions(entry)
-            args, kwargs = map_tensors(entry.args, self._stand_in), map_tensors(entry.kwargs, self._stand_in)
+            args, kwargs = map_tensors(entry.args, self.stand_in), map_tensors(entry.kwargs, self.stand_in)
         self._play(entry, args, kwargs)
 
     def _play_scale(self, entry: Entry, args: Any, kwargs: Any) -> Any:
@@ -143,7 +141,7 @@ class _Recorder(Player):
     def _play_zero_grad(self, entry: Entry, args: Any, kwargs: Any) -> None:
         owner = entry.args[0]
         super()._play_zero_grad(entry, args, kwargs)
-        parameters = list(parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else owner.parameters())
+        parameters = owned_by(owner)
         with torch._C.DisableTorchFunction():
             self._zeroed.update((id(p), (p.grad, p.grad._version)) for p in parameters if p.grad is not None)
         known = [p for p in parameters if self.tracer.value_of(p) is not None]
@@ -203,8 +201,8 @@ class _Recorder(Player):
         self.tracer.phase = "backward"
         self._differentiated = True
         with torch._C.DisableTorchFunction():
-            self._compare_starts(entry, args)
-        name = entry.name or AUTOGRAD_BACKWARD
+            self._compare_starts(entry, args, kwargs)
+        name = entry.name
         try:
             if not self._perform:
                 self.tracer.record(self.tracer.make_call(name, args, kwargs))
@@ -215,10 +213,10 @@ class _Recorder(Player):
         finally:
             self.tracer.phase = "forward"
 
-    def _compare_starts(self, entry: Entry, args: Any) -> None:
+    def _compare_starts(self, entry: Entry, args: Any, kwargs: Any) -> None:
         """Is what the differentiation starts from the same as in the loop?"""
         olds = entry.settings if entry.settings is not None else entry.starts
-        for old, new in zip(olds, iter_tensors(args[:1]), strict=False):
+        for old, new in zip(olds, starts_of(args, kwargs), strict=False):
             if (entry.settings is not None or old.numel()) and not is_same(old, new):
                 self.mismatches.append(describe_mismatch("the loss", old, new))
                 self.is_close = self.is_close and _is_close(old, new)

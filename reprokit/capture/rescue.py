@@ -21,8 +21,8 @@ from reprokit.capture.exceptions import Raised
 from reprokit.capture.generators import python_generators_restored
 from reprokit.capture.names import Names
 from reprokit.capture.replay import Replayed, replay
-from reprokit.capture.state import Copies, parameters_of
-from reprokit.capture.structure import is_leaf, iter_tensors
+from reprokit.capture.state import Copies, give_gradients, parameters_of
+from reprokit.capture.structure import is_leaf
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import EXCEPTION, Failure, kind_of
 from reprokit.locate.ways import NAN, local_part, ways_of
@@ -185,7 +185,7 @@ def _micro_step(step: FailedStep, replayed: Replayed, failure: Failure) -> int:
 
 
 def _observed_kind(pending: Entry | None) -> str:
-    ways = [way for tensor in iter_tensors(pending.args[:1]) for way in ways_of(tensor)] if pending else []
+    ways = [way for tensor in pending.starts for way in ways_of(tensor)] if pending else []
     return kind_of(NAN if NAN in ways or not ways else ways[0])
 
 
@@ -210,7 +210,7 @@ def _at_its_beginning(step: FailedStep) -> Iterator[None]:
         if step.buffers is not None:
             stack.callback(step.buffers.put_back().give_back)
         leaves = _leaves(step)
-        stack.callback(_give_gradients, [(leaf, leaf.grad) for leaf in leaves])
+        stack.callback(give_gradients, [(leaf, leaf.grad) for leaf in leaves])
         for leaf in leaves:
             leaf.grad = None
         stack.enter_context(_without_hooks_of_gradients(leaves))
@@ -226,11 +226,6 @@ def _leaves(step: FailedStep) -> list[torch.Tensor]:
         if entry.kind == "optimizer":
             leaves.update((id(p), p) for p in parameters_of(entry.target))
     return list(leaves.values())
-
-
-def _give_gradients(grads: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-    for leaf, grad in grads:
-        leaf.grad = grad
 
 
 @contextlib.contextmanager

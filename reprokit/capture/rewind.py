@@ -7,7 +7,8 @@ replay sees. The user's live state is borrowed and given back as it was.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -17,9 +18,9 @@ from reprokit.capture.entry import Entry
 from reprokit.capture.generators import python_generators_restored
 from reprokit.capture.history import History, PastStep
 from reprokit.capture.player import Player, describe_mismatch, is_same
-from reprokit.capture.state import State, parameters_of
+from reprokit.capture.state import State, give_gradients, parameters_of
 from reprokit.capture.structure import is_leaf, iter_tensors
-from reprokit.capture.watch import bad_tensor, is_bad, judged
+from reprokit.capture.watch import bad_tensor, is_bad_start, judged
 from reprokit.program.run import Modes
 
 
@@ -61,6 +62,8 @@ class Rewind:
         changed."""
         leaves = self._leaves()
         with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
             stack.enter_context(torch.random.fork_rng(enabled=True))
             stack.enter_context(python_generators_restored(None))
             stack.enter_context(_unsafe_preserve_version_counter(tuple(self._history.changing())))
@@ -68,9 +71,9 @@ class Rewind:
             stack.callback(live.give_back)
             grads = [(leaf, leaf.grad) for leaf in leaves]
             self.with_gradient = {id(leaf) for leaf, grad in grads if grad is not None}
-            stack.callback(_give_gradients, grads)
-            _give_gradients([(leaf, None) for leaf in leaves])
-            _give_gradients([(leaf, grad.clone()) for leaf, grad in self._history.state.gradients])
+            stack.callback(give_gradients, grads)
+            give_gradients([(leaf, None) for leaf in leaves])
+            give_gradients([(leaf, grad.clone()) for leaf, grad in self._history.state.gradients])
             yield
 
     def find(self) -> Found | None:
@@ -78,7 +81,7 @@ class Rewind:
         for number, step in enumerate(self._steps):
             found = self._play(step, self._saved[number])
             if found is not None:
-                _give_gradients([(leaf, None) for leaf in self._leaves()])
+                give_gradients([(leaf, None) for leaf in self._leaves()])
                 self._start.give_back()
                 found.notes = self.notes
                 return found
@@ -110,7 +113,7 @@ class Rewind:
         if entry.kind == "differentiate":
             with torch.no_grad():
                 self._compare(player, entry)
-                if any(is_bad(player.now(judged(before, start))) for start in entry.starts):
+                if is_bad_start(entry, [player.stand_in(judged(before, start)) for start in entry.starts]):
                     return "loss"
         if entry.kind == "optimizer":
             optimizer = entry.target
@@ -133,7 +136,7 @@ class Rewind:
 
     def _compare(self, player: Player, entry: Entry) -> None:
         for old, start in zip(entry.settings or (), entry.starts, strict=False):
-            new = player.now(start)
+            new = player.stand_in(start)
             if not is_same(old, new):
                 self.notes.append(describe_mismatch("a loss on the way from the last copy", old, new))
 
@@ -174,8 +177,3 @@ def _saved_by_step(steps: list[PastStep]) -> list[dict[int, torch.Tensor]]:
         merged = {**merged, **step.saved}
         result.append(merged)
     return result[::-1]
-
-
-def _give_gradients(grads: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-    for leaf, grad in grads:
-        leaf.grad = grad

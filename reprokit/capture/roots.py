@@ -1,8 +1,8 @@
 """Meeting root modules: the modules that the loop calls itself, and only those.
 
-For the first steps ``nn.Module.__call__`` is watched, and put back while a root runs, so that nothing inside one
-sees it.
-Every class met at the outermost level gets a ``__call__`` of its own that tells the tape; then the global watch goes.
+For the first steps ``nn.Module.__call__`` is watched, and put back while a root runs, so that nothing inside one sees
+it. Every class met at the outermost level gets a ``__call__`` of its own that tells the tape; then the global watch
+goes.
 """
 
 from __future__ import annotations

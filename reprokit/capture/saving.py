@@ -1,6 +1,8 @@
-"""From a failure that was noticed to a file: the step that is running is saved or, when the state was bad before it,
-the
-step that the past shows to be the first bad one."""
+"""From a failure that was noticed to a file.
+
+The step that is running is saved or, when the state was bad before it, the step that the past shows to be the first bad
+one.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ from reprokit.capture.rewind import Found, Rewind
 from reprokit.capture.state import CannotGoBack
 from reprokit.capture.timeline import number_of
 from reprokit.capture.training import Training
+from reprokit.program.ir import AUTOGRAD_GRAD
 from reprokit.snapshot.format import Snapshot, save
 
 NOT_KEPT = "the state from before the step was not kept, so there was no going back"
@@ -68,6 +71,8 @@ def snapshot_of(training: Training, noticed: Noticed, command: Sequence[str], de
 
 
 class _Describing:
+    """Finds the step to save and describes it."""
+
     def __init__(self, training: Training, noticed: Noticed, command: Sequence[str], described: dict[str, Any]) -> None:
         self._training = training
         self._noticed = noticed
@@ -118,8 +123,8 @@ class _Describing:
         earlier = [step.entries for step in steps[: steps.index(found.step)]]
         entries = with_makers(found.entries, earlier)
         failed = self._failed(found.step, found.observed_at, entries, found.saved, found.pending)
-        likewise = self._training.tape.entries
-        made = sum(entry.kind == "differentiate" and entry.name != "torch.autograd.grad" for entry in found.entries)
+        likewise = [*steps[-2].entries, *self._training.tape.entries] if len(steps) > 1 else self._training.tape.entries
+        made = sum(entry.kind == "differentiate" and entry.name != AUTOGRAD_GRAD for entry in found.entries)
         micro_step = made if found.observed_at in ("loss", "output") else found.step.micro_step
         return replace(
             failed,

@@ -11,12 +11,13 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 
 from reprokit.capture import exceptions
 from reprokit.capture.entry import Entry
@@ -25,13 +26,17 @@ from reprokit.capture.hooks import Hooks
 from reprokit.capture.judge import Judge, Watch
 from reprokit.capture.saving import Noticed, Place, snapshot_of
 from reprokit.capture.state import options_of
+from reprokit.capture.structure import repeatable
 from reprokit.capture.tape import Tape
 from reprokit.capture.training import Training
 from reprokit.capture.watch import is_handed_to_kernel
+from reprokit.errors import UsageError
 from reprokit.program.ir import Mode
 from reprokit.snapshot.format import Snapshot
 
 ON = ("nonfinite", "exception")
+AFTER = ("stop", "continue")
+WATCH = ("sampled", "every-step", "deferred")
 PLAIN_MODE = Mode()
 _NO_SCALER: dict[str, Any] = {}
 _BY_SCALERS = frozenset({"scale", "unscale", "scaler_step", "quietly"})  # one that is not enabled does nothing
@@ -56,8 +61,8 @@ class Session:
     ``history`` is the number of steps between copies of the training state (``None``: chosen by their cost; 0: no
     copies). ``watch``: ``sampled`` judges the loss, one early gradient and clipped norms in every step and everything
     when the copy is refreshed; ``every-step`` judges everything always; ``deferred`` never waits for a value. ``on``
-    says
-    what is a failure. ``snapshots`` are the files written and ``results`` their summaries.
+    says what is a failure. ``snapshots`` are the files written and ``results`` their summaries. Raises `UsageError` for
+    a value that no option has.
     """
 
     _watchers: ClassVar[list[Session]] = []
@@ -76,6 +81,7 @@ class Session:
         watch: Watch = "sampled",
         on: Collection[str] = ON,
     ) -> None:
+        _check_options(after, history, watch, on)
         self.snapshots: list[Path] = []
         self.results: list[dict[str, Any]] = []
         self._place = Place(output, directory or Path.cwd(), name, overwrite)
@@ -101,17 +107,22 @@ class Session:
         self._stepping_scaler: torch.amp.GradScaler | None = None
         self._stepped_inside: torch.optim.Optimizer | None = None
         self._active = False
-        self._is_watching = False
+        self._is_over = False
 
     # -- life ----------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
-        self.resume()
+        try:
+            self.resume()
+        except Exception as error:
+            _print(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
+            self._leave()
+            self._tape.leave_stack()
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:
         path = None
-        if self._is_watching and not isinstance(exc, CaptureStop):
+        if self._tape.enabled and not isinstance(exc, CaptureStop):
             try:
                 path = self._look_back(exc)
             except Exception as error:
@@ -122,7 +133,12 @@ class Session:
             raise CaptureStop(self)
 
     def resume(self) -> None:
-        """Put every hook in place and watch. Also after `pause`, with all that is known of the training."""
+        """Put every hook in place and watch. Also after `pause`, with all that is known of the training.
+
+        Nothing happens when the session watches already, or is over.
+        """
+        if self._active or self._is_over:
+            return
         if self._paused_at is not None:
             self._training.skip(time.perf_counter() - self._paused_at)
             self._paused_at = None
@@ -134,12 +150,14 @@ class Session:
 
     def pause(self) -> None:
         """Take every hook away and keep what is known of the training; what happens until `resume` is not seen."""
+        if not self._active:
+            return
         self._do_all(*self._unhooking())
         self._tape.leave_stack()
         self._paused_at = time.perf_counter()
 
     def _unhooking(self) -> list[Callable[[], None]]:
-        self._active = self._is_watching = self._tape.enabled = False
+        self._active = self._tape.enabled = False
         return [self._make_way, self._exit_step, *self._hooks.removals(), self._tape.uninstall, self._tape.restart]
 
     def _make_way(self) -> None:
@@ -152,6 +170,7 @@ class Session:
 
     def _leave(self) -> None:
         """Take everything away, whatever breaks on the way; the mode itself leaves torch's stack in ``__exit__``."""
+        self._is_over = True
         self._stepper = self._met = self._stepped_inside = self._stepping_scaler = self._held = None
         self._do_all(*self._unhooking(), self._training.forget, self._judge.forget)
 
@@ -167,7 +186,7 @@ class Session:
         """Say what broke; one line for everything that may come of it."""
         if not self._has_complained:
             self._has_complained = True
-            self._say(f"{what} ({type(error).__name__}: {error}); training goes on")
+            _print(f"{what} ({type(error).__name__}: {error}); training goes on")
 
     def _wake(self) -> None:
         """A capture inside this one has ended: what happened meanwhile was not noted, so the step starts anew."""
@@ -178,8 +197,7 @@ class Session:
     def _settle_watching(cls) -> None:
         """Who watches: the innermost session that is on, unless a session is just replaying a step."""
         for session in cls._watchers:
-            is_watching = session._active and cls._watchers[-1] is session and not Tape.replays
-            session._is_watching = session._tape.enabled = is_watching
+            session._tape.enabled = session._active and cls._watchers[-1] is session and not Tape.replays
 
     def _switch_off(self, error: Exception) -> None:
         """Fail open: say it once, stop watching, let the training go on."""
@@ -191,12 +209,11 @@ class Session:
 
     def _say(self, text: str) -> None:
         if not self._quiet:
-            with contextlib.suppress(OSError, ValueError):  # the script may have closed its streams
-                print(f"reprokit: {text}", file=sys.stderr, flush=True)
+            _print(text)
 
     def _guarded(self, work: Callable[..., Any], *args: Any) -> Any:
         """Run work of our own unless the session has ended; errors switch it off."""
-        if not self._is_watching:
+        if not self._tape.enabled:
             return None
         return self._tape.guard(work, *args)
 
@@ -208,13 +225,11 @@ class Session:
 
     def _judge_start(self, entry: Entry) -> None:
         """Asked before every differentiation: is the loss bad?"""
-        if not self._is_watching:
+        if not self._tape.enabled:
             return
         try:
             verdict = self._judge.start(entry)
-            if verdict is None and entry.target is not torch.autograd.grad:
-                self._training.iterations.micro_step += 1
-            elif verdict == "now":
+            if verdict == "now":
                 self._training.accuse()
         except Exception as error:
             self._switch_off(error)
@@ -226,37 +241,39 @@ class Session:
         elif verdict == "before":
             self._fail("loss", is_late=True)
 
-    def _finish_differentiation(self) -> None:
+    def _finish_differentiation(self, entry: Entry) -> None:
         """A differentiation is over; optimizers may have stepped inside it, as soon as a gradient was complete."""
+        if entry.target is not torch.autograd.grad and entry is not self._held:
+            self._training.iterations.micro_step += 1
         optimizer, self._stepped_inside = self._stepped_inside, None
-        if optimizer is not None and self._is_watching:
+        if optimizer is not None and self._tape.enabled:
             self._tape.entries[-1].is_state = True
             self._tape.guard(self._judge_past, optimizer)
 
     def run_in_thread(self, run: Callable[[], None]) -> None:
         """See `hooks.Listener`."""
-        if self._is_watching:
+        if self._tape.enabled:
             self._tape.run_in_thread(run)
         else:
             run()
 
     def before_compiling(self, arguments: Any) -> None:
         """See `hooks.Listener`: a whole step that is compiled cannot be noted, so the tape gets out of its way."""
-        if self._is_watching and self._tape.is_outermost:
+        if self._tape.is_outermost:
             self._tape.leave_stack()
             self._training.history.give_up()
             self._training.unseen.append("the loop itself calls something compiled, which is not followed")
 
     def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `hooks.Listener`."""
-        if not self._is_watching or not self._tape.is_outermost:  # so is the one that `Tensor.backward` calls
+        if not self._tape.is_outermost:
             return function(*args, **kwargs)
         return self._tape.differentiate(function, args, kwargs)
 
     @property
-    def is_outermost(self) -> bool:
+    def tape(self) -> Tape:
         """See `hooks.Listener`."""
-        return self._is_watching and self._tape.is_outermost
+        return self._tape
 
     def backward(self, target: Callable[..., Any], tensor: torch.Tensor, kwargs: dict[str, Any]) -> None:
         """See `hooks.Listener`."""
@@ -264,7 +281,7 @@ class Session:
 
     def before_mark(self) -> None:
         """See `hooks.Listener`."""
-        if self._is_watching:
+        if self._tape.enabled:
             self._tape.lift()
 
     def after_mark(self) -> None:
@@ -286,17 +303,18 @@ class Session:
 
     def around(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """See `hooks.Listener`."""
-        if not self._is_watching or (kind in _BY_SCALERS and not args[0].is_enabled()):
+        if not self._tape.enabled or (kind in _BY_SCALERS and not args[0].is_enabled()):
             return target(*args, **kwargs)
         handle = getattr(self, f"_around_{kind}", self._perform)
         return handle(kind, target, args, kwargs)
 
     def _perform(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Perform as one thing and note it."""
+        args, kwargs = repeatable(args, kwargs)
         is_outermost = self._tape.is_outermost
         with self._tape.paused():
             output = target(*args, **kwargs)
-            if is_outermost and self._is_watching:
+            if is_outermost and self._tape.enabled:
                 try:
                     entry = self._tape.note(kind, target, sys._getframe(3), args)
                     entry.kwargs, entry.output = kwargs, output
@@ -307,11 +325,9 @@ class Session:
         return output
 
     def _around_clip(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args and isinstance(args[0], Iterator):
-            args = (list(args[0]), *args[1:])  # a generator can be read only once
         output = self._perform(kind, target, args, kwargs)
-        norm = output.detach() if isinstance(output, torch.Tensor) else None
-        self._judge.clipped = self._training.timeline.grad_norm = norm
+        if isinstance(output, torch.Tensor):
+            self._judge.clipped = self._training.timeline.grad_norm = output.detach()
         return output
 
     def _around_quietly(
@@ -343,7 +359,7 @@ class Session:
                 output = target(*args, **kwargs)
             finally:
                 self._stepping_scaler = None
-        if not self._is_watching:
+        if not self._tape.enabled:
             return output
         if self._guarded(self._training.iterations.attempts, optimizer) != before:
             if not self._stepper_scaler:
@@ -353,36 +369,37 @@ class Session:
                 self._fail_together(False)
             elif self._guarded(self._training.scalers.skipped, args[0]) and self._judges:
                 self._fail("gradient")
-            self._guarded(self._training.end_step, optimizer, None)
+            self._guarded(self._training.end_step, optimizer, time.perf_counter())
         return output
 
     # -- optimizer steps -----------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """See `hooks.Listener`: judge the gradients and get out of the way."""
-        if not self._is_watching:
+        if is_compiling() or not self._tape.enabled:
             return None
         if not self._tape.is_outermost and (self._stepping_scaler is None or self._stepping is not None):
             if self._stepping is None and torch._C._current_graph_task_id() != -1:
                 self._stepped_inside = optimizer
                 self._tape.guard(self._training.meet_optimizer, optimizer)
             return None
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None) if kwargs or len(args) > 1 else None
         self._enter_step(optimizer)
         try:
             if self._met is not optimizer:
                 self._training.meet_optimizer(optimizer)
                 self._met = optimizer
             is_bad_gradient = closure is None and self._is_bad_gradient(optimizer)
-            is_accused = self._training.ranks.is_sharded and self._training.is_accused
+            ranks = self._training.ranks
+            is_accused = ranks.is_sharded and self._training.is_accused
         except Exception as error:
             self._switch_off(error)
             return None
-        if (is_bad_gradient or is_accused or self._held is not None) and not self._training.ranks.is_alone:
-            self._fail_together(is_accused or (is_bad_gradient and self._training.ranks.is_parallel))
+        if (is_bad_gradient or is_accused or self._held is not None) and not ranks.is_alone:
+            self._fail_together(is_accused or (is_bad_gradient and ranks.is_parallel))
         elif is_bad_gradient:
             self._fail("gradient")
-        if not self._is_watching or closure is None:
+        if closure is None or not self._tape.enabled:
             return None
         wrapped = self._watched_closure(optimizer, closure)
         if "closure" in kwargs:
@@ -410,28 +427,29 @@ class Session:
         def watched() -> Any:
             nonlocal calls
             calls += 1
-            if not self._is_watching:
+            if not self._tape.enabled:
                 return closure()
             self._exit_step()
             if calls > 1:
                 self._guarded(self._training.interrupt)
             try:
                 loss = closure()
-                if self._is_watching and self._guarded(self._is_bad_gradient, optimizer):
+                if self._tape.enabled and self._guarded(self._is_bad_gradient, optimizer):
                     self._fail("gradient")
             finally:
-                if self._is_watching:
+                if self._tape.enabled:
                     self._enter_step(optimizer)
             return loss
 
         return watched
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """See `hooks.Listener`: when it is time to, judge the state; a good step becomes the past."""
-        if not self._is_watching or self._stepping is None or optimizer is not self._stepper:
+        tape = self._tape
+        if is_compiling() or not tape.enabled or self._stepping is None or optimizer is not self._stepper:
             return
         try:
-            entry = self._tape.note("optimizer", optimizer, sys._getframe(3))
+            entry = tape.note("optimizer", optimizer, sys._getframe(2))
             entry.settings = {"options": options_of(optimizer), "scaler": self._stepper_scaler}
             if self._stepper_scaler and self._is_collapsing():
                 self._tape.entries.pop()  # the kernel has left the parameters alone
@@ -457,20 +475,21 @@ class Session:
     def _judge_past(self, optimizer: torch.optim.Optimizer | None) -> None:
         """At the end of a step: when it is time to, judge everything; then begin a new step."""
         training = self._training
-        started, is_due = time.perf_counter(), training.history.is_due
+        started = time.perf_counter()
+        is_due = training.history.is_due(started)
         if (is_due or self._judge.watch == "every-step") and training.ranks.is_alone:
             bad = self._judge.state()
             if bad is not None:
                 self._fail(bad, is_late=True)
-        if self._is_watching:
-            training.end_step(optimizer, started if is_due else None)
+        if self._tape.enabled:
+            training.end_step(optimizer, started, was_checked=is_due)
 
     def _is_bad_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
         return self._judge.gradients(optimizer, are_scaled=bool(self._stepper_scaler))
 
     def _finish_hand_update(self) -> None:
         """The loop changed parameters itself, without an optimizer: that ends the step as well."""
-        if self._is_watching:
+        if self._tape.enabled:
             self._judge_past(None)
 
     # -- failure -------------------------------------------------------------------------------------------------
@@ -558,6 +577,20 @@ class Session:
                 self._leave()
                 self._settle_watching()
         return path
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the script may have closed its streams
+        print(f"reprokit: {text}", file=sys.stderr, flush=True)
+
+
+def _check_options(after: str, history: int | None, watch: str, on: Collection[str]) -> None:
+    """Raises `UsageError` for a value that no option has."""
+    for name, value, known in (("after", after, AFTER), ("watch", watch, WATCH), *(("on", item, ON) for item in on)):
+        if value not in known:
+            raise UsageError(f"`{name}` cannot be {value!r}", hint=f"it is one of {', '.join(map(repr, known))}")
+    if history is not None and history < 0:
+        raise UsageError(f"`history` cannot be {history}", hint="it is a number of steps, 0 for no copies")
 
 
 def _abandon_in_child() -> None:

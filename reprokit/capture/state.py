@@ -133,8 +133,6 @@ class BufferCopies(Copies):
 
     def refresh(self) -> None:
         """Remember the contents of now; buffers that nothing wrote are left alone."""
-        if not self._tensors:
-            return
         numbers = [n for n, (w, v) in enumerate(zip(self._witnesses, self._versions, strict=True)) if w._version != v]
         if numbers:
             self._overwrite(numbers)
@@ -222,9 +220,11 @@ class State:
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The options of every parameter group, such as the learning rate of now."""
-    found = [dict(group) for group in optimizer.param_groups]
-    for group in found:
-        del group["params"]
+    found = []
+    for group in optimizer.param_groups:
+        options = {**group}
+        del options["params"]
+        found.append(options)
     return found
 
 
@@ -250,6 +250,12 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
                     yield value
                 else:
                     yield from iter_tensors(value)
+
+
+def give_gradients(grads: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    """Set the gradients of leaves."""
+    for leaf, grad in grads:
+        leaf.grad = grad
 
 
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -86,6 +86,18 @@ def _map_attributes(value: Any, change: Callable[[torch.Tensor], torch.Tensor], 
     return duplicate
 
 
+def repeatable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with lists in place of iterators, which can be read only once."""
+    if any(isinstance(value, Iterator) for value in (*args, *kwargs.values())):
+        args = tuple(_as_list(value) for value in args)
+        kwargs = {name: _as_list(value) for name, value in kwargs.items()}
+    return args, kwargs
+
+
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, Iterator) else value
+
+
 def is_leaf(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a leaf that needs gradients; a view that torch declared invalid is not."""
     try:

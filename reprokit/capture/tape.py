@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from reprokit.capture.entry import Entry, new_tensors
 from reprokit.capture.facts import READS, SILENT, facts_of
 from reprokit.capture.roots import RootCalls
-from reprokit.capture.structure import ATOMS, iter_tensors
+from reprokit.capture.state import num_bytes
+from reprokit.capture.structure import ATOMS, iter_tensors, repeatable
 from reprokit.capture.sweep import still_useful
 from reprokit.capture.written import WrittenMemory
 from reprokit.program import functions
@@ -28,7 +29,7 @@ from reprokit.program.trace import current_mode
 
 _MODULE_LOAD = 16  # how much more than a function's a root module's results weigh
 _SWEEP_AT = 32
-DEFAULT_BUDGET = 256 * 2**20  # bytes of loop-level results kept alive per step
+BUDGET = 256 * 2**20  # bytes of loop-level results kept alive per step
 _CALL_IMPL = torch.nn.Module._call_impl.__code__
 _FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
@@ -51,7 +52,6 @@ class Tape(TorchFunctionMode):
         on_differentiate: Callable[[Entry], None],
         on_module: Callable[[torch.nn.Module], None],
         on_error: Callable[[Exception], None],
-        budget: int = DEFAULT_BUDGET,
     ) -> None:
         super().__init__()
         self.entries: list[Entry] = []
@@ -63,7 +63,7 @@ class Tape(TorchFunctionMode):
         self._on_differentiate = on_differentiate
         self._on_module = on_module
         self._on_error = on_error
-        self._budget = budget
+        self._budget = BUDGET
         self._bytes = 0
         self._load = 0
         self._load_limit = _SWEEP_AT
@@ -73,7 +73,7 @@ class Tape(TorchFunctionMode):
         self._is_lifted = False
         self._hand_updated = False
         self.on_hand_update: Callable[[], None] = lambda: None
-        self.on_differentiated: Callable[[], None] = lambda: None
+        self.on_differentiated: Callable[[Entry], None] = lambda entry: None
         self.on_read: Callable[[Any], None] = lambda value: None
         self.on_sweep: Callable[[list[Entry]], None] = lambda entries: None
 
@@ -104,6 +104,7 @@ class Tape(TorchFunctionMode):
         self.memory.restart()
         self.raised = None
         self._bytes = 0
+        self._budget = BUDGET
         self._load = 0
         self._hand_updated = False
 
@@ -148,30 +149,31 @@ class Tape(TorchFunctionMode):
         if self._is_lifted:
             self._is_lifted = False
             return True
-        height = torch._C._len_torch_function_stack()
-        if height and torch._C._get_function_stack_at(height - 1) is self:
-            torch._C._pop_torch_function_stack()
+        try:
+            top = _pop_mode()
+        except RuntimeError:  # the stack is empty
+            return False
+        if top is self:
             return True
+        _push_mode(top)
         return False
 
     def step_back(self, popped: bool) -> None:
         """The inverse of `step_aside`."""
         if popped:
-            torch._C._push_on_torch_function_stack(self)
+            _push_mode(self)
         self._depth -= 1
 
     def lift(self) -> None:
         """Take the mode off torch's stack until `lower`, or until a `step_back` if a `step_aside` comes in between."""
-        height = torch._C._len_torch_function_stack()
-        if height and torch._C._get_function_stack_at(height - 1) is self:
-            torch._C._pop_torch_function_stack()
-            self._is_lifted = True
+        self._is_lifted = self.step_aside()
+        self._depth -= 1
 
     def lower(self) -> None:
         """The inverse of `lift`."""
         if self._is_lifted:
             self._is_lifted = False
-            torch._C._push_on_torch_function_stack(self)
+            _push_mode(self)
 
     def step_back_lifted(self, popped: bool) -> None:
         """The inverse of `step_aside`, but the mode stays off torch's stack until `lower`."""
@@ -270,7 +272,7 @@ class Tape(TorchFunctionMode):
             self.step_back(popped)
         if entry is not None:
             self.entries.append(entry)
-            self.on_differentiated()
+            self.on_differentiated(entry)
 
     def _differentiate(self, entry: Entry) -> Any:
         self._is_claimed = True
@@ -287,7 +289,7 @@ class Tape(TorchFunctionMode):
             self.entries.append(entry)
         else:
             self.guard(self._add, entry)
-        self.on_differentiated()
+        self.on_differentiated(entry)
         return output
 
     def _prepare(
@@ -297,11 +299,26 @@ class Tape(TorchFunctionMode):
         if user is None:
             return None
         facts = facts_of(func)
-        if facts.is_differentiation and facts.is_method and not self._hand_updated:
-            func = facts.function
-            return Entry(
-                "differentiate", func, args, kwargs, current_mode(), None, facts.name, user.f_code, user.f_lineno
+        if facts.is_differentiation:
+            if self._hand_updated:
+                self._end_hand_update()
+            is_plain = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
+            if not is_plain:
+                args, kwargs = repeatable(args, kwargs)
+            entry = Entry(
+                "differentiate",
+                facts.function,
+                args,
+                kwargs,
+                current_mode(),
+                None,
+                facts.name,
+                user.f_code,
+                user.f_lineno,
             )
+            if not is_plain:
+                entry.versions = _versions(args, kwargs)
+            return entry
         versions = _versions(args, kwargs)
         is_state = writes_view = False
         if facts.is_in_place:
@@ -313,11 +330,10 @@ class Tape(TorchFunctionMode):
             writes_view = isinstance(written, torch.Tensor) and written._is_view()
             if is_state:
                 self._hand_updated = any(entry.kind == "differentiate" for entry in self.entries)
-        if self._hand_updated and (facts.is_differentiation or _begins_forward(facts.name, versions)):
+        if self._hand_updated and _begins_forward(facts.name, versions):
             self._end_hand_update()
-        kind = "differentiate" if facts.is_differentiation else "function"
-        target = facts.function
-        entry = Entry(kind, target, args, kwargs, current_mode(), None, facts.name, user.f_code, user.f_lineno)
+        name = facts.name
+        entry = Entry("function", facts.function, args, kwargs, current_mode(), None, name, user.f_code, user.f_lineno)
         entry.versions = versions
         entry.is_state, entry.writes_view = is_state, writes_view
         if facts.is_random and any(tensor.requires_grad for tensor, _ in versions):
@@ -379,18 +395,18 @@ class Tape(TorchFunctionMode):
 
     def _count(self, tensor: torch.Tensor) -> None:
         """A result is kept alive; let others go if that is too much."""
-        self._bytes += tensor.numel() * tensor.element_size()
+        self._bytes += num_bytes([tensor])
         while self._bytes > self._budget and self._drop_oldest():
             pass
 
     def _drop_oldest(self) -> bool:
         """Drop the oldest function entry that no gradient flows through; what it made is then used by value."""
         for position, entry in enumerate(self.entries):
-            outputs = list(iter_tensors(entry.output))
+            outputs = _outputs(entry)
             if entry.kind == "function" and outputs and not any(tensor.requires_grad for tensor in outputs):
                 del self.entries[position]
                 self.memory.made.difference_update(map(id, outputs))
-                self._bytes -= sum(tensor.numel() * tensor.element_size() for tensor in outputs)
+                self._bytes -= num_bytes(outputs)
                 return True
         self._budget *= 2  # nothing can go: gradients need all of it anyway
         return False
@@ -457,6 +473,7 @@ class Tape(TorchFunctionMode):
             self.on_sweep([entry for entry in self.entries if id(entry) in gone])
             self.entries = useful
             self.memory.keep_only(useful)
+            self._bytes = sum(num_bytes(_outputs(entry)) for entry in useful if entry.kind == "function")
         self._load = sum(_MODULE_LOAD if entry.kind == "module" else 1 for entry in self.entries)
         self._load_limit = max(_SWEEP_AT, 2 * (self._load if 2 * self._load < before else before))
 
@@ -538,6 +555,10 @@ def _versions(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[to
     return found
 
 
+def _outputs(entry: Entry) -> list[torch.Tensor]:
+    return list(iter_tensors(entry.output))
+
+
 def _is_among(tensor: torch.Tensor, versions: list[tuple[torch.Tensor, int]]) -> bool:
     for known, _ in versions:  # noqa: SIM110 (a generator would cost more than the loop)
         if known is tensor:
@@ -583,6 +604,8 @@ def _kind_of_code(code: CodeType) -> str:
     return kind
 
 
+_pop_mode = torch._C._pop_torch_function_stack
+_push_mode = torch._C._push_on_torch_function_stack
 _tracing_state = torch._C._get_tracing_state  # of `torch.jit.trace`, which would trace our work as well
 _peek_transforms = (
     torch._C._functorch.peek_interpreter_stack

@@ -23,9 +23,8 @@ class Timeline:
         self._steps: collections.deque[tuple[Any, ...]] = collections.deque(maxlen=TIMELINE_STEPS)
         self._started = time.perf_counter()
 
-    def end_step(self, number: int, rate: Any, scale: torch.Tensor | None) -> None:
+    def end_step(self, number: int, rate: Any, scale: torch.Tensor | None, now: float) -> None:
         """A step is over."""
-        now = time.perf_counter()
         self._steps.append((number, self.loss, rate, self.grad_norm, scale, now - self._started))
         self._started = now
         self.loss = self.grad_norm = None

@@ -1,5 +1,4 @@
-"""What a capture knows of a training run: the step that is running, the steps since the last copy, the numbers of it
-all.
+"""What a capture knows of a training run: the step that is running, the steps since the last copy, and the numbers.
 
 No decisions are made here, and nothing is hooked.
 """
@@ -75,13 +74,13 @@ class Training:
         """Whether some process's loss was bad in the step that is running."""
         return self.ranks.is_accused(self.iterations.completed)
 
-    def end_step(self, optimizer: torch.optim.Optimizer | None, checked_since: float | None) -> None:
-        """The running step is over: keep it, or, when everything was just checked, take a new copy of the state.
+    def end_step(self, optimizer: torch.optim.Optimizer | None, ended: float, *, was_checked: bool = False) -> None:
+        """The running step is over: keep it, or, when everything ``was_checked``, take a new copy of the state.
 
-        ``optimizer`` is ``None`` after an update made by hand; ``checked_since`` is when the checks began.
+        ``optimizer`` is ``None`` after an update made by hand; the step ``ended`` before the checks.
         """
         rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
-        if rate.__class__ is torch.Tensor:
+        if isinstance(rate, torch.Tensor):
             rate = rate.detach().clone()
         if self.history.num_optimizers > 1:
             if any(entry.kind == "differentiate" for entry in self.tape.entries):
@@ -89,9 +88,9 @@ class Training:
             self._finished.add(id(optimizer))
         elif optimizer is not None:
             self._finished = {id(optimizer)}
-        self.timeline.end_step(self.iterations.completed, rate, self.scalers.scale)
-        if checked_since is not None:
-            self._copy_state(checked_since)
+        self.timeline.end_step(self.iterations.completed, rate, self.scalers.scale, ended)
+        if was_checked:
+            self._copy_state(ended)
             self.generators.look_closely()
         elif self.history.is_complete:
             self._keep_step()
@@ -105,12 +104,13 @@ class Training:
 
     def _keep_step(self) -> None:
         """Let the step become the past; short steps wait, because work that is done in one go is done faster."""
-        tape = self.tape
-        self.history.add_step(self.step_of(tape.entries, tape.saved))
-        if not self.history.is_short:
+        history, tape = self.history, self.tape
+        steps = history.steps
+        steps.append(self.step_of(tape.entries, tape.saved))
+        if not history.is_short:
             self.freeze_past()
-        elif len(self.history.steps) % _LOOK_EVERY == 0:
-            num_waiting, last = len(self.history.waiting()), self.history.steps[-1]
+        elif len(steps) % _LOOK_EVERY == 0:
+            num_waiting, last = len(history.waiting()), steps[-1]
             if num_waiting >= _MOST_WAITING or num_waiting * size_of(last.entries) > _MOST_BYTES:
                 self.freeze_past()
 
@@ -136,7 +136,8 @@ class Training:
     def restart(self) -> None:
         """A new step begins."""
         self.tape.restart()
-        self.buffers.refresh()
+        if self.buffers.tensors:
+            self.buffers.refresh()
         if self.generators.states is not None:
             self.generators.restart()
 

@@ -15,10 +15,8 @@ from typing import Any
 
 import torch.overrides
 
-from reprokit.capture import tape
-
-_OWN = os.path.dirname(tape.__file__) + os.sep
-_DISPATCH = torch.overrides.__file__
+_OWN = os.path.dirname(__file__) + os.sep
+_DISPATCH = torch.overrides.handle_torch_function.__name__
 
 
 def redirect_warnings() -> Callable[[], None]:
@@ -54,13 +52,13 @@ def redirect_warnings() -> Callable[[], None]:
 
 def _asking(frame: FrameType | None) -> FrameType | None:
     """The frame behind the innermost frames of ours: the one that would have been named without us."""
+    handed_over = False
     while frame is not None and not frame.f_code.co_filename.startswith(_OWN):
         frame = frame.f_back
     while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+        handed_over = frame.f_code.co_name == _DISPATCH
         frame = frame.f_back
-    if frame is not None and frame.f_code.co_filename == _DISPATCH:  # and it was called by the function itself
-        frame = frame.f_back and frame.f_back.f_back
-    return frame
+    return frame.f_back if frame is not None and handed_over else frame  # it was called by the function itself
 
 
 def _forget(filename: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from reprokit.capture.entry import Entry
 from reprokit.capture.state import parameters_of
 from reprokit.capture.structure import iter_tensors
-from reprokit.locate.ways import local_part, ways_of
+from reprokit.locate.ways import NAN, local_part, ways_of
 
 _HALVES = (torch.float16, torch.bfloat16)
 _CANDIDATES = 8  # parameters with a gradient, from the model's beginning, among which the sentinel is chosen
@@ -27,6 +27,16 @@ def is_bad(tensor: torch.Tensor) -> bool:
     if tensor.numel() == 1 and not tensor.is_complex() and tensor.layout is torch.strided:
         return not math.isfinite(tensor.item())
     return bool(ways_of(tensor))
+
+
+def is_bad_start(entry: Entry, tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether what a differentiation starts from is bad.
+
+    With gradients given it is not a loss: an infinity in it may be wanted, as in masks, and only a NaN tells.
+    """
+    if entry.gives_gradients:
+        return any(NAN in ways_of(tensor) for tensor in tensors)
+    return any(is_bad(tensor) for tensor in tensors)
 
 
 def bad_tensor(tensors: Iterable[torch.Tensor]) -> int | None:
@@ -93,22 +103,25 @@ class LaterFlags:
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Remember tensors to be judged."""
         self._waiting += [tensor.detach() for tensor in tensors]
-        if len(self._waiting) >= _BATCH and self._waiting[-1].is_cuda:
-            self._send()
+        if len(self._waiting) >= _BATCH:
+            for device in {tensor.device for tensor in self._waiting if tensor.is_cuda}:
+                self._send([tensor for tensor in self._waiting if tensor.device == device])
+            self._waiting = [tensor for tensor in self._waiting if not tensor.is_cuda]
 
-    def _send(self) -> None:
-        flag = torch.stack([_sum(tensor) for tensor in self._waiting]).sum()
-        host = torch.empty((), dtype=flag.dtype, pin_memory=True)
-        host.copy_(flag, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
+    def _send(self, tensors: list[torch.Tensor]) -> None:
+        """Have the device judge tensors of its own and send the verdict when it comes to it."""
+        with torch.cuda.device(tensors[0].device):
+            flag = torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
+            host = torch.empty((), dtype=torch.bool, pin_memory=True)
+            host.copy_(flag, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
         self._sent.append((host, event))
-        self._waiting = []
 
     def poll(self) -> bool:
         """Whether a flag that has arrived by itself is bad."""
         while self._sent and self._sent[0][1].query():  # type: ignore[no-untyped-call]
-            if not math.isfinite(self._sent.pop(0)[0].item()):
+            if not self._sent.pop(0)[0].item():
                 return True
         return False
 
@@ -123,11 +136,7 @@ class LaterFlags:
         sent, self._sent = self._sent, []
         for _, event in sent:
             event.synchronize()
-        return any(not math.isfinite(host.item()) for host, _ in sent) or any(is_bad(tensor) for tensor in waiting)
-
-
-def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float().sum() if not tensor.is_complex() else tensor.abs().sum().float()
+        return any(not host.item() for host, _ in sent) or any(is_bad(tensor) for tensor in waiting)
 
 
 def _is_finite_together(tensors: list[torch.Tensor]) -> bool:

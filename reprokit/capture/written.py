@@ -21,9 +21,7 @@ class WrittenMemory:
     """Knows the memory of the state, and what outside tensors held before the step wrote into them.
 
     ``made`` holds the ids of tensors that the step made. ``_format`` is that of the last state that was judged.
-    Invariant: ``_by_memory`` lists the outside tensors of the
-    first
-    ``_scanned`` entries by their memory.
+    Invariant: ``_by_memory`` lists the outside tensors of the first ``_scanned`` entries by their memory.
     """
 
     def __init__(self) -> None:

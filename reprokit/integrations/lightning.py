@@ -6,12 +6,10 @@ imported. ``fit`` is the block that is watched: an exception that leaves it is a
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from reprokit.integrations import find_framework
-from reprokit.integrations.span import Options, Span
+from reprokit.integrations.span import WithSpan
 
 if TYPE_CHECKING:
     Callback = object  # the framework is not needed to check these types
@@ -19,17 +17,8 @@ else:
     Callback = find_framework("lightning.pytorch", "pytorch_lightning").Callback
 
 
-class ReprokitCallback(Callback):
+class ReprokitCallback(WithSpan, Callback):
     """Watches each ``fit`` of the trainer it is given to; takes the arguments of `reprokit.capture`."""
-
-    def __init__(self, output: str | os.PathLike[str] | None = None, **options: Unpack[Options]) -> None:
-        super().__init__()
-        self._span = Span(output, options)
-
-    @property
-    def snapshots(self) -> list[Path]:
-        """The files written so far."""
-        return self._span.snapshots
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to watch."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
 
 from reprokit.capture import launch
 from reprokit.capture.block import capture
@@ -101,6 +101,19 @@ class Span:
 
         sys.excepthook = show
         self._unhook = unhook
+
+
+class WithSpan:
+    """What every callback has beside its framework's base class: a span, the arguments for it, and what it wrote."""
+
+    def __init__(self, output: str | os.PathLike[str] | None = None, **options: Unpack[Options]) -> None:
+        super().__init__()
+        self._span = Span(output, options)
+
+    @property
+    def snapshots(self) -> list[Path]:
+        """The files written so far."""
+        return self._span.snapshots
 
 
 def _leave(block: AbstractContextManager[Session], error: BaseException | None) -> None:

@@ -6,12 +6,10 @@ The trainer tells its callbacks of a good end only. An exception that ends the p
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from reprokit.integrations import find_framework
-from reprokit.integrations.span import Options, Span
+from reprokit.integrations.span import WithSpan
 
 if TYPE_CHECKING:
     TrainerCallback = object  # the framework is not needed to check these types
@@ -19,17 +17,8 @@ else:
     TrainerCallback = find_framework("transformers").TrainerCallback
 
 
-class ReprokitCallback(TrainerCallback):
+class ReprokitCallback(WithSpan, TrainerCallback):
     """Watches each training run of the trainer it is given to; takes the arguments of `reprokit.capture`."""
-
-    def __init__(self, output: str | os.PathLike[str] | None = None, **options: Unpack[Options]) -> None:
-        super().__init__()
-        self._span = Span(output, options)
-
-    @property
-    def snapshots(self) -> list[Path]:
-        """The files written so far."""
-        return self._span.snapshots
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to watch."""

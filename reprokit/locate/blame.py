@@ -1,9 +1,9 @@
 """Naming the origin of a failure: the first call, forward or backward, that turned good values into bad ones.
 
 A program is run under observation and the ways in which values are bad (NaN, +inf, -inf) are noted around every
-call. From what
-was seen to be bad (a loss, a gradient, a parameter) the notes are followed back against the data flow. Infinities
-somebody asked for, such as a mask filled with ``-inf``, are followed only when nothing else explains the failure.
+call. From what was seen to be bad (a loss, a gradient, a parameter) the notes are followed back against the data flow.
+Infinities somebody asked for, such as a mask filled with ``-inf``, are followed only when nothing else explains the
+failure.
 """
 
 from __future__ import annotations
@@ -263,8 +263,3 @@ def _holds_infinity(arguments: Any) -> bool:
 
     map_leaves(arguments, look)
     return found
-
-
-def num_checked_runs(failure: Failure) -> int:
-    """How many runs `locate` needed: one, and one more to look into a backward pass."""
-    return 2 if failure.phase == "backward" else 1

@@ -3,8 +3,9 @@ parameters."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,25 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-BAD_STEP = 3
-STEPS = 6
+from tests.capture.traps_checks import BAD_STEP, STEPS, batches, ending, net
+
 Loop = Callable[[bool], list[torch.Tensor]]
-
-
-def batches(seed: int = 0) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    for step in range(STEPS):
-        x = torch.randn(8, 4, generator=generator)
-        yield step, x, (x.sum(1) > 0).long()
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 2))
-
-
-def values(*modules: nn.Module) -> list[torch.Tensor]:
-    return [v.detach().clone() for m in modules for v in m.state_dict().values()] + [torch.get_rng_state()]
 
 
 def zero_if(bad: bool, step: int) -> float:
@@ -47,7 +32,7 @@ def functional_loss(bad: bool) -> list[torch.Tensor]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return values(model)
+    return ending(model)
 
 
 def criterion_module(bad: bool) -> list[torch.Tensor]:
@@ -63,7 +48,7 @@ def criterion_module(bad: bool) -> list[torch.Tensor]:
         optimizer.zero_grad(set_to_none=False)
         loss.backward()
         optimizer.step()
-    return values(model)
+    return ending(model)
 
 
 def no_grad_weights(bad: bool) -> list[torch.Tensor]:
@@ -77,20 +62,20 @@ def no_grad_weights(bad: bool) -> list[torch.Tensor]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return values(model)
+    return ending(model)
 
 
 def accumulation(bad: bool) -> list[torch.Tensor]:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
-        for micro, x, y in batches(step):
+        for micro, x, y in batches(seed=step):
             keep = torch.full((), 0.0 if bad and step == BAD_STEP and micro == 2 else 1.0)
             (F.cross_entropy(model(x), y) * (keep / keep) / STEPS).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return values(model)
+    return ending(model)
 
 
 def two_optimizers(bad: bool) -> list[torch.Tensor]:
@@ -111,7 +96,7 @@ def two_optimizers(bad: bool) -> list[torch.Tensor]:
         optimize_generator.zero_grad()
         (-critic(fake).mean()).backward()
         optimize_generator.step()
-    return values(generator, critic)
+    return ending(generator, critic)
 
 
 def grad_scaler(bad: bool) -> list[torch.Tensor]:
@@ -121,7 +106,7 @@ def grad_scaler(bad: bool) -> list[torch.Tensor]:
         "cpu", init_scale=2.0**40, growth_interval=2
     )  # starts far too high: overflows, legitimately
     for step in range(40):
-        _, x, y = next(batches(step))
+        _, x, y = next(batches(seed=step))
         with torch.autocast("cpu", dtype=torch.float16):
             gone = torch.full((), 0.0 if bad and step == 35 else 1.0)
             loss = F.cross_entropy(model(x), y) * (gone / gone)
@@ -131,7 +116,7 @@ def grad_scaler(bad: bool) -> list[torch.Tensor]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
-    return values(model)
+    return ending(model)
 
 
 def lbfgs(bad: bool) -> list[torch.Tensor]:
@@ -151,7 +136,7 @@ def lbfgs(bad: bool) -> list[torch.Tensor]:
             return loss
 
         optimizer.step(closure)
-    return values(model)
+    return ending(model)
 
 
 def closure_with_adam(bad: bool) -> list[torch.Tensor]:
@@ -167,7 +152,7 @@ def closure_with_adam(bad: bool) -> list[torch.Tensor]:
             return loss
 
         optimizer.step(closure=closure)
-    return values(model)
+    return ending(model)
 
 
 def truncated_bptt(bad: bool) -> list[torch.Tensor]:
@@ -183,7 +168,7 @@ def truncated_bptt(bad: bool) -> list[torch.Tensor]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return values(model)
+    return ending(model)
 
 
 def checkpointed(bad: bool) -> list[torch.Tensor]:
@@ -210,7 +195,7 @@ def checkpointed(bad: bool) -> list[torch.Tensor]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return values(model)
+    return ending(model)
 
 
 class SignSGD(torch.optim.Optimizer):
@@ -236,7 +221,7 @@ def custom_optimizer(bad: bool) -> list[torch.Tensor]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return values(model)
+    return ending(model)
 
 
 def learning_rate(bad: bool) -> list[torch.Tensor]:
@@ -248,7 +233,7 @@ def learning_rate(bad: bool) -> list[torch.Tensor]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return values(model)
+    return ending(model)
 
 
 def manual_update(bad: bool) -> list[torch.Tensor]:
@@ -261,7 +246,7 @@ def manual_update(bad: bool) -> list[torch.Tensor]:
         with torch.no_grad():
             for p in model.parameters():
                 p -= 0.1 * p.grad
-    return values(model)
+    return ending(model)
 
 
 class Rows(Dataset[Any]):
@@ -286,7 +271,7 @@ def data_loader(bad: bool) -> list[torch.Tensor]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return values(model)
+    return ending(model)
 
 
 @dataclasses.dataclass
@@ -314,7 +299,7 @@ def dataclass_output(bad: bool) -> list[torch.Tensor]:
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()
-    return values(model)
+    return ending(model)
 
 
 def where_trap(bad: bool) -> list[torch.Tensor]:
@@ -327,12 +312,10 @@ def where_trap(bad: bool) -> list[torch.Tensor]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return values(model)
+    return ending(model)
 
 
 def ema_and_clamp(bad: bool) -> list[torch.Tensor]:
-    import copy
-
     model = net()
     average = copy.deepcopy(model)
     optimizer = torch.optim.Adam(model.parameters())
@@ -349,7 +332,7 @@ def ema_and_clamp(bad: bool) -> list[torch.Tensor]:
                 old.mul_(0.9).add_(new, alpha=0.1)
             for p in model.parameters():
                 p.data.clamp_(-2, 2)
-    return values(model, average)
+    return ending(model, average)
 
 
 # loop -> (step, phase, acceptable origins, whether bit-exact replay is expected)

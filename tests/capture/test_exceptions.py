@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 import torch
@@ -19,17 +17,20 @@ from reprokit.snapshot.format import Snapshot, load
 from tests.capture.traps_checks import (
     BAD_STEP,
     EXACT,
+    STEPS,
     batches,
     classify,
     described_once,
+    divided_loss,
     fidelity,
     plain_net,
-    silent_root,
+    rooted_loss,
+    run_both,
     update,
     where,
+    without_own_lines,
 )
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
+from tests.conftest import Run
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def capture_raising(loop: Callable[[], None], error: type[BaseException], folder
     """The snapshot of a loop that ends with an exception, which comes out as itself."""
     with described_once(), pytest.raises(error) as caught, Session(directory=folder) as session:
         loop()
-    assert type(caught.value) is error or issubclass(type(caught.value), error)
+    assert type(caught.value) is error
     assert len(session.snapshots) == 1
     return load(session.snapshots[0])
 
@@ -91,6 +92,12 @@ def test_nothing_is_saved_when_exceptions_are_not_failures(loop: Callable[[], No
     with pytest.raises(EXPECTED[loop].error), Session(directory=tmp_path, on=("nonfinite",)) as session:
         loop()
     assert session.snapshots == [] and list(tmp_path.iterdir()) == []
+
+
+def plain_training() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """A model and what trains it."""
+    model = plain_net()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 class Deep(nn.Module):
@@ -135,8 +142,7 @@ def train_deep(fail: str) -> None:
 
 @raising(RuntimeError, "forward", ("torch.nn.functional.linear",), module="0")
 def shape_mismatch() -> None:
-    model = plain_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = plain_training()
     for step, x, y in batches():
         update(optimizer, classify(model, x[:, :3] if step == BAD_STEP else x, y))
 
@@ -177,16 +183,14 @@ def assertion_in_a_forward() -> None:
 
 @raising(IndexError, "forward", ("torch.nn.functional.cross_entropy",))
 def class_out_of_range() -> None:
-    model = plain_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = plain_training()
     for step, x, y in batches():
         update(optimizer, classify(model, x, y + 5 if step == BAD_STEP else y))
 
 
 @raising(RuntimeError, "backward", ("torch.Tensor.exp", "torch.exp", "torch.Tensor.backward"))
 def write_into_what_backward_needs() -> None:
-    model = plain_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = plain_training()
     for step, x, y in batches():
         h = model(x).exp()
         loss = F.cross_entropy(h, y) + h.sum()
@@ -197,8 +201,7 @@ def write_into_what_backward_needs() -> None:
 
 @raising(RuntimeError, "backward", ("torch.Tensor.backward",))
 def backward_twice() -> None:
-    model = plain_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = plain_training()
     for step, x, y in batches():
         loss = classify(model, x, y)
         optimizer.zero_grad()
@@ -210,8 +213,7 @@ def backward_twice() -> None:
 
 @raising(ValueError, "forward", (None,))
 def check_of_the_loop_itself() -> None:
-    model = plain_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = plain_training()
     for step, x, y in batches():
         loss = classify(model, x, y)
         if step == BAD_STEP:
@@ -223,11 +225,9 @@ def check_of_the_loop_itself() -> None:
 
 
 def raise_at_a_bad_loss(error: type[BaseException]) -> None:
-    model = plain_net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = plain_training()
     for step, x, y in batches():
-        count = torch.full((), 0.0 if step == BAD_STEP else 1.0)
-        loss = classify(model, x, y) * (count / count)
+        loss = divided_loss(model(x), y, step == BAD_STEP)
         if not torch.isfinite(loss):
             raise error("loss is not finite")
         update(optimizer, loss)
@@ -244,12 +244,10 @@ def test_a_loop_that_gives_up_at_a_bad_loss(error: type[BaseException], tmp_path
 
 def test_anomaly_mode_raises_as_always(tmp_path: Path) -> None:
     def loop() -> None:
-        model = plain_net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = plain_training()
         with pytest.warns(UserWarning), torch.autograd.set_detect_anomaly(True):
             for step, x, y in batches():
-                logits = model(x)
-                update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP))
+                update(optimizer, rooted_loss(model(x), y, step == BAD_STEP))
 
     snapshot = capture_raising(loop, RuntimeError, tmp_path)
     assert where(snapshot) == (BAD_STEP, "backward", "torch.Tensor.sqrt")
@@ -261,8 +259,7 @@ def test_anomaly_mode_raises_as_always(tmp_path: Path) -> None:
 def test_exceptions_that_the_loop_handles_are_its_own_business(tmp_path: Path) -> None:
     num_handled = 0
     with Session(directory=tmp_path) as session:
-        model = plain_net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = plain_training()
         for step, x, y in batches():
             try:
                 update(optimizer, classify(model, x[:, :3] if step == BAD_STEP else x, y))
@@ -290,8 +287,7 @@ def test_an_exception_behind_a_handled_one_is_saved(tmp_path: Path) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_wishes_of_the_user_are_no_failures(error: type[BaseException], tmp_path: Path) -> None:
     with pytest.raises(error), Session(directory=tmp_path) as session:
-        model = plain_net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = plain_training()
         for step, x, y in batches():
             loss = classify(model, x, y)
             if step == BAD_STEP:
@@ -309,32 +305,31 @@ def test_an_exception_before_any_step_is_no_failure(tmp_path: Path) -> None:
 
 def test_an_exception_between_steps_is_no_failure(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no space"), Session(directory=tmp_path) as session:
-        model = plain_net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = plain_training()
         for _, x, y in batches():
             update(optimizer, classify(model, x, y))
         raise OSError("no space for the checkpoint")
     assert session.snapshots == []
 
 
-def test_an_exception_in_evaluation_is_no_failure_of_a_step(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), Session(directory=tmp_path) as session:
-        model = plain_net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def test_an_exception_in_an_evaluation_counts_for_the_step_that_is_next(tmp_path: Path) -> None:
+    def loop() -> None:
+        model, optimizer = plain_training()
         for _, x, y in batches():
             update(optimizer, classify(model, x, y))
         with torch.no_grad():
             model(torch.ones(2, 9))
-    assert all(load(path).failure.phase == "forward" for path in session.snapshots)
-    assert len(session.snapshots) <= 1
+
+    snapshot = capture_raising(loop, RuntimeError, tmp_path)
+    assert where(snapshot) == (STEPS, "forward", "torch.nn.functional.linear")
+    assert fidelity(snapshot) == EXACT
 
 
 def test_a_bad_update_before_the_exception_is_what_is_saved(tmp_path: Path) -> None:
     """The weights are ruined at step 3; at step 4 the loop's own check raises."""
 
     def loop() -> None:
-        model = plain_net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = plain_training()
         for step, x, y in batches():
             logits = model(x)
             if torch.isnan(logits).any():
@@ -405,18 +400,11 @@ def main(fail):
 """
 
 
-def own_lines_removed(text: str) -> str:
-    """What the script itself put on stderr."""
-    return "".join(line for line in text.splitlines(True) if not line.startswith("reprokit:"))
-
-
 @pytest.mark.parametrize("fail", ["shape", "assert", "loop", "classes"])
 def test_the_traceback_is_the_one_that_python_prints(fail: str, run_python: Run, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(dedent(TRAINING) + f'\nmain("{fail}")\n')
-    plain = run_python("train.py")
-    watched = run_python("-m", "reprokit", "capture", "train.py")
+    plain, watched = run_both(TRAINING + f'\nmain("{fail}")\n', run_python, tmp_path)
     assert plain.returncode == 1 and watched.returncode == 3
-    assert own_lines_removed(watched.stderr) == plain.stderr
+    assert without_own_lines(watched.stderr) == plain.stderr
     assert watched.stdout == plain.stdout
     assert [path.name for path in tmp_path.glob("*.pt")] == ["train-step3.repro.pt"]
     last_line = watched.stderr.splitlines()[-1]
@@ -425,19 +413,15 @@ def test_the_traceback_is_the_one_that_python_prints(fail: str, run_python: Run,
 
 @pytest.mark.parametrize(("fail", "code"), [("after", 1), ("exit", 9)])
 def test_exits_outside_of_steps_are_the_scripts_own(fail: str, code: int, run_python: Run, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(dedent(TRAINING) + f'\nmain("{fail}")\n')
-    plain = run_python("train.py")
-    watched = run_python("-m", "reprokit", "capture", "train.py")
+    plain, watched = run_both(TRAINING + f'\nmain("{fail}")\n', run_python, tmp_path)
     assert plain.returncode == watched.returncode == code
-    assert own_lines_removed(watched.stderr) == plain.stderr
+    assert without_own_lines(watched.stderr) == plain.stderr
     assert watched.stdout == plain.stdout
     assert list(tmp_path.glob("*.pt")) == []
 
 
 def test_only_bad_values_are_captured_when_only_they_are_asked_for(run_python: Run, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(dedent(TRAINING) + '\nmain("shape")\n')
-    plain = run_python("train.py")
-    watched = run_python("-m", "reprokit", "capture", "--on", "nonfinite", "train.py")
+    plain, watched = run_both(TRAINING + '\nmain("shape")\n', run_python, tmp_path, "--on", "nonfinite")
     assert plain.returncode == watched.returncode == 1
-    assert own_lines_removed(watched.stderr) == plain.stderr
+    assert without_own_lines(watched.stderr) == plain.stderr
     assert list(tmp_path.glob("*.pt")) == []

@@ -13,13 +13,11 @@ import importlib
 import inspect
 import pkgutil
 import random
-import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from textwrap import dedent
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
@@ -32,22 +30,26 @@ import reprokit.capture
 from reprokit.capture.session import Session
 from tests.capture.traps_checks import (
     BAD_STEP,
+    Gated,
     Loop,
     batches,
     check_caught,
     check_silent,
     classify,
     described_once,
+    divided_loss,
     ending,
     net,
     plain_net,
+    rooted_loss,
+    run_both,
     run_plain,
     same_bits,
-    silent_root,
+    scaled_update,
     update,
+    without_own_lines,
 )
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
+from tests.conftest import Run
 
 # What guards the rest, takes capture away, or runs before the block begins has nobody behind it.
 GUARDS = {
@@ -82,19 +84,8 @@ NOT_IN_THESE_RUNS = {"exceptions", "warned"}
 PARTS = [part.name for part in pkgutil.iter_modules(reprokit.capture.__path__) if part.name not in WITHOUT_FAULTS]
 
 
-class Gated(nn.Module):
-    """A network with a part that is ruined at step 4 and read at step 7."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = net()
-        self.gate = nn.Parameter(torch.ones(2))
-
-    def forward(self, x: torch.Tensor, is_open: bool) -> torch.Tensor:
-        return self.body(x) + torch.where(torch.tensor(is_open), self.gate, 0.0)
-
-
 def failing_late() -> list[torch.Tensor]:
+    """The gate is ruined at step 4 and read at step 7."""
     model = Gated()
     optimizer = torch.optim.SGD([{"params": model.body.parameters()}, {"params": [model.gate]}], lr=0.01, momentum=0.9)
     average = [parameter.detach().clone() for parameter in model.parameters()]
@@ -102,7 +93,7 @@ def failing_late() -> list[torch.Tensor]:
         optimizer.param_groups[1]["lr"] = float("inf") if step == 4 else 0.01
         noisy = x + 0.1 * torch.randn_like(x) * random.random()
         optimizer.zero_grad()
-        classify(lambda x, step=step: model(x, step == 7), noisy, y).backward()
+        F.cross_entropy(model(noisy, step == 7), y).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         with torch.no_grad():
@@ -116,8 +107,7 @@ def failing_at_once() -> list[torch.Tensor]:
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     for step, x, y in batches():
-        logits = model(x)
-        update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP))
+        update(optimizer, rooted_loss(model(x), y, step == BAD_STEP))
     return ending(model, optimizer)
 
 
@@ -127,12 +117,8 @@ def scaled_and_failing() -> list[torch.Tensor]:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     for step, x, y in batches(12):
         with torch.autocast("cpu", dtype=torch.float16):
-            count = torch.full((), 0.0 if step == 10 else 1.0)
-            loss = classify(model, x, y) * (count / count)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+            loss = divided_loss(model(x), y, step == 10)
+        scaled_update(scaler, optimizer, loss)
     return ending(model, scaler)
 
 
@@ -322,7 +308,7 @@ ODD: dict[str, Callable[[], Any]] = {
     "lambda": lambda: lambda x: x,
     "generator": lambda: (number for number in range(3)),
     "lock": threading.Lock,
-    "file": lambda: contextlib.closing,
+    "file": lambda: sys.__stdout__,
     "unwilling": Unwilling,
     "loop_in_itself": lambda: _inside_itself(),
 }
@@ -341,7 +327,7 @@ def odd_loop(make: Callable[[], Any], *, bad: bool) -> Loop:
         optimizer = torch.optim.Adam(model.parameters())
         for step, x, y in batches():
             logits, _ = model(x, make(), option=[make()])
-            update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, bad and step == BAD_STEP))
+            update(optimizer, rooted_loss(logits, y, bad and step == BAD_STEP))
         return ending(model)
 
     return loop
@@ -360,7 +346,7 @@ def test_odd_arguments_of_a_failing_step(name: str, tmp_path: Path) -> None:
 
 def test_a_stream_that_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Closed:
-        def write(self, text: str) -> int:
+        def write(self, text: str = "") -> int:
             raise ValueError("I/O operation on closed file")
 
         flush = close = write
@@ -427,45 +413,36 @@ for number in range(6):
 """
 
 
-def compare(script: str, run_python: Run, folder: Path) -> tuple[Any, Any]:
-    """Run a script with and without capture."""
-    (folder / "train.py").write_text(dedent(TRAINING) + dedent(script))
-    return run_python("train.py"), run_python("-m", "reprokit", "capture", "train.py")
-
-
-def scripts_own(text: str) -> str:
-    """What the script itself put on stderr."""
-    return "".join(line for line in text.splitlines(True) if not line.startswith("reprokit:"))
-
-
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGKILL"])
 def test_a_signal_during_training(name: str, run_python: Run, tmp_path: Path) -> None:
-    plain, watched = compare(DURING_TRAINING.format(signal=name), run_python, tmp_path)
+    plain, watched = run_both(TRAINING + DURING_TRAINING.format(signal=name), run_python, tmp_path)
     assert watched.returncode == plain.returncode != 0
     assert watched.stdout == plain.stdout
-    assert scripts_own(watched.stderr) == plain.stderr
+    assert without_own_lines(watched.stderr) == plain.stderr
     assert list(tmp_path.glob("*.pt")) == []
 
 
 def test_a_script_with_a_handler_of_its_own(run_python: Run, tmp_path: Path) -> None:
-    plain, watched = compare(WITH_HANDLER, run_python, tmp_path)
+    plain, watched = run_both(TRAINING + WITH_HANDLER, run_python, tmp_path)
     assert watched.returncode == plain.returncode == 17
     assert watched.stdout == plain.stdout and "checkpoint written" in watched.stdout
-    assert scripts_own(watched.stderr) == plain.stderr
+    assert without_own_lines(watched.stderr) == plain.stderr
     assert list(tmp_path.glob("*.pt")) == []
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", -15), ("SIGKILL", -9), ("SIGINT", -2)])
-def test_a_signal_during_saving_leaves_no_half_file(name: str, code: int, run_python: Run, tmp_path: Path) -> None:
-    _, watched = compare(DURING_SAVING.format(signal=name), run_python, tmp_path)
+def test_a_signal_during_saving_leaves_no_half_file(name: str, code: int, run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINING + DURING_SAVING.format(signal=name))
+    watched = run_reprokit("capture", "train.py")
     assert watched.returncode == code
     assert watched.stdout.split() == ["0", "1", "2"]
     assert list(tmp_path.glob("*.pt")) == []
 
 
-def test_a_handler_that_exits_while_saving_is_obeyed(run_python: Run, tmp_path: Path) -> None:
-    script = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(17))\n" + dedent(DURING_SAVING.format(signal="SIGTERM"))
-    _, watched = compare(script, run_python, tmp_path)
+def test_a_handler_that_exits_while_saving_is_obeyed(run_reprokit: Run, tmp_path: Path) -> None:
+    handler = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(17))"
+    (tmp_path / "train.py").write_text(TRAINING + handler + DURING_SAVING.format(signal="SIGTERM"))
+    watched = run_reprokit("capture", "train.py")
     assert watched.returncode == 17
     assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import nn
 from reprokit.capture.history import History
 from tests.capture.traps_checks import (
     EXACT,
+    WATCHES,
+    Gated,
     Loop,
     batches,
     check_caught,
@@ -23,8 +26,8 @@ from tests.capture.traps_checks import (
     classify,
     ending,
     fidelity,
-    net,
     plain_net,
+    scaled_update,
     update,
     where,
 )
@@ -159,7 +162,7 @@ def gradient_swallowed_by_a_rare_row() -> list[torch.Tensor]:
     return ending(model)
 
 
-@pytest.mark.parametrize("watch", ["sampled", "every-step", "deferred"])
+@pytest.mark.parametrize("watch", WATCHES)
 @pytest.mark.parametrize("history", HISTORIES)
 def test_a_gradient_swallowed_by_a_rare_row(history: int | None, watch: str, tmp_path: Path) -> None:
     snapshot = check_caught(gradient_swallowed_by_a_rare_row, tmp_path, history=history, watch=watch)
@@ -170,112 +173,64 @@ def test_a_gradient_swallowed_by_a_rare_row(history: int | None, watch: str, tmp
 # -- everything a loop changes beside the parameters ----------------------------------------------------------------
 
 
-class Rare(nn.Module):
-    """A network with a part that is read only when asked for, and that the optimizer updates in every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = net()
-        self.rare = nn.Parameter(torch.ones(2))
-
-    def forward(self, x: torch.Tensor, use_rare: bool) -> torch.Tensor:
-        return self.body(x) + torch.where(torch.tensor(use_rare), self.rare, 0.0)
-
-
-def with_schedule_and_momentum(optimizer: torch.optim.Optimizer, model: Rare) -> dict[str, Any]:
-    return {"schedule": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 13)}
+# What else a loop may have: its name -> how it is made.
+PARTS: dict[str, Callable[[torch.optim.Optimizer, Gated], Any]] = {
+    "schedule": lambda optimizer, model: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 13),
+    "average": lambda optimizer, model: copy.deepcopy(model),
+    "clamp": lambda optimizer, model: 0.2,
+    "target": lambda optimizer, model: copy.deepcopy(model),
+    "scaler": lambda optimizer, model: torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=5),
+    "clip": lambda optimizer, model: 0.5,
+    "noise": lambda optimizer, model: 0.1,
+}
 
 
-def with_nothing(optimizer: torch.optim.Optimizer, model: Rare) -> dict[str, Any]:
-    return {}
-
-
-def with_average(optimizer: torch.optim.Optimizer, model: Rare) -> dict[str, Any]:
-    return {"average": copy.deepcopy(model)}
-
-
-def with_clamp(optimizer: torch.optim.Optimizer, model: Rare) -> dict[str, Any]:
-    return {"clamp": 0.2}
-
-
-def with_target(optimizer: torch.optim.Optimizer, model: Rare) -> dict[str, Any]:
-    return {"target": copy.deepcopy(model)}
-
-
-def with_scaler(optimizer: torch.optim.Optimizer, model: Rare) -> dict[str, Any]:
-    return {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=5)}
-
-
-def with_clipping(optimizer: torch.optim.Optimizer, model: Rare) -> dict[str, Any]:
-    return {"clip": True}
-
-
-def with_noise(optimizer: torch.optim.Optimizer, model: Rare) -> dict[str, Any]:
-    return {"noise": True}
-
-
-EXTRAS = (
-    with_nothing,
-    with_schedule_and_momentum,
-    with_average,
-    with_clamp,
-    with_target,
-    with_scaler,
-    with_clipping,
-    with_noise,
-)
-
-
-def rich_loop(make: type[torch.optim.Optimizer], extra: Any, *, bad: bool = True) -> Loop:
-    """60 steps; the rare part becomes NaN in the update of step 40 and is read in step 47."""
+def rich_loop(*names: str, bad: bool = True) -> Loop:
+    """60 steps with the named parts; the gate becomes NaN in the update of step 40 and is read in step 47."""
 
     def loop() -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model = Rare()
-        groups = [{"params": model.body.parameters()}, {"params": [model.rare], "lr": 0.01}]
-        optimizer = make(groups, lr=0.01, momentum=0.9)
-        parts = extra(optimizer, model)
+        model = Gated()
+        groups = [{"params": model.body.parameters()}, {"params": [model.gate]}]
+        optimizer = torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+        parts = {name: PARTS[name](optimizer, model) for name in names}
         for step, x, y in batches(60):
-            if "schedule" not in parts:
-                optimizer.param_groups[1]["lr"] = math.inf if bad and step == 40 else 0.01
-            elif bad and step == 40:
+            rate = optimizer.param_groups[1]["lr"]
+            if bad and step == 40:
                 optimizer.param_groups[1]["lr"] = math.inf
             rich_step(model, optimizer, parts, step, x, y)
             if bad and step == 40:
-                assert not torch.isfinite(model.rare).any()
-                if "schedule" in parts:
-                    optimizer.param_groups[1]["lr"] = 0.01
+                assert not torch.isfinite(model.gate).any()
+                optimizer.param_groups[1]["lr"] = rate
         return ending(model, optimizer, parts)
 
     return loop
 
 
 def rich_step(
-    model: Rare, optimizer: torch.optim.Optimizer, parts: dict[str, Any], step: int, x: torch.Tensor, y: torch.Tensor
+    model: Gated, optimizer: torch.optim.Optimizer, parts: dict[str, Any], step: int, x: torch.Tensor, y: torch.Tensor
 ) -> None:
     """One step with whatever parts there are."""
     if "noise" in parts:
-        x = x + 0.1 * torch.randn_like(x) * random.random()
+        x = x + parts["noise"] * torch.randn_like(x) * random.random()
     with torch.autocast("cpu", dtype=torch.float16, enabled="scaler" in parts):
-        loss = classify(lambda x: model(x, step == 47), x, y)
+        loss = F.cross_entropy(model(x, step == 47), y)
         if "target" in parts:
             with torch.no_grad():
                 wanted = parts["target"](x, False).softmax(-1)
             loss = loss + F.cross_entropy(model(x, False), wanted)
-    optimizer.zero_grad()
     if "scaler" in parts:
-        parts["scaler"].scale(loss).backward()
-        parts["scaler"].step(optimizer)
-        parts["scaler"].update()
+        scaled_update(parts["scaler"], optimizer, loss)
     else:
+        optimizer.zero_grad()
         loss.backward()
         if "clip" in parts:
-            torch.nn.utils.clip_grad_norm_(model.body.parameters(), 0.5)
+            torch.nn.utils.clip_grad_norm_(model.body.parameters(), parts["clip"])
         optimizer.step()
     after_step(model, parts, step)
 
 
-def after_step(model: Rare, parts: dict[str, Any], step: int) -> None:
+def after_step(model: Gated, parts: dict[str, Any], step: int) -> None:
     """What loops do with the weights once they are updated."""
     with torch.no_grad():
         if "average" in parts:
@@ -291,19 +246,19 @@ def after_step(model: Rare, parts: dict[str, Any], step: int) -> None:
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-@pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: extra.__name__)
-def test_a_late_failure_is_found_at_its_own_step(extra: Any, history: int | None, tmp_path: Path) -> None:
-    snapshot = check_caught(rich_loop(torch.optim.SGD, extra), tmp_path, history=history)
+@pytest.mark.parametrize("names", [(), *((name,) for name in PARTS)], ids=lambda names: "-".join(names) or "nothing")
+def test_a_late_failure_is_found_at_its_own_step(names: tuple[str, ...], history: int | None, tmp_path: Path) -> None:
+    snapshot = check_caught(rich_loop(*names), tmp_path, history=history)
     assert where(snapshot) == (40, "optimizer", "torch.optim.SGD.step")
     assert fidelity(snapshot) == EXACT
 
 
 @pytest.mark.parametrize("history", HISTORIES)
-@pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: extra.__name__)
+@pytest.mark.parametrize("names", [(), *((name,) for name in PARTS)], ids=lambda names: "-".join(names) or "nothing")
 def test_copies_disturb_nothing(
-    extra: Any, history: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    names: tuple[str, ...], history: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    check_silent(rich_loop(torch.optim.SGD, extra, bad=False), tmp_path, capsys, history=history)
+    check_silent(rich_loop(*names, bad=False), tmp_path, capsys, history=history)
 
 
 # -- what cannot be seen --------------------------------------------------------------------------------------------
@@ -312,10 +267,10 @@ def test_copies_disturb_nothing(
 def test_writes_that_the_tape_cannot_see_make_the_snapshot_unfaithful(tmp_path: Path) -> None:
     def loop() -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model = Rare()
+        model = Gated()
         with torch._C.DisableTorchFunction():
             memory = model.body[0].weight.detach().numpy()
-        optimizer = torch.optim.SGD([{"params": model.body.parameters()}, {"params": [model.rare]}], lr=0.01)
+        optimizer = torch.optim.SGD([{"params": model.body.parameters()}, {"params": [model.gate]}], lr=0.01)
         for step, x, y in batches(60):
             optimizer.param_groups[1]["lr"] = math.inf if step == 40 else 0.01
             rich_step(model, optimizer, {}, step, x, y)
@@ -330,15 +285,15 @@ def test_a_state_that_does_not_fit_is_not_copied_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(History.__init__, "__defaults__", (None, 16))
-    snapshot = check_caught(rich_loop(torch.optim.SGD, with_nothing), tmp_path)
+    snapshot = check_caught(rich_loop(), tmp_path)
     assert 40 <= snapshot.step <= 47
     assert snapshot.fidelity == "unfaithful" and snapshot.fidelity_note
 
 
 def test_the_memory_of_the_copies_is_reported(tmp_path: Path) -> None:
-    snapshot = check_caught(rich_loop(torch.optim.SGD, with_nothing), tmp_path, history=7)
+    snapshot = check_caught(rich_loop(), tmp_path, history=7)
     reported = snapshot.settings["history_bytes"]
-    elements = sum(tensor.numel() for tensor in Rare().state_dict().values())
+    elements = sum(tensor.numel() for tensor in Gated().state_dict().values())
     assert 4 * elements <= reported <= 16 * elements
 
 
@@ -384,10 +339,7 @@ def test_the_timeline_shows_the_scale(tmp_path: Path) -> None:
         for step, x, y in batches(8):
             scales.append(scaler.get_scale())
             loss = classify(model, x, y) * (math.nan if step == 7 else 1.0)
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            scaled_update(scaler, optimizer, loss)
         return ending(model)
 
     timeline = check_caught(loop, tmp_path).timeline

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 from torch.optim import optimizer as optimizers
 
 from reprokit.capture.session import Session
-from tests.capture.traps_checks import batches, classify, described_once, net, silent_root, update
+from tests.capture.traps_checks import batches, classify, described_once, net, rooted_loss, update
 
 CAPTURES = 200
 
@@ -27,12 +29,14 @@ def patched_things() -> tuple[Any, ...]:
         torch.autograd.backward,
         torch.Tensor.backward,
         torch.optim.Optimizer.zero_grad,
-        torch.nn.utils.clip_grad_norm_,
-        torch.nn.utils.clip_grad_value_,
-        *(getattr(torch.amp.GradScaler, name) for name in ("scale", "step", "update", "_unscale_grads_")),
-        torch.utils.checkpoint.checkpoint,
-        threading.Thread.run,
+        *(getattr(torch.nn.utils, name) for name in ("clip_grad_norm_", "clip_grad_value_")),
+        *(getattr(torch.nn.utils.clip_grad, name) for name in ("clip_grad_norm_", "clip_grad_value_")),
+        *(getattr(torch.amp.GradScaler, name) for name in ("scale", "step", "update", "unscale_", "_unscale_grads_")),
+        *(place.handle_torch_function for place in (torch.nn.functional, torch.functional, torch._tensor)),
+        *(getattr(torch.autograd.profiler.record_function, name) for name in ("__enter__", "__exit__")),
+        torch.compile,
         threading.Thread.start,
+        warnings._showwarnmsg,
     )
 
 
@@ -71,8 +75,7 @@ def capture_once(folder: Path, *, bad: bool = False, error: bool = False) -> Non
         model = net()
         optimizer = torch.optim.Adam(model.parameters())
         for step, x, y in batches(4):
-            logits = model(x)
-            update(optimizer, classify(lambda _, logits=logits: logits, x, y) + silent_root(logits, bad and step == 2))
+            update(optimizer, rooted_loss(model(x), y, bad and step == 2))
         if error:
             raise ValueError("out of the block")
 
@@ -131,8 +134,6 @@ def test_nothing_is_left_after_pauses(tmp_path: Path) -> None:
 
 def test_the_model_is_let_go(tmp_path: Path) -> None:
     """A session that is over, but still there, keeps nothing of the training alive."""
-    import weakref
-
     with Session(directory=tmp_path) as session:
         model = net()
         optimizer = torch.optim.Adam(model.parameters())

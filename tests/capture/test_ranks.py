@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 
+from reprokit.cli import main
 from reprokit.snapshot.format import Snapshot, load
+from tests.conftest import run_python_in
 
 TRAINING = """
 import sys
@@ -59,13 +59,12 @@ for part in (model[0], model[2], model):
 
 
 def train(folder: Path, spread: str, *how: str, captured: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run the script with two processes; a hang ends the test."""
+    """Run the script with two processes."""
     folder.mkdir(exist_ok=True)
-    (folder / "train.py").write_text(TRAINING.format(spread=dedent(spread)))
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    (folder / "train.py").write_text(TRAINING.format(spread=spread))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     capture = ["-m", "reprokit", "capture"] if captured else []
-    command = [*run, *capture, "train.py", *how]
-    return subprocess.run(command, cwd=folder, text=True, capture_output=True, timeout=120)
+    return run_python_in(folder, *torchrun, *capture, "train.py", *how)
 
 
 def losses(folder: Path) -> list[list[str]]:
@@ -99,13 +98,7 @@ def test_the_guilty_rank_saves_and_all_stop(how: str, phase: str, call: str, tmp
     assert all(len(lines) == 3 for lines in losses(tmp_path))
     if how != "exception":
         assert "rank 1, which saves its step" in done.stderr and "exitcode  : 3" in done.stderr
-    shrunk = subprocess.run(
-        [sys.executable, "-m", "reprokit", "shrink", "train.rank1-step3.repro.pt", "--output", "repro"],
-        cwd=tmp_path,
-        text=True,
-        capture_output=True,
-    )
-    assert shrunk.returncode == 0, shrunk.stderr
+    assert main(["shrink", str(tmp_path / "train.rank1-step3.repro.pt"), "--output", str(tmp_path / "repro")]) == 0
     assert "distributed" not in (tmp_path / "repro" / "repro.py").read_text()
 
 

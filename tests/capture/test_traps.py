@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import random
 import threading
 import warnings
@@ -27,11 +28,14 @@ from tests.capture.traps_checks import (
     batches,
     check_caught,
     classify,
+    divided_loss,
     ending,
     fidelity,
     is_exact_or_explained,
     net,
     plain_net,
+    rooted_loss,
+    scaled_update,
     silent_root,
     update,
     where,
@@ -49,6 +53,7 @@ class Expected:
     must_be_exact: bool = True
 
 
+LossOf = Callable[[torch.Tensor, torch.Tensor, bool], torch.Tensor]
 EXPECTED: dict[Loop, Expected] = {}
 LOOPS = EXPECTED.keys()
 DIVISION = ("torch.Tensor.div",)
@@ -98,8 +103,7 @@ def gradient_only() -> list[torch.Tensor]:
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     for step, x, y in batches():
-        logits = model(x)
-        update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP))
+        update(optimizer, rooted_loss(model(x), y, step == BAD_STEP))
     return ending(model, optimizer)
 
 
@@ -147,8 +151,7 @@ def batch_overwritten_before_the_update() -> list[torch.Tensor]:
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     for step, x, y in batches():
-        logits = model(x)
-        loss = F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP)
+        loss = rooted_loss(model(x), y, step == BAD_STEP)
         optimizer.zero_grad()
         loss.backward()
         x.zero_()
@@ -173,44 +176,18 @@ def one_buffer_for_all_batches() -> list[torch.Tensor]:
 # -- grad scalers ---------------------------------------------------------------------------------------------------
 
 
-def scaled(model: nn.Module, bad: Callable[[int], bool], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Training whose gradient is NaN in ``bad`` steps, whatever the scale."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    for step, x, y in batches(24):
-        logits = model(x)
-        loss = F.cross_entropy(logits, y) + silent_root(logits, bad(step))
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return ending(model, scaler)
-
-
-def always_from_the_bad_step(step: int) -> bool:
-    return step >= BAD_STEP
-
-
 @pytest.mark.parametrize("watch", WATCHES)
-def test_a_scale_that_collapses_is_a_failure(watch: str, tmp_path: Path) -> None:
-    """Torch never calls the optimizer's step in these steps, and the loss is finite."""
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scale_that_collapses_is_a_failure(fused: bool, watch: str, tmp_path: Path) -> None:
+    """The loss is finite; torch never calls the optimizer's step or, if fused, its kernel does nothing."""
 
     def loop() -> list[torch.Tensor]:
         model = net()
-        return scaled(model, always_from_the_bad_step, torch.optim.SGD(model.parameters(), lr=0.01))
-
-    snapshot = check_caught(loop, tmp_path, watch=watch)
-    step, phase, call = where(snapshot)
-    assert BAD_STEP <= step < 24 and (phase, call) == ("backward", *ROOT)
-    assert fidelity(snapshot) == EXACT
-
-
-@pytest.mark.parametrize("watch", WATCHES)
-def test_a_scale_that_collapses_with_a_fused_optimizer_is_a_failure(watch: str, tmp_path: Path) -> None:
-    """Torch calls the optimizer's step in all of these steps, and the kernel does nothing."""
-
-    def loop() -> list[torch.Tensor]:
-        model = net()
-        return scaled(model, always_from_the_bad_step, torch.optim.SGD(model.parameters(), lr=0.01, fused=True))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        for step, x, y in batches(24):
+            scaled_update(scaler, optimizer, rooted_loss(model(x), y, step >= BAD_STEP))
+        return ending(model, scaler)
 
     snapshot = check_caught(loop, tmp_path, watch=watch)
     step, phase, call = where(snapshot)
@@ -226,12 +203,8 @@ def bad_loss_under_a_scaler() -> list[torch.Tensor]:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     for step, x, y in batches(14):
         with torch.autocast("cpu", dtype=torch.float16):
-            count = torch.full((), 0.0 if step == 9 else 1.0)
-            loss = classify(model, x, y) * (count / count)
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+            loss = divided_loss(model(x), y, step == 9)
+        scaled_update(scaler, optimizer, loss)
     return ending(model, scaler)
 
 
@@ -246,8 +219,7 @@ def closure_as_lightning_uses_it() -> list[torch.Tensor]:
     for step, x, y in batches():
 
         def closure() -> torch.Tensor:
-            logits = model(x)  # noqa: B023
-            loss = F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP)  # noqa: B023
+            loss = rooted_loss(model(x), y, step == BAD_STEP)  # noqa: B023
             optimizer.zero_grad()
             loss.backward()
             return loss
@@ -261,10 +233,9 @@ def closure_with_a_bad_loss() -> list[torch.Tensor]:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())
     for step, x, y in batches():
-        count = torch.full((), 0.0 if step == BAD_STEP else 1.0)
 
         def closure() -> torch.Tensor:
-            loss = classify(model, x, y) * (count / count)  # noqa: B023
+            loss = divided_loss(model(x), y, step == BAD_STEP)  # noqa: B023
             optimizer.zero_grad()
             loss.backward()
             return loss
@@ -283,9 +254,7 @@ def closure_of_a_second_order_optimizer() -> list[torch.Tensor]:
         def closure() -> torch.Tensor:
             nonlocal num_calls
             num_calls += 1
-            logits = model(x)  # noqa: B023
-            is_bad = step == BAD_STEP and num_calls == 2  # noqa: B023
-            loss = F.cross_entropy(logits, y) + silent_root(logits, is_bad)  # noqa: B023
+            loss = rooted_loss(model(x), y, step == BAD_STEP and num_calls == 2)  # noqa: B023
             optimizer.zero_grad()
             loss.backward()
             return loss
@@ -294,17 +263,13 @@ def closure_of_a_second_order_optimizer() -> list[torch.Tensor]:
     return ending(model)
 
 
-def accumulated(bad_loss: bool, bad_gradient: bool) -> list[torch.Tensor]:
+def accumulated(loss_of: LossOf) -> list[torch.Tensor]:
     """Four batches a step, the second of step 3 goes wrong."""
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
     for step in range(6):
         for micro, x, y in batches(4, seed=step):
-            is_bad = step == BAD_STEP and micro == 1
-            logits = model(x)
-            count = torch.full((), 0.0 if is_bad and bad_loss else 1.0)
-            loss = F.cross_entropy(logits, y) * (count / count) + silent_root(logits, is_bad and bad_gradient)
-            (loss / 4).backward()
+            (loss_of(model(x), y, step == BAD_STEP and micro == 1) / 4).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -313,12 +278,12 @@ def accumulated(bad_loss: bool, bad_gradient: bool) -> list[torch.Tensor]:
 
 @failing("forward", DIVISION, micro_step=1)
 def bad_loss_in_the_second_of_four_batches() -> list[torch.Tensor]:
-    return accumulated(True, False)
+    return accumulated(divided_loss)
 
 
 @failing("backward", ROOT, micro_step=1)
 def bad_gradient_in_the_second_of_four_batches() -> list[torch.Tensor]:
-    return accumulated(False, True)
+    return accumulated(rooted_loss)
 
 
 # -- born in the optimizer ------------------------------------------------------------------------------------------
@@ -394,8 +359,7 @@ def bad_gradient_with_a_handmade_optimizer() -> list[torch.Tensor]:
     model = net()
     optimizer = Handmade(model.parameters(), normalize=False)
     for step, x, y in batches():
-        logits = model(x)
-        loss = F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP)
+        loss = rooted_loss(model(x), y, step == BAD_STEP)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -451,7 +415,7 @@ def running_mean_poisoned_by_a_skipped_step() -> list[torch.Tensor]:
 # -- other ways to differentiate and to step ------------------------------------------------------------------------
 
 
-def stepping_inside_backward(bad_loss: bool, bad_gradient: bool) -> list[torch.Tensor]:
+def stepping_inside_backward(loss_of: LossOf) -> list[torch.Tensor]:
     """One optimizer per parameter, each stepping as soon as its gradient is there."""
     model = net()
     own = {parameter: torch.optim.SGD([parameter], lr=0.01) for parameter in model.parameters()}
@@ -463,21 +427,18 @@ def stepping_inside_backward(bad_loss: bool, bad_gradient: bool) -> list[torch.T
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(step_now)
     for step, x, y in batches():
-        is_bad = step == BAD_STEP
-        logits = model(x)
-        count = torch.full((), 0.0 if is_bad and bad_loss else 1.0)
-        (F.cross_entropy(logits, y) * (count / count) + silent_root(logits, is_bad and bad_gradient)).backward()
+        loss_of(model(x), y, step == BAD_STEP).backward()
     return ending(model)
 
 
 @failing("forward", DIVISION)
 def bad_loss_with_steps_inside_backward() -> list[torch.Tensor]:
-    return stepping_inside_backward(True, False)
+    return stepping_inside_backward(divided_loss)
 
 
 @failing("backward", ROOT, must_be_exact=False)
 def bad_gradient_with_steps_inside_backward() -> list[torch.Tensor]:
-    return stepping_inside_backward(False, True)
+    return stepping_inside_backward(rooted_loss)
 
 
 @failing("backward", ROOT, step=BAD_STEP + 1)
@@ -526,8 +487,7 @@ def a_scaler_that_is_not_enabled() -> list[torch.Tensor]:
     optimizer = torch.optim.Adam(model.parameters())
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     for step, x, y in batches():
-        logits = model(x)
-        loss = F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP)
+        loss = rooted_loss(model(x), y, step == BAD_STEP)
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -543,8 +503,7 @@ def a_batch_written_before_it_needs_gradients() -> list[torch.Tensor]:
     for step, x, y in batches():
         x.clamp_(-1, 1)
         x.requires_grad_()
-        logits = model(x)
-        update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP))
+        update(optimizer, rooted_loss(model(x), y, step == BAD_STEP))
     return ending(model)
 
 
@@ -554,8 +513,7 @@ def a_running_loss() -> list[torch.Tensor]:
     optimizer = torch.optim.Adam(model.parameters())
     total = torch.zeros(())
     for step, x, y in batches():
-        logits = model(x)
-        loss = F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP)
+        loss = rooted_loss(model(x), y, step == BAD_STEP)
         update(optimizer, loss)
         total = total + loss.detach()
     return ending(model, [total])
@@ -583,8 +541,7 @@ def a_model_and_an_optimizer_that_are_made_anew() -> list[torch.Tensor]:
             model = net(seed=1)
             model.load_state_dict(state)
             optimizer = torch.optim.Adam(model.parameters())
-        logits = model(x)
-        update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP))
+        update(optimizer, rooted_loss(model(x), y, step == BAD_STEP))
     return ending(model)
 
 
@@ -595,8 +552,7 @@ def a_scripted_model() -> list[torch.Tensor]:
         model = torch.jit.script(net())
     optimizer = torch.optim.Adam(model.parameters())
     for step, x, y in batches():
-        logits = model(x)
-        update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP))
+        update(optimizer, rooted_loss(model(x), y, step == BAD_STEP))
     return ending(model)
 
 
@@ -606,8 +562,7 @@ def gradients_assigned_by_the_loop() -> list[torch.Tensor]:
     parameters = list(model.parameters())
     optimizer = torch.optim.Adam(parameters)
     for step, x, y in batches():
-        logits = model(x)
-        loss = F.cross_entropy(logits, y) + silent_root(logits, step == BAD_STEP)
+        loss = rooted_loss(model(x), y, step == BAD_STEP)
         for parameter, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             parameter.grad = grad
         optimizer.step()
@@ -691,26 +646,12 @@ def test_a_bad_batch_is_named(watch: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("watch", WATCHES)
-def test_weights_that_are_bad_from_the_start_are_named(watch: str, tmp_path: Path) -> None:
-    def loop() -> list[torch.Tensor]:
-        model = plain_net()
-        with torch.no_grad():
-            model[2].weight[1, 3] = math.nan
-        optimizer = torch.optim.Adam(model.parameters())
-        for _, x, y in batches():
-            update(optimizer, classify(model, x, y))
-        return ending(model)
-
-    snapshot = check_caught(loop, tmp_path, watch=watch)
-    assert where(snapshot) == (0, "forward", None)
-    assert snapshot.failure.input_name is not None and snapshot.failure.input_name.endswith("2.weight")
-
-
-@pytest.mark.parametrize("watch", WATCHES)
-def test_buffers_that_are_bad_from_the_start_are_named(watch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["4.weight", "1.running_mean"])
+def test_state_that_is_bad_from_the_start_is_named(name: str, watch: str, tmp_path: Path) -> None:
     def loop() -> list[torch.Tensor]:
         model = net().eval()
-        model[1].running_mean.fill_(math.nan)
+        with torch.no_grad():
+            operator.attrgetter(name)(model).flatten()[3] = math.nan
         optimizer = torch.optim.Adam(model.parameters())
         for _, x, y in batches():
             update(optimizer, classify(model, x, y))
@@ -718,7 +659,7 @@ def test_buffers_that_are_bad_from_the_start_are_named(watch: str, tmp_path: Pat
 
     snapshot = check_caught(loop, tmp_path, watch=watch)
     assert where(snapshot) == (0, "forward", None)
-    assert snapshot.failure.input_name is not None and snapshot.failure.input_name.endswith("1.running_mean")
+    assert snapshot.failure.input_name is not None and snapshot.failure.input_name.endswith(name)
 
 
 def test_a_failure_in_an_inner_capture_is_its_own(tmp_path: Path) -> None:
@@ -740,8 +681,7 @@ def test_a_failure_after_an_inner_capture_is_caught_by_the_outer_one(tmp_path: P
                 inner.__enter__()
             if step == 4:
                 inner.__exit__(None, None, None)
-            logits = model(x)
-            update(optimizer, F.cross_entropy(logits, y) + silent_root(logits, step == 6))
+            update(optimizer, rooted_loss(model(x), y, step == 6))
         assert inner.snapshots == []
         return ending(model, optimizer)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import nn
 from reprokit.capture import rescue
 from reprokit.capture.session import Session
 from reprokit.snapshot.format import Snapshot, load
+from tests.conftest import Run
 
 Loop = Callable[[], list[torch.Tensor]]
 WATCHES = ("sampled", "every-step", "deferred")
@@ -48,10 +50,33 @@ def plain_net(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
+class Gated(nn.Module):
+    """A network with a parameter that is read only when asked for, and that the optimizer updates in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+        self.gate = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor, is_open: bool) -> torch.Tensor:
+        return self.body(x) + torch.where(torch.tensor(is_open), self.gate, 0.0)
+
+
 def silent_root(x: torch.Tensor, bad: bool) -> torch.Tensor:
-    """A term that is 0 and finite; when ``bad``, its gradient is NaN all the same."""
+    """A small term; when ``bad`` it is 0, and its gradient NaN all the same."""
     energy = x.pow(2) * (0.0 if bad else 1.0)
     return torch.where(energy > 0, energy.sqrt(), energy).mean() * 1e-3
+
+
+def rooted_loss(logits: torch.Tensor, y: torch.Tensor, bad: bool) -> torch.Tensor:
+    """The loss of a classifier; when ``bad`` it is finite, and a square root makes its gradient NaN."""
+    return F.cross_entropy(logits, y) + silent_root(logits, bad)
+
+
+def divided_loss(logits: torch.Tensor, y: torch.Tensor, bad: bool) -> torch.Tensor:
+    """The loss of a classifier; when ``bad``, a division makes it NaN."""
+    count = torch.full((), 0.0 if bad else 1.0)
+    return F.cross_entropy(logits, y) * (count / count)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -148,6 +173,27 @@ def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+
+
+def scaled_update(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    """The same with a scaler."""
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def run_both(
+    script: str, run_python: Run, folder: Path, *options: str
+) -> tuple[subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
+    """A script run by Python alone, and by ``reprokit capture`` with these options."""
+    (folder / "train.py").write_text(script)
+    return run_python("train.py"), run_python("-m", "reprokit", "capture", *options, "train.py")
+
+
+def without_own_lines(text: str) -> str:
+    """What the script itself put on stderr."""
+    return "".join(line for line in text.splitlines(True) if not line.startswith("reprokit:"))
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

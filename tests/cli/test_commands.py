@@ -7,14 +7,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from reprokit.cli import main
+from tests.conftest import Run
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
 COMMANDS = ["capture", "show", "shrink", "verify", "render", "demo"]
 NAN_SCRIPT = """\
 import torch

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
-Run = Callable[..., subprocess.CompletedProcess[str]]
+from tests.conftest import Run
 
 
 def test_the_demo_leaves_all_results(run_reprokit: Run, tmp_path: Path) -> None:

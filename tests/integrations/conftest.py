@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import run_python_in
+
 SCRIPTS = Path(__file__).parent / "scripts"
-ROOT = SCRIPTS.parents[2]
 
 # What each script does in its run without capture. Frameworks take seconds to start, so one run serves many tests.
 PLAIN = {
@@ -70,16 +68,10 @@ class Finished:
 Run = Callable[..., Finished]
 
 
-@pytest.fixture(autouse=True)
-def scripts(tmp_path: Path) -> Path:
-    """The folder that the scripts are copied to and run in."""
-    return copy_scripts(tmp_path)
-
-
 @pytest.fixture
-def run(scripts: Path) -> Run:
-    """Run ``python *words`` in the test's own folder."""
-    return functools.partial(execute, scripts)
+def run(tmp_path: Path) -> Run:
+    """Run ``python *words`` in the test's own folder, beside the scripts."""
+    return functools.partial(execute, copy_scripts(tmp_path))
 
 
 @pytest.fixture(scope="session")
@@ -118,12 +110,9 @@ def copy_scripts(folder: Path) -> Path:
 
 
 def execute(folder: Path, *words: str) -> Finished:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-    return Finished(
-        done.returncode, done.stdout.replace(str(folder), "."), done.stderr.replace(str(folder), "."), folder
-    )
+    done = run_python_in(folder, *words)
+    stdout, stderr = (text.replace(str(folder), ".") for text in (done.stdout, done.stderr))
+    return Finished(done.returncode, stdout, stderr, folder)
 
 
 def _without_first_frame(text: str) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +15,8 @@ from reprokit.capture.session import CaptureStop
 from reprokit.integrations import MissingFramework
 from reprokit.integrations.span import Options, Span
 from reprokit.snapshot.format import load
+from tests.integrations.conftest import Finished, Run
 
-Run = Callable[..., Any]
 CALLBACKS = [("train_transformers.py", ""), ("train_lightning.py", "automatic:")]  # and the loops that they are in
 
 
@@ -92,7 +91,7 @@ def test_callback_captures_an_exception(script: str, loop: str, plain: Run) -> N
     assert snapshot.failure.exception[0] == "IndexError"
 
 
-def assert_captured_nan(result: Any, name: str) -> None:
+def assert_captured_nan(result: Finished, name: str) -> None:
     snapshot = load(result.folder / name)
     assert snapshot.step == 3
     assert snapshot.failure.call == "torch.Tensor.div"

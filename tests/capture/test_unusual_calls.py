@@ -1,0 +1,258 @@
+"""Ordinary training in less usual ways: keywords, iterators, given gradients, captures that are paused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from reprokit.capture.session import Session
+from reprokit.capture.tape import Tape
+from reprokit.errors import UsageError
+from reprokit.snapshot.format import load
+from tests.capture.traps_checks import (
+    BAD_STEP,
+    EXACT,
+    WATCHES,
+    batches,
+    check_caught,
+    check_silent,
+    classify,
+    divided_loss,
+    ending,
+    fidelity,
+    net,
+    plain_net,
+    rooted_loss,
+    silent_root,
+    update,
+    where,
+)
+
+
+def parameters_of(model: nn.Module) -> list[torch.Tensor]:
+    return list(model.parameters())
+
+
+def backward_of_masked(masked: torch.Tensor, gradient: torch.Tensor, model: nn.Module) -> None:
+    masked.backward(gradient)
+
+
+def grad_of_masked(masked: torch.Tensor, gradient: torch.Tensor, model: nn.Module) -> None:
+    found = torch.autograd.grad(masked, parameters_of(model), grad_outputs=gradient)
+    for parameter, grad in zip(model.parameters(), found, strict=True):
+        parameter.grad = grad
+
+
+@pytest.mark.parametrize("differentiate", [backward_of_masked, grad_of_masked])
+@pytest.mark.parametrize("watch", WATCHES)
+def test_a_wanted_infinity_with_a_given_gradient_is_no_failure(
+    differentiate: Callable[..., None], watch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loop() -> list[torch.Tensor]:
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _, x, _ in batches():
+            mask = x.sum(1, keepdim=True) > 0
+            masked = model(x).masked_fill(mask, float("-inf"))
+            optimizer.zero_grad()
+            differentiate(masked, torch.where(mask, 0.0, 1.0).expand(-1, 2), model)
+            optimizer.step()
+        return ending(model)
+
+    check_silent(loop, tmp_path, capsys, watch=watch, history=2)
+
+
+BACKWARDS: dict[str, Callable[[torch.Tensor, nn.Module], Any]] = {
+    "iterator of inputs": lambda loss, model: loss.backward(inputs=iter(parameters_of(model))),
+    "keyword tensors": lambda loss, model: torch.autograd.backward(tensors=loss),
+    "gradient before tensors": lambda loss, model: torch.autograd.backward(grad_tensors=torch.ones(()), tensors=loss),
+    "list of tensors": lambda loss, model: torch.autograd.backward([loss]),
+}
+
+
+@pytest.mark.parametrize("how", BACKWARDS)
+def test_every_way_to_call_backward(how: str, tmp_path: Path) -> None:
+    def loop() -> list[torch.Tensor]:
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, x, y in batches():
+            optimizer.zero_grad()
+            BACKWARDS[how](divided_loss(model(x), y, step == BAD_STEP), model)
+            optimizer.step()
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path)
+    assert where(snapshot) == (BAD_STEP, "forward", "torch.Tensor.div")
+    assert fidelity(snapshot) == EXACT
+    assert snapshot.micro_step == 0
+    assert [item["loss"] is not None for item in snapshot.timeline[:BAD_STEP]] == [True] * BAD_STEP
+
+
+def test_keywords_of_grad(tmp_path: Path) -> None:
+    def loop() -> list[torch.Tensor]:
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, x, y in batches():
+            loss = divided_loss(model(x), y, step == BAD_STEP)
+            found = torch.autograd.grad(inputs=iter(parameters_of(model)), outputs=loss)
+            for parameter, grad in zip(model.parameters(), found, strict=True):
+                parameter.grad = grad
+            optimizer.step()
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path)
+    assert where(snapshot) == (BAD_STEP, "forward", "torch.Tensor.div")
+    assert fidelity(snapshot) == EXACT
+
+
+def test_parameters_to_clip_come_from_an_iterator_by_keyword(tmp_path: Path) -> None:
+    def loop() -> list[torch.Tensor]:
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=50.0)
+        for step, x, y in batches():
+            optimizer.zero_grad()
+            rooted_loss(model(x), y, step == BAD_STEP).backward()
+            nn.utils.clip_grad_norm_(parameters=(p for p in model.parameters()), max_norm=1e-3)
+            nn.utils.clip_grad_value_(model.parameters(), 1.0)
+            optimizer.step()
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path, history=100)
+    assert snapshot.step == BAD_STEP
+    assert fidelity(snapshot) == EXACT
+    assert all(item["grad_norm"] is not None for item in snapshot.timeline[:BAD_STEP])
+
+
+def test_an_exception_in_the_first_backward_comes_before_any(tmp_path: Path) -> None:
+    model = plain_net()
+    with pytest.raises(RuntimeError), Session(directory=tmp_path) as session:
+        for _, x, y in batches():
+            weight = torch.ones(8, 2, requires_grad=True)
+            probabilities = model(x).softmax(1) * weight
+            probabilities.detach().zero_()
+            product = (probabilities * probabilities).sum()
+            probabilities.data.add_(1)
+            probabilities += 1.0
+            (product + classify(model, x, y)).backward()
+    snapshot = load(session.snapshots[0])
+    assert (snapshot.failure.phase, snapshot.micro_step) == ("backward", 0)
+
+
+@pytest.mark.parametrize("history", [0, 100])
+def test_sparse_gradients_only(history: int, tmp_path: Path) -> None:
+    def loop() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        table = nn.Embedding(8, 4, sparse=True)
+        optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+        for step, x, _ in batches():
+            rows = table(x.argmax(1) + (4 if step > BAD_STEP else 0))
+            update(optimizer, (rows * rows).sum() + silent_root(rows, step == BAD_STEP))
+        return ending(table)
+
+    snapshot = check_caught(loop, tmp_path, history=history)
+    assert (snapshot.step, snapshot.failure.phase) == (BAD_STEP, "backward")
+    assert fidelity(snapshot) == EXACT
+
+
+def test_steps_of_two_optimizers_that_train_in_turns_are_counted_apart(tmp_path: Path) -> None:
+    """Three steps of the one, two of the other, and the first goes on: it was not replaced."""
+
+    def loop() -> list[torch.Tensor]:
+        first, second = plain_net(0), plain_net(1)
+        one, other = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second))
+        for (_, x, y), turn in zip(batches(9), "DDDGGDDDD", strict=True):
+            model, optimizer = (first, one) if turn == "D" else (second, other)
+            update(optimizer, classify(model, x, y))
+        update(one, divided_loss(first(x), y, True))
+        return ending(first, second)
+
+    snapshot = check_caught(loop, tmp_path)
+    assert snapshot.step == 7
+    numbers = [item["step"] for item in snapshot.timeline]
+    assert numbers[-4:] == [4, 5, 6, 7]
+
+
+def test_results_that_were_let_go_do_not_count_against_those_of_the_step(tmp_path: Path) -> None:
+    """Hundreds of MiB of evaluation, then a step whose origin is a call without gradient."""
+
+    def loop() -> list[torch.Tensor]:
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, x, y in batches():
+            for _ in range(80):
+                torch.ones(2**20).mul(2.0)
+            scaled = torch.log(x.sum(1, keepdim=True) * 0 - (1.0 if step == BAD_STEP else -1.0)) + x
+            update(optimizer, classify(model, scaled, y))
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path)
+    assert where(snapshot) == (BAD_STEP, "forward", "torch.log")
+
+
+# -- a session that is paused, over, or cannot begin ----------------------------------------------------------------
+
+
+def bad_steps(model: nn.Module, session: Session | None) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        update(optimizer, divided_loss(model(x), y, step == BAD_STEP))
+        if session is not None:
+            session.pause()
+            session.resume()
+
+
+def test_a_session_that_is_over_does_not_come_back(tmp_path: Path) -> None:
+    with Session(directory=tmp_path, after="continue") as session:
+        for _ in range(2):
+            bad_steps(net(), session)
+    assert len(session.snapshots) == 1
+
+
+def test_resuming_twice_installs_once(tmp_path: Path) -> None:
+    before = nn.Module.__call__, torch.Tensor.backward, torch.optim.Optimizer.zero_grad
+    with Session(directory=tmp_path) as session:
+        session.resume()
+        model = plain_net()
+        update(torch.optim.SGD(model.parameters(), lr=0.1), model(torch.ones(2, 4)).sum())
+        session.pause()
+        session.pause()
+    assert before == (nn.Module.__call__, torch.Tensor.backward, torch.optim.Optimizer.zero_grad)
+
+
+def test_a_capture_that_cannot_begin_leaves_the_program_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(tape: Tape) -> None:
+        raise OSError("injected")
+
+    before = nn.Module.__call__, torch.Tensor.backward, torch.optim.Optimizer.zero_grad
+    monkeypatch.setattr(Tape, "install", fail)
+    with Session(directory=tmp_path) as session:
+        bad_steps(plain_net(), None)
+    assert session.snapshots == [] and not Session._watchers
+    assert before == (nn.Module.__call__, torch.Tensor.backward, torch.optim.Optimizer.zero_grad)
+    assert capsys.readouterr().err == "reprokit: cannot watch this run (OSError: injected); it goes on unwatched\n"
+
+
+def test_quiet_says_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*args: Any) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr("reprokit.capture.saving.save", fail)
+    with Session(directory=tmp_path, quiet=True, after="continue") as session:
+        bad_steps(plain_net(), None)
+    assert session.snapshots == []
+    assert "could not save the failing step (OSError: no space)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options", [{"watch": "everystep"}, {"on": ("nan",)}, {"history": -3}, {"after": "go on"}], ids=str
+)
+def test_values_that_no_option_has(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be"):
+        Session(directory=tmp_path, **options)
