@@ -1,11 +1,15 @@
-"""Checks of where results will go, made before any work starts."""
+"""Where results go: checks made before any work starts, and finished files put in place all at once."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
 from reprokit.errors import UsageError
+
+# Files that only some results have. Left over from other results they would be taken for a part of these.
+OPTIONAL_RESULTS = ("repro_module.py", "repro_inputs.pt")
 
 
 def check_file(path: Path, *, overwrite: bool) -> None:
@@ -42,3 +46,13 @@ def make_folder(folder: Path, *, overwrite: bool) -> None:
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     check_folder(existing)
     folder.mkdir(parents=True, exist_ok=True)
+
+
+def put_in_place(finished: Path, folder: Path) -> None:
+    """Move every file of ``finished`` into ``folder``, over older ones, each in one step."""
+    names = sorted(path.name for path in finished.iterdir())
+    for name in names:
+        os.replace(finished / name, folder / name)
+    for name in OPTIONAL_RESULTS:
+        if name not in names:
+            (folder / name).unlink(missing_ok=True)

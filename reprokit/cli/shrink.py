@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,13 +13,23 @@ import click
 
 from reprokit.capture.block import shown_path
 from reprokit.cli.console import Verbosity, common_options, print_json, say, shown_command
-from reprokit.cli.outputs import make_folder
+from reprokit.cli.interrupts import STAGING, Interrupts
+from reprokit.cli.outputs import make_folder, put_in_place
+from reprokit.cli.views import CHOICES, View, open_view
 from reprokit.errors import Flaky, Interrupted, NotReproduced, ReprokitError
+from reprokit.render.wording import nearest_words
+from reprokit.shrink.checks.spec import SYNTAX, Spec, parse
+from reprokit.shrink.events import Event, Improved, Resumed, Writing
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.table import Table
+
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
 
+REDUCTION = "reduction.pt"
 VERDICTS = {NotReproduced: "not_reproduced", Flaky: "flaky"}
 
 
@@ -30,73 +42,129 @@ class Shrink:
     overwrite: bool
     level: str
     max_time: float | None
+    max_checks: int | None
     jobs: int
     resume: bool
+    progress: str
     json: bool
     verbosity: Verbosity
+    check: Spec | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the results go."""
+        return self.output or default_folder(self.snapshot)
 
     def execute(self) -> int:
         """Shrink, render and say what came out; raises `NotReproduced`, `Flaky` or `Interrupted`."""
-        from reprokit.snapshot.format import load
+        with Interrupts(self.folder) as interrupts:
+            from reprokit.snapshot.format import load
 
-        snapshot = load(self.snapshot)
-        folder = self.output or default_folder(self.snapshot)
-        make_folder(folder, overwrite=self.overwrite or self.resume)
-        try:
-            reduction, was_interrupted = self._reduce(snapshot, folder)
-        except (NotReproduced, Flaky) as error:
-            self._print_verdict(error)
-            raise
-        summary = self._write(reduction, snapshot, folder)
-        if self.json:
+            snapshot = load(self.snapshot)
+            make_folder(self.folder, overwrite=self.overwrite or self.resume)
+            return _Work(self, snapshot, interrupts).run()
+
+
+class _Work:
+    """One run of the command: the reducer, its view, and Ctrl-C."""
+
+    def __init__(self, plan: Shrink, snapshot: Snapshot, interrupts: Interrupts) -> None:
+        self._plan, self._snapshot, self._interrupts = plan, snapshot, interrupts
+        self._folder = plan.folder
+        self._has_best = False
+
+    def run(self) -> int:
+        """Do everything; the exit code."""
+        plan = self._plan
+        with contextlib.closing(open_view(plan.progress, plan.verbosity)) as view:
+            try:
+                reduction, was_interrupted = self._reduce(view)
+            except (NotReproduced, Flaky) as error:
+                self._print_verdict(error)
+                raise
+            view.show(Writing(was_interrupted))
+            summary = self._write_all(reduction, was_interrupted)
+        if plan.json:
             print_json(summary)
-        if self.verbosity is not Verbosity.QUIET:
-            print_result(summary, folder)
         if was_interrupted:
-            raise Interrupted("interrupted", hint=f"the best so far is in `{folder}`; `--resume` goes on from there")
+            raise _interrupted(summary, self._folder)
+        if plan.verbosity is not Verbosity.QUIET and plan.progress != "json":
+            print_result(summary, self._folder, plan.verbosity)
         return 0
 
-    def _reduce(self, snapshot: Snapshot, folder: Path) -> tuple[Reduction, bool]:
+    def _reduce(self, view: View) -> tuple[Reduction, bool]:
         """The reduction, and whether Ctrl-C ended it early."""
         from reprokit.shrink.reducer import shrink
         from reprokit.shrink.reduction import load
 
-        best = folder / "reduction.pt"
+        def show(event: Event) -> None:
+            self._has_best = self._has_best or isinstance(event, (Improved, Resumed))
+            view.show(event)
+            self._interrupts.check()
+
+        plan = self._plan
+        self._interrupts.begin()
         try:
             reduction = shrink(
-                snapshot,
-                out_dir=folder,
-                level=self.level,
-                max_time=self.max_time,
-                jobs=self.jobs,
-                resume=self.resume,
-                on_event=self._view(),
+                self._snapshot,
+                out_dir=self._folder,
+                level=plan.level,
+                max_time=plan.max_time,
+                max_checks=plan.max_checks,
+                check=plan.check.text if plan.check is not None else None,
+                jobs=plan.jobs,
+                resume=plan.resume,
+                on_event=show,
             )
         except KeyboardInterrupt:
-            if not best.exists():
-                raise
-            return load(best), True
+            self._interrupts.answer()
+            if not self._has_best:
+                raise Interrupted("interrupted before anything smaller was found") from None
+            return load(self._folder / REDUCTION), True
         return reduction, False
 
-    def _write(self, reduction: Reduction, snapshot: Snapshot, folder: Path) -> dict[str, Any]:
-        """Write all files; the contract's summary."""
+    def _write_all(self, reduction: Reduction, was_interrupted: bool) -> dict[str, Any]:
+        """The contract's summary, with all files written. What was found is on disk whatever happens here."""
+        try:
+            return self._write(reduction)
+        except KeyboardInterrupt:
+            raise _interrupted(reduction.summary(), self._folder) from None
+        except Exception as error:
+            if not was_interrupted:
+                raise
+            raise _interrupted(reduction.summary(), self._folder) from error
+
+    def _write(self, reduction: Reduction) -> dict[str, Any]:
+        """Render beside the results, and put everything in place at once when it is verified."""
         from reprokit.render import render_all
 
-        reduction.save(folder / "reduction.pt")
-        return {**reduction.summary(), "repro": render_all(reduction, snapshot, folder)}
-
-    def _view(self) -> Callable[[object], None]:
-        """A line of progress for every event, when asked for."""
-
-        def show(event: object) -> None:
-            if self.verbosity is Verbosity.VERBOSE:
-                say(str(event))
-
-        return show
+        with tempfile.TemporaryDirectory(prefix=STAGING, dir=self._folder) as staging:
+            if self._plan.check is not None and self._plan.check.file is not None:
+                shutil.copy(self._plan.check.file, staging)  # the repro runs it
+            repro = render_all(reduction, self._snapshot, Path(staging))
+            with self._interrupts.held():
+                put_in_place(Path(staging), self._folder)
+                reduction.save(self._folder / REDUCTION)
+        summary = {**reduction.summary(), "repro": repro}
+        return {name: _moved(value, staging, str(self._folder)) for name, value in summary.items()}
 
     def _print_verdict(self, error: ReprokitError) -> None:
-        if self.json:
+        if self._plan.json:
             print_json({"schema": 1, "verdict": VERDICTS[type(error)], "message": error.message, "note": error.note})
+
+
+def _moved(value: Any, old: str, new: str) -> Any:
+    """Nested data with paths that begin with one folder given as in another one."""
+    if isinstance(value, dict):
+        return {name: _moved(item, old, new) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_moved(item, old, new) for item in value]
+    return new + value[len(old) :] if isinstance(value, str) and value.startswith(old) else value
+
+
+def _interrupted(summary: dict[str, Any], folder: Path) -> Interrupted:
+    size = f"{summary['calls']:,} calls, {summary['elements']:,} elements"
+    return Interrupted(f"interrupted; the best so far ({size}) is in `{folder}`, and `--resume` goes on from there")
 
 
 @click.command("shrink", short_help="Find the smallest program that fails the same way.")
@@ -110,18 +178,30 @@ class Shrink:
     show_default=True,
     help="What a piece of the result is.",
 )
+@click.option("--check", metavar="SPEC", help=f"What counts as the failure: {SYNTAX}. Default: what was captured.")
 @click.option("--max-time", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Stop after S seconds.")
+@click.option("--max-checks", type=click.IntRange(min=1), metavar="N", help="Stop after N checks.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Candidates to check at once.")
 @click.option("--resume", is_flag=True, help="Go on from the reduction that is in DIR.")
+@click.option(
+    "--progress",
+    type=click.Choice(CHOICES),
+    default="auto",
+    show_default=True,
+    help="How to show the work on stderr; auto is live on a terminal, plain lines elsewhere.",
+)
 @common_options
 def command(
     snapshot: Path,
     output: Path | None,
     force: bool,
     level: str,
+    check: str | None,
     max_time: float | None,
+    max_checks: int | None,
     jobs: int,
     resume: bool,
+    progress: str,
     verbosity: str | None,
     json: bool,
 ) -> Shrink:
@@ -129,7 +209,9 @@ def command(
 
     DIR gets repro.py, issue.md, report.html, test_repro.py and reduction.pt.
     """
-    return Shrink(snapshot, output, force, level, max_time, jobs, resume, json, Verbosity(verbosity or "normal"))
+    shown = Verbosity(verbosity or "normal")
+    spec = parse(check) if check is not None else None
+    return Shrink(snapshot, output, force, level, max_time, max_checks, jobs, resume, progress, json, shown, spec)
 
 
 def default_folder(snapshot: Path) -> Path:
@@ -138,23 +220,78 @@ def default_folder(snapshot: Path) -> Path:
     return Path(stem if stem != snapshot.name else f"{stem}.shrunk")
 
 
-def print_result(summary: dict[str, Any], folder: Path) -> None:
-    """What was reached, as a table on stderr, and what to do next."""
-    from rich.console import Console
+def print_result(summary: dict[str, Any], folder: Path, verbosity: Verbosity = Verbosity.NORMAL) -> None:
+    """What was reached, on stderr: the sizes, the passes (a table with ``-v``), what matters, and what to do next."""
+    _print_sizes(summary)
+    verdicts = ", ".join(f"{count} {name}" for name, count in summary["verdicts"].items() if count)
+    say(f"{summary['checks']} checks ({verdicts}) in {summary['seconds']:.1f} s; reproduces {summary['reproduces']}")
+    if verbosity is Verbosity.VERBOSE:
+        _print_passes(summary)
+    elif removed := _removed(summary):
+        say(f"removed by {removed}")
+    for line in (*stopped_lines(summary), *summary.get("notes", ()), *matters_lines(summary)):
+        say(line)
+    repro = summary["repro"]
+    say(f"{repro['lines']} lines, verified {repro['verified']} in clean processes -> {shown_path(folder)}")
+    say(f"next: {shown_command('python', shown_path(Path(repro['path'])))}")
+
+
+def stopped_lines(summary: dict[str, Any]) -> Iterator[str]:
+    """Whether the search ended early, and what it did not try."""
+    if summary["one_minimal"]:
+        return
+    why = f" by --{summary['stopped']}" if summary.get("stopped") in ("max-time", "max-checks") else ""
+    yield f"stopped early{why}: the result may shrink further"
+    if summary.get("untried"):
+        yield f"not tried to the end: {', '.join(summary['untried'])}"
+
+
+def matters_lines(summary: dict[str, Any]) -> Iterator[str]:
+    """Which inputs are free, and the nearest variant that passes."""
+    free = [item["input"] for item in summary.get("explain", ()) if item["free"]]
+    if free:
+        yield f"any value fails: {', '.join(free)}"
+    if summary.get("nearest"):
+        yield f"passes with {nearest_words(summary['nearest'])}"
+
+
+def _removed(summary: dict[str, Any]) -> str:
+    """What each pass took away, in a few words."""
+    words = []
+    for row in summary.get("passes", ()):
+        parts = [f"{row[unit]:,} {unit}" for unit in ("calls", "elements") if row[unit] > 0]
+        if parts:
+            words.append(f"{row['name']}: {' and '.join(parts)}")
+    return "; ".join(words)
+
+
+def _print_sizes(summary: dict[str, Any]) -> None:
     from rich.table import Table
 
-    before, repro = summary["before"], summary["repro"]
+    before = summary["before"]
     table = Table(box=None, pad_edge=False)
     table.add_column("")
     for name in ("before", "after"):
         table.add_column(name, justify="right")
     table.add_row("torch calls", f"{before['calls']:,}", f"{summary['calls']:,}")
     table.add_row("input elements", f"{before['elements']:,}", f"{summary['elements']:,}")
-    console = Console(stderr=True, highlight=False)
-    console.print(table)
-    verdicts = ", ".join(f"{count} {name}" for name, count in summary["verdicts"].items() if count)
-    say(f"{summary['checks']} checks ({verdicts}) in {summary['seconds']:.1f} s; reproduces {summary['reproduces']}")
-    if not summary["one_minimal"]:
-        say("stopped early: the result may shrink further")
-    say(f"{repro['lines']} lines, verified {repro['verified']} in clean processes -> {shown_path(folder)}")
-    say(f"next: {shown_command('python', shown_path(Path(repro['path'])))}")
+    _print_table(table)
+
+
+def _print_passes(summary: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("pass")
+    for name in ("checks", "kept", "calls removed", "elements removed", "seconds"):
+        table.add_column(name, justify="right")
+    for row in summary.get("passes", ()):
+        numbers = (row["checks"], row["successes"], row["calls"], row["elements"])
+        table.add_row(row["name"], *(f"{number:,}" for number in numbers), f"{row['seconds']:.2f}")
+    _print_table(table)
+
+
+def _print_table(table: Table) -> None:
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False).print(table)

@@ -23,7 +23,7 @@ from reprokit.program.functions import GRAD_WRITES, display_name, is_factory
 from reprokit.program.ir import OPAQUE, Call, Program, Scope, iter_refs, map_leaves
 from reprokit.program.run import Outcome, Tensors
 
-__all__ = ["Failure", "locate"]
+__all__ = ["Failure", "exception_failure", "locate"]
 
 GRAD_SCALER = Scope("<GradScaler>", "GradScaler")
 
@@ -38,7 +38,7 @@ def locate(program: Program, tensors: Tensors) -> Failure | None:
     notes = Notes(program, watch=_watch)
     outcome = notes.run(tensors)
     if outcome.error is not None:
-        return _exception(program, outcome)
+        return exception_failure(program, outcome)
     found = notes.found or _at_end(program, notes, outcome)
     if found is None:
         return None
@@ -170,12 +170,16 @@ class _Walk:
         return None
 
     def _is_wanted(self, value: int, way: str, at: int) -> bool:
-        """Whether somebody asked for this infinity: a constant, a mask fill, an input given like that."""
+        """Whether somebody asked for this infinity: a constant, a mask fill, an input given like that.
+
+        Masks come with the batch as ``-inf``; a ``+inf`` in there is data that overflowed.
+        """
         if way == NAN:
             return False
         index = self._notes.writer(value, at)
         if index is None:
-            return self._program.input(value).role != "parameter"
+            role = self._program.input(value).role
+            return role != "parameter" and not (role == "batch" and way == PLUS)
         bad = [(v, w) for v, ways in self._notes.reads[index].items() for w in ways]
         if bad:
             return all(self._is_wanted(v, w, index) for v, w in bad)
@@ -221,7 +225,8 @@ def _with_place(failure: Failure, notes: Notes, index: int | None, value: int, w
     )
 
 
-def _exception(program: Program, outcome: Outcome) -> Failure:
+def exception_failure(program: Program, outcome: Outcome) -> Failure:
+    """The failure of a run that a call ended with an exception."""
     assert outcome.error is not None and outcome.error_call is not None
     call = program.calls[outcome.error_call]
     return Failure(

@@ -14,10 +14,11 @@ EXCEPTION = "exception"  # the kind of a failure that is not a bad value
 class Failure:
     """The origin of a failure in a program.
 
-    ``phase``: ``forward``, ``backward`` or ``optimizer``. ``kind``: ``nan``, ``inf`` or ``exception``; ``way`` tells
-    ``+inf`` from ``-inf``.
+    ``phase``: ``forward``, ``backward`` or ``optimizer``. ``kind``: ``nan``, ``inf`` or ``exception``, and in a
+    reduction also ``mismatch`` and ``function`` (the user's own check); ``way`` tells ``+inf`` from ``-inf``, and names
+    the reference or the function.
     ``call`` and ``call_index`` name the origin, ``None`` when an input of the program was bad already (then
-    ``input_name`` says which).
+    ``input_name`` says which), or when only the whole step shows the failure.
     ``value`` is, for forward, the origin's bad output; for backward, the input of the forward call whose gradient is
     bad; for optimizer, the parameter that turned bad. ``element`` is the index of its first bad element.
     """
@@ -36,6 +37,11 @@ class Failure:
     num_elements: int = 0
     input_name: str | None = None
     exception: tuple[str, str] | None = None
+
+    @property
+    def is_of_whole_step(self) -> bool:
+        """Whether no single call or input shows it, so that there is no origin to follow it to."""
+        return self.kind not in ("nan", "inf", EXCEPTION) and self.call is None and self.input_name is None
 
 
 def kind_of(way: str) -> str:

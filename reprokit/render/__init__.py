@@ -112,8 +112,10 @@ def _text(opened: Source, script: Script, kind: str, template: str | None, sourc
 
 
 def _verified(script: Script) -> VerifyResult:
+    from reprokit.render.script import require_whole
     from reprokit.render.verify import verify
 
+    require_whole(script)
     with tempfile.TemporaryDirectory(prefix="reprokit-") as folder:
         return verify(script.write(Path(folder)), TIMES)
 

@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Work begins on a program of this size; the budget is in seconds and checks, ``None`` without one."""
+
+    calls: int
+    elements: int
+    max_time: float | None = None
+    max_checks: int | None = None
+
+    def __str__(self) -> str:
+        limits = [f"{self.max_time:g} s"] if self.max_time is not None else []
+        limits += [f"{self.max_checks:,} checks"] if self.max_checks is not None else []
+        budget = f", at most {' and '.join(limits)}" if limits else ""
+        return f"start: {self.calls:,} calls, {self.elements:,} elements{budget}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +35,18 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """An earlier reduction of this snapshot is gone on from."""
+
+    calls: int
+    elements: int
+    checks: int
+
+    def __str__(self) -> str:
+        return f"resumed after {self.checks:,} checks: {self.calls:,} calls, {self.elements:,} elements left"
+
+
+@dataclass(frozen=True, slots=True)
 class PassStarted:
     """A pass begins in a round (counted from 1) with what is left."""
 
@@ -26,7 +56,7 @@ class PassStarted:
     elements: int
 
     def __str__(self) -> str:
-        return f"round {self.round}, {self.name}: {self.calls} calls, {self.elements:,} elements left"
+        return f"round {self.round}, {self.name}: {self.calls:,} calls, {self.elements:,} elements left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +70,81 @@ class Checked:
     change: str
 
     def __str__(self) -> str:
-        return f"check {self.number}: {self.change}: {self.verdict} ({self.calls} calls, {self.elements:,} elements)"
+        return f"check {self.number}: {self.change}: {self.verdict} ({self.calls:,} calls, {self.elements:,} elements)"
+
+
+@dataclass(frozen=True, slots=True)
+class Improved:
+    """A candidate became the best one so far."""
+
+    calls: int
+    elements: int
+    change: str
+
+    def __str__(self) -> str:
+        return f"kept: {self.change}: {self.calls:,} calls, {self.elements:,} elements left"
+
+
+@dataclass(frozen=True, slots=True)
+class PassEnded:
+    """A pass is through: its checks, the changes it kept, and what is left."""
+
+    name: str
+    round: int
+    checks: int
+    successes: int
+    calls: int
+    elements: int
+
+    def __str__(self) -> str:
+        done = f"{self.successes:,} of {self.checks:,} checks kept"
+        return f"round {self.round}, {self.name}: {done}, {self.calls:,} calls, {self.elements:,} elements left"
+
+
+@dataclass(frozen=True, slots=True)
+class Varied:
+    """A variant of the result was run to explain it."""
+
+    number: int
+    verdict: str
+    change: str
+
+    def __str__(self) -> str:
+        return f"variant {self.number}: {self.change}: {self.verdict}"
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Nothing more can go (or, if not ``one_minimal``, the budget is spent)."""
+    """The search is over. ``stopped`` says why it ended before everything was tried, and ``untried`` what was not."""
 
     calls: int
     elements: int
     checks: int
     one_minimal: bool
+    stopped: str | None = None
+    untried: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         end = "nothing more can go" if self.one_minimal else "stopped early"
-        return f"{end}: {self.calls} calls, {self.elements:,} elements after {self.checks} checks"
+        return f"{end}: {self.calls:,} calls, {self.elements:,} elements after {self.checks:,} checks"
 
 
-Event = Replayed | PassStarted | Checked | Finished
+@dataclass(frozen=True, slots=True)
+class Writing:
+    """The results are rendered and verified; ``is_early`` when the user stopped the search."""
+
+    is_early: bool
+
+    def __str__(self) -> str:
+        if self.is_early:
+            return "interrupted: writing the best so far; Ctrl-C again ends at once"
+        return "writing the results and verifying them in clean processes"
+
+
+Event = Started | Replayed | Resumed | PassStarted | Checked | Improved | PassEnded | Varied | Finished | Writing
+
+
+def as_plain(event: Event) -> dict[str, Any]:
+    """An event as plain data; ``event`` names its kind, such as ``pass_started``."""
+    kind = re.sub(r"(?<!^)(?=[A-Z])", "_", type(event).__name__).lower()
+    return {"event": kind, **asdict(event)}

@@ -1,42 +1,292 @@
-"""Explain: which of the surviving inputs matter. An input is free when it fails with other plain contents as well."""
+"""Explain: which of the surviving inputs and constants matter, and the nearest variant that passes.
+
+A part is free when the program fails in the same way with several other plain and random contents. Everything is run;
+a variant that is invalid says nothing. The number of runs is bounded, so that a large result is not explained for ever.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 
+from reprokit.program.ir import Call, Input
+from reprokit.shrink.arguments import Path, leaves, with_leaf
+from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.constants import is_number
-from reprokit.shrink.oracle import Oracle, OutOfBudget, Verdict
-from reprokit.shrink.plainness import constant_of
+from reprokit.shrink.naming import parameters_of
+from reprokit.shrink.oracle import OutOfBudget, Verdict
+from reprokit.shrink.plainness import constant_of, shortened
 from reprokit.shrink.problem import Problem
+from reprokit.shrink.safety import is_safe, trusts_shapes
+
+MAX_RUNS = 120
+_MAX_PARTS = 16
+_MAX_STEPS = 16
+_MAX_CHANGES = 3
+_PLAIN = (0.0, 1.0, -1.0, 0.5)
 
 
-def explain(problem: Problem) -> list[dict[str, Any]]:
-    """For every input that holds values: its name, and whether its value is free."""
-    return [
-        {"input": item.name, "free": _is_free(problem, problem.oracle, item.value)}
-        for item in problem.best.program.inputs
-        if item.role != "rng"
-    ]
+@dataclass
+class Explanation:
+    """Items for inputs and for constants, each with ``free``, and the nearest change that passes, if one was found.
+
+    An item that could not be varied has ``tried`` false and counts as not free.
+    """
+
+    inputs: list[dict[str, Any]] = field(default_factory=list)
+    constants: list[dict[str, Any]] = field(default_factory=list)
+    nearest: dict[str, Any] | None = None
 
 
-def _is_free(problem: Problem, oracle: Oracle, value: int) -> bool:
-    variants = list(_variants(problem.best.tensors[value]))
-    try:
-        return bool(variants) and all(
-            oracle.check(problem.best.with_tensors({value: other}), "explain") is Verdict.SAME for other in variants
-        )
-    except OutOfBudget:
-        return False
+def explain(problem: Problem) -> Explanation:
+    """Vary what is left of the best candidate, one part at a time."""
+    trials = _Trials(problem)
+    found = Explanation()
+    parts: list[tuple[bool | None, _Part]] = []
+    for item in problem.best.program.inputs:
+        if item.role != "rng":
+            part = _InputPart(problem.best, item)
+            free = trials.is_free(part)
+            found.inputs.append(_item({"input": item.name}, free))
+            parts.append((free, part))
+    for constant in _constants(problem.best, trials):
+        free = trials.is_free(constant)
+        found.constants.append(_item(constant.description, free))
+        parts.append((free, constant))
+    found.nearest = _nearest(trials, [part for free, part in parts if free is False])
+    return found
 
 
-def _variants(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Other contents: of zeros, ones and halves, those that the tensor does not hold."""
-    if is_number(tensor):
-        for number in (0.0, 1.0, 0.5):
-            if constant_of(tensor) != number:
-                yield torch.full_like(tensor, number)
-    elif tensor.dtype is torch.bool:
-        yield ~tensor
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One number of the result exchanged: what it is, and what makes a candidate of a new number."""
+
+    description: dict[str, Any]
+    old: float | int | bool
+    dtype: torch.dtype
+    apply: Callable[[float | int | bool], Candidate]
+
+
+class _Part(Protocol):
+    """Something that survived: an input or a constant."""
+
+    def variants(self) -> Iterator[Candidate]:
+        """The candidate with other contents in this place."""
+
+    def changes(self) -> Iterator[_Change]:
+        """The single numbers it is made of."""
+
+
+class _InputPart:
+    """An input, all of whose elements may be exchanged."""
+
+    def __init__(self, best: Candidate, item: Input) -> None:
+        self._best, self._item = best, item
+        self._tensor = best.tensors[item.value]
+        self._may_index = not trusts_shapes(best.program)
+
+    def variants(self) -> Iterator[Candidate]:
+        """Plain contents, then random ones."""
+        for other in self._contents():
+            if not torch.equal(other, self._tensor):
+                yield self._best.with_tensors({self._item.value: other})
+
+    def changes(self) -> Iterator[_Change]:
+        """The first elements; numbers that choose something only if choosing wrongly is safe."""
+        tensor = self._tensor
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_complex():
+            return
+        if tensor.is_floating_point() or tensor.dtype is torch.bool or self._may_index:
+            for index in range(min(tensor.numel(), _MAX_PARTS)):
+                place = [int(i) for i in torch.unravel_index(torch.tensor(index), tensor.shape)] if tensor.dim() else []
+                description = {"input": self._item.name, "element": place}
+                yield _Change(description, tensor[tuple(place)].item(), tensor.dtype, self._with_element(tuple(place)))
+
+    def _with_element(self, place: tuple[int, ...]) -> Callable[[float | int | bool], Candidate]:
+        def apply(number: float | int | bool) -> Candidate:
+            changed = self._tensor.detach().clone(memory_format=torch.preserve_format)
+            changed[place] = number
+            return self._best.with_tensors({self._item.value: changed})
+
+        return apply
+
+    def _contents(self) -> Iterator[torch.Tensor]:
+        tensor = self._tensor
+        random = torch.Generator().manual_seed(0)
+        if is_number(tensor):
+            for number in _PLAIN:
+                if constant_of(tensor) != number:
+                    yield torch.full_like(tensor, number)
+            for scale in (1.0, 10.0):
+                real = tensor.real.dtype if tensor.is_complex() else tensor.dtype
+                yield (torch.randn(tensor.shape, generator=random) * scale).to(tensor.device, real).to(tensor.dtype)
+        elif tensor.layout is torch.strided and tensor.dtype is torch.bool:
+            yield ~tensor
+            yield torch.zeros_like(tensor)
+            yield torch.ones_like(tensor)
+        elif tensor.layout is torch.strided and tensor.numel() and not tensor.is_quantized and self._may_index:
+            largest = int(tensor.max())
+            if largest > 0:
+                yield torch.zeros_like(tensor)
+                yield torch.full_like(tensor, largest)
+                yield torch.randint(0, largest + 1, tensor.shape, generator=random).to(tensor.device, tensor.dtype)
+
+
+class _ConstantPart:
+    """A number among the arguments of a call."""
+
+    def __init__(self, best: Candidate, index: int, path: Path, number: float | int) -> None:
+        self._best, self._index, self._path, self.number = best, index, path, number
+        call = best.program.calls[index]
+        self.description = {"call": call.target, "argument": _argument_name(call, path), "value": number}
+
+    def variants(self) -> Iterator[Candidate]:
+        """A few other numbers."""
+        number = self.number
+        for other in dict.fromkeys((0.0, 1.0, -number, number * 2, number / 2)):
+            if other != number:
+                yield self.apply(other)
+
+    def changes(self) -> Iterator[_Change]:
+        """The number itself."""
+        description = {name: self.description[name] for name in ("call", "argument")}
+        yield _Change(description, self.number, torch.float64, self.apply)
+
+    def apply(self, number: float | int | bool) -> Candidate:
+        """The candidate with another number here."""
+        calls = list(self._best.program.calls)
+        calls[self._index] = with_leaf(calls[self._index], self._path, number)
+        return replace(self._best, program=replace(self._best.program, calls=tuple(calls)))
+
+
+class _Trials:
+    """Runs variants until the budget for explaining is spent."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._oracle = problem.oracle
+        self._runs = 0
+        self._is_over = False
+
+    def verdict(self, candidate: Candidate) -> Verdict:
+        """The verdict on a variant; invalid, which says nothing, when it may not be run."""
+        if self._is_over or self._runs >= MAX_RUNS or not is_safe(candidate.program, candidate.shapes):
+            return Verdict.INVALID
+        self._runs += 1
+        try:
+            return self._oracle.check(candidate, "explain")
+        except OutOfBudget:
+            self._is_over = True
+            return Verdict.INVALID
+
+    def passes(self, candidate: Candidate) -> bool:
+        """Whether nothing goes wrong in a variant."""
+        return self.verdict(candidate) is Verdict.PASSES
+
+    def is_free(self, part: _Part) -> bool | None:
+        """Whether every variant fails in the same way; ``None`` when none could be run."""
+        was_run = False
+        for candidate in part.variants():
+            verdict = self.verdict(candidate)
+            if verdict in (Verdict.PASSES, Verdict.OTHER):
+                return False
+            was_run = was_run or verdict is Verdict.SAME
+        return True if was_run and not self._is_over else None
+
+
+def _item(description: dict[str, Any], free: bool | None) -> dict[str, Any]:
+    return {**description, "free": bool(free), **({"tried": False} if free is None else {})}
+
+
+def _constants(best: Candidate, trials: _Trials) -> list[_ConstantPart]:
+    """The numbers in arguments; whole ones only where a fraction would do, since others are sizes and places."""
+    found: list[_ConstantPart] = []
+    for index, call in enumerate(best.program.calls):
+        for path, leaf in () if call.is_differentiation else leaves(call):
+            if isinstance(leaf, bool) or not isinstance(leaf, (int, float)) or len(found) == _MAX_PARTS:
+                continue
+            part = _ConstantPart(best, index, path, leaf)
+            if isinstance(leaf, float) or trials.verdict(part.apply(float(leaf) + 0.5)) is not Verdict.INVALID:
+                found.append(part)
+    return found
+
+
+def _argument_name(call: Call, path: Path) -> str:
+    words = [word for word in path[1:] if isinstance(word, str)]
+    if words:
+        return words[-1]
+    names = parameters_of(call.target)
+    place = path[1]
+    return names[place] if place < len(names) else f"argument {place + 1}"
+
+
+def _nearest(trials: _Trials, parts: list[_Part]) -> dict[str, Any] | None:
+    """The smallest change of one number that passes, among the first few that were found."""
+    found: list[tuple[float, dict[str, Any]]] = []
+    for part in parts:
+        for change in part.changes():
+            target = next((n for n in _targets(change) if trials.passes(change.apply(n))), None)
+            if target is not None:
+                near = _nearer(trials, change, target)
+                found.append((_distance(change.old, near), {**change.description, "from": change.old, "to": near}))
+                break
+        if len(found) == _MAX_CHANGES:
+            break
+    return min(found, key=lambda pair: pair[0])[1] if found else None
+
+
+def _targets(change: _Change) -> Iterator[float | int | bool]:
+    """Numbers that may pass, the plainest first."""
+    old = change.old
+    if isinstance(old, bool):
+        yield not old
+    elif not change.dtype.is_floating_point:
+        yield from (number for number in (old - 1, 0) if 0 <= number != old)
+    else:
+        yield from (number for number in (0.0, 1.0, -1.0) if number != old)
+
+
+def _nearer(trials: _Trials, change: _Change, target: float | int | bool) -> float | int | bool:
+    """A number between the old one and ``target`` that still passes, to about a hundredth, with few digits."""
+    if not change.dtype.is_floating_point or not math.isfinite(change.old):
+        return target
+    fails, passes = float(change.old), float(target)
+    for _ in range(_MAX_STEPS):
+        middle = _middle(fails, passes)
+        if abs(passes - fails) <= 0.01 * max(abs(passes), abs(fails)) or middle in (fails, passes):
+            break
+        middle = shortened(middle, 6, change.dtype)
+        if trials.passes(change.apply(middle)):
+            passes = middle
+        else:
+            fails = middle
+    return _short(trials, change, passes)
+
+
+def _middle(first: float, second: float) -> float:
+    """Half the way, in orders of magnitude where these differ."""
+    if first * second > 0 and not 0.25 < first / second < 4:
+        return math.copysign(math.sqrt(abs(first)) * math.sqrt(abs(second)), first)
+    if 0.0 in (first, second):
+        return (first + second) * 1e-4
+    return first / 2 + second / 2
+
+
+def _short(trials: _Trials, change: _Change, number: float) -> float:
+    """The number with the fewest digits that still passes and is not much further away."""
+    limit = 1.02 * _distance(change.old, number)
+    for digits in (1, 2, 3):
+        short = shortened(number, digits, change.dtype)
+        if _distance(change.old, short) <= limit and short != change.old and trials.passes(change.apply(short)):
+            return float(f"{number:.{digits}g}")
+    return number
+
+
+def _distance(old: float | int | bool, new: float | int | bool) -> float:
+    """How far apart two numbers are, relative to the larger one if that is above one."""
+    if not math.isfinite(old):
+        return math.inf
+    return abs(float(new) - float(old)) / max(1.0, abs(float(old)), abs(float(new)))

@@ -32,12 +32,13 @@ def _parameter(call: Call, value: int) -> str | None:
             return name
     for place, argument in enumerate(call.args):
         if any(ref.value == value for ref in iter_refs(argument)):
-            parameters = _parameters(call.target)
+            parameters = parameters_of(call.target)
             return parameters[place] if place < len(parameters) else None
     return None
 
 
-def _parameters(target: str) -> list[str]:
+def parameters_of(target: str) -> list[str]:
+    """What the function calls its parameters; empty if it does not say."""
     try:
         function = function_named(target)
         return list(inspect.signature(overrides.get_testing_overrides().get(function, function)).parameters)

@@ -1,7 +1,9 @@
 """The oracle: does this candidate still fail the same way? Every answer is a real execution.
 
-A verdict is remembered by the candidate's content, so the same candidate is never run twice. How a candidate is run is
-a seam (`Runner`): in this process here. Time and number of checks are bounded.
+A verdict is remembered by the candidate's content, so the same candidate is never run twice. What is looked at and how
+it is judged (`checks.protocol.Check`) and where candidates run (`Isolation`) are seams. Time and number of checks are
+bounded. When several candidates run at once, those after the first success are neither counted nor told, so the log
+does not depend on it.
 """
 
 from __future__ import annotations
@@ -9,18 +11,23 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure
-from reprokit.program.run import determinism
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.signature import Signature, is_clean, same
+from reprokit.shrink.isolation.runner import Isolation
+from reprokit.shrink.isolation.task import Observe, Report, Task
+from reprokit.shrink.signature import Signature
+
+if TYPE_CHECKING:
+    from reprokit.shrink.checks.protocol import Check
 
 
 class Verdict(Enum):
@@ -36,41 +43,43 @@ class OutOfBudget(Exception):
     """The time or the number of checks that was allowed is spent."""
 
 
-class Runner(Protocol):
-    """Runs a candidate and names its failure; may raise for a candidate that cannot be run."""
+Proposal = tuple[str, Candidate]
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """Observes with a check in silence, and gives generators and modes back."""
+
+    check: Check
 
     def __call__(self, candidate: Candidate) -> Failure | None:
-        """The failure of the candidate, or ``None`` when nothing goes wrong."""
-
-
-def run_in_process(candidate: Candidate) -> Failure | None:
-    """Run in this process, on copies, with the generators and modes given back."""
-    state = torch.get_rng_state()
-    grad = torch.is_grad_enabled()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.set_grad_enabled(True)
-            return locate(candidate.program, candidate.tensors)
-    finally:
-        torch.set_grad_enabled(grad)
-        torch.set_rng_state(state)
+        """What the check observes."""
+        state = torch.get_rng_state()
+        grad = torch.is_grad_enabled()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.set_grad_enabled(True)
+                return self.check.observe(candidate)
+        finally:
+            torch.set_grad_enabled(grad)
+            torch.set_rng_state(state)
 
 
 @dataclass
 class Oracle:
-    """Decides candidates against one signature.
+    """Decides candidates with a check.
 
-    ``ways`` are the ways in which no input may be bad. ``checks`` counts executions and ``verdicts`` what they said.
-    ``settings`` are the recorded determinism switches.
+    ``checks`` counts executions and ``verdicts`` what they said. ``isolation`` decides where candidates run; without
+    one, ``observe`` (by default the check's own) is what runs, under the recorded ``settings``.
     """
 
-    signature: Signature
-    ways: frozenset[str] = frozenset()
+    predicate: Check
     settings: Mapping[str, Any] = field(default_factory=dict)
     max_time: float | None = None
     max_checks: int | None = None
-    runner: Runner = run_in_process
+    observe: Observe | None = None
+    isolation: Isolation | None = None
     on_check: Callable[[Candidate, Verdict, str], None] | None = None
     checks: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
@@ -78,15 +87,49 @@ class Oracle:
     _failures: dict[str, Failure] = field(default_factory=dict)
     _started: float = field(default_factory=time.monotonic)
 
+    def __post_init__(self) -> None:
+        self._isolation = self.isolation or Isolation(Task.of(self.observe or Guarded(self.predicate), self.settings))
+
+    @property
+    def signature(self) -> Signature:
+        """What must stay the same."""
+        return self.predicate.signature
+
     def check(self, candidate: Candidate, change: str = "") -> Verdict:
         """The verdict on a candidate; raises `OutOfBudget` when no more checks are allowed."""
+        return self._check(candidate, change, lambda: self._isolation.report(candidate))
+
+    def first(self, proposals: Iterable[Proposal]) -> Candidate | None:
+        """The first of the proposed candidates that fails the same way.
+
+        As many as the isolation has room for run at once. Only those up to the success are counted, in their order, so
+        the answer and the log are the same for any number.
+        """
+        for batch in _batches(proposals, lambda: self._isolation.num_at_once):
+            unknown = {c.digest: c for _, c in batch if self._without_a_run(c) is None}
+            with closing(self._isolation.reports(list(unknown.values()))) as reports:
+                for change, candidate in batch:
+                    if self._check(candidate, change, partial(next, reports)) is Verdict.SAME:
+                        return candidate
+        return None
+
+    def close(self) -> None:
+        """End all processes in which candidates run."""
+        self._isolation.close()
+
+    def _without_a_run(self, candidate: Candidate) -> Verdict | None:
+        """The verdict on a candidate that need not run: it did already, or is bad from the start."""
         known = self._known.get(candidate.digest)
+        if known is None and not self.predicate.is_clean(candidate):
+            return Verdict.OTHER
+        return known
+
+    def _check(self, candidate: Candidate, change: str, run: Callable[[], Report]) -> Verdict:
+        known = self._without_a_run(candidate)
         if known is not None:
             return known
-        if not is_clean(candidate.program, candidate.tensors, self.signature, self.ways):
-            return Verdict.OTHER
         self._spend()
-        verdict = self._judge(candidate)
+        verdict = self._judge(candidate, run())
         self._known[candidate.digest] = verdict
         self.verdicts[verdict.value] += 1
         if self.on_check is not None:
@@ -94,9 +137,8 @@ class Oracle:
         return verdict
 
     def failure(self, candidate: Candidate) -> Failure | None:
-        """The failure of a candidate under the recorded settings; not counted as a check."""
-        with determinism(self.settings):
-            return self.runner(candidate)
+        """The failure of a candidate under the recorded settings; not counted as a check, may raise."""
+        return self._isolation.report(candidate).value()
 
     def known_failure(self, candidate: Candidate) -> Failure | None:
         """The failure of a candidate that was found to be the same one, without running it again."""
@@ -107,20 +149,52 @@ class Oracle:
             self._failures[candidate.digest] = found
         return self._failures[candidate.digest]
 
+    def remember(self, candidate: Candidate, failure: Failure) -> None:
+        """Note the failure of a candidate, so that nobody has to run it for that."""
+        self._failures[candidate.digest] = failure
+
+    @property
+    def remembered(self) -> dict[str, str]:
+        """The verdicts by digest, as plain data."""
+        return {digest: verdict.value for digest, verdict in self._known.items()}
+
+    def recall(self, verdicts: Mapping[str, str]) -> None:
+        """Take over the verdicts of an earlier run; raises `ValueError` for one that does not exist."""
+        self._known.update({digest: Verdict(value) for digest, value in verdicts.items()})
+
     def _spend(self) -> None:
         is_late = self.max_time is not None and time.monotonic() - self._started > self.max_time
         if is_late or (self.max_checks is not None and self.checks >= self.max_checks):
             raise OutOfBudget
         self.checks += 1
 
-    def _judge(self, candidate: Candidate) -> Verdict:
-        try:
-            failure = self.failure(candidate)
-        except Exception:  # whatever a candidate raises outside its calls makes it unusable, nothing more
+    def _judge(self, candidate: Candidate, report: Report) -> Verdict:
+        if report.error is not None:
             return Verdict.INVALID
-        if failure is None:
-            return Verdict.PASSES
-        if same(Signature.of(failure, candidate.program), self.signature):
-            self._failures[candidate.digest] = failure
-            return Verdict.SAME
-        return Verdict.INVALID if failure.kind == "exception" else Verdict.OTHER
+        verdict = self.predicate.judge(report.observation, candidate)
+        if verdict is Verdict.SAME and report.observation is not None:
+            self.remember(candidate, report.observation)
+        return verdict
+
+
+def _batches(proposals: Iterable[Proposal], size: Callable[[], int]) -> Iterator[list[Proposal]]:
+    """The proposals in batches. An error in making one comes after all before it were looked at, as it would one by
+    one."""
+    remaining = iter(proposals)
+    while True:
+        batch: list[Proposal] = []
+        error: Exception | None = None
+        wanted = size()
+        try:
+            while len(batch) < wanted:
+                batch.append(next(remaining))
+        except StopIteration as end:
+            error = end
+        except Exception as raised:
+            error = raised
+        if batch:
+            yield batch
+        if isinstance(error, StopIteration):
+            return
+        if error is not None:
+            raise error

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from reprokit.locate.failure import Failure
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.oracle import Oracle, Verdict
+from reprokit.shrink.oracle import Oracle, Proposal
 from reprokit.shrink.probe import Prober
 from reprokit.shrink.safety import is_safe
 
@@ -32,20 +32,31 @@ class Problem:
 
         ``change`` says in a few words what was done. A candidate whose shapes do not fit together costs no check.
         """
-        candidate = candidate.pruned()
-        if candidate.sort_key >= self.best.sort_key:
+        return self.first([(change, candidate)])
+
+    def first(self, proposals: Iterable[Proposal]) -> bool:
+        """Accept the first of the proposed candidates that `consider` would accept; several may run at once.
+
+        The proposals are pairs of a change and a candidate. They may be made one by one as they are asked for, but must
+        not depend on the verdict on an earlier one.
+        """
+        accepted = self.oracle.first(self._worth_a_check(proposals))
+        if accepted is None:
             return False
-        is_exception = self.oracle.signature.kind == "exception"  # then being ill-formed may be the failure
-        if not is_safe(candidate.program, candidate.shapes) or (
-            not is_exception and self.prober.refuses(candidate, self.best)
-        ):
-            return False
-        if self.oracle.check(candidate, change) is not Verdict.SAME:
-            return False
-        self.best = candidate
+        self.best = accepted
         if self.on_accept is not None:
-            self.on_accept(candidate)
+            self.on_accept(accepted)
         return True
+
+    def _worth_a_check(self, proposals: Iterable[Proposal]) -> Iterator[Proposal]:
+        """Those that are smaller than the best candidate and may be well-formed."""
+        is_exception = self.oracle.signature.kind == "exception"  # then being ill-formed may be the failure
+        for change, proposed in proposals:
+            candidate = proposed.pruned()
+            if candidate.sort_key >= self.best.sort_key or not is_safe(candidate.program, candidate.shapes):
+                continue
+            if is_exception or not self.prober.refuses(candidate, self.best):
+                yield change, candidate
 
     @property
     def failure(self) -> Failure:

@@ -25,8 +25,13 @@ class Reduction:
     """The result of one run of the reducer.
 
     ``before`` holds ``calls`` and ``elements`` of the snapshot, ``reproduces`` how often it failed again (``5/5``),
-    ``explain`` which inputs are free, ``one_minimal`` whether a full round of all passes changed nothing, and ``log`` a
-    line for every change that was kept.
+    ``one_minimal`` whether a full round of all passes changed nothing, ``log`` a line for every change that was kept,
+    and ``passes`` a row for every pass. ``stopped`` says why the search ended early (``max-time``, ``max-checks``,
+    ``interrupted``) and ``untried`` which passes it left undone. ``explain`` says which inputs are free, ``constants``
+    the same of numbers in arguments, ``nearest`` is the smallest change found that passes; ``explain_checks`` is what
+    that took, and is not part of ``checks``. ``notes`` are sentences on how often it fails and under which settings of
+    torch. ``origin`` tells which snapshot and torch this belongs to, and ``known``
+    holds the verdicts by digest, from which a later run goes on.
     """
 
     program: Program
@@ -41,6 +46,15 @@ class Reduction:
     explain: list[dict[str, Any]] = field(default_factory=list)
     one_minimal: bool = False
     log: list[str] = field(default_factory=list)
+    passes: list[dict[str, Any]] = field(default_factory=list)
+    constants: list[dict[str, Any]] = field(default_factory=list)
+    nearest: dict[str, Any] | None = None
+    explain_checks: int = 0
+    stopped: str | None = None
+    untried: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    origin: dict[str, Any] = field(default_factory=dict)
+    known: dict[str, str] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
         """What ``reprokit shrink --json`` prints, without what rendering adds."""
@@ -55,9 +69,16 @@ class Reduction:
             "seconds": round(self.seconds, 3),
             "reproduces": self.reproduces,
             "explain": self.explain,
+            "constants": self.constants,
+            "nearest": self.nearest,
+            "explain_checks": self.explain_checks,
             "before": self.before,
             "signature": self.signature,
             "one_minimal": self.one_minimal,
+            "stopped": self.stopped,
+            "untried": self.untried,
+            "passes": self.passes,
+            "notes": self.notes,
         }
 
     def save(self, path: Path | str) -> None:
@@ -70,13 +91,16 @@ class Reduction:
 
 
 def load(path: Path | str) -> Reduction:
-    """Read a reduction without executing anything from it; raises `SnapshotError`."""
+    """Read a reduction without executing anything from it; raises `SnapshotError`.
+
+    What a file of an earlier version does not hold has its default.
+    """
     content = read_file(path, KIND)
     try:
         content["program"] = plain.from_plain(content["program"])
         content["failure"] = failures.from_plain(content["failure"])
-        return Reduction(**{name: content[name] for name in Reduction.__dataclass_fields__})
-    except (KeyError, TypeError, ValueError) as error:
+        return Reduction(**{name: content[name] for name in Reduction.__dataclass_fields__ if name in content})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SnapshotError(f"`{path}` is damaged: {error}", hint="shrink the snapshot again") from error
 
 

@@ -73,11 +73,8 @@ def is_clean(program: Program, tensors: Tensors, signature: Signature, ways: fro
     """Whether nothing the program is given is bad already in the ways of the failure.
 
     A NaN is never fine and an incoming gradient has to be finite; an infinity of another way, such as a mask filled
-    with ``-inf``, is a legal value. The rule is waived for an input that was itself the failure, and exceptions have
-    none: a value may be what the call objects to.
+    with ``-inf``, is a legal value. The rule is waived for an input that was itself the failure.
     """
-    if signature.kind == "exception":
-        return True
     forbidden = {NAN} if signature.phase == "backward" else {NAN, *ways}
     for item in program.inputs:
         if signature.call is None and item.name == signature.input:
@@ -85,7 +82,13 @@ def is_clean(program: Program, tensors: Tensors, signature: Signature, ways: fro
         found = ways_of(tensors[item.value])
         if found & forbidden or (found and item.role == "gradient"):
             return False
-    return not any(way in forbidden for way in _constant_ways(program))
+    return not any(way in forbidden for way in constant_ways(program))
+
+
+def ways_given(program: Program, tensors: Tensors) -> frozenset[str]:
+    """All ways in which anything that the program is given is bad: its inputs and the constants of its calls."""
+    ways = (ways_of(tensors[item.value]) for item in program.inputs)
+    return frozenset(constant_ways(program)).union(*ways)
 
 
 def _position(failure: Failure, program: Program) -> tuple[Any, ...] | None:
@@ -107,13 +110,14 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 
 def _wording(kind: str, message: str) -> tuple[str, str]:
-    """An exception's type and first line without shapes, quoted parts and numbers."""
-    first = message.strip().split("\n")[0]
+    """An exception's type and first line without shapes, addresses and numbers."""
+    first = re.sub(r"\b0x[0-9a-fA-F]+", "#", message.strip().split("\n")[0])
     first = re.sub(r"[\[(][\d\s,x.-]*[\])]", "#", first)
     return kind, re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", first)
 
 
-def _constant_ways(program: Program) -> set[str]:
+def constant_ways(program: Program) -> set[str]:
+    """The ways in which constants of the calls are bad."""
     found: set[str] = set()
 
     def look(leaf: Any) -> Any:

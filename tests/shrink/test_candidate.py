@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Mode, Program, Ref
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks.nonfinite import NonfiniteCheck
 from reprokit.shrink.oracle import Oracle, OutOfBudget, Verdict
 from reprokit.shrink.plainness import ANY, CONSTANT, ONES, SHORT, ZEROS, num_digits, plainness, shortened
 from reprokit.shrink.signature import Signature
@@ -95,7 +96,7 @@ def oracle(**options: object) -> tuple[Oracle, list[Candidate]]:
         found = kinds[int(number)]
         return Failure("forward", found[0], call=found[1]) if found else None
 
-    made = Oracle(Signature("forward", "nan", "torch.log"), runner=runner, **options)  # type: ignore[arg-type]
+    made = Oracle(NonfiniteCheck(Signature("forward", "nan", "torch.log")), observe=runner, **options)  # type: ignore[arg-type]
     return made, runs
 
 

@@ -69,14 +69,18 @@ def _removable(problem: Problem) -> list[int]:
 
 def _remove(problem: Problem, chosen: frozenset[int], change: str) -> bool:
     recording = record(problem.best, chosen)
-    return any(problem.consider(candidate, change) for candidate in _without(problem.best, chosen, recording))
+    may_bypass = len(chosen) == 1 or problem.failure.is_of_whole_step  # a value given has to be ordinary there
+    proposals = _without(problem.best, chosen, recording, may_bypass)
+    return problem.first((change, candidate) for candidate in proposals)
 
 
-def _without(candidate: Candidate, chosen: frozenset[int], recording: Recording) -> Iterator[Candidate]:
+def _without(
+    candidate: Candidate, chosen: frozenset[int], recording: Recording, may_bypass: bool
+) -> Iterator[Candidate]:
     yield _dropped(candidate, chosen)
     yield _by_value(candidate, chosen, recording)
-    if len(chosen) == 1:
-        yield from _bypassed(candidate, next(iter(chosen)), recording)
+    if may_bypass:
+        yield from _bypassed(candidate, chosen, recording)
 
 
 def _dropped(candidate: Candidate, chosen: frozenset[int]) -> Candidate:
@@ -109,31 +113,35 @@ def _by_value(candidate: Candidate, chosen: frozenset[int], recording: Recording
     return Candidate(replace(program, calls=calls, inputs=(*program.inputs, *inputs)), tensors).pruned()
 
 
-def _bypassed(candidate: Candidate, index: int, recording: Recording) -> Iterator[Candidate]:
-    """With an input of the call in place of its output."""
-    program = candidate.program
-    call = program.calls[index]
-    outputs = call.output_refs()
-    if len(outputs) != 1 or is_in_place(call.target) or outputs[0] not in recording.outputs:
+def _bypassed(candidate: Candidate, chosen: frozenset[int], recording: Recording) -> Iterator[Candidate]:
+    """With something that the calls read in place of the one thing that is needed of what they made."""
+    calls = candidate.program.calls
+    inside = {value for index in chosen for value in calls[index].output_refs()}
+    needed = {v for index, call in enumerate(calls) if index not in chosen for v in call.input_refs()}
+    leaving = sorted(inside & (needed | {ref.value for ref in candidate.program.outputs}))
+    if len(leaving) != 1 or any(is_in_place(calls[index].target) for index in chosen):
         return
-    output = recording.outputs[outputs[0]]
-    for value in call.input_refs():
-        stand_in = recording.inputs.get((index, value))
-        if value != outputs[0] and stand_in is not None and _is_alike(stand_in, output):
-            yield _redirected(candidate, index, outputs[0], value)
+    output = recording.outputs.get(leaving[0])
+    read = dict.fromkeys((index, value) for index in sorted(chosen) for value in calls[index].input_refs())
+    stand_ins = dict.fromkeys(
+        value
+        for index, value in read
+        if value not in inside and output is not None and _is_alike(recording.inputs[index, value], output)
+    )
+    for value in stand_ins:
+        yield _redirected(candidate, chosen, leaving[0], value)
 
 
-def _redirected(candidate: Candidate, index: int, old: int, new: int) -> Candidate:
+def _redirected(candidate: Candidate, chosen: frozenset[int], old: int, new: int) -> Candidate:
     program = candidate.program
     change = {old: Ref(new)}
-    later = (
+    calls = tuple(
         replace(call, args=substitute(call.args, change), kwargs=substitute(dict(call.kwargs), change))
-        for call in program.calls[index + 1 :]
+        for index, call in enumerate(program.calls)
+        if index not in chosen
     )
     outputs = tuple(Ref(new) if ref.value == old else ref for ref in program.outputs)
-    return replace(
-        candidate, program=replace(program, calls=(*program.calls[:index], *later), outputs=outputs)
-    ).pruned()
+    return replace(candidate, program=replace(program, calls=calls, outputs=outputs)).pruned()
 
 
 def _is_alike(first: torch.Tensor, second: torch.Tensor) -> bool:

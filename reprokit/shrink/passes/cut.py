@@ -23,6 +23,9 @@ from reprokit.shrink.recording import Recording, record
 def cuts(candidate: Candidate, failure: Failure) -> Iterator[tuple[str, Candidate]]:
     """What to try, smallest first, each with a few words."""
     program = candidate.program
+    if failure.is_of_whole_step:
+        yield from _parts_of_step(candidate)
+        return
     origin = failure.call_index if failure.call_index is not None else _first_reader(program, failure)
     if origin is not None:
         for kept in _neighbourhoods(program, origin):
@@ -30,6 +33,23 @@ def cuts(candidate: Candidate, failure: Failure) -> Iterator[tuple[str, Candidat
             for cut in _cuts_to(candidate, failure, kept, recording):
                 yield f"only {len(kept)} of {len(program.calls)} calls", cut
         yield "only the calls up to the failure", _up_to(candidate, failure)
+
+
+def _parts_of_step(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
+    """For a failure that no single call shows: the forward pass alone, then everything up to the last backward pass."""
+    program = candidate.program
+    places = [index for index, call in enumerate(program.calls) if call.is_differentiation]
+    if not places:
+        return
+    first = program.calls[places[0]]
+    starts = tuple(iter_refs(first.args[:1]))[:1]
+    forward = replace(program, calls=program.calls[: places[0]], outputs=starts)
+    yield "only the forward pass", replace(candidate, program=forward).pruned()
+    calls = program.calls[: places[-1] + 1]
+    known = {item.value for item in program.inputs}.union(*(call.output_refs() for call in calls))
+    outputs = tuple(ref for ref in program.outputs if ref.value in known)
+    backward = replace(program, calls=calls, outputs=outputs)
+    yield "only up to the last backward pass", replace(candidate, program=backward).pruned()
 
 
 def _cuts_to(candidate: Candidate, failure: Failure, kept: Sequence[int], recording: Recording) -> Iterator[Candidate]:

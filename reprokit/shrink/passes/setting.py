@@ -45,16 +45,23 @@ def drop_autocast(problem: Problem) -> None:
     plain = replace(problem.best, program=program)
     dtype = symbol_named(next(iter(sorted(modes)))[0][1])
     cast = {value: t.to(dtype) for value, t in plain.tensors.items() if t.dtype is torch.float32}
-    if not problem.consider(plain.with_tensors(cast), "inputs in half precision instead of autocast"):
-        problem.consider(plain, "no autocast")
+    in_half = () if _overflows(plain, cast) else ((plain.with_tensors(cast), "half precision instead of autocast"),)
+    for candidate, change in (*in_half, (plain, "no autocast")):
+        if problem.consider(candidate, change):
+            return
 
 
 def simplify_precision(problem: Problem) -> None:
     """Use float32 instead of any other floating-point format."""
     for kind, dtypes in (("half precision", _HALVES), ("float64", (torch.float64,))):
         tensors = {value: t.float() for value, t in problem.best.tensors.items() if t.dtype in dtypes}
-        if tensors:
+        if tensors and not _overflows(problem.best, tensors):
             problem.consider(problem.best.with_tensors(tensors), f"float32 instead of {kind}")
+
+
+def _overflows(candidate: Candidate, cast: dict[int, torch.Tensor]) -> bool:
+    """Whether a cast makes an infinity of a number: the failure would then be given, not made."""
+    return any(int(t.isinf().sum()) > int(candidate.tensors[value].isinf().sum()) for value, t in cast.items())
 
 
 def _simplify_layout(problem: Problem) -> None:
@@ -79,9 +86,9 @@ def _simplify_call(problem: Problem, index: int) -> None:
     tried: list[Call] = []
     while problem.best.program.calls[index] not in tried:
         tried.append(problem.best.program.calls[index])
-        for change, call in fewer_arguments(problem.best.program.calls[index]):
-            if problem.consider(_with_call(problem.best, index, call), change):
-                break
+        best = problem.best
+        fewer = fewer_arguments(best.program.calls[index])
+        problem.first((change, _with_call(best, index, call)) for change, call in fewer)
 
 
 def _barest(problem: Problem, index: int) -> Call | None:

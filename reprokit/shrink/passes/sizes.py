@@ -126,11 +126,11 @@ def _try_kept(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str
     problem.tried_extremes.add(outline)
     kind = problem.failure.kind
     plain = extremes(smaller, kind, kind == "inf" or holds_large(problem.best))
-    return any(problem.consider(candidate, f"{change}, {name}") for name, candidate in plain)
+    return problem.first((f"{change}, {name}", candidate) for name, candidate in plain)
 
 
 def _try_slice(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str) -> bool:
-    return any(problem.consider(smaller, change) for smaller in _slices(problem, kept))
+    return problem.first((change, smaller) for smaller in _slices(problem, kept))
 
 
 def _slices(problem: Problem, kept: Mapping[Class, Sequence[int]]) -> list[Candidate]:
@@ -206,7 +206,7 @@ def _try_dropping(problem: Problem, axes: list[Axis], change: str) -> bool:
     for member in sorted(axes, key=lambda member: -member.axis):
         tensors[member.value] = tensors[member.value].squeeze(member.axis)
     dropped = replace(problem.best, tensors=tensors)
-    return any(problem.consider(variant, change) for variant in _with_lower_dimensions(dropped))
+    return problem.first((change, variant) for variant in _with_lower_dimensions(dropped))
 
 
 def _with_lower_dimensions(candidate: Candidate) -> Iterator[Candidate]:

@@ -75,9 +75,8 @@ def _simplify(problem: Problem, item: Input) -> None:
     if item.role == "rng" or item.value not in problem.best.tensors:
         return
     tensor = problem.best.tensors[item.value]
-    for plain in plainer_contents(tensor, item.role):
-        if problem.consider(problem.best.with_tensors({item.value: plain}), f"plainer `{item.name}`"):
-            return
+    plainer = plainer_contents(tensor, item.role)
+    problem.first((f"plainer `{item.name}`", problem.best.with_tensors({item.value: plain})) for plain in plainer)
 
 
 def _lower_constants(problem: Problem) -> None:

@@ -1,0 +1,96 @@
+"""Ctrl-C while results are made: the first one asks to stop, the second one ends the process at once.
+
+The first raises `KeyboardInterrupt` where the work is, and again at the next `check` in case somebody's callback
+swallowed it. Both leave only whole files: what is being put in place is finished first, unfinished files are removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+
+EXIT_CODE = 130
+STAGING = ".rendering-"
+_LINE = b"reprokit: error: interrupted\n"
+_SHOW_CURSOR = b"\x1b[?25h"
+
+
+class Interrupts:
+    """Takes over SIGINT inside a ``with`` block. Outside the main thread, or where SIGINT is ignored, it does nothing.
+
+    ``folder`` is where unfinished files may lie.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+        self._is_held = False
+        self._is_disposable = True
+        self._is_answered = False
+        self._previous: object = None
+
+    def __enter__(self) -> Interrupts:
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            with contextlib.suppress(ValueError):  # not the main thread
+                self._previous = signal.signal(signal.SIGINT, self._interrupted)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)  # type: ignore[arg-type]
+
+    def begin(self) -> None:
+        """From here on there is something to keep; before (while torch is loaded) one Ctrl-C ends the process."""
+        self._is_disposable = False
+
+    def check(self) -> None:
+        """Raise `KeyboardInterrupt` if an interrupt was asked for and nobody has answered it yet."""
+        if self._count and not self._is_answered:
+            raise KeyboardInterrupt
+
+    def answer(self) -> None:
+        """The interrupt is dealt with; only another one ends the work that remains."""
+        self._is_answered = True
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Finish what is inside, then be interrupted."""
+        count, self._is_held = self._count, True
+        try:
+            yield
+        finally:
+            self._is_held = False
+        if self._count > count:
+            self._react()
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        self._count += 1
+        if not self._is_held:
+            self._react()
+
+    def _react(self) -> None:
+        if self._count > 1 or self._is_disposable:
+            self._end()
+        raise KeyboardInterrupt
+
+    def _end(self) -> None:
+        """End now: no cleaning up but of unfinished files and of the terminal."""
+        with contextlib.suppress(OSError):
+            for unfinished in (*self._folder.glob(".reduction.pt.*.tmp"), *self._folder.glob(f"{STAGING}*")):
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            os.write(2, _SHOW_CURSOR + _LINE if os.isatty(2) else _LINE)
+        processes = sys.modules.get("multiprocessing")
+        with contextlib.suppress(Exception):
+            for child in processes.active_children() if processes is not None else ():
+                child.kill()
+        os._exit(EXIT_CODE)

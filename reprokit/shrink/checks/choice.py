@@ -1,0 +1,47 @@
+"""Which check a reduction uses: the one that was asked for, else the one that the snapshot's failure calls for."""
+
+from __future__ import annotations
+
+from reprokit.locate.failure import EXCEPTION as RAISED
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks import spec as specs
+from reprokit.shrink.checks.exception import ExceptionCheck
+from reprokit.shrink.checks.function import FunctionCheck
+from reprokit.shrink.checks.mismatch import MismatchCheck
+from reprokit.shrink.checks.nonfinite import NonfiniteCheck
+from reprokit.shrink.checks.protocol import SignatureCheck
+from reprokit.shrink.checks.references import Compiled, Double, OtherDevice, Reference
+from reprokit.snapshot.format import Snapshot
+
+
+def choose_check(text: str | None, snapshot: Snapshot) -> SignatureCheck:
+    """The check, with the recorded failure adopted where the snapshot recorded one of its kind.
+
+    Raises `UsageError` for a check that does not exist or that this machine cannot make.
+    """
+    is_exception = snapshot.failure.kind == RAISED
+    if text is None:
+        text = specs.EXCEPTION if is_exception else specs.NONFINITE
+    check = _made(specs.parse(text))
+    if isinstance(check, ExceptionCheck if is_exception else NonfiniteCheck):
+        return check.adopted(snapshot.failure, Candidate(snapshot.program, snapshot.tensors))
+    return check
+
+
+def _made(spec: specs.Spec) -> SignatureCheck:
+    if spec.kind == specs.NONFINITE:
+        return NonfiniteCheck()
+    if spec.kind == specs.EXCEPTION:
+        return ExceptionCheck()
+    if spec.kind == specs.MISMATCH:
+        reference = _reference(spec)
+        reference.require()
+        return MismatchCheck(reference=reference)
+    assert spec.file is not None, "a check by function has a file"
+    return FunctionCheck(file=spec.file.resolve(), function=spec.detail)
+
+
+def _reference(spec: specs.Spec) -> Reference:
+    if spec.detail == specs.COMPILE:
+        return Compiled(spec.option)
+    return Double() if spec.detail == specs.FP64 else OtherDevice()

@@ -1,0 +1,62 @@
+"""The default check: values that are not finite, by the call that made the first of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from reprokit.locate.blame import locate
+from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.locate.ways import MINUS, NAN, PLUS
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks.protocol import SignatureCheck
+from reprokit.shrink.oracle import Verdict
+from reprokit.shrink.signature import Signature, is_clean, ways_given
+
+
+@dataclass(frozen=True)
+class NonfiniteCheck(SignatureCheck):
+    """NaN or infinity with the same origin, kind and phase.
+
+    Both infinities are one kind, so for an infinity both are forbidden in inputs, unless the snapshot itself was given
+    the other one (a mask filled with ``-inf``).
+    """
+
+    @property
+    def kind(self) -> str:
+        """``nan``, one of two."""
+        return NAN
+
+    def recognises(self, failure: Failure) -> bool:
+        """Whether it is a value that is not finite."""
+        return failure.kind != EXCEPTION
+
+    @property
+    def spec(self) -> str:
+        """``nonfinite``."""
+        return "nonfinite"
+
+    def observe(self, candidate: Candidate) -> Failure | None:
+        """Follow what is bad to its origin."""
+        return locate(candidate.program, candidate.tensors)
+
+    def adopted(self, failure: Failure, whole: Candidate) -> Self:
+        """This check for the failure of a whole program."""
+        forbidden = frozenset({failure.way})
+        if failure.kind == "inf":
+            forbidden |= {PLUS, MINUS} - ways_given(whole.program, whole.tensors)
+        return replace(self, wanted=Signature.of(failure, whole.program), forbidden=forbidden - {""})
+
+    def judge(self, observation: Failure | None, candidate: Candidate) -> Verdict:
+        """Like any check; an exception that was recorded is not a bad value."""
+        verdict = super().judge(observation, candidate)
+        is_exception = observation is not None and observation.kind == EXCEPTION
+        return Verdict.INVALID if is_exception else verdict
+
+    def is_clean(self, candidate: Candidate) -> bool:
+        """A NaN is never fine, an incoming gradient has to be finite, and no infinity of the failure's way is."""
+        return is_clean(candidate.program, candidate.tensors, self.signature, self.forbidden)
+
+    def summary(self) -> dict[str, Any]:
+        """The signature alone: this check is what is meant when nothing is said."""
+        return self.signature.summary()

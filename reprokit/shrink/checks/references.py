@@ -1,0 +1,224 @@
+"""What a program is compared with: itself in float64, itself compiled, itself on the other kind of device.
+
+Each reference runs a candidate twice, as it is and in the other way, on the same inputs. Random calls run as they were
+recorded in both, on inputs cast for them, because another dtype or device draws other numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from reprokit.errors import UsageError
+from reprokit.program.ir import Call, Device, Mode, Program, Ref, Symbol, iter_refs, map_leaves, substitute
+from reprokit.program.run import Outcome, run
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks.compiled import run_compiled
+
+_DOUBLES = {
+    **dict.fromkeys(("torch.float16", "torch.bfloat16", "torch.float32", "torch.half", "torch.float"), "torch.float64"),
+    **dict.fromkeys(("torch.complex32", "torch.complex64", "torch.cfloat"), "torch.complex128"),
+}
+_CASTS = frozenset({"torch.Tensor.float", "torch.Tensor.half", "torch.Tensor.bfloat16"})
+
+
+class Reference(Protocol):
+    """Another way to run a program."""
+
+    @property
+    def name(self) -> str:
+        """What follows ``mismatch:`` on the command line."""
+
+    def require(self) -> None:
+        """Raise `UsageError` when this machine cannot run it."""
+
+    def pair(self, candidate: Candidate, keep: frozenset[int]) -> tuple[Outcome, Outcome]:
+        """What is under suspicion, and what it should equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Double:
+    """The same calls in float64."""
+
+    @property
+    def name(self) -> str:
+        """``fp64``."""
+        return "fp64"
+
+    def require(self) -> None:
+        """Every machine can."""
+
+    def pair(self, candidate: Candidate, keep: frozenset[int]) -> tuple[Outcome, Outcome]:
+        """As it is, and in float64."""
+        actual = run(candidate.program, candidate.tensors, keep=keep)
+        other = in_double(candidate)
+        with _default_dtype(torch.float64):
+            return actual, run(other.program, other.tensors, keep=keep)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """The same calls compiled; eager is the reference."""
+
+    backend: str
+
+    @property
+    def name(self) -> str:
+        """``compile:inductor``."""
+        return f"compile:{self.backend}"
+
+    def require(self) -> None:
+        """Compile something small."""
+        try:
+            torch.compile(_plus_one, backend=self.backend)(torch.zeros(2))
+        except Exception as error:  # a backend may fail in as many ways as there are compilers
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UsageError(
+                f'`torch.compile(backend="{self.backend}")` does not work on this machine: {reason}',
+                hint="install a C++ compiler, or compare with `mismatch:compile:aot_eager`",
+            ) from None
+        finally:
+            torch._dynamo.reset()
+
+    def pair(self, candidate: Candidate, keep: frozenset[int]) -> tuple[Outcome, Outcome]:
+        """Compiled, and eager."""
+        return run_compiled(candidate, keep, self.backend), run(candidate.program, candidate.tensors, keep=keep)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherDevice:
+    """The same calls on CUDA when they ran on the CPU, and the other way round."""
+
+    @property
+    def name(self) -> str:
+        """``cpu-cuda``."""
+        return "cpu-cuda"
+
+    def require(self) -> None:
+        """Look for a GPU."""
+        if not torch.cuda.is_available():
+            raise UsageError("`mismatch:cpu-cuda` needs CUDA, and this torch sees none", hint="run it on a GPU machine")
+
+    def pair(self, candidate: Candidate, keep: frozenset[int]) -> tuple[Outcome, Outcome]:
+        """On CUDA, and on the CPU."""
+        first, second = (on_device(candidate, kind) for kind in ("cuda", "cpu"))
+        return run(first.program, first.tensors, keep=keep), run(second.program, second.tensors, keep=keep)
+
+
+def in_double(candidate: Candidate) -> Candidate:
+    """The candidate with everything that is a floating-point number in float64."""
+    dtypes = _dtypes_read(candidate)
+
+    def change(call: Call) -> Call:
+        target = "torch.Tensor.double" if call.target in _CASTS else call.target
+        args, kwargs = map_leaves((call.args, dict(call.kwargs)), _doubled)
+        return replace(call, target=target, args=args, kwargs=kwargs, mode=replace(call.mode, autocast=()))
+
+    def before(index: int, value: int) -> Symbol | None:
+        name = str(dtypes.get((index, value)))
+        return Symbol(name) if name in _DOUBLES else None
+
+    program = _converted(candidate.program, change, before, Symbol("torch.float64"))
+    tensors = {value: tensor.to(_double_of(tensor.dtype)) for value, tensor in candidate.tensors.items()}
+    return Candidate(program, tensors)
+
+
+def on_device(candidate: Candidate, kind: str) -> Candidate:
+    """The candidate on the CPU or on CUDA; generator states stay what they are."""
+    states = {item.value for item in candidate.program.inputs if item.role == "rng"}
+    device = Device(kind)
+
+    def change(call: Call) -> Call:
+        args, kwargs = map_leaves(
+            (call.args, dict(call.kwargs)), lambda leaf: device if isinstance(leaf, Device) else leaf
+        )
+        autocast = tuple((kind, dtype) for _, dtype in call.mode.autocast[:1])
+        return replace(call, args=args, kwargs=kwargs, mode=replace(call.mode, autocast=autocast))
+
+    home = next((t.device.type for v, t in candidate.tensors.items() if v not in states), "cpu")
+    program = _converted(candidate.program, change, lambda index, value: Device(home), device)
+    tensors = {v: tensor if v in states else tensor.to(kind) for v, tensor in candidate.tensors.items()}
+    return Candidate(program, tensors)
+
+
+def _converted(
+    program: Program,
+    change: Callable[[Call], Call],
+    before: Callable[[int, int], Symbol | Device | None],
+    after: Symbol | Device,
+) -> Program:
+    """Every call changed; random calls stay, between casts of what they read and of what they return."""
+    calls: list[Call] = []
+    number = program.next_value()
+    for index, call in enumerate(program.calls):
+        if call.mode.rng is None:
+            calls.append(change(call))
+            continue
+        casts: dict[int, Ref] = {}
+        for value in dict.fromkeys(ref.value for ref in iter_refs((call.args, dict(call.kwargs)))):
+            kind = before(index, value)
+            if kind is not None:
+                casts[value] = Ref(number)
+                calls.append(_cast(Ref(value), kind, casts[value], call.mode))
+                number += 1
+        made = {value: Ref(number + place) for place, value in enumerate(call.output_refs())}
+        number += len(made)
+        args, kwargs = substitute(call.args, casts), substitute(dict(call.kwargs), casts)
+        calls.append(replace(call, args=args, kwargs=kwargs, outputs=substitute(call.outputs, made)))
+        calls += [_cast(raw, after, Ref(value), call.mode) for value, raw in made.items()]
+    return replace(program, calls=tuple(calls))
+
+
+def _cast(source: Ref, kind: Symbol | Device, target: Ref, mode: Mode) -> Call:
+    return Call("torch.Tensor.to", (source, kind), outputs=target, mode=replace(mode, rng=None))
+
+
+def _doubled(leaf: Any) -> Any:
+    return Symbol(_DOUBLES[leaf.name]) if isinstance(leaf, Symbol) and leaf.name in _DOUBLES else leaf
+
+
+def _double_of(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Dtypes:
+    """An observer that notes the dtypes of what random calls read."""
+
+    found: dict[tuple[int, int], torch.dtype]
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Note dtypes."""
+        if call.mode.rng is not None:
+            self.found.update({(index, v): values[v].dtype for v in call.input_refs() if v != call.mode.rng.value})
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Nothing more."""
+
+
+def _dtypes_read(candidate: Candidate) -> dict[tuple[int, int], torch.dtype]:
+    """The dtypes of what random calls read, by call and value."""
+    watch = _Dtypes({})
+    if any(call.mode.rng is not None for call in candidate.program.calls):
+        run(candidate.program, candidate.tensors, observer=watch, keep=frozenset())
+    return watch.found
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _plus_one(x: torch.Tensor) -> torch.Tensor:
+    return x + 1

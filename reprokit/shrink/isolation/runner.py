@@ -1,0 +1,172 @@
+"""The policy: which candidates run where, how many at once, and when the limits are known."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+from reprokit.errors import UsageError
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.isolation import forked
+from reprokit.shrink.isolation.forked import ForkedRun
+from reprokit.shrink.isolation.limits import Limits
+from reprokit.shrink.isolation.remote import Executor, reports_from
+from reprokit.shrink.isolation.running import Run, uninterrupted, wait_for
+from reprokit.shrink.isolation.task import NotObserved, Report, Task
+from reprokit.shrink.isolation.worker import Worker, observe_freshly
+from reprokit.shrink.safety import trusts_shapes
+
+Reports = Generator[Report, None, None]
+MODES = ("auto", "process", "fork", "worker")
+_WORTH_A_PROCESS = 0.1  # seconds; a quicker candidate is done here before a child has started
+
+
+@dataclass
+class Isolation:
+    """Hands out the reports on candidates.
+
+    ``mode`` ``auto`` runs in this process what is known not to take it down, unless ``always_apart`` (for checks that
+    are code of the user's) or after a candidate did take its process down; ``process`` runs everything here, ``fork``
+    and ``worker`` nothing. With an ``executor`` that is where candidates go that do not run here. Up to ``jobs`` run at
+    once. Without ``limits`` these follow from the first run, which has none. ``ended`` counts the reasons for which
+    candidates took a process down, ``trouble`` says what was wrong with the executor.
+    """
+
+    task: Task
+    mode: str = "auto"
+    jobs: int = 1
+    limits: Limits | None = None
+    always_apart: bool = False
+    executor: Executor | None = None
+    ended: Counter[str] = field(default_factory=Counter)
+    trouble: str = ""
+    _workers: list[Worker] = field(default_factory=list)
+    _latest_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UsageError(f"there is no isolation `{self.mode}`", hint=f"one of {', '.join(MODES)}")
+        if self.mode == "fork" and not forked.is_usable():
+            raise UsageError("candidates cannot be forked here", hint="use isolation `worker`")
+        if self.mode == "worker" and not _has_process_groups():
+            raise UsageError("there are no workers on this system", hint="use isolation `process`")
+
+    @property
+    def num_at_once(self) -> int:
+        """How many candidates are worth running at once."""
+        if self.jobs == 1 or self.mode == "process" or not _has_process_groups():
+            return 1
+        is_asked_for = self.mode != "auto" or self.executor is not None
+        return self.jobs if is_asked_for or self._is_wary or self._latest_seconds > _WORTH_A_PROCESS else 1
+
+    def report(self, candidate: Candidate) -> Report:
+        """The report on one candidate."""
+        with closing(self.reports([candidate])) as reports:
+            return next(reports)
+
+    def reports(self, candidates: Sequence[Candidate]) -> Reports:
+        """The reports in the order of the candidates, all of which run at once; closing ends those not waited for."""
+        if len(candidates) == 1 and self._may_run_here(candidates[0]):
+            yield self._run_here(candidates[0])
+            return
+        done = 0
+        with closing(self._apart(candidates)) as reports:
+            for report in reports:
+                done += 1
+                yield self._noted(report)
+        if done < len(candidates):  # the executor has failed
+            yield from self.reports(candidates[done:])
+
+    def report_freshly(self, candidate: Candidate) -> Report:
+        """The report from an interpreter that is started for this candidate alone."""
+        return observe_freshly(self.task, candidate, self.limits or Limits())
+
+    def change(self, task: Task) -> None:
+        """Observe in another way from here on; how long that takes is found out again."""
+        self.close()
+        self.task, self.limits = task, None
+
+    def close(self) -> None:
+        """End all workers."""
+        for worker in self._workers:
+            worker.close()
+        self._workers.clear()
+
+    @property
+    def _is_wary(self) -> bool:
+        return self.always_apart or bool(self.ended)
+
+    def _may_run_here(self, candidate: Candidate) -> bool:
+        if self.mode == "process" or not _has_process_groups():
+            return True
+        return self.mode == "auto" and not self._is_wary and not trusts_shapes(candidate.program)
+
+    def _run_here(self, candidate: Candidate) -> Report:
+        started = time.monotonic()
+        report = self.task.report(candidate)
+        self._time(time.monotonic() - started)
+        return report
+
+    def _apart(self, candidates: Sequence[Candidate]) -> Reports:
+        if self.executor is not None:
+            return self._through_executor(candidates)
+        is_forked = self.mode == "fork" or (self.mode == "auto" and forked.is_usable())
+        return self._in_children(candidates) if is_forked else self._in_workers(candidates)
+
+    def _in_children(self, candidates: Sequence[Candidate]) -> Reports:
+        runs: list[ForkedRun] = []
+        try:
+            for candidate in candidates:
+                forked.start(self.task, candidate, self.limits or Limits(), runs)
+            for run in runs:
+                yield wait_for(run, runs)
+                self._time(run.seconds)
+        finally:
+            with uninterrupted():
+                for run in runs:
+                    run.close()
+
+    def _in_workers(self, candidates: Sequence[Candidate]) -> Reports:
+        while len(self._workers) < len(candidates):
+            self._workers.append(Worker(self.task))
+        workers = self._workers[: len(candidates)]
+        for worker in workers:
+            worker.open()
+        runs: list[Run] = []
+        for worker, candidate in zip(workers, candidates, strict=True):
+            worker.start(candidate, self.limits or Limits(), runs)
+        for run, worker in zip(runs, workers, strict=True):
+            yield wait_for(run, runs)
+            worker.settle()
+            self._time(run.seconds)
+
+    def _through_executor(self, candidates: Sequence[Candidate]) -> Reports:
+        assert self.executor is not None
+        started = time.monotonic()
+        try:
+            with closing(reports_from(self.executor, self.task, candidates, self.limits or Limits())) as reports:
+                for report in reports:
+                    self._time(time.monotonic() - started)
+                    yield report
+        except Exception as error:  # executors fail in as many ways as there are; candidates never raise here
+            self.trouble = f"{type(error).__name__}: {error}"
+            self.executor = None
+
+    def _noted(self, report: Report) -> Report:
+        if report.took_its_process_down:
+            assert isinstance(report.error, NotObserved)
+            self.ended[report.error.reason] += 1
+        return report
+
+    def _time(self, seconds: float) -> None:
+        self._latest_seconds = seconds
+        if self.limits is None:
+            self.limits = Limits.after(seconds)
+
+
+def _has_process_groups() -> bool:
+    return hasattr(os, "killpg")
