@@ -55,7 +55,7 @@ LARGE_LIMITS = {"shrink_s": 30.0, "above_model_bytes": 4 * GIB}
 class Reduced:
     """What the reducer made of a snapshot.
 
-    ``replays`` are runs of the whole program to see that it fails, ``instrumented_runs`` those that record its values.
+    ``replays`` says how often the snapshot failed again, ``instrumented_runs`` counts the runs that record values.
     ``alone``: the repro needs no file beside it. ``repro_fails``: it ended with 1 in a clean process. ``is_right``:
     the failure is the one that was planted. ``note`` is what the reducer said when it gave no result.
     """
@@ -90,7 +90,7 @@ def reduce(snapshot: Snapshot, case: graphs.Case, repeats: int) -> Reduced:
     for _ in range(repeats):
         started = time.perf_counter()
         try:
-            with _recordings(snapshot) as recordings:
+            with _recordings() as recordings:
                 reduction = shrink(snapshot, **options)
         except Exception as error:
             return Reduced(seconds=time.perf_counter() - started, note=f"{type(error).__name__}: {error}")
@@ -127,13 +127,12 @@ def shows(reduction: Reduction, fault: graphs.Fault) -> bool:
 
 
 @contextlib.contextmanager
-def _recordings(snapshot: Snapshot) -> Iterator[list[int]]:
-    """Grows by one for each recording of a program as long as the snapshot's."""
+def _recordings() -> Iterator[list[int]]:
+    """Grows by the length of a program whenever its values are recorded."""
     found: list[int] = []
 
     def counted(program: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(program.calls) == len(snapshot.program.calls):
-            found.append(len(program.calls))
+        found.append(len(program.calls))
         return run(program, *args, **kwargs)
 
     with mock.patch("reprokit.shrink.recording.run", counted):
@@ -243,7 +242,7 @@ def shrink_large(file: Path, fault: graphs.Fault) -> JSON:
     tensors = {tensor.untyped_storage().data_ptr(): tensor for tensor in snapshot.tensors.values()}
     model_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
     started = time.perf_counter()
-    with _recordings(snapshot) as recordings:
+    with _recordings() as recordings:
         reduction = shrink(snapshot)
     shrink_s = time.perf_counter() - started
     peak = peak_bytes()
