@@ -24,7 +24,7 @@ Batch = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong: the last part of the name of a call (or the node of a backward pass), and the phase."""
+    """What is wrong: the last part of a call's name, a node of the backward pass, or a kind of failure; and where."""
 
     call: str
     phase: str = "forward"
@@ -282,7 +282,7 @@ def make_compile_mismatch() -> Case:
     torch.manual_seed(0)
     batches = [(torch.randn(6, WIDTH).half(),) for _ in range(GOOD_STEPS)]
     return Case(
-        HalfPower(), [*batches, (torch.full((6, WIDTH), 300.0).half(),)], Fault("mul"), check="mismatch:compile"
+        HalfPower(), [*batches, (torch.full((6, WIDTH), 300.0).half(),)], Fault("mismatch"), check="mismatch:compile"
     )
 
 

@@ -30,6 +30,7 @@ import minifier
 import torch
 from capture import peak_bytes
 from command import JSON, new_parser, print_json
+from minifier import Clock
 
 import reprokit
 from reprokit.program.run import run
@@ -64,6 +65,7 @@ class Reduced:
     replays: str = ""
     instrumented_runs: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     calls: int | None = None
     elements: int | None = None
     one_minimal: bool = False
@@ -84,22 +86,22 @@ def capture(case: graphs.Case, file: Path) -> Snapshot | None:
 
 
 def reduce(snapshot: Snapshot, case: graphs.Case, repeats: int) -> Reduced:
-    """Shrink a snapshot ``repeats`` times; the seconds are the median."""
-    options = {"check": case.check} if case.check is not None else {}
-    seconds = []
+    """Shrink a snapshot ``repeats`` times; the seconds are medians."""
+    spent = []
     for _ in range(repeats):
-        started = time.perf_counter()
+        clock = Clock()
         try:
             with _recordings() as recordings:
-                reduction = shrink(snapshot, **options)
+                reduction = shrink(snapshot, check=case.check)
         except Exception as error:
-            return Reduced(seconds=time.perf_counter() - started, note=f"{type(error).__name__}: {error}")
-        seconds.append(time.perf_counter() - started)
-    return _describe(reduction, snapshot, case.fault, len(recordings), statistics.median(seconds))
+            return Reduced(**clock.read(), note=f"{type(error).__name__}: {error}")
+        spent.append(clock.read())
+    seconds = {name: statistics.median(one[name] for one in spent) for name in spent[0]}
+    return _describe(reduction, snapshot, case.fault, len(recordings), seconds)
 
 
 def _describe(
-    reduction: Reduction, snapshot: Snapshot, fault: graphs.Fault, instrumented_runs: int, seconds: float
+    reduction: Reduction, snapshot: Snapshot, fault: graphs.Fault, instrumented_runs: int, seconds: dict[str, float]
 ) -> Reduced:
     summary = reduction.summary()
     script = reduction_script(reduction, snapshot)
@@ -109,7 +111,7 @@ def _describe(
         checks=summary["checks"],
         replays=summary["reproduces"],
         instrumented_runs=instrumented_runs,
-        seconds=seconds,
+        **seconds,
         calls=summary["calls"],
         elements=summary["elements"],
         one_minimal=summary["one_minimal"],
@@ -123,7 +125,7 @@ def shows(reduction: Reduction, fault: graphs.Fault) -> bool:
     """Whether what a reduction shows is what was planted."""
     failure = reduction.failure
     call = (failure.call or "").rpartition(".")[2]
-    return failure.phase == fault.phase and fault.call in (call, failure.backward_node)
+    return failure.phase == fault.phase and fault.call in (call, failure.backward_node, failure.kind)
 
 
 @contextlib.contextmanager
@@ -164,7 +166,7 @@ def measure_graph(name: str, size: int, repeats: int) -> JSON:
 
 
 def _minify(module: Any, inputs: Any, check: minifier.Check, strict: minifier.Check, repeats: int) -> minifier.Minified:
-    """The run of the minifier whose seconds are the median."""
+    """The run of the minifier whose seconds are the median one."""
     runs = sorted((minifier.minify(module, inputs, check, strict) for _ in range(repeats)), key=lambda r: r.seconds)
     return runs[(repeats - 1) // 2]
 
@@ -241,19 +243,19 @@ def shrink_large(file: Path, fault: graphs.Fault) -> JSON:
     load_s = time.perf_counter() - started
     tensors = {tensor.untyped_storage().data_ptr(): tensor for tensor in snapshot.tensors.values()}
     model_bytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
-    started = time.perf_counter()
+    clock = Clock()
     with _recordings() as recordings:
         reduction = shrink(snapshot)
-    shrink_s = time.perf_counter() - started
+    seconds = clock.read()
     peak = peak_bytes()
     return {
         "calls": snapshot.program.num_calls,
         "elements": snapshot.num_elements,
         "load_s": load_s,
-        "shrink_s": shrink_s,
+        "shrink_s": seconds["seconds"],
         "model_bytes": model_bytes,
         "above_model_bytes": peak - before - model_bytes,
-        "reprokit": asdict(_describe(reduction, snapshot, fault, len(recordings), shrink_s)),
+        "reprokit": asdict(_describe(reduction, snapshot, fault, len(recordings), seconds)),
     }
 
 
@@ -292,8 +294,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _warm_up() -> None:
     """Both tools load much of torch when they are first used."""
-    for name in graphs.PARTS:
-        measure_graph(name, min(SIZES), 1)
+    measure_graph(next(iter(graphs.PARTS)), min(SIZES), 1)
 
 
 def _measure_graphs(options: argparse.Namespace) -> list[JSON]:
@@ -378,11 +379,12 @@ TABLES: dict[str, Callable[[Sequence[JSON]], str]] = {
     "kinds": table_of_kinds,
     "large": table_of_large,
 }
-_HEAD = f"{'checks':>6} {'seconds':>8} {'left':>5} {'elements':>8}"
+_HEAD = f"{'checks':>6} {'seconds':>8} {'CPU':>8} {'left':>5} {'elements':>8}"
 
 
 def _numbers(row: JSON) -> str:
-    return f"{row['checks']:6} {row['seconds']:8.3f} {_text(row['calls']):>5} {_text(row['elements']):>8}"
+    clocks = " ".join(f"{row[name]:8.3f}" for name in ("seconds", "cpu_seconds"))
+    return f"{row['checks']:6} {clocks} {_text(row['calls']):>5} {_text(row['elements']):>8}"
 
 
 def _text(value: int | None) -> str:
