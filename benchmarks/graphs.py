@@ -305,7 +305,10 @@ KINDS: dict[str, Callable[[], Case]] = {
 
 
 class Gpt2(nn.Module):
-    """GPT-2 of transformers with random weights and eager attention; takes a mask to add to the scores."""
+    """GPT-2 of transformers with random weights and eager attention; takes a mask to add to the scores.
+
+    The loss keeps the embeddings of the texts in a batch apart.
+    """
 
     def __init__(self, num_layers: int, width: int, vocabulary: int) -> None:
         super().__init__()
@@ -317,17 +320,20 @@ class Gpt2(nn.Module):
         self.gpt = GPT2LMHeadModel(config)
 
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return self.gpt(input_ids=tokens, attention_mask=mask, labels=tokens).loss
+        loss = self.gpt(input_ids=tokens, attention_mask=mask, labels=tokens).loss
+        first, second = self.gpt.transformer.wte(tokens).sum(dim=1)
+        return loss - 1e-3 * (first - second).square().sum().sqrt()
 
 
-GPT2_FAULTS = {"mask": Fault("softmax"), "weight": Fault("matmul")}
+GPT2_FAULTS = {"mask": Fault("softmax"), "weight": Fault("matmul"), "gradient": Fault("sqrt", "backward")}
 
 
 def make_gpt2(cause: str, num_layers: int = 12, width: int = 768, vocabulary: int = 50257, length: int = 64) -> Case:
     """A step over several batches.
 
     ``mask``: in the last batch a position of padding may look at nothing. ``weight``: the middle layer's projection to
-    queries and keys has run away, so that their products overflow in the first batch.
+    queries and keys has run away, so that their products overflow in the first batch. ``gradient``: both texts of the
+    last batch are the same, and the distance between them has no gradient.
     """
     torch.manual_seed(0)
     model = Gpt2(num_layers, width, vocabulary)
@@ -335,8 +341,10 @@ def make_gpt2(cause: str, num_layers: int = 12, width: int = 768, vocabulary: in
     padded = causal.clone()
     if cause == "mask":
         padded[1, :, :, :3] = -INF  # three positions of padding on the left
-    else:
+    if cause == "weight":
         with torch.no_grad():
             model.gpt.transformer.h[num_layers // 2].attn.c_attn.weight.mul_(1e21)
     batches = [(torch.randint(vocabulary, (2, length)), mask) for mask in (causal, causal, causal, padded)]
+    if cause == "gradient":
+        batches[-1][0][1] = batches[-1][0][0]
     return Case(model, batches, GPT2_FAULTS[cause], make_optimizer=torch.optim.AdamW, accumulate=len(batches))

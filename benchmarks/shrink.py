@@ -42,7 +42,7 @@ from reprokit.snapshot.format import Snapshot, load
 
 SIZES = (50, 200, 800)
 PARTS = ("graphs", "kinds", "large")
-CAUSES = ("mask", "weight")
+CAUSES = tuple(graphs.GPT2_FAULTS)
 LARGE_THREADS = 2
 TINY = {"num_layers": 2, "width": 64, "vocabulary": 100, "length": 16}
 GIB = 2**30

@@ -107,7 +107,7 @@ def test_a_tool_that_gives_up_has_a_row(graphs: ModuleType, shrink: ModuleType, 
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("cause", ["mask", "weight"])
+@pytest.mark.parametrize("cause", ["mask", "weight", "gradient"])
 def test_a_large_step(shrink: ModuleType, graphs: ModuleType, tmp_path: Path, cause: str) -> None:
     file = str(tmp_path / "snapshot.pt")
     captured = shrink.run_one({"do": "capture", "cause": cause, "file": file, **shrink.TINY})
