@@ -238,21 +238,22 @@ def print_result(summary: dict[str, Any], folder: Path, verbosity: Verbosity = V
 
 def stopped_lines(summary: dict[str, Any]) -> Iterator[str]:
     """Whether the search ended early, and what it did not try."""
-    if summary["one_minimal"]:
-        return
-    why = f" by --{summary['stopped']}" if summary.get("stopped") in ("max-time", "max-checks") else ""
-    yield f"stopped early{why}: the result may shrink further"
+    if not summary["one_minimal"]:
+        why = f" by --{summary['stopped']}" if summary.get("stopped") in ("max-time", "max-checks") else ""
+        yield f"stopped early{why}: the result may shrink further"
     if summary.get("untried"):
         yield f"not tried to the end: {', '.join(summary['untried'])}"
 
 
 def matters_lines(summary: dict[str, Any]) -> Iterator[str]:
     """Which inputs are free, and the nearest variant that passes."""
-    free = [item["input"] for item in summary.get("explain", ()) if item["free"]]
+    names = summary["repro"].get("names", {})
+    free = [names.get(item["input"], item["input"]) for item in summary.get("explain", ()) if item["free"]]
     if free:
         yield f"any value fails: {', '.join(free)}"
     if summary.get("nearest"):
-        yield f"passes with {nearest_words(summary['nearest'])}"
+        new, old = nearest_words(summary["nearest"], names)
+        yield f"passes with {new} instead of {old}"
 
 
 def _removed(summary: dict[str, Any]) -> str:

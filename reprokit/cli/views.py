@@ -26,6 +26,7 @@ from reprokit.shrink.events import (
     Varied,
     Writing,
     as_plain,
+    place_of,
 )
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Progress:
             self.checks += 1
             self.activity = "explain"
         elif isinstance(event, PassStarted):
-            self.activity = f"round {event.round}, {event.name}" if event.round else event.name
+            self.activity = place_of(event)
         elif isinstance(event, Writing):
             self.activity = str(event)
 

@@ -46,6 +46,7 @@ def render_all(reduction: Reduction, snapshot: Snapshot, out_dir: Path, *, times
         "path": str(path),
         "lines": script.num_lines,
         "files": script.files,
+        "names": dict(script.names),
         "verified": result.verified if result.fails else f"0/{times}",
     }
 

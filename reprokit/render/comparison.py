@@ -6,8 +6,8 @@ The user's check is run from its file beside the repro, on an object with the at
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,13 +30,15 @@ _INDENT = "    "
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The sections of a script. ``beside`` names a file of the user's that it runs."""
+    """What a script is made of: code with its inputs, the statements, the assertion.
 
-    imports: Sequence[str]
-    inputs: Sequence[str]
+    ``imports`` replace those of the code, ``beside`` names a file of the user's that it runs.
+    """
+
+    code: Code
     body: Sequence[str]
     check: Sequence[str]
-    side: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    imports: Sequence[str] = ()
     beside: str | None = None
 
 
@@ -82,7 +84,7 @@ def function_parts(program: Program, tensors: Tensors, failure: Failure) -> Part
     ]
     own = ("import runpy", "from pathlib import Path", "from types import SimpleNamespace")
     body = _caught(code.body) if raises else code.body
-    return Parts(_with_imports(code.imports, own), code.inputs, body, check, code.side, file)
+    return Parts(code, body, check, _with_imports(code.imports, own), file)
 
 
 def _in_two_ways(one: Candidate, other: Candidate, failure: Failure, into: str, into_other: str, words: str) -> Parts:
@@ -103,7 +105,7 @@ def _in_two_ways(one: Candidate, other: Candidate, failure: Failure, into: str, 
 def _compared(given: Candidate, failure: Failure, codes: Sequence[Code], calls: Sequence[str]) -> Parts:
     body = [line for code in codes for line in (*code.body, "", "")]
     check = [*calls, 'print("actual =", actual)', 'print("expected =", expected)', _assertion(given, failure)]
-    return Parts(codes[0].imports, [*codes[0].inputs, "", ""], body[:-1], check, codes[0].side)
+    return Parts(replace(codes[0], inputs=(*codes[0].inputs, "", "")), body[:-1], check)
 
 
 def _assertion(given: Candidate, failure: Failure) -> str:

@@ -27,13 +27,14 @@ REPRO_FILE = "repro.py"
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The text of a repro and the tensors that its side file holds.
+    """The text of a repro, the tensors that its side file holds, and its variables by the names of the inputs.
 
     ``beside`` names the file of the user's that it runs, which has to be put beside it by whoever knows where it is.
     """
 
     text: str
     side: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
     beside: str | None = None
 
     @property
@@ -80,9 +81,15 @@ def write_script(
     header = _header(program, failure, num_calls_before, torch_version or torch.__version__)
     parts = _parts(program, tensors, failure)
     text = render_template(
-        "repro.py.j2", header=header, imports=parts.imports, inputs=parts.inputs, body=parts.body, check=parts.check
+        "repro.py.j2",
+        header=header,
+        imports=parts.imports or parts.code.imports,
+        inputs=parts.code.inputs,
+        body=parts.body,
+        check=parts.check,
     )
-    return Script(text, parts.side, parts.beside)
+    names = {item.name: parts.code.names[item.value] for item in program.inputs if item.value in parts.code.names}
+    return Script(text, parts.code.side, names, parts.beside)
 
 
 def _parts(program: Program, tensors: Tensors, failure: Failure) -> Parts:
@@ -94,7 +101,7 @@ def _parts(program: Program, tensors: Tensors, failure: Failure) -> Parts:
     subject = find_subject(program, tensors, failure)
     code = write_program(program, tensors, keep=[subject.value] if subject is not None else [])
     check = write_check(subject, failure, code) if subject is not None else []
-    return Parts(code.imports, code.inputs, code.body, check, code.side)
+    return Parts(code, code.body, check)
 
 
 def _header(program: Program, failure: Failure, num_calls_before: int | None, version: str) -> list[str]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reprokit.locate.failure import Failure
 
+if TYPE_CHECKING:
+    from reprokit.shrink.reduction import Reduction
+
+_FREE, _MATTERS = "any value fails", "its value matters"
 _OPERATORS = {
     "add": "addition",
     "sub": "subtraction",
@@ -113,14 +117,47 @@ def expected(failure: Failure) -> str:
     return "A finite result, or an error that says why there is none."
 
 
-def nearest_words(nearest: Mapping[str, Any]) -> str:
-    """The nearest variant that passes: ``x[0, 1] = 88 instead of 100``."""
+def explained(reduction: Reduction, names: Mapping[str, str]) -> list[tuple[str, str]]:
+    """For every input and constant that is left: what the repro calls it, and whether it matters."""
+    inputs = [(names.get(item["input"], item["input"]), _says(item)) for item in reduction.explain]
+    constants = [(_constant_name(item), _says(item)) for item in reduction.constants]
+    return inputs + constants
+
+
+def what_matters(reduction: Reduction, names: Mapping[str, str]) -> str:
+    """Which parts are free, which matter, and the nearest variant that passes, in up to three sentences."""
+    words = explained(reduction, names)
+    free, matters = ([code_span(name) for name, text in words if text == wanted] for wanted in (_FREE, _MATTERS))
+    sentences = [f"Every value of {_listed(free)} that was tried fails."] if free else []
+    sentences += [f"The value of {_listed(matters)} matters."] if matters else []
+    if reduction.nearest is not None:
+        new, old = nearest_words(reduction.nearest, names)
+        sentences.append(f"It passes with {code_span(new)} instead of {code_span(old)}.")
+    return " ".join(sentences)
+
+
+def nearest_words(nearest: Mapping[str, Any], names: Mapping[str, str]) -> tuple[str, str]:
+    """The nearest variant that passes, and what is there instead: ``x[0, 1] = 88`` and ``100``."""
     if "input" in nearest:
         place = ", ".join(map(str, nearest["element"]))
-        name = f"{nearest['input']}[{place}]" if place else nearest["input"]
+        name = names.get(nearest["input"], nearest["input"]) + (f"[{place}]" if place else "")
     else:
-        name = f"{nearest['argument']} of {nearest['call']}"
-    return f"{name} = {_number(nearest['to'])} instead of {_number(nearest['from'])}"
+        name = _constant_name(nearest)
+    return f"{name} = {_number(nearest['to'])}", _number(nearest["from"])
+
+
+def _says(item: Mapping[str, Any]) -> str:
+    if not item.get("tried", True):
+        return "not varied"
+    return _FREE if item["free"] else _MATTERS
+
+
+def _constant_name(item: Mapping[str, Any]) -> str:
+    return f"{item['argument']} of {item['call']}"
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def _number(value: float | int | bool) -> str:

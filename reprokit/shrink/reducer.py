@@ -384,7 +384,8 @@ class _Run:
     def _reduction(self, best: Candidate) -> Reduction:
         program, ledger = best.program, self.ledger
         failure = self.oracle.known_failure(best)
-        untried = [name for name, _ in PASSES if name not in ledger.settled]
+        untried = [] if self.is_minimal else [name for name, _ in PASSES if name not in ledger.settled]
+        untried += [] if self.explanation.is_complete else [EXPLAIN]
         return Reduction(
             program,
             {item.value: best.tensors[item.value] for item in program.inputs},
@@ -403,7 +404,7 @@ class _Run:
             nearest=self.explanation.nearest,
             explain_checks=ledger.variants,
             stopped=self.stopped,
-            untried=[] if self.is_minimal else untried,
+            untried=untried,
             notes=list(self.notes),
             origin=self.origin,
             known={**(self.earlier.known if self.earlier is not None else {}), **self.oracle.remembered},
