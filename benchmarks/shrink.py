@@ -183,7 +183,7 @@ def measure_kind(name: str, repeats: int) -> JSON:
         "name": name,
         "calls": snapshot.program.num_calls,
         "elements": snapshot.num_elements,
-        "reprokit": asdict(reduce(snapshot, case, repeats)),
+        "reprokit": asdict(reduce(snapshot, case, repeats if case.check is None else 1)),  # compiling takes long
         "minifier": asdict(minifier.minify(module, inputs, minifier.is_not_finite, _never)),
     }
 
