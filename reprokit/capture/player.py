@@ -102,7 +102,11 @@ class Player:
         owner, *rest = args
         keep = not (rest[0] if rest else kwargs.get("set_to_none", True))
         for parameter in owned_by(owner):
-            parameter.grad = torch.zeros_like(parameter) if keep and id(parameter) in self._with_gradient else None
+            if keep and id(parameter) in self._with_gradient:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                with torch._C.DisableTorchFunction():  # a program starts without gradients
+                    parameter.grad = None
 
     def _play_optimizer(self, entry: Entry, args: Any, kwargs: Any) -> None:
         with self.as_then(entry):

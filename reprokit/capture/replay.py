@@ -142,7 +142,8 @@ class _Recorder(Player):
         owner = entry.args[0]
         super()._play_zero_grad(entry, args, kwargs)
         parameters = owned_by(owner)
-        self._zeroed.update((id(p), (p.grad, p.grad._version)) for p in parameters if p.grad is not None)
+        with torch._C.DisableTorchFunction():
+            self._zeroed.update((id(p), (p.grad, p.grad._version)) for p in parameters if p.grad is not None)
         known = [p for p in parameters if self.tracer.value_of(p) is not None]
         if self._differentiated and known:
             refs = [Ref(self.tracer.value(parameter)) for parameter in known]

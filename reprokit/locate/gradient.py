@@ -17,7 +17,7 @@ from reprokit.locate.failure import Failure, kind_of, module_of
 from reprokit.locate.notes import Found
 from reprokit.locate.ways import NAN, Badness, examine
 from reprokit.program.backward import Edge, Node, NodeOwners, edge_of, reachable
-from reprokit.program.functions import display_name
+from reprokit.program.functions import GRAD_WRITES, display_name
 from reprokit.program.ir import Call, Program, iter_refs
 from reprokit.program.run import Tensors, run
 
@@ -174,8 +174,8 @@ def _failure(program: Program, watch: _GradientWatch, origin: Node, node: Node, 
 def _unexplained(program: Program, watch: _GradientWatch, found: Found) -> Failure:
     """No node made it: finite contributions overflowed where they were added up, or the gradient was given bad."""
     for index, edges in watch.edges.items():
-        if found.value in edges and index != found.index:
-            call = program.calls[index]
+        call = program.calls[index]
+        if found.value in edges and index != found.index and call.target not in GRAD_WRITES:
             return Failure(
                 "backward",
                 kind_of(found.way),

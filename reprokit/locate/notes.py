@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from reprokit.locate.ways import Badness, examine, ways_of
+from reprokit.locate.ways import NAN, Badness, examine, ways_of
 from reprokit.program.functions import hidden_writes, is_in_place
 from reprokit.program.ir import Call, Program, iter_refs
 from reprokit.program.run import Outcome, Tensors, run
@@ -82,6 +82,7 @@ class Notes:
     def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Note the ways of what the call wrote, and ask the watch."""
         flags = {}
+        may_be_origin = not any(NAN in ways for ways in self.reads[index].values())  # a NaN is followed further back
         for value in self._written(call, values):
             tensor = values.get(value)
             if tensor is None:
@@ -91,7 +92,8 @@ class Notes:
             ways = self._ways(value, tensor)
             if ways:
                 flags[value] = ways
-                self.places[index, value] = examine(tensor)
+                if may_be_origin:
+                    self.places[index, value] = examine(tensor)
         self.writes[index] = flags
         self._ask(index, call, values, after=True)
 

@@ -55,6 +55,7 @@ from reprokit.shrink.passes.values import simplify_values
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.reduction import Reduction
 from reprokit.shrink.resume import load_earlier, origin_of
+from reprokit.shrink.slicing import slice_to
 from reprokit.snapshot.format import Snapshot
 
 LEVELS = ("op", "module", "step")
@@ -168,6 +169,7 @@ class _Run:
             isolation=self.isolation,
             on_check=self._checked,
         )
+        whole = self._needed(whole)
         self._replay(whole)
         problem = Problem(whole, self.oracle)
         try:
@@ -210,6 +212,20 @@ class _Run:
         self.oracle.on_check = self._varied
         with self.ledger.passing(EXPLAIN):
             self.explanation = explain(problem)
+
+    def _needed(self, whole: Candidate) -> Candidate:
+        """The calls that the failure depends on, if they show it without the rest of the step."""
+        sliced = slice_to(whole, self.failure) if self.check.is_settled else None
+        if sliced is None:
+            return whole
+        limits = self.isolation.limits
+        candidate, failure = sliced
+        report = self.isolation.report(candidate)
+        if report.error is not None or self.check.judge(report.observation, candidate) is not Verdict.SAME:
+            self.isolation.limits = limits  # those of the slice are too tight for the whole step
+            return whole
+        self.failure = failure
+        return candidate
 
     def _replay(self, whole: Candidate) -> None:
         """Say how often the snapshot fails; a failure that is sometimes there gets a rule for its decisions."""

@@ -79,29 +79,32 @@ def _neighbourhoods(program: Program, origin: int) -> Iterator[tuple[int, ...]]:
 
     What a differentiation objects to is often that something was written in place.
     """
-    order = [origin]
+    written = [_written(call) for call in program.calls]
+    order, followed, size = [origin], 0, 1
     if program.calls[origin].is_differentiation:
         writes = [index for index in reversed(range(origin)) if is_in_place(program.calls[index].target)]
         order.extend(writes[:_MAX_WRITES])
-    for index in order:
-        order.extend(found for found in _producers(program, index) if found not in order)
-    size = 1
-    while size // 2 < len(order):
+    while True:
+        while len(order) <= size and followed < len(order):
+            order.extend(found for found in _producers(program, written, order[followed]) if found not in order)
+            followed += 1
         yield tuple(sorted(order[:size]))
+        if len(order) <= size:
+            return
         size *= 2
 
 
-def _producers(program: Program, index: int) -> list[int]:
-    """The calls that wrote what a call reads, latest first."""
+def _producers(program: Program, written: Sequence[set[int]], index: int) -> list[int]:
+    """The calls that wrote what a call reads, latest first; ``written`` says what each call writes."""
     wanted = set(program.calls[index].input_refs())
     found = []
     for position in range(index - 1, -1, -1):
         call = program.calls[position]
-        if call.target == OPAQUE or not _written(call) & wanted:
+        if call.target == OPAQUE or not written[position] & wanted:
             continue
         found.append(position)
         if not is_in_place(call.target):
-            wanted -= _written(call)
+            wanted -= written[position]
     return found
 
 

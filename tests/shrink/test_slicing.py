@@ -1,0 +1,80 @@
+"""Slices: what a failure depends on is kept, the rest of the step goes, and where the data flow hides nothing goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from reprokit.program.ir import Call, Ref
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.reducer import shrink
+from reprokit.shrink.slicing import slice_to
+from tests.shrink import failing
+
+
+def sliced(snapshot: failing.Snapshot) -> tuple[list[str], Any]:
+    found = slice_to(Candidate(snapshot.program, snapshot.tensors), snapshot.failure)
+    assert found is not None
+    candidate, failure = found
+    assert candidate.program.calls[failure.call_index or 0] is snapshot.program.calls[snapshot.failure.call_index or 0]
+    read = {value for call in candidate.program.calls for value in call.input_refs()}
+    assert {item.value for item in candidate.program.inputs} == set(candidate.tensors) <= read
+    return [call.name for call in candidate.program.calls], failure
+
+
+def two_batches(x: torch.Tensor, weight: torch.Tensor) -> None:
+    for batch in (x + 2.0, x * 0.0):
+        hidden = (batch * weight).square()
+        hidden.cos().mean()
+        hidden.sum(dim=1).sqrt().sum().backward()
+
+
+def test_other_batches_and_results_that_lead_elsewhere_go() -> None:
+    snapshot = failing.record(lambda x: (x.exp() / (x.tanh() * 0.0)).mean(), x=failing.seeded(3, 4))
+    assert sliced(snapshot)[0] == ["exp", "tanh", "mul", "div"]
+
+
+def test_a_backward_failure_keeps_its_own_backward_pass_alone() -> None:
+    snapshot = failing.record(two_batches, x=failing.seeded(3, 4), weight=failing.seeded(4, grad=True))
+    names, failure = sliced(snapshot)
+    assert names == ["mul", "mul", "square", "sum", "sqrt", "sum", "backward"]
+    assert (failure.phase, names[failure.call_index]) == ("backward", "sqrt")
+    assert shrink(snapshot).program.num_calls == 1
+
+
+def test_writes_are_kept_since_memory_may_be_shared() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        hidden = x * 1.0
+        hidden[1].zero_()
+        return (hidden / hidden.abs()).sum()
+
+    names, _ = sliced(failing.record(step, x=failing.seeded(3, 4)))
+    assert names[-2:] == ["abs", "div"] and "zero_" in names
+    assert shrink(failing.record(step, x=failing.seeded(3, 4))).reproduces == "5/5"
+
+
+@pytest.mark.parametrize("step", [failing.gradients_added_up, failing.adam_half, failing.singular_matrix])
+def test_what_cannot_be_left_out_stays(step: failing.Step) -> None:
+    snapshot = step()
+    assert slice_to(Candidate(snapshot.program, snapshot.tensors), snapshot.failure) is None
+
+
+def test_nothing_goes_when_an_optimizer_has_stepped_before() -> None:
+    snapshot = failing.zero_by_zero()
+    options: dict[str, Any] = {"params": [[]], "grads": [[]], "options": [{}], "state": [[]]}
+    stepped = Call("torch.optim.SGD.step", (), options, phase="optimizer")
+    program = snapshot.program.__class__((stepped, *snapshot.program.calls), snapshot.program.inputs, (Ref(0),))
+    failure = snapshot.failure.__class__("forward", "nan", call_index=(snapshot.failure.call_index or 0) + 1)
+    assert slice_to(Candidate(program, snapshot.tensors), failure) is None
+
+
+def test_a_slice_that_does_not_fail_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def healthy(candidate: Candidate, failure: Any) -> Any:
+        tensors = {value: torch.ones_like(tensor) for value, tensor in candidate.tensors.items()}
+        return candidate.with_tensors(tensors), failure
+
+    monkeypatch.setattr("reprokit.shrink.reducer.slice_to", healthy)
+    reduction = shrink(failing.zero_by_zero())
+    assert (reduction.reproduces, reduction.program.num_calls) == ("5/5", 1)

@@ -1,0 +1,121 @@
+"""The benchmark of the reducer on small programs: that every case fails as planted, and what each tool answers.
+
+No time is asserted. What is: that both tools are given the same calls, that the minifier is driven right (with a strict
+check it keeps the failure), and that a row says so when a limit is missed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from reprokit.shrink.reducer import shrink as reduce
+from tests.conftest import import_benchmark
+
+PARTS = ("masked_softmax", "zero_times_log_zero", "zero_by_zero")
+KINDS = ("backward_only", "dropout_dependent", "in_place", "optimizer_only", "two_calls", "exception")
+
+
+@pytest.fixture(scope="module")
+def shrink() -> ModuleType:
+    return import_benchmark("shrink")
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def graphs(shrink: ModuleType) -> Any:
+    return shrink.graphs
+
+
+def test_the_benchmark_of_graphs(
+    shrink: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shrink, "_warm_up", lambda: None)
+    file = tmp_path / "result.json"
+    assert shrink.main(["--parts", "graphs", "--sizes", "24", "--repeats", "1", "--json", str(file)]) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert result == json.loads(file.read_text())
+    assert [row["name"] for row in result["graphs"]] == list(PARTS)
+    for row in result["graphs"]:
+        ours, obvious, strict = row["reprokit"], row["minifier"], row["minifier_strict"]
+        assert row["name"] in printed.err
+        assert row["calls"] == row["graph_calls"] <= 24
+        assert ours["is_right"] and ours["alone"] and ours["repro_fails"] and ours["one_minimal"]
+        assert not shrink._over("", {**ours, "seconds": 0.0}, shrink.GRAPH_LIMITS)
+        assert obvious["calls"] == 0 and not obvious["is_same"]
+        assert strict["calls"] == 1 and strict["is_same"]
+        assert min(obvious["checks"], strict["checks"]) > ours["checks"]
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("size", [50, 200])
+def test_a_stack_has_the_size_asked_for(graphs: ModuleType, shrink: ModuleType, name: str, size: int) -> None:
+    case = graphs.make_stack(name, size)
+    module, inputs = shrink.minifier.graph_of(case.model, case.batches[-1])
+    assert size - 6 < shrink.minifier.num_calls(module.graph) <= size
+    assert shrink.minifier.is_not_finite(module, inputs)
+    torch.testing.assert_close(module(*inputs), case.model(*case.batches[-1]), equal_nan=True)
+    assert not shrink.minifier.is_not_finite(module, [*case.batches[0], *inputs[2:]])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_kind_fails_as_planted(graphs: ModuleType, shrink: ModuleType, tmp_path: Path, name: str) -> None:
+    case = graphs.KINDS[name]()
+    snapshot = shrink.capture(case, tmp_path / "snapshot.pt")
+    assert snapshot is not None and snapshot.fidelity == "exact"
+    reduction = reduce(snapshot)
+    assert shrink.shows(reduction, case.fault)
+    assert reduction.one_minimal
+    assert not shrink.shows(reduction, graphs.Fault("other", case.fault.phase))
+    assert not shrink.shows(reduction, graphs.Fault(case.fault.call, "other"))
+
+
+def test_every_kind_is_measured(graphs: ModuleType) -> None:
+    assert set(graphs.KINDS) == {*KINDS, "compile_mismatch"}
+
+
+def test_the_minifier_cannot_be_asked_about_a_gradient(graphs: ModuleType, shrink: ModuleType) -> None:
+    case = graphs.KINDS["backward_only"]()
+    found = shrink.minifier.minify(
+        *shrink.minifier.graph_of(case.model, case.batches[-1]), shrink.minifier.is_not_finite, shrink._never
+    )
+    assert found.note == "RuntimeError: Input graph did not fail the tester"
+    assert (found.checks, found.calls) == (1, None)
+
+
+def test_a_tool_that_gives_up_has_a_row(graphs: ModuleType, shrink: ModuleType, tmp_path: Path) -> None:
+    case = graphs.make_stack("zero_by_zero", 20)
+    snapshot = shrink.capture(case, tmp_path / "snapshot.pt")
+    snapshot.failure = replace(snapshot.failure, kind="inf")
+    row = shrink.reduce(snapshot, case, 1)
+    assert row.note is not None and row.note.startswith("NotReproduced: ")
+    assert row.calls is None and not row.is_right
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("cause", ["mask", "weight", "gradient"])
+def test_a_large_step(shrink: ModuleType, graphs: ModuleType, tmp_path: Path, cause: str) -> None:
+    file = str(tmp_path / "snapshot.pt")
+    captured = shrink.run_one({"do": "capture", "cause": cause, "file": file, **shrink.TINY})
+    row = {"cause": cause, **captured, **shrink.run_one({"do": "shrink", "cause": cause, "file": file})}
+    assert row["calls"] > 100 and row["parameters"] > 100_000
+    assert row["reprokit"]["is_right"] and row["reprokit"]["repro_fails"]
+    assert row["reprokit"]["calls"] == 1
+    assert 4 * row["parameters"] <= row["model_bytes"] < 5 * row["parameters"]
+    assert cause in shrink.table_of_large([row])
+    over = {**row, "above_model_bytes": 5 * shrink.GIB, "shrink_s": 1.0}
+    assert shrink.misses({"large": [over]}) == [f"GPT-2, {cause}: above_model_bytes {5 * shrink.GIB}"]
