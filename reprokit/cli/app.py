@@ -63,7 +63,7 @@ def _parse(argv: list[str]) -> Plan | None:
         plan = app.main(argv, prog_name="reprokit", standalone_mode=False, default_map=settings)
     except click.UsageError as error:
         raise _usage_error(error) from None
-    except click.Abort:
+    except (click.Abort, KeyboardInterrupt):
         raise Interrupted("interrupted") from None
     return None if isinstance(plan, int) else plan
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from reprokit.cli.outputs import make_folder, put_in_place
 from reprokit.cli.views import CHOICES, View, open_view
 from reprokit.errors import Flaky, Interrupted, NotReproduced, ReprokitError
 from reprokit.render.wording import nearest_words
+from reprokit.shrink.checks.spec import SYNTAX, Spec, parse
 from reprokit.shrink.events import Event, Improved, Resumed, Writing
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class Shrink:
     progress: str
     json: bool
     verbosity: Verbosity
+    check: Spec | None = None
 
     @property
     def folder(self) -> Path:
@@ -108,6 +111,7 @@ class _Work:
                 level=plan.level,
                 max_time=plan.max_time,
                 max_checks=plan.max_checks,
+                check=plan.check.text if plan.check is not None else None,
                 jobs=plan.jobs,
                 resume=plan.resume,
                 on_event=show,
@@ -135,6 +139,8 @@ class _Work:
         from reprokit.render import render_all, render_context
 
         with tempfile.TemporaryDirectory(prefix=STAGING, dir=self._folder) as staging:
+            if self._plan.check is not None and self._plan.check.file is not None:
+                shutil.copy(self._plan.check.file, staging)  # the repro runs it
             repro = render_all(reduction, self._snapshot, Path(staging))
             context = render_context(reduction, self._snapshot, Path(staging))
             with self._interrupts.held():
@@ -173,6 +179,7 @@ def _interrupted(summary: dict[str, Any], folder: Path) -> Interrupted:
     show_default=True,
     help="What a piece of the result is.",
 )
+@click.option("--check", metavar="SPEC", help=f"What counts as the failure: {SYNTAX}. Default: what was captured.")
 @click.option("--max-time", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Stop after S seconds.")
 @click.option("--max-checks", type=click.IntRange(min=1), metavar="N", help="Stop after N checks.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Candidates to check at once.")
@@ -190,6 +197,7 @@ def command(
     output: Path | None,
     force: bool,
     level: str,
+    check: str | None,
     max_time: float | None,
     max_checks: int | None,
     jobs: int,
@@ -203,7 +211,8 @@ def command(
     DIR gets repro.py, issue.md, report.html, test_repro.py and reduction.pt.
     """
     shown = Verbosity(verbosity or "normal")
-    return Shrink(snapshot, output, force, level, max_time, max_checks, jobs, resume, progress, json, shown)
+    spec = parse(check) if check is not None else None
+    return Shrink(snapshot, output, force, level, max_time, max_checks, jobs, resume, progress, json, shown, spec)
 
 
 def default_folder(snapshot: Path) -> Path:
@@ -221,7 +230,7 @@ def print_result(summary: dict[str, Any], folder: Path, verbosity: Verbosity = V
         _print_passes(summary)
     elif removed := _removed(summary):
         say(f"removed by {removed}")
-    for line in (*stopped_lines(summary), *matters_lines(summary)):
+    for line in (*stopped_lines(summary), *summary.get("notes", ()), *matters_lines(summary)):
         say(line)
     repro = summary["repro"]
     say(f"{repro['lines']} lines, verified {repro['verified']} in clean processes -> {shown_path(folder)}")
@@ -234,21 +243,22 @@ def print_result(summary: dict[str, Any], folder: Path, verbosity: Verbosity = V
 
 def stopped_lines(summary: dict[str, Any]) -> Iterator[str]:
     """Whether the search ended early, and what it did not try."""
-    if summary["one_minimal"]:
-        return
-    why = f" by --{summary['stopped']}" if summary.get("stopped") in ("max-time", "max-checks") else ""
-    yield f"stopped early{why}: the result may shrink further"
+    if not summary["one_minimal"]:
+        why = f" by --{summary['stopped']}" if summary.get("stopped") in ("max-time", "max-checks") else ""
+        yield f"stopped early{why}: the result may shrink further"
     if summary.get("untried"):
         yield f"not tried to the end: {', '.join(summary['untried'])}"
 
 
 def matters_lines(summary: dict[str, Any]) -> Iterator[str]:
     """Which inputs are free, and the nearest variant that passes."""
-    free = [item["input"] for item in summary.get("explain", ()) if item["free"]]
+    names = summary["repro"].get("names", {})
+    free = [names.get(item["input"], item["input"]) for item in summary.get("explain", ()) if item["free"]]
     if free:
         yield f"any value fails: {', '.join(free)}"
     if summary.get("nearest"):
-        yield f"passes with {nearest_words(summary['nearest'])}"
+        new, old = nearest_words(summary["nearest"], names)
+        yield f"passes with {new} instead of {old}"
 
 
 def _removed(summary: dict[str, Any]) -> str:

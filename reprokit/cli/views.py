@@ -27,6 +27,7 @@ from reprokit.shrink.events import (
     Varied,
     Writing,
     as_plain,
+    place_of,
 )
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Progress:
         elif isinstance(event, ContextChecked):
             self.activity = "context"
         elif isinstance(event, PassStarted):
-            self.activity = f"round {event.round}, {event.name}" if event.round else event.name
+            self.activity = place_of(event)
         elif isinstance(event, Writing):
             self.activity = str(event)
 

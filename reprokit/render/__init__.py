@@ -46,6 +46,7 @@ def render_all(reduction: Reduction, snapshot: Snapshot, out_dir: Path, *, times
         "path": str(path),
         "lines": script.num_lines,
         "files": script.files,
+        "names": dict(script.names),
         "verified": result.verified if result.fails else f"0/{times}",
     }
 
@@ -138,8 +139,10 @@ def _text(opened: Source, script: Script, kind: str, template: str | None, sourc
 
 
 def _verified(script: Script) -> VerifyResult:
+    from reprokit.render.script import require_whole
     from reprokit.render.verify import verify
 
+    require_whole(script)
     with tempfile.TemporaryDirectory(prefix="reprokit-") as folder:
         return verify(script.write(Path(folder)), TIMES)
 

@@ -37,7 +37,7 @@ def find_subject(program: Program, tensors: Tensors, failure: Failure) -> Subjec
     wanted = list(_candidates(program, failure))
     outcome = run(program, tensors, keep=frozenset(wanted))
     if failure.kind == "exception":
-        if outcome.error is None:
+        if outcome.error is None or type(outcome.error).__name__ != _exception_name(failure):
             raise NotReproduced(f"the program does not raise `{_exception_name(failure)}` when it is run again")
         return None
     if outcome.error is not None:

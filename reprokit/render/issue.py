@@ -52,6 +52,7 @@ def write_issue(
         "origin": redact_text(_origin(snapshot)),
         "size": _size(snapshot, reduction),
         "reduced": reduction is not None,
+        "matters": redact_text(wording.what_matters(reduction, script.names)) if reduction is not None else "",
         "fence": fence,
     }
     return _fitted(template, context, long_texts)

@@ -39,6 +39,8 @@ def write_report(
         outline=outline(snapshot.program, snapshot.tensors, failure, snapshot.settings),
         chart=charts.loss_chart(snapshot.timeline, snapshot.step),
         reduction=reduction,
+        explained=wording.explained(reduction, script.names) if reduction is not None else [],
+        nearest=wording.nearest_words(reduction.nearest, script.names) if reduction and reduction.nearest else None,
         environment=_environment_rows(snapshot.environment),
         collect_env=redact_text(str(snapshot.environment.get("collect_env", ""))),
         source=_source_rows(snapshot),

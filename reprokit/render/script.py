@@ -11,11 +11,13 @@ from pathlib import Path
 
 import torch
 
+from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Program
 from reprokit.program.run import Tensors
 from reprokit.render.check import find_subject, write_check
 from reprokit.render.code import SIDE_FILE, write_program
+from reprokit.render.comparison import FUNCTION, MISMATCH, Parts, function_parts, mismatch_parts
 from reprokit.render.environment import render_template
 from reprokit.render.wording import headline, phase_words
 from reprokit.snapshot.redact import redact_text
@@ -25,10 +27,15 @@ REPRO_FILE = "repro.py"
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The text of a repro and the tensors that its side file holds."""
+    """The text of a repro, the tensors that its side file holds, and its variables by the names of the inputs.
+
+    ``beside`` names the file of the user's that it runs, which has to be put beside it by whoever knows where it is.
+    """
 
     text: str
     side: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
+    beside: str | None = None
 
     @property
     def num_lines(self) -> int:
@@ -39,7 +46,8 @@ class Script:
     @property
     def files(self) -> list[str]:
         """The files that running it takes."""
-        return [REPRO_FILE, SIDE_FILE] if self.side else [REPRO_FILE]
+        own = [REPRO_FILE, SIDE_FILE] if self.side else [REPRO_FILE]
+        return [*own, self.beside] if self.beside is not None else own
 
     def write(self, folder: Path) -> Path:
         """Write the script and its side file into ``folder``; the path of the script."""
@@ -52,6 +60,15 @@ class Script:
         return path
 
 
+def require_whole(script: Script) -> None:
+    """Raise `UsageError` for a script that runs a file of the user's: that a .pt file names it is no reason to."""
+    if script.beside is not None:
+        raise UsageError(
+            f"this repro runs the check in `{script.beside}`, which a reduction does not hold",
+            hint="verify the repro.py that `reprokit shrink` wrote beside it",
+        )
+
+
 def write_script(
     program: Program,
     tensors: Tensors,
@@ -61,17 +78,30 @@ def write_script(
     torch_version: str | None = None,
 ) -> Script:
     """The repro of a program that fails; raises `NotReproduced` when it does not."""
-    subject = find_subject(program, tensors, failure)
-    code = write_program(program, tensors, keep=[subject.value] if subject is not None else [])
+    header = _header(program, failure, num_calls_before, torch_version or torch.__version__)
+    parts = _parts(program, tensors, failure)
     text = render_template(
         "repro.py.j2",
-        header=list(_header(program, failure, num_calls_before, torch_version or torch.__version__)),
-        imports=code.imports,
-        inputs=code.inputs,
-        body=code.body,
-        check=write_check(subject, failure, code) if subject is not None else [],
+        header=header,
+        imports=parts.imports or parts.code.imports,
+        inputs=parts.code.inputs,
+        body=parts.body,
+        check=parts.check,
     )
-    return Script(text, code.side)
+    names = {item.name: parts.code.names[item.value] for item in program.inputs if item.value in parts.code.names}
+    return Script(text, parts.code.side, names, parts.beside)
+
+
+def _parts(program: Program, tensors: Tensors, failure: Failure) -> Parts:
+    """The sections of the script; what a repro asserts depends on the kind of the failure."""
+    if failure.kind == MISMATCH:
+        return mismatch_parts(program, tensors, failure)
+    if failure.kind == FUNCTION:
+        return function_parts(program, tensors, failure)
+    subject = find_subject(program, tensors, failure)
+    code = write_program(program, tensors, keep=[subject.value] if subject is not None else [])
+    check = write_check(subject, failure, code) if subject is not None else []
+    return Parts(code, code.body, check)
 
 
 def _header(program: Program, failure: Failure, num_calls_before: int | None, version: str) -> list[str]:

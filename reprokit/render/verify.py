@@ -111,10 +111,13 @@ def verify(path: Path | str, times: int = 20, *, seconds_per_run: float = SECOND
         raise UsageError(f"cannot verify {times} times", hint="--times takes a number from 1 up")
     if source.suffix == ".py":
         return _verify_script(source, times, seconds_per_run)
+    from reprokit.render.script import require_whole
     from reprokit.render.sources import script_of
 
+    script = script_of(source)
+    require_whole(script)
     with tempfile.TemporaryDirectory(prefix="reprokit-") as folder:
-        return _verify_script(script_of(source).write(Path(folder)), times, seconds_per_run)
+        return _verify_script(script.write(Path(folder)), times, seconds_per_run)
 
 
 def _verify_script(script: Path, times: int, seconds_per_run: float) -> VerifyResult:

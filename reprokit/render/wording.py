@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reprokit.locate.failure import Failure
 
+if TYPE_CHECKING:
+    from reprokit.shrink.reduction import Reduction
+
+_FREE, _MATTERS = "any value fails", "its value matters"
 _OPERATORS = {
     "add": "addition",
     "sub": "subtraction",
@@ -26,8 +30,19 @@ _OPERATORS = {
 }
 
 
+_PLACES = {"fp64": "in float64", "compile": "in eager mode", "cpu-cuda": "on the other device"}
+_REFERENCES = {"fp64": "float64", "compile": "eager", "cpu-cuda": "the other device"}
+
+
+def reference_words(failure: Failure) -> str:
+    """What a mismatch differs from: ``float64``."""
+    return _REFERENCES.get(failure.way.partition(":")[0].partition(",")[0], failure.way)
+
+
 def kind_words(failure: Failure) -> str:
     """``nan``, ``inf``, ``-inf`` or the exception's type."""
+    if failure.kind in ("mismatch", "function"):
+        return "different" if failure.kind == "mismatch" else "reported"
     if failure.exception is not None:
         return failure.exception[0]
     return {"+inf": "inf", "-inf": "-inf"}.get(failure.way, "nan")
@@ -49,6 +64,11 @@ def headline(failure: Failure) -> str:
     call, kind = short_call(failure), kind_words(failure)
     if failure.kind == "exception":
         return f"{call} raises {kind}"
+    if failure.kind == "function":
+        return f"{failure.way.rpartition(':')[2]} holds"
+    if failure.kind == "mismatch":
+        what = "compiled code" if failure.way.startswith("compile") else "the result" if failure.call is None else call
+        return f"{what} differs from {reference_words(failure)}"
     if failure.call is None:
         return f"{call} is {kind} before the first call"
     if failure.phase == "backward":
@@ -61,6 +81,12 @@ def headline(failure: Failure) -> str:
 def observed(failure: Failure) -> str:
     """What happens, as a sentence."""
     name, kind = f"`{failure.call or short_call(failure)}`", kind_words(failure)
+    if failure.kind == "function":
+        return f"The check `{failure.way.rpartition(':')[2]}` holds for what the program leaves behind."
+    if failure.kind == "mismatch":
+        what = name if failure.call is not None else "The program"
+        way = "compiled" if failure.way.startswith("compile") else "as it is"
+        return f"{what} gives another result {way} than {_PLACES.get(failure.way.split(':')[0].split(',')[0], '')}."
     if failure.exception is not None:
         first_line = (failure.exception[1].strip().splitlines() or [""])[0]
         return f"{name} raises `{kind}`" + (f": {code_span(first_line)}" if first_line else ".")
@@ -78,6 +104,10 @@ def expected(failure: Failure) -> str:
     """What should happen instead, as a sentence that claims no more than is known."""
     if failure.kind == "exception":
         return "The call returns, or the error says which of its arguments is wrong."
+    if failure.kind == "function":
+        return "The check does not hold."
+    if failure.kind == "mismatch":
+        return "Equal results, within the tolerances of `torch.testing.assert_close`."
     if failure.call is None:
         return "Inputs are free of such values, or are rejected where they enter."
     if failure.phase == "backward":
@@ -87,14 +117,47 @@ def expected(failure: Failure) -> str:
     return "A finite result, or an error that says why there is none."
 
 
-def nearest_words(nearest: Mapping[str, Any]) -> str:
-    """The nearest variant that passes: ``x[0, 1] = 88 instead of 100``."""
+def explained(reduction: Reduction, names: Mapping[str, str]) -> list[tuple[str, str]]:
+    """For every input and constant that is left: what the repro calls it, and whether it matters."""
+    inputs = [(names.get(item["input"], item["input"]), _says(item)) for item in reduction.explain]
+    constants = [(_constant_name(item), _says(item)) for item in reduction.constants]
+    return inputs + constants
+
+
+def what_matters(reduction: Reduction, names: Mapping[str, str]) -> str:
+    """Which parts are free, which matter, and the nearest variant that passes, in up to three sentences."""
+    words = explained(reduction, names)
+    free, matters = ([code_span(name) for name, text in words if text == wanted] for wanted in (_FREE, _MATTERS))
+    sentences = [f"Every value of {_listed(free)} that was tried fails."] if free else []
+    sentences += [f"The value of {_listed(matters)} matters."] if matters else []
+    if reduction.nearest is not None:
+        new, old = nearest_words(reduction.nearest, names)
+        sentences.append(f"It passes with {code_span(new)} instead of {code_span(old)}.")
+    return " ".join(sentences)
+
+
+def nearest_words(nearest: Mapping[str, Any], names: Mapping[str, str]) -> tuple[str, str]:
+    """The nearest variant that passes, and what is there instead: ``x[0, 1] = 88`` and ``100``."""
     if "input" in nearest:
         place = ", ".join(map(str, nearest["element"]))
-        name = f"{nearest['input']}[{place}]" if place else nearest["input"]
+        name = names.get(nearest["input"], nearest["input"]) + (f"[{place}]" if place else "")
     else:
-        name = f"{nearest['argument']} of {nearest['call']}"
-    return f"{name} = {_number(nearest['to'])} instead of {_number(nearest['from'])}"
+        name = _constant_name(nearest)
+    return f"{name} = {_number(nearest['to'])}", _number(nearest["from"])
+
+
+def _says(item: Mapping[str, Any]) -> str:
+    if not item.get("tried", True):
+        return "not varied"
+    return _FREE if item["free"] else _MATTERS
+
+
+def _constant_name(item: Mapping[str, Any]) -> str:
+    return f"{item['argument']} of {item['call']}"
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def _number(value: float | int | bool) -> str:
@@ -103,6 +166,8 @@ def _number(value: float | int | bool) -> str:
 
 def phase_words(failure: Failure) -> str:
     """Where in the step it happens."""
+    if failure.is_of_whole_step:
+        return "over the whole step"
     return {"forward": "in the forward pass", "backward": "in the backward pass", "optimizer": "in the optimizer step"}[
         failure.phase
     ]

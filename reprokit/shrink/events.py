@@ -48,7 +48,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class PassStarted:
-    """A pass begins in a round (counted from 1) with what is left."""
+    """A pass begins in a round (counted from 1, 0 for the cut before the first) with what is left."""
 
     name: str
     round: int
@@ -56,7 +56,7 @@ class PassStarted:
     elements: int
 
     def __str__(self) -> str:
-        return f"round {self.round}, {self.name}: {self.calls:,} calls, {self.elements:,} elements left"
+        return f"{place_of(self)}: {self.calls:,} calls, {self.elements:,} elements left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class PassEnded:
 
     def __str__(self) -> str:
         done = f"{self.successes:,} of {self.checks:,} checks kept"
-        return f"round {self.round}, {self.name}: {done}, {self.calls:,} calls, {self.elements:,} elements left"
+        return f"{place_of(self)}: {done}, {self.calls:,} calls, {self.elements:,} elements left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +166,11 @@ Event = (
     | Finished
     | Writing
 )
+
+
+def place_of(event: PassStarted | PassEnded) -> str:
+    """The pass, with its round if it is part of one."""
+    return f"round {event.round}, {event.name}" if event.round else event.name
 
 
 def as_plain(event: Event) -> dict[str, Any]:

@@ -34,12 +34,14 @@ _PLAIN = (0.0, 1.0, -1.0, 0.5)
 class Explanation:
     """Items for inputs and for constants, each with ``free``, and the nearest change that passes, if one was found.
 
-    An item that could not be varied has ``tried`` false and counts as not free.
+    An item that could not be varied has ``tried`` false and counts as not free. ``is_complete`` is false when the
+    budget of the whole reduction was spent on the way.
     """
 
     inputs: list[dict[str, Any]] = field(default_factory=list)
     constants: list[dict[str, Any]] = field(default_factory=list)
     nearest: dict[str, Any] | None = None
+    is_complete: bool = True
 
 
 def explain(problem: Problem) -> Explanation:
@@ -58,6 +60,7 @@ def explain(problem: Problem) -> Explanation:
         found.constants.append(_item(constant.description, free))
         parts.append((free, constant))
     found.nearest = _nearest(trials, [part for free, part in parts if free is False])
+    found.is_complete = not trials.is_over
     return found
 
 
@@ -65,6 +68,7 @@ def explain(problem: Problem) -> Explanation:
 class _Change:
     """One number of the result exchanged: what it is, and what makes a candidate of a new number."""
 
+    name: str
     description: dict[str, Any]
     old: float | int | bool
     dtype: torch.dtype
@@ -73,6 +77,10 @@ class _Change:
 
 class _Part(Protocol):
     """Something that survived: an input or a constant."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
 
     def variants(self) -> Iterator[Candidate]:
         """The candidate with other contents in this place."""
@@ -85,6 +93,7 @@ class _InputPart:
     """An input, all of whose elements may be exchanged."""
 
     def __init__(self, best: Candidate, item: Input) -> None:
+        self.name = item.name
         self._best, self._item = best, item
         self._tensor = best.tensors[item.value]
         self._may_index = not trusts_shapes(best.program)
@@ -104,7 +113,9 @@ class _InputPart:
             for index in range(min(tensor.numel(), _MAX_PARTS)):
                 place = [int(i) for i in torch.unravel_index(torch.tensor(index), tensor.shape)] if tensor.dim() else []
                 description = {"input": self._item.name, "element": place}
-                yield _Change(description, tensor[tuple(place)].item(), tensor.dtype, self._with_element(tuple(place)))
+                yield _Change(
+                    self.name, description, tensor[tuple(place)].item(), tensor.dtype, self._with_element(tuple(place))
+                )
 
     def _with_element(self, place: tuple[int, ...]) -> Callable[[float | int | bool], Candidate]:
         def apply(number: float | int | bool) -> Candidate:
@@ -142,7 +153,8 @@ class _ConstantPart:
     def __init__(self, best: Candidate, index: int, path: Path, number: float | int) -> None:
         self._best, self._index, self._path, self.number = best, index, path, number
         call = best.program.calls[index]
-        self.description = {"call": call.target, "argument": _argument_name(call, path), "value": number}
+        self.name = _argument_name(call, path)
+        self.description = {"call": call.target, "argument": self.name, "value": number}
 
     def variants(self) -> Iterator[Candidate]:
         """A few other numbers."""
@@ -154,7 +166,7 @@ class _ConstantPart:
     def changes(self) -> Iterator[_Change]:
         """The number itself."""
         description = {name: self.description[name] for name in ("call", "argument")}
-        yield _Change(description, self.number, torch.float64, self.apply)
+        yield _Change(self.name, description, self.number, torch.float64, self.apply)
 
     def apply(self, number: float | int | bool) -> Candidate:
         """The candidate with another number here."""
@@ -168,33 +180,32 @@ class _Trials:
 
     def __init__(self, problem: Problem) -> None:
         self._oracle = problem.oracle
-        self._runs = 0
-        self._is_over = False
+        self._limit = problem.oracle.checks + MAX_RUNS
+        self.is_over = False
 
-    def verdict(self, candidate: Candidate) -> Verdict:
+    def verdict(self, candidate: Candidate, change: str) -> Verdict:
         """The verdict on a variant; invalid, which says nothing, when it may not be run."""
-        if self._is_over or self._runs >= MAX_RUNS or not is_safe(candidate.program, candidate.shapes):
+        if self.is_over or self._oracle.checks >= self._limit or not is_safe(candidate.program, candidate.shapes):
             return Verdict.INVALID
-        self._runs += 1
         try:
-            return self._oracle.check(candidate, "explain")
+            return self._oracle.check(candidate, change)
         except OutOfBudget:
-            self._is_over = True
+            self.is_over = True
             return Verdict.INVALID
 
-    def passes(self, candidate: Candidate) -> bool:
-        """Whether nothing goes wrong in a variant."""
-        return self.verdict(candidate) is Verdict.PASSES
+    def passes(self, change: _Change, number: float | int | bool) -> bool:
+        """Whether nothing goes wrong with this number in place of another one."""
+        return self.verdict(change.apply(number), f"{change.name} = {number:.6g}") is Verdict.PASSES
 
     def is_free(self, part: _Part) -> bool | None:
         """Whether every variant fails in the same way; ``None`` when none could be run."""
         was_run = False
         for candidate in part.variants():
-            verdict = self.verdict(candidate)
+            verdict = self.verdict(candidate, f"other contents of {part.name}")
             if verdict in (Verdict.PASSES, Verdict.OTHER):
                 return False
             was_run = was_run or verdict is Verdict.SAME
-        return True if was_run and not self._is_over else None
+        return True if was_run and not self.is_over else None
 
 
 def _item(description: dict[str, Any], free: bool | None) -> dict[str, Any]:
@@ -209,7 +220,10 @@ def _constants(best: Candidate, trials: _Trials) -> list[_ConstantPart]:
             if isinstance(leaf, bool) or not isinstance(leaf, (int, float)) or len(found) == _MAX_PARTS:
                 continue
             part = _ConstantPart(best, index, path, leaf)
-            if isinstance(leaf, float) or trials.verdict(part.apply(float(leaf) + 0.5)) is not Verdict.INVALID:
+            if (
+                isinstance(leaf, float)
+                or trials.verdict(part.apply(float(leaf) + 0.5), f"a fraction for {part.name}") is not Verdict.INVALID
+            ):
                 found.append(part)
     return found
 
@@ -228,7 +242,7 @@ def _nearest(trials: _Trials, parts: list[_Part]) -> dict[str, Any] | None:
     found: list[tuple[float, dict[str, Any]]] = []
     for part in parts:
         for change in part.changes():
-            target = next((n for n in _targets(change) if trials.passes(change.apply(n))), None)
+            target = next((n for n in _targets(change) if trials.passes(change, n)), None)
             if target is not None:
                 near = _nearer(trials, change, target)
                 found.append((_distance(change.old, near), {**change.description, "from": change.old, "to": near}))
@@ -259,7 +273,7 @@ def _nearer(trials: _Trials, change: _Change, target: float | int | bool) -> flo
         if abs(passes - fails) <= 0.01 * max(abs(passes), abs(fails)) or middle in (fails, passes):
             break
         middle = shortened(middle, 6, change.dtype)
-        if trials.passes(change.apply(middle)):
+        if trials.passes(change, middle):
             passes = middle
         else:
             fails = middle
@@ -280,7 +294,7 @@ def _short(trials: _Trials, change: _Change, number: float) -> float:
     limit = 1.02 * _distance(change.old, number)
     for digits in (1, 2, 3):
         short = shortened(number, digits, change.dtype)
-        if _distance(change.old, short) <= limit and short != change.old and trials.passes(change.apply(short)):
+        if _distance(change.old, short) <= limit and short != change.old and trials.passes(change, short):
             return float(f"{number:.{digits}g}")
     return number
 

@@ -236,6 +236,9 @@ class _Run:
         while len(seen) < times:
             started = time.monotonic()
             seen.append(self.oracle.failure(whole))
+            complaint = self.check.complaint(seen[-1])
+            if complaint is not None:
+                raise complaint
             if len(seen) >= MIN_REPLAYS and times == REPLAYS and time.monotonic() - started > _SLOW_REPLAY:
                 break
         return seen
@@ -407,7 +410,8 @@ class _Run:
     def _reduction(self, best: Candidate) -> Reduction:
         program, ledger = best.program, self.ledger
         failure = self.oracle.known_failure(best)
-        untried = [name for name, _ in self._passes() if name not in ledger.settled]
+        untried = [] if self.is_minimal else [name for name, _ in self._passes() if name not in ledger.settled]
+        untried += [] if self.explanation.is_complete else [EXPLAIN]
         return Reduction(
             program,
             {item.value: best.tensors[item.value] for item in program.inputs},
@@ -426,7 +430,7 @@ class _Run:
             nearest=self.explanation.nearest,
             explain_checks=ledger.variants,
             stopped=self.stopped,
-            untried=[] if self.is_minimal else untried,
+            untried=untried,
             notes=list(self.notes),
             origin=self.origin,
             level=self.level,

@@ -14,6 +14,7 @@ import pytest
 from reprokit.cli import main
 from reprokit.cli.shrink import default_folder
 from reprokit.errors import Flaky, NotReproduced
+from reprokit.shrink.events import Checked, Improved, Replayed
 
 SUMMARY = {
     "schema": 1,
@@ -47,7 +48,8 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
 
     def shrink(snapshot: object, **options: Any) -> FakeReduction:
         fake.options = options
-        options["on_event"]("an event")
+        options["on_event"](Replayed(5, 5))
+        options["on_event"](Checked(1, 2, 5, "same", "all sizes 1"))
         return fake.shrink()
 
     def render_all(reduction: object, snapshot: object, folder: Path) -> dict[str, Any]:
@@ -106,7 +108,7 @@ def test_quiet(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_verbose_tells_every_event(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     main(["shrink", "-v", "x.pt"])
-    assert "reprokit: an event" in capsys.readouterr().err
+    assert "reprokit: check 1: all sizes 1: same (2 calls, 5 elements)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -123,24 +125,29 @@ def test_what_cannot_be_reduced(
     assert main(["shrink", "--json", "x.pt"]) == exit_code
     said = capsys.readouterr()
     assert json.loads(said.out)["verdict"] == verdict
-    assert said.err.startswith(f"reprokit: error: {error}\nhint: ")
+    assert f"\nreprokit: error: {error}\nhint: " in said.err
 
 
 def test_interrupted_with_a_best_so_far(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     def shrink() -> FakeReduction:
         FakeReduction().save(Path("x", "reduction.pt"))
+        reducer.options["on_event"](Improved(2, 5, "all sizes 1"))
         raise KeyboardInterrupt
 
     reducer.shrink = shrink
     assert main(["shrink", "x.pt"]) == 130
     assert Path("x", "repro.py").is_file()
-    assert "--resume" in capsys.readouterr().err
+    line = "interrupted; the best so far (2 calls, 5 elements) is in `x`, and `--resume` goes on from there"
+    assert capsys.readouterr().err.splitlines()[-1] == f"reprokit: error: {line}"
 
 
 def test_interrupted_before_anything_was_found(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
     reducer.shrink = failing(KeyboardInterrupt())
     assert main(["shrink", "x.pt"]) == 130
-    assert capsys.readouterr().err == "reprokit: error: interrupted\n"
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "reprokit: error: interrupted before anything smaller was found"
+    )
+    assert not Path("x", "repro.py").exists()
 
 
 @pytest.mark.parametrize(("flags", "exit_code"), [([], 2), (["-f"], 0), (["--resume"], 0)])

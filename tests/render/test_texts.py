@@ -69,7 +69,12 @@ def reduced(snapshot: Snapshot, **fields: Any) -> Any:
         "verdicts": {"same": 6, "other": 1, "passes": 4, "invalid": 0},
         "seconds": 0.3,
         "reproduces": "5/5",
-        "explain": [{"input": "x", "free": False}],
+        "explain": [{"input": "input", "free": False}, {"input": "unused", "free": True}],
+        "constants": [{"call": "torch.softmax", "argument": "scale", "value": 2.0, "free": False, "tried": False}],
+        "nearest": {"input": "input", "element": [0], "from": float("-inf"), "to": 0.0},
+        "passes": [{"name": "cut", "checks": 7, "successes": 1, "calls": 9, "elements": 23, "seconds": 0.25}],
+        "stopped": None,
+        "untried": [],
         "before": {"calls": snapshot.program.num_calls, "elements": snapshot.num_elements},
         "one_minimal": True,
         "log": ["cut to softmax", "one element"],
@@ -91,6 +96,8 @@ def test_the_issue_says_it_all_on_the_first_screen(template: str) -> None:
     for words in ("**Observed:**", "**Expected:**", "```python", "python repro.py", "out = tensor([nan])"):
         assert words in screen
     assert "failed 20 of 20 runs" in screen
+    assert "Every value of `unused` that was tried fails. The value of `x` matters." in screen
+    assert "It passes with `x[0] = 0` instead of `-inf`." in screen
     assert "your own words" in screen
     assert "mechanically by reprokit from 10 torch calls to 1, in 11 checks" in screen
     assert "`layers.1.attention`" in screen and "`train.py:31`" in screen
@@ -203,8 +210,20 @@ def test_the_report_is_one_file_and_well_formed() -> None:
         "failed at step 8",
         "2 calls before",
         "1-minimal",
+        "any value fails",
+        "scale of torch.softmax",
+        "<code>x[0] = 0</code> instead of <code>-inf</code>",
+        "<tr><th>cut</th><td>7</td><td>1</td><td>9</td><td>23</td><td>0.25</td></tr>",
     ):
         assert words in html
+    assert "Not tried" not in html
+
+
+def test_the_report_says_what_was_not_tried() -> None:
+    snapshot = attention_step()
+    reduction = reduced(snapshot, one_minimal=False, stopped="max-checks", untried=["sizes", "values"])
+    html = write_report(snapshot, reduction_script(reduction), VERIFIED, reduction=reduction)
+    assert "Not tried to the end</dt><dd>sizes, values (ended by max-checks)" in html
 
 
 @pytest.mark.parametrize("case", [square_root_at_zero, half_precision_adam, failing_cholesky, masked_softmax])
@@ -245,7 +264,13 @@ def test_the_chart_skips_what_is_not_finite() -> None:
 def test_all_of_it_is_written_and_runs(tmp_path: Path) -> None:
     snapshot = attention_step()
     made = render_all(reduced(snapshot), snapshot, tmp_path, times=3)
-    assert made == {"path": str(tmp_path / "repro.py"), "lines": 6, "files": ["repro.py"], "verified": "3/3"}
+    assert made == {
+        "path": str(tmp_path / "repro.py"),
+        "lines": 6,
+        "files": ["repro.py"],
+        "names": {"input": "x"},
+        "verified": "3/3",
+    }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["issue.md", "report.html", "repro.py", "test_repro.py"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_repro.py"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from reprokit.locate.blame import locate
+from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.program.trace import Origin, Tracer, recording
 from reprokit.snapshot.format import Snapshot
@@ -21,6 +22,19 @@ Step = Callable[[], Snapshot]
 
 def record(step: Callable[..., Any], **tensors: torch.Tensor) -> Snapshot:
     """A snapshot of a function of named tensors that fails. A tensor it returns is looked at in the end."""
+    return snapshot_of(*_traced(step, tensors))
+
+
+def traced(step: Callable[..., Any], **tensors: torch.Tensor) -> Snapshot:
+    """The same of a function that need not fail; another check than the recorded failure is then what counts."""
+    program, inputs = _traced(step, tensors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        failure = locate(program, inputs)
+    return Snapshot(program, inputs, failure or Failure("forward", "nan", "nan"), 0, 0, "loss")
+
+
+def _traced(step: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -> tuple[Program, dict[int, torch.Tensor]]:
     names = {id(tensor): Origin(name) for name, tensor in tensors.items()}
     tracer = Tracer(lambda tensor: names.get(id(tensor)))
     outputs: tuple[int, ...] = ()
@@ -33,7 +47,7 @@ def record(step: Callable[..., Any], **tensors: torch.Tensor) -> Snapshot:
     if isinstance(result, torch.Tensor):
         value = tracer.value_of(result)
         outputs = (value,) if value is not None else ()
-    return snapshot_of(tracer.program(outputs), dict(tracer.tensors))
+    return tracer.program(outputs), dict(tracer.tensors)
 
 
 def snapshot_of(program: Program, tensors: dict[int, torch.Tensor]) -> Snapshot:

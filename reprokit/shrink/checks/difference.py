@@ -1,19 +1,21 @@
 """Where two runs of a program differ: beyond the dtype's tolerances, and clearly above what eager runs differ by.
 
 Tolerances are those of ``torch.testing.assert_close`` (its documentation lists them), so that a repro can assert with
-it. Infinities and NaNs that both runs have are equal.
+it; where a program computes in half precision, half precision's hold for all that it returns. Infinities and NaNs that
+both runs have are equal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from reprokit.errors import ReprokitError
-from reprokit.program.ir import AUTOGRAD_GRAD, Program, iter_refs
-from reprokit.program.run import Outcome
+from reprokit.program.ir import AUTOGRAD_GRAD, Program, Symbol, iter_refs, map_leaves
+from reprokit.program.run import Outcome, Tensors
 
 MARGIN = 10.0  # how many times larger than the noise of eager runs a difference has to be
 _TOLERANCES = {
@@ -25,6 +27,8 @@ _TOLERANCES = {
     torch.complex128: (1e-7, 1e-7),
 }
 _EXACT = (0.0, 0.0)
+_HALVES = {"torch.float16": torch.float16, "torch.half": torch.float16, "torch.bfloat16": torch.bfloat16}
+_CASTS = {"torch.Tensor.half": torch.float16, "torch.Tensor.bfloat16": torch.bfloat16}
 
 
 class Incomparable(ReprokitError):
@@ -60,13 +64,36 @@ def results_of(program: Program) -> list[int]:
     return list(found)
 
 
-def differences(actual: Outcome, expected: Outcome) -> Iterator[Difference]:
+def halves_in(program: Program, tensors: Tensors) -> frozenset[torch.dtype]:
+    """The half-precision formats that a program computes in: inputs, casts, arguments and autocast."""
+    found = {tensors[item.value].dtype for item in program.inputs}
+
+    def look(leaf: Any) -> Any:
+        if isinstance(leaf, Symbol) and leaf.name in _HALVES:
+            found.add(_HALVES[leaf.name])
+        return leaf
+
+    for call in program.calls:
+        map_leaves((call.args, dict(call.kwargs)), look)
+        found.update(_HALVES[name] for _, name in call.mode.autocast if name in _HALVES)
+        found.update(dtype for target, dtype in _CASTS.items() if target == call.target)
+    return frozenset(found & set(_HALVES.values()))
+
+
+def tolerances(dtype: torch.dtype, halves: frozenset[torch.dtype]) -> tuple[float, float]:
+    """Relative and absolute tolerance for a result of a program that computes in these half-precision formats."""
+    if dtype not in _TOLERANCES:
+        return _EXACT
+    return max(_TOLERANCES[known] for known in (dtype, *halves))
+
+
+def differences(actual: Outcome, expected: Outcome, halves: frozenset[torch.dtype]) -> Iterator[Difference]:
     """Every result that differs beyond its tolerances, values before gradients."""
     for is_gradient, one, other in _paired(actual, expected):
         for value, tensor in one.items():
             if value not in other:
                 raise Incomparable(f"value {value} is missing")
-            found = _difference(value, is_gradient, tensor, other[value])
+            found = _difference(value, is_gradient, tensor, other[value], tolerances(tensor.dtype, halves))
             if found is not None:
                 yield found
 
@@ -88,11 +115,13 @@ def _paired(
     return (False, actual.values, expected.values), (True, actual.gradients, expected.gradients)
 
 
-def _difference(value: int, is_gradient: bool, actual: torch.Tensor, expected: torch.Tensor) -> Difference | None:
+def _difference(
+    value: int, is_gradient: bool, actual: torch.Tensor, expected: torch.Tensor, allowed: tuple[float, float]
+) -> Difference | None:
     one, other = _numbers(actual), _numbers(expected.to(actual.dtype))
     if one.shape != other.shape:
         raise Incomparable(f"shapes {tuple(one.shape)} and {tuple(other.shape)}")
-    relative, absolute = _TOLERANCES.get(actual.dtype, _EXACT)
+    relative, absolute = allowed
     finite = one.isfinite() & other.isfinite()
     far = finite & ((one - other).abs() > absolute + relative * other.abs())
     unlike = ~finite & (one != other) & ~(one.isnan() & other.isnan())

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 
-from reprokit.errors import UsageError
+from reprokit.errors import ReprokitError, UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.run import run
 from reprokit.shrink.candidate import Candidate
@@ -27,6 +27,7 @@ from reprokit.shrink.constants import number_inputs
 from reprokit.shrink.oracle import Verdict
 
 FUNCTION = "function"
+NO_VERDICT = "no verdict"
 _WORDS = {verdict.value: verdict for verdict in Verdict}
 _LEAST_BOUND = 1.0
 
@@ -36,7 +37,8 @@ class StepOutcome:
     """What a user's function is called with.
 
     ``outputs`` are the tensors the program ends with, ``loss`` is what its first differentiation starts from (else the
-    single output), ``gradients`` has the ``.grad`` of leaf inputs by name, ``exception`` what a call raised.
+    single output), ``gradients`` has the ``.grad`` of leaf inputs by name, ``exception`` what a call raised; then there
+    is nothing else.
     """
 
     outputs: tuple[torch.Tensor, ...]
@@ -45,13 +47,9 @@ class StepOutcome:
     exception: Exception | None
 
 
-class NotUsable(UsageError):
-    """The user's function raised, or returned something that is no verdict."""
-
-
 @dataclass(frozen=True)
 class FunctionCheck(SignatureCheck):
-    """``FILE.py:function``. ``largest`` bounds what candidates are given, ``may_raise`` says that the snapshot raises."""
+    """``FILE.py:function``. ``largest`` bounds what candidates are given; ``may_raise``: the snapshot raises too."""
 
     file: Path = Path()
     function: str = ""
@@ -69,17 +67,30 @@ class FunctionCheck(SignatureCheck):
         return f"{self.file.name}:{self.function}"
 
     def observe(self, candidate: Candidate) -> Failure | None:
-        """Run, and ask the function; raises `NotUsable` when it has no answer."""
+        """Run, and ask the function; that it has no answer is an observation too, as errors do not leave a worker."""
         outcome = outcome_of(candidate)
-        verdict = self._ask(outcome)
-        if verdict is Verdict.INVALID:
-            raise NotUsable(f"`{self.spec}` calls the outcome invalid", hint="it must accept the recorded step")
-        if verdict is Verdict.PASSES:
-            return None
         error = outcome.exception
         told = (type(error).__name__, str(error)) if error is not None else None
-        call = None if verdict is Verdict.SAME else verdict.value
-        return Failure("forward", FUNCTION, self.spec, call, exception=told)
+        try:
+            verdict = _verdict_of(function_in(str(self.file), self.function)(outcome))
+        except Exception as trouble:  # the function is anybody's code
+            said = f"{type(trouble).__name__}: {trouble}" if str(trouble) else type(trouble).__name__
+            return Failure("forward", FUNCTION, said, NO_VERDICT, exception=told)
+        if verdict is Verdict.PASSES:
+            return None
+        return Failure(
+            "forward", FUNCTION, self.spec, None if verdict is Verdict.SAME else verdict.value, exception=told
+        )
+
+    def complaint(self, observation: Failure | None) -> ReprokitError | None:
+        """The function has to have a verdict on the recorded step."""
+        if observation is None or observation.call != NO_VERDICT:
+            return None
+        return UsageError(
+            f"`{self.spec}` has no verdict on the recorded step: {observation.way}",
+            hint="it is called with .outputs, .loss, .gradients (by name) and .exception, and returns True, False, "
+            f"or one of {', '.join(_WORDS)}",
+        )
 
     def recognises(self, failure: Failure) -> bool:
         """Whether the function said so, not that it saw another failure."""
@@ -95,7 +106,8 @@ class FunctionCheck(SignatureCheck):
         """An exception is a crash unless the snapshot raised one too."""
         if observation is None:
             return Verdict.PASSES
-        if observation.exception is not None and not self.may_raise:
+        is_crash = observation.exception is not None and not self.may_raise
+        if is_crash or observation.call in (NO_VERDICT, Verdict.INVALID.value):
             return Verdict.INVALID
         return super().judge(replace(observation, exception=None), candidate)
 
@@ -105,29 +117,19 @@ class FunctionCheck(SignatureCheck):
         is_computed = self.may_raise or not given.intersection(results_of(candidate.program))
         return is_computed and _largest_given(candidate) <= self.largest and super().is_clean(candidate)
 
-    def _ask(self, outcome: StepOutcome) -> Verdict:
-        function = function_in(str(self.file), self.function)
-        try:
-            return _verdict_of(function(outcome))
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise NotUsable(
-                f"`{self.spec}` has no verdict on a run: {said}",
-                hint="it is called with .outputs, .loss, .gradients (by name) and .exception, "
-                f"and returns True or False, or one of {', '.join(_WORDS)}",
-            ) from error
-
 
 def outcome_of(candidate: Candidate) -> StepOutcome:
     """Run a candidate and gather what a user's function is shown."""
     program = candidate.program
     outcome = run(program, candidate.tensors, keep=frozenset(results_of(program)))
+    if outcome.error is not None:
+        return StepOutcome((), None, {}, outcome.error)
     names = {item.value: item.name for item in program.inputs}
     outputs = tuple(outcome.values[ref.value] for ref in program.outputs if ref.value in outcome.values)
     place = loss_of(candidate)
     loss = outcome.values.get(place) if place is not None else None
     gradients = {names[value]: outcome.gradients[value] for value in names if value in outcome.gradients}
-    return StepOutcome(outputs, loss, gradients, outcome.error)
+    return StepOutcome(outputs, loss, gradients, None)
 
 
 def loss_of(candidate: Candidate) -> int | None:
@@ -141,21 +143,14 @@ def loss_of(candidate: Candidate) -> int | None:
 
 @functools.cache
 def function_in(file: str, name: str) -> Callable[[StepOutcome], Any]:
-    """The function, from running its file once as a module beside its neighbours; raises `NotUsable`."""
-    folder = str(Path(file).resolve().parent)
+    """The function, from running its file once beside its neighbours; raises what that raises."""
+    folder = str(Path(file).parent)
     sys.path.insert(0, folder)
     try:
-        found = runpy.run_path(file)[name]
-    except Exception as error:
-        raise NotUsable(
-            f"cannot load `{Path(file).name}`: {type(error).__name__}: {error}", hint="try `python` on it first"
-        ) from error
+        found: Callable[[StepOutcome], Any] = runpy.run_path(file)[name]
     finally:
         sys.path.remove(folder)
-    if not callable(found):
-        raise NotUsable(f"`{name}` in `{Path(file).name}` is not a function", hint="name a function of one argument")
-    made: Callable[[StepOutcome], Any] = found
-    return made
+    return found
 
 
 def _verdict_of(answer: Any) -> Verdict:
@@ -163,7 +158,8 @@ def _verdict_of(answer: Any) -> Verdict:
         if answer not in _WORDS:
             raise ValueError(f"it returned {answer!r}")
         return _WORDS[answer]
-    if isinstance(answer, (bool, int, torch.Tensor)) or type(answer).__name__ in ("bool", "bool_"):
+    is_flag = isinstance(answer, bool) or (isinstance(answer, torch.Tensor) and answer.dtype is torch.bool)
+    if is_flag or type(answer).__name__ in ("bool", "bool_"):  # the latter is NumPy's
         return Verdict.SAME if bool(answer) else Verdict.PASSES
     raise ValueError(f"it returned `{type(answer).__name__}`")
 

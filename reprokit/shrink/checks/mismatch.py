@@ -18,7 +18,14 @@ from reprokit.program.functions import display_name
 from reprokit.program.ir import OPAQUE, ZERO_GRAD, Call, Input, Program, Ref
 from reprokit.program.run import Outcome, run
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.checks.difference import Difference, Incomparable, differences, is_above_noise, results_of
+from reprokit.shrink.checks.difference import (
+    Difference,
+    Incomparable,
+    differences,
+    halves_in,
+    is_above_noise,
+    results_of,
+)
 from reprokit.shrink.checks.protocol import SignatureCheck
 from reprokit.shrink.checks.references import Double, Reference
 from reprokit.shrink.oracle import Verdict
@@ -88,7 +95,8 @@ def compare(candidate: Candidate, reference: Reference) -> Difference | Failure 
     for outcome in (actual, expected):
         if outcome.error is not None:
             return exception_failure(program, outcome) if outcome.error_call is not None else None
-    found = list(differences(_ordered(actual, program), _ordered(expected, program)))
+    halves = halves_in(program, candidate.tensors)
+    found = list(differences(_ordered(actual, program), _ordered(expected, program), halves))
     if not found:
         return None
     eager = _eager_runs(candidate, keep)

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
 
+from reprokit.errors import ReprokitError
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
 from reprokit.shrink.candidate import Candidate
@@ -58,6 +59,10 @@ class SignatureCheck(ABC):
     def recognises(self, failure: Failure) -> bool:
         """Whether a failure is of the kind that this check is about."""
         return failure.kind == self.kind
+
+    def complaint(self, observation: Failure | None) -> ReprokitError | None:
+        """What to say when a run of the snapshot shows that the check itself does not work."""
+        return None
 
     @property
     @abstractmethod

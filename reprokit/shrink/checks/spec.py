@@ -17,8 +17,12 @@ SYNTAX = "nonfinite, exception, mismatch:fp64, mismatch:compile[:BACKEND], misma
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A check by name. ``detail`` is the reference of a mismatch or the function's name, ``option`` the backend."""
+    """A check as it was written, and what it means.
 
+    ``detail`` is the reference of a mismatch or the function's name, ``option`` the backend of a compiler.
+    """
+
+    text: str
     kind: str
     detail: str = ""
     option: str = ""
@@ -30,18 +34,18 @@ def parse(text: str) -> Spec:
     kind, _, rest = text.partition(":")
     detail, _, option = rest.partition(":")
     if kind in (NONFINITE, EXCEPTION) and not rest:
-        return Spec(kind)
+        return Spec(text, kind)
     if kind == MISMATCH and detail in (FP64, DEVICES) and not option:
-        return Spec(kind, detail)
+        return Spec(text, kind, detail)
     if kind == MISMATCH and detail == COMPILE:
-        return Spec(kind, detail, option or DEFAULT_BACKEND)
+        return Spec(text, kind, detail, option or DEFAULT_BACKEND)
     file, _, function = text.rpartition(":")
     if file.endswith(".py") and function:
-        return _function(Path(file), function)
+        return _function(text, Path(file), function)
     raise UsageError(f"`{text}` is not a check", hint=f"one of {SYNTAX}")
 
 
-def _function(file: Path, function: str) -> Spec:
+def _function(text: str, file: Path, function: str) -> Spec:
     """A function of a file, found by reading the file."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -57,7 +61,7 @@ def _function(file: Path, function: str) -> Spec:
     if function not in (*found, *names):
         known = ", ".join(found) or "none"
         raise UsageError(f"`{file}` has no function `{function}`", hint=f"functions in it: {known}")
-    return Spec("function", function, file=file)
+    return Spec(text, "function", function, file=file)
 
 
 def _targets(node: ast.Assign) -> list[ast.Name]:

@@ -17,6 +17,7 @@ from reprokit.program.run import symbol_named
 from reprokit.shrink.arguments import leaves, lists_of_tensors, with_leaf
 from reprokit.shrink.candidate import Candidate, round_number
 from reprokit.shrink.problem import Problem
+from reprokit.shrink.search import delete_adaptively
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -148,8 +149,12 @@ def _drop_leaves(problem: Problem) -> None:
     others = [value for value in leaves if value != problem.failure.value]
     if len(others) > 1 and problem.consider(_without_leaves(problem.best, others), "gradients for one input"):
         return
-    for value in others:
-        problem.consider(_without_leaves(problem.best, [value]), "gradients for one input less")
+
+    def will_do(kept: list[int]) -> bool:
+        fewer = _without_leaves(problem.best, [value for value in others if value not in kept])
+        return problem.consider(fewer, f"gradients for {len(kept)} of {len(others)} other inputs")
+
+    delete_adaptively(others, will_do)
 
 
 def _without_leaves(candidate: Candidate, values: list[int]) -> Candidate:

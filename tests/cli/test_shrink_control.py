@@ -1,0 +1,485 @@
+"""Views, budgets, Ctrl-C and resuming, with real snapshots; Ctrl-C and second Ctrl-C with real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from reprokit import render
+from reprokit.cli import main
+from reprokit.cli.console import Verbosity
+from reprokit.cli.views import LiveView, PlainView, Progress, draw, open_view
+from reprokit.shrink.events import (
+    Checked,
+    Event,
+    Finished,
+    Improved,
+    PassEnded,
+    PassStarted,
+    Replayed,
+    Started,
+    Writing,
+    as_plain,
+)
+from reprokit.shrink.reduction import load
+from reprokit.snapshot.format import save
+from tests.shrink import failing
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+RESULTS = {"issue.md", "reduction.pt", "report.html", "repro.py", "test_repro.py"}
+EVENTS: list[Event] = [
+    Started(70, 41_230, 60.0, 100),
+    Replayed(5, 5),
+    PassStarted("cut", 0, 70, 41_230),
+    Checked(1, 1, 12, "same", "only 1 of 70 calls"),
+    Improved(1, 12, "only 1 of 70 calls"),
+    PassEnded("cut", 0, 1, 1, 1, 12),
+    PassStarted("sizes", 1, 1, 12),
+    Checked(2, 1, 1, "passes", "all sizes 1"),
+    PassEnded("sizes", 1, 1, 0, 1, 12),
+]
+
+
+@pytest.fixture
+def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A snapshot whose reduction takes over 50 checks, in the current folder. Results are verified twice only."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(render, "render_all", functools.partial(render.render_all, times=2))
+    path = tmp_path / "snap.pt"
+    save(failing.loss_scaled_twice(), path)
+    return path
+
+
+@pytest.fixture
+def shrink(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, dict[str, Any], str]]:
+    """Run ``reprokit shrink`` here; exit code, JSON and stderr."""
+
+    def run(*words: str) -> tuple[int, dict[str, Any], str]:
+        code = main(["shrink", "snap.pt", "--json", *words])
+        said = capsys.readouterr()
+        return code, json.loads(said.out) if said.out else {}, said.err
+
+    return run
+
+
+# -- views ---------------------------------------------------------------------------------------------------------
+
+
+def test_progress_adds_up() -> None:
+    progress = Progress()
+    for event in EVENTS:
+        progress.take(event)
+    assert (progress.calls, progress.calls_before) == (1, 70)
+    assert (progress.elements, progress.elements_before) == (12, 41_230)
+    assert (progress.checks, dict(progress.verdicts)) == (2, {"same": 1, "passes": 1})
+    assert progress.activity == "round 1, sizes"
+    assert progress.spent(30.0) == 0.5  # of the time, which is more than 2 of 100 checks
+    assert progress.spent(90.0) == 1.0
+
+
+def test_the_live_view_shows_what_is_left() -> None:
+    progress = Progress()
+    for event in EVENTS:
+        progress.take(event)
+    console = Console(file=io.StringIO(), width=100)
+    console.print(draw(progress, 75.0))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for words in ("1 of 70", "12 of 41,230", "2 (1 same, 1 passes)", "round 1, sizes", "1:15", "budget", "100%"):
+        assert words in text
+
+
+def test_the_live_view_gives_the_terminal_back() -> None:
+    file = io.StringIO()
+    view = LiveView(Console(file=file, force_terminal=True, width=100))
+    for event in EVENTS:
+        view.show(event)
+    view.close()
+    assert "12 of 41,230" in file.getvalue()
+    assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l")
+
+
+def test_the_plain_view_says_what_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    for event in EVENTS:
+        PlainView(is_verbose=False).show(event)
+    assert capsys.readouterr().err.splitlines() == [
+        "reprokit: start: 70 calls, 41,230 elements, at most 60 s and 100 checks",
+        "reprokit: replay: 5/5 runs fail as recorded",
+        "reprokit: cut: 1 of 1 checks kept, 1 calls, 12 elements left",
+    ]
+    for event in EVENTS:
+        PlainView(is_verbose=True).show(event)
+    assert len(capsys.readouterr().err.splitlines()) == len(EVENTS)
+
+
+def test_json_lines_are_the_events(capsys: pytest.CaptureFixture[str]) -> None:
+    view = open_view("json", Verbosity.QUIET)
+    for event in EVENTS:
+        view.show(event)
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert lines == [as_plain(event) for event in EVENTS]
+    assert lines[2] == {"event": "pass_started", "name": "cut", "round": 0, "calls": 70, "elements": 41_230}
+
+
+def test_off_a_terminal_the_view_is_plain_and_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert isinstance(open_view("auto", Verbosity.NORMAL), PlainView)
+    assert isinstance(open_view("live", Verbosity.NORMAL), PlainView)
+    quiet = open_view("auto", Verbosity.QUIET)
+    for event in EVENTS:
+        quiet.show(event)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_progress_as_json_leaves_stdout_to_the_result(shrink: Any) -> None:
+    code, summary, err = shrink("--progress", "json")
+    lines = [json.loads(line) for line in err.splitlines()]
+    assert code == 0 and summary["verdict"] == "reduced"
+    assert [line["event"] for line in lines[:2]] == ["started", "replayed"]
+    assert [line["event"] for line in lines[-2:]] == ["finished", "writing"]
+    assert sum(line["event"] == "checked" for line in lines) == summary["checks"]
+    assert sum(line["event"] == "varied" for line in lines) == summary["explain_checks"]
+
+
+# -- budgets and the table of passes -------------------------------------------------------------------------------
+
+
+def test_a_number_of_checks(shrink: Any) -> None:
+    code, summary, err = shrink("--max-checks", "12")
+    assert code == 0
+    assert summary["checks"] == 12 and summary["stopped"] == "max-checks" and not summary["one_minimal"]
+    assert summary["untried"] == [
+        "calls", "modes", "setting", "sizes", "dimensions", "values", "precision", "explain",
+    ]  # fmt: skip
+    assert summary["repro"]["verified"] == "2/2"
+    assert "stopped early by --max-checks" in err
+    assert "not tried to the end: calls, modes, setting, sizes, dimensions, values, precision, explain" in err
+    assert all(not item["free"] and item["tried"] is False for item in summary["explain"])
+
+
+def test_no_time_at_all_still_leaves_a_verified_result(shrink: Any) -> None:
+    code, summary, err = shrink("--max-time", "1e-9")
+    assert code == 0
+    assert (summary["stopped"], summary["checks"]) == ("max-time", 0)
+    assert summary["repro"]["verified"] == "2/2"
+    assert "stopped early by --max-time" in err
+
+
+def test_the_table_of_passes(shrink: Any) -> None:
+    _, summary, err = shrink("-v")
+    rows = {row["name"]: row for row in summary["passes"]}
+    assert next(iter(rows)) == "cut" and list(rows)[-1] == "explain"
+    searched = [row for name, row in rows.items() if name != "explain"]
+    assert sum(row["checks"] for row in searched) == summary["checks"]
+    assert rows["explain"]["checks"] == summary["explain_checks"]
+    for unit in ("calls", "elements"):
+        assert sum(row[unit] for row in searched) == summary["before"][unit] - summary[unit]
+    assert load("snap/reduction.pt").passes == summary["passes"]
+    assert re.search(r"^calls +\d+ +\d+ +24 +11 +\d+\.\d\d", err, re.MULTILINE)
+    html = Path("snap", "report.html").read_text()
+    assert f"<tr><th>calls</th><td>{rows['calls']['checks']}</td>" in html
+
+
+def test_the_short_summary(shrink: Any) -> None:
+    _, _, err = shrink()
+    assert "reprokit: removed by calls: 24 calls and 11 elements; sizes: 15 elements" in err
+    assert re.search(r"reprokit: passes with x = \d+ instead of 60000\n", err)
+    assert "pass  " not in err
+
+
+# -- resuming ------------------------------------------------------------------------------------------------------
+
+
+def numbers(log: list[str]) -> list[int]:
+    return [int(line.partition(":")[0]) for line in log]
+
+
+def test_resuming_goes_on_with_log_counts_and_verdicts(shrink: Any) -> None:
+    whole = shrink("-o", "whole")[1]
+    first = shrink("-o", "parts", "--max-checks", "12")[1]
+    code, second, err = shrink("-o", "parts", "--resume")
+    assert code == 0 and "resumed after 12 checks" in err
+    assert first["checks"] == 12
+    for name in ("calls", "elements", "signature", "one_minimal", "untried", "nearest"):
+        assert second[name] == whole[name]
+    searched = [row for row in second["passes"] if row["name"] != "explain"]
+    assert sum(row["checks"] for row in searched) == second["checks"] == sum(second["verdicts"].values())
+    assert 12 < second["checks"] < 12 + whole["checks"]
+    before, after = load("whole/reduction.pt").log, load("parts/reduction.pt").log
+    assert before[0] == after[0] and numbers(after) == sorted(numbers(after))
+    assert sum(row["successes"] for row in searched) == len(after)
+    assert Path("parts/repro.py").read_text() == Path("whole/repro.py").read_text()
+
+
+def test_resuming_a_finished_reduction_checks_nothing_again(shrink: Any) -> None:
+    first = shrink()[1]
+    second = shrink("--resume")[1]
+    assert (second["checks"], second["verdicts"]) == (first["checks"], first["verdicts"])
+    assert second["one_minimal"]
+
+
+def of_the_wrong_form(path: Path) -> bytes:
+    content = torch.load(path, weights_only=True)
+    content["known"] = {"x": "no verdict"}
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("damage", ["cut off", "empty", "wrong form"])
+def test_a_damaged_reduction_is_left_alone(damage: str, shrink: Any) -> None:
+    shrink()
+    file = Path("snap", "reduction.pt")
+    contents = {"cut off": file.read_bytes()[:500], "empty": b"", "wrong form": of_the_wrong_form(file)}
+    file.write_bytes(contents[damage])
+    Path("snap", "repro.py").write_text("mine")
+    code, _, err = shrink("--resume")
+    assert code == 1
+    assert err.count("error:") == 1 and "cannot resume: `snap/reduction.pt` is" in err and "hint: shrink without" in err
+    assert file.read_bytes() == contents[damage]
+    assert Path("snap", "repro.py").read_text() == "mine"
+
+
+def test_a_reduction_of_another_snapshot_is_left_alone(shrink: Any) -> None:
+    shrink()
+    other = failing.loss_scaled_twice()
+    other.tensors = {value: tensor.clone() for value, tensor in other.tensors.items()}
+    item = next(item for item in other.program.inputs if other.tensors[item.value].is_floating_point())
+    other.tensors[item.value].view(-1)[0] += 0.25
+    save(other, "snap.pt")
+    before = {path.name: path.read_bytes() for path in Path("snap").iterdir()}
+    code, _, err = shrink("--resume")
+    assert code == 2
+    assert "cannot resume: `snap/reduction.pt` was made from another snapshot" in err
+    assert {path.name: path.read_bytes() for path in Path("snap").iterdir()} == before
+
+
+def test_a_reduction_of_an_earlier_version_loads_and_is_gone_on_from(shrink: Any) -> None:
+    shrink("--max-checks", "12")
+    file = Path("snap", "reduction.pt")
+    content = torch.load(file, weights_only=True)
+    for name in ("passes", "constants", "nearest", "explain_checks", "stopped", "untried", "origin", "known"):
+        del content[name]
+    torch.save(content, file)
+    old = load(file)
+    assert (old.passes, old.known, old.nearest) == ([], {}, None)
+    code, summary, _ = shrink("--resume")
+    assert code == 0 and summary["one_minimal"] and summary["calls"] == 2
+
+
+def test_results_of_another_run_do_not_stay_behind(shrink: Any) -> None:
+    Path("snap").mkdir()
+    for name in ("repro_inputs.pt", "repro_module.py", "mine.txt"):
+        Path("snap", name).write_text("old")
+    assert shrink("-f")[0] == 0
+    assert not Path("snap", "repro_inputs.pt").exists() and Path("snap", "mine.txt").read_text() == "old"
+
+
+# -- Ctrl-C --------------------------------------------------------------------------------------------------------
+
+RUN = """
+import os, signal, sys
+from collections import Counter
+from functools import partial
+from reprokit import render
+from reprokit.cli import main, views
+
+render.render_all = partial(render.render_all, times=2)
+
+moment, times = sys.argv[1], int(sys.argv[2])
+seen = Counter()
+
+def press():
+    for left in reversed(range(times)):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            if not left:
+                raise
+
+def show(self, event):
+    name = type(event).__name__
+    seen[name] += 1
+    if f"{name}:{seen[name]}" in moment.split(","):
+        press()
+
+views.QuietView.show = show
+if moment == "verification:1":
+    from reprokit.render import verify
+    judge = verify._judge
+    verify._judge = lambda *words: press() or judge(*words)
+if moment == "saving:1":
+    import torch
+    from reprokit.shrink import reduction
+    write = reduction.storable
+    reduction.storable = lambda tensor: press() or write(tensor)
+if moment == "placing:1":
+    replace = os.replace
+    def slow(source, target):
+        replace(source, target)
+        if str(target).endswith("issue.md"):
+            press()
+    os.replace = slow
+sys.exit(main(["shrink", "snap.pt", "--progress", "none"]))
+"""
+
+
+def interrupted(moment: str, times: int = 1) -> subprocess.CompletedProcess[str]:
+    """``reprokit shrink`` in a process of its own that gets SIGINT at a moment of its work."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", RUN, moment, str(times)], env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def assert_whole(folder: Path, names: set[str]) -> None:
+    """The folder holds these files and nothing unfinished."""
+    assert {path.name for path in folder.iterdir()} == names
+    if "reduction.pt" in names:
+        assert load(folder / "reduction.pt").program.num_calls >= 1
+    if "repro.py" in names:
+        compile((folder / "repro.py").read_text(), "repro.py", "exec")
+    if "report.html" in names:
+        assert (folder / "report.html").read_text().rstrip().endswith("</html>")
+
+
+@pytest.mark.parametrize("moment", ["Replayed:1", "Checked:1"])
+def test_interrupted_before_anything_was_found(moment: str, snapshot: Path) -> None:
+    done = interrupted(moment)
+    assert done.returncode == 130
+    assert done.stderr == "reprokit: error: interrupted before anything smaller was found\n"
+    assert_whole(Path("snap"), set())
+
+
+@pytest.mark.parametrize("moment", ["Improved:2", "Checked:30", "Varied:2"])
+def test_interrupted_with_something_found(moment: str, snapshot: Path, shrink: Any) -> None:
+    done = interrupted(moment)
+    assert done.returncode == 130
+    line = (
+        r"reprokit: error: interrupted; the best so far \(\d+ calls, \d+ elements\) is in `snap`, and `--resume` .*\n"
+    )
+    assert re.fullmatch(line, done.stderr), done.stderr
+    assert_whole(Path("snap"), RESULTS)
+    code, summary, _ = shrink("--resume")
+    assert code == 0 and summary["one_minimal"] and summary["calls"] == 2
+    log = load("snap/reduction.pt").log
+    assert numbers(log) == sorted(numbers(log))
+
+
+@pytest.mark.parametrize(("moment", "left"), [("verification:1", {"reduction.pt"}), ("placing:1", RESULTS)])
+def test_interrupted_while_the_results_are_written(moment: str, left: set[str], snapshot: Path, shrink: Any) -> None:
+    done = interrupted(moment)
+    assert done.returncode == 130 and done.stderr.count("\n") == 1
+    assert_whole(Path("snap"), left)
+    assert shrink("--resume")[0] == 0
+    assert_whole(Path("snap"), RESULTS)
+
+
+def test_interrupted_while_the_best_is_saved(snapshot: Path) -> None:
+    done = interrupted("saving:1")
+    assert done.returncode == 130 and done.stderr.count("\n") == 1
+    assert {path.name for path in Path("snap").iterdir()} <= RESULTS
+
+
+@pytest.mark.parametrize(
+    ("moment", "times"), [("Checked:30", 2), ("Checked:30,Writing:1", 1), ("verification:1", 2), ("saving:1", 2)]
+)
+def test_a_second_interrupt_ends_at_once(moment: str, times: int, snapshot: Path) -> None:
+    done = interrupted(moment, times)
+    assert done.returncode == 130
+    assert done.stderr == "reprokit: error: interrupted\n"
+    names = {path.name for path in Path("snap").iterdir()}
+    assert_whole(Path("snap"), names & {"reduction.pt"})
+
+
+LOAD = """
+import sys
+from reprokit.cli import main
+
+class Bell:
+    def find_spec(self, name, *words):
+        if name == "torch":
+            print("loading", flush=True)
+
+sys.meta_path.insert(0, Bell())
+sys.exit(main(["shrink", "snap.pt"]))
+"""
+
+
+def test_interrupted_while_torch_is_loaded(snapshot: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", LOAD]
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (130, "reprokit: error: interrupted\n")
+
+
+WAIT = """
+import sys, time
+from functools import partial
+from reprokit import render
+from reprokit.cli import main, views
+
+render.render_all = partial(render.render_all, times=2)
+show = views.LiveView.show
+def wait(self, event):
+    show(self, event)
+    if type(event).__name__ == "Checked" and event.number == 30:
+        time.sleep(60)
+views.LiveView.show = wait
+views._SECONDS_BETWEEN_FRAMES = 0
+sys.exit(main(["shrink", "snap.pt", "--max-checks", "60"]))
+"""
+
+
+def test_the_key_pressed_in_a_terminal(snapshot: Path) -> None:
+    terminal, end = os.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": "200"}
+    process = subprocess.Popen([sys.executable, "-c", WAIT], env=environment, preexec_fn=lambda: os.login_tty(end))
+    os.close(end)
+    shown = b""
+    try:
+        while b"30 (" not in shown:
+            shown += os.read(terminal, 4096)
+        os.write(terminal, b"\x03")
+        with contextlib.suppress(OSError):  # the terminal has gone with the process
+            while piece := os.read(terminal, 4096):
+                shown += piece
+    finally:
+        os.close(terminal)
+    assert process.wait(timeout=120) == 130
+    text = shown.decode()
+    for words in ("calls left", "of 26", "elements left", "round 1, ", "budget"):
+        assert words in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+    assert "reprokit: error: interrupted; the best so far (" in text.rstrip().splitlines()[-1]
+    assert_whole(Path("snap"), RESULTS)
+
+
+def test_ignored_interrupts_stay_ignored(snapshot: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + RUN
+    done = subprocess.run(
+        [sys.executable, "-c", ignoring, "Checked:3", "2"], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert_whole(Path("snap"), RESULTS)
+
+
+def test_a_finished_event_and_a_writing_event_read_well() -> None:
+    assert str(Finished(2, 5, 11, True)) == "nothing more can go: 2 calls, 5 elements after 11 checks"
+    assert "Ctrl-C again" in str(Writing(True))

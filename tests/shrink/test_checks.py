@@ -1,0 +1,597 @@
+"""What counts as the bug: every kind of check reduces its failure, guards against slipping, and renders a repro."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import runpy
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from reprokit.cli import main
+from reprokit.errors import NotReproduced, UsageError
+from reprokit.locate.blame import locate
+from reprokit.locate.failure import Failure
+from reprokit.program.ir import Call, Input, Mode, Program, Ref
+from reprokit.program.run import Outcome
+from reprokit.render.script import Script, write_script
+from reprokit.render.sources import reduction_script
+from reprokit.render.verify import verify
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks import spec as specs
+from reprokit.shrink.checks.choice import choose_check
+from reprokit.shrink.checks.difference import Difference, differences, halves_in, is_above_noise, tolerances
+from reprokit.shrink.checks.exception import ExceptionCheck
+from reprokit.shrink.checks.function import FunctionCheck
+from reprokit.shrink.checks.mismatch import MismatchCheck
+from reprokit.shrink.checks.nonfinite import NonfiniteCheck
+from reprokit.shrink.checks.protocol import SignatureCheck
+from reprokit.shrink.checks.references import Compiled, Double
+from reprokit.shrink.oracle import Verdict
+from reprokit.shrink.passes.setting import drop_autocast, simplify_precision
+from reprokit.shrink.problem import Problem
+from reprokit.shrink.reducer import shrink
+from reprokit.shrink.reduction import Reduction, load
+from reprokit.shrink.signature import Signature
+from reprokit.snapshot.format import Snapshot, save
+from tests.conftest import ROOT
+from tests.shrink import failing
+from tests.shrink.failing import seeded, traced
+
+INF, NAN = float("inf"), float("nan")
+CHECKS = """
+import torch
+
+def exploded(outcome):
+    return outcome.loss > 1e4
+
+def lopsided(outcome):
+    weight, bias = outcome.gradients["w"].norm(), outcome.gradients["b"].norm()
+    return "same" if weight > 3 * bias else "passes"
+
+def wrong_word(outcome):
+    return "maybe"
+
+def says_nothing(outcome):
+    pass
+
+def misspelt(outcome):
+    return outcome.los > 1
+
+def singular(outcome):
+    return "singular" in str(outcome.exception)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "my_check.py"
+    path.write_text(CHECKS)
+    return path
+
+
+def error_of(script: Script, folder: Path, cure: tuple[str, str] | None = None) -> str:
+    """How a repro ends, if need be with a change of its text that takes the bug away: its error, or nothing."""
+    folder.mkdir(exist_ok=True)
+    path = script.write(folder)
+    if cure is not None:
+        assert cure[0] in script.text, script.text
+        path.write_text(script.text.replace(*cure))
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def assert_shows_the_bug(script: Script, folder: Path, words: str, cure: tuple[str, str]) -> None:
+    """An error while the bug is there, and none once it is gone."""
+    assert words in error_of(script, folder), script.text
+    assert error_of(script, folder, cure) == ""
+
+
+# -- exceptions ------------------------------------------------------------------------------------------------------
+
+
+def changed_in_place(x: torch.Tensor, w: torch.Tensor) -> None:
+    hidden = torch.tanh(F.linear(x, w))
+    out = F.linear(hidden, w)
+    hidden.add_(1.0)
+    (torch.relu(out) + hidden).mean().backward()
+
+
+def twice_backward(x: torch.Tensor) -> None:
+    loss = (torch.exp(x) * 2).sum()
+    loss.backward()
+    loss.backward()
+
+
+def out_of_range(x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    return torch.relu(F.embedding(i * 2 + 1, x)).sum()
+
+
+def two_dtypes(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return F.linear(torch.relu(x).half() * 1.0, w).sum()
+
+
+def after_a_nan(x: torch.Tensor) -> torch.Tensor:
+    hidden = torch.log(x - 100)
+    hidden.sum().backward()
+    return torch.linalg.cholesky((x * 0).detach())
+
+
+EXCEPTIONS: list[tuple[Callable[..., Any], dict[str, torch.Tensor], int, str, tuple[str, str]]] = [
+    (
+        changed_in_place,
+        {"x": seeded(5, 8), "w": seeded(8, 8, grad=True)},
+        4,
+        "modified by an inplace operation",
+        (".add_(1.0)", ".add(1.0)"),
+    ),
+    (
+        twice_backward,
+        {"x": seeded(4, 3, grad=True)},
+        1,
+        "Trying to backward through the graph a second time",
+        ("product.backward()\nproduct", "product.backward(retain_graph=True)\nproduct"),
+    ),
+    (out_of_range, {"x": seeded(10, 3), "i": torch.arange(9)}, 1, "index out of range in self", ("[11]", "[0]")),
+    (two_dtypes, {"x": seeded(4, 3), "w": seeded(5, 3)}, 1, "same dtype", (", dtype=torch.float16", "")),
+    (
+        after_a_nan,
+        {"x": seeded(4, 4, grad=True)},
+        1,
+        "not positive-definite",
+        ("torch.zeros(1, 1)", "torch.ones(1, 1)"),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", EXCEPTIONS, ids=lambda case: case[0].__name__)
+def test_an_exception_stays_the_same_exception(case: Any, tmp_path: Path) -> None:
+    step, tensors, calls, words, cure = case
+    snapshot = traced(step, **tensors)
+    reduction = shrink(snapshot, check="exception")
+    assert reduction.program.num_calls == calls
+    assert reduction.signature["kind"] == "exception"
+    assert reduction.failure.exception is not None and words in reduction.failure.exception[1]
+    assert_shows_the_bug(reduction_script(reduction), tmp_path, words, cure)
+
+
+def test_a_snapshot_of_an_exception_needs_no_word() -> None:
+    assert isinstance(choose_check(None, failing.singular_matrix()), ExceptionCheck)
+    assert isinstance(choose_check(None, failing.zero_by_zero()), NonfiniteCheck)
+    assert shrink(failing.singular_matrix()).signature == shrink(failing.singular_matrix(), check="exception").signature
+
+
+def test_addresses_in_messages_do_not_count() -> None:
+    def signature(address: str) -> Signature:
+        failure = Failure("forward", "exception", call="f", exception=("TypeError", f"<object at {address}> of size 3"))
+        return Signature.of(failure, Program((), ()))
+
+    assert signature("0x7f00a1") == signature("0x5e00b2")
+
+
+@pytest.mark.parametrize("check", ["exception", "mismatch:fp64"])
+def test_a_check_that_does_not_fail_is_told(check: str) -> None:
+    with pytest.raises(NotReproduced, match=f"`{check}` does not fail") as caught:
+        shrink(traced(lambda x: (x * 2).sum(), x=seeded(3)), check=check)
+    assert caught.value.hint is not None
+
+
+# -- mismatches ------------------------------------------------------------------------------------------------------
+
+
+def hilbert(size: int) -> torch.Tensor:
+    numbers = torch.arange(1, size + 1)
+    return 1.0 / (numbers[:, None] + numbers - 1)
+
+
+def test_the_call_that_is_inexact_by_itself_is_blamed(tmp_path: Path) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.linalg.inv(x * 1.0) * 1e-6).sum()
+
+    reduction = shrink(traced(step, x=hilbert(7)), check="mismatch:fp64")
+    assert reduction.signature == {
+        "phase": "forward", "kind": "mismatch", "call": "torch.linalg.inv", "check": "mismatch:fp64",
+    }  # fmt: skip
+    assert [call.name for call in reduction.program.calls] == ["inv"]
+    assert_shows_the_bug(
+        reduction_script(reduction), tmp_path, "not close", ("actual = step(x)", "actual = step(x.double()).float()")
+    )
+
+
+def cancelling(x: torch.Tensor) -> torch.Tensor:
+    small = torch.sigmoid(x) * 2e-3
+    return torch.log(1 - torch.exp(-small)).sum() * 1.0
+
+
+def test_a_mismatch_that_no_single_call_shows_is_reduced_by_windows(tmp_path: Path) -> None:
+    snapshot = traced(cancelling, x=seeded(4, 8))
+    reduction = shrink(snapshot, check="mismatch:fp64")
+    assert reduction.signature["call"] is None
+    assert [call.name for call in reduction.program.calls] == ["exp", "__rsub__", "log"]
+    assert sum(tensor.numel() for tensor in reduction.tensors.values()) == 1
+    assert "the result differs from float64" in reduction_script(reduction).text
+    cure = ("1 - torch.exp(x)", "-torch.expm1(x)")
+    assert_shows_the_bug(reduction_script(reduction), tmp_path, "not close", cure)
+
+
+def test_a_gradient_that_differs(tmp_path: Path) -> None:
+    def step(x: torch.Tensor) -> None:
+        torch.linalg.inv(x * 1.0).sum().backward()
+
+    reduction = shrink(traced(step, x=hilbert(5).requires_grad_()), check="mismatch:fp64")
+    script = reduction_script(reduction)
+    assert "not close" in error_of(script, tmp_path), script.text
+
+
+def test_a_mismatch_is_no_overflow() -> None:
+    """A number beside an infinity is another failure than two numbers."""
+    check = MismatchCheck(reference=Double())
+    candidate = Candidate(one_call("torch.linalg.inv"), {0: hilbert(7)})
+    found = check.observe(candidate)
+    assert found is not None and found.way == "fp64"
+    adopted = check.adopted(found, candidate)
+    assert adopted.judge(found, candidate) is Verdict.SAME
+    other = Failure("forward", "mismatch", "fp64, not finite", found.call, 0, value=9)
+    assert adopted.judge(other, candidate) is Verdict.OTHER
+    assert MismatchCheck(reference=Double()).observe(Candidate(one_call("torch.exp"), {0: torch.tensor(1e3)})) is None
+
+
+def test_random_calls_draw_the_same_in_both() -> None:
+    rng = torch.get_rng_state()
+    call = Call("torch.nn.functional.dropout", (Ref(0), 0.5, True), {}, Ref(9), mode=Mode(rng=Ref(1)))
+    program = Program((call,), (Input(0, "x"), Input(1, "rng", "rng")), (Ref(9),))
+    candidate = Candidate(program, {0: torch.ones(100), 1: rng})
+    assert MismatchCheck(reference=Double()).observe(candidate) is None
+
+
+def test_half_precision_is_allowed_its_own_rounding() -> None:
+    program = Program((Call("torch.Tensor.half", (Ref(0),), {}, Ref(9)),), (Input(0, "x"),), (Ref(9),))
+    tensors = {0: torch.ones(2)}
+    assert halves_in(program, tensors) == {torch.float16}
+    assert tolerances(torch.float32, halves_in(program, tensors)) == (1e-3, 1e-5)
+    assert tolerances(torch.float32, frozenset()) == (1.3e-6, 1e-5)
+    assert tolerances(torch.int64, frozenset({torch.float16})) == (0.0, 0.0)
+
+
+def test_only_what_is_clearly_above_the_noise_counts() -> None:
+    def outcome(number: float) -> Outcome:
+        return Outcome({9: torch.tensor([1.0, number])})
+
+    (found,) = differences(outcome(1.002), outcome(1.0), frozenset())
+    assert found == Difference(9, False, True, (1,), 1, 2)
+    assert is_above_noise(found, outcome(1.002), outcome(1.0), [outcome(1.002), outcome(1.0021)])
+    assert not is_above_noise(found, outcome(1.002), outcome(1.0), [outcome(1.002), outcome(1.001)])
+    assert not is_above_noise(found, outcome(1.002), outcome(1.0), [outcome(1.002), outcome(NAN)])
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "is_different"),
+    [(NAN, NAN, False), (INF, INF, False), (INF, -INF, True), (NAN, 1.0, True), (1.0, 1.0 + 1e-6, False)],
+)
+def test_what_is_equal(actual: float, expected: float, is_different: bool) -> None:
+    one, other = (Outcome({9: torch.tensor([number])}) for number in (actual, expected))
+    assert bool(list(differences(one, other, frozenset()))) == is_different
+
+
+def miscompiling(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+    """A compiler that takes exponentials for something else."""
+    for node in module.graph.nodes:
+        if node.target in (torch.exp, "exp"):
+            node.op, node.target = "call_function", torch.expm1
+    module.recompile()
+    return module.forward
+
+
+@pytest.fixture
+def backend() -> str:
+    if "miscompiling" not in torch._dynamo.list_backends():
+        torch._dynamo.register_backend(miscompiling, name="miscompiling")
+    return "miscompiling"
+
+
+def test_a_miscompiled_call_is_blamed(backend: str) -> None:
+    layer = nn.Linear(6, 4)
+
+    def step(x: torch.Tensor) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden = layer(F.dropout(x, 0.1))
+        parts = torch.split(torch.exp(hidden.float()), 2, dim=1)
+        loss = (parts[0] * parts[1]).mean()
+        loss.backward()
+
+    reduction = shrink(traced(step, x=seeded(5, 6)), check=f"mismatch:compile:{backend}")
+    assert [call.name for call in reduction.program.calls] == ["exp"]
+    assert reduction.signature["call"] == "torch.Tensor.exp" or reduction.signature["call"] == "torch.exp"
+    script = reduction_script(reduction)
+    assert f'torch.compile(step, backend="{backend}")' in script.text
+    assert "compiled code differs from eager" in script.text
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the default compiler needs g++")
+def test_a_fused_half_precision_product_differs_from_eager(tmp_path: Path) -> None:
+    snapshot = traced(lambda x: (x * 300.0) / 300.0, x=torch.tensor([2.0, 400.0]).half())
+    check, whole, found = settled("mismatch:compile", snapshot)
+    assert check.signature.call is None and found.way == "compile:inductor, not finite"
+    script = write_script(whole.program, whole.tensors, found)
+    assert_shows_the_bug(script, tmp_path, "not close", ('torch.compile(step, backend="inductor")', "step"))
+
+
+def test_a_backend_that_does_not_work_is_told_in_one_line() -> None:
+    with pytest.raises(UsageError, match="does not work on this machine") as caught:
+        choose_check("mismatch:compile:no_such_backend", failing.zero_by_zero())
+    assert "\n" not in caught.value.message and caught.value.hint
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_nothing_to_compare_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(failing.zero_by_zero(), "x.pt")
+    assert main(["shrink", "--check", "mismatch:cpu-cuda", "x.pt", "--progress", "none"]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert errors == ["reprokit: error: `mismatch:cpu-cuda` needs CUDA, and this torch sees none"]
+
+
+# -- the user's function ---------------------------------------------------------------------------------------------
+
+
+def growing(x: torch.Tensor, w: torch.Tensor) -> None:
+    for _ in range(12):
+        x = F.linear(torch.tanh(x) * 1.0 + x, w)
+    (x**2).mean().backward()
+
+
+def test_growth_that_no_single_call_shows(file: Path, tmp_path: Path) -> None:
+    snapshot = traced(growing, x=seeded(4, 8), w=seeded(8, 8, grad=True))
+    reduction = shrink(snapshot, check=f"{file}:exploded")
+    assert reduction.signature["check"] == "my_check.py:exploded"
+    assert reduction.one_minimal
+    assert 2 <= reduction.program.num_calls <= 6
+    largest = max(float(tensor.abs().max()) for tensor in snapshot.tensors.values())
+    assert reduction.summary()["max_abs_input"] <= largest
+    script = reduction_script(reduction)
+    assert script.files == ["repro.py", "my_check.py"]
+    assert_shows_the_bug(script, tmp_path, "exploded(outcome) is true", ("torch.ones(", "torch.zeros("))
+
+
+def test_gradients_by_name(file: Path, tmp_path: Path) -> None:
+    def step(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> None:
+        for _ in range(6):
+            x = F.linear(x, w, b)
+        (x**2).mean().backward()
+
+    snapshot = traced(step, x=seeded(4, 8), w=seeded(8, 8, grad=True), b=seeded(8, grad=True))
+    reduction = shrink(snapshot, check=f"{file}:lopsided")
+    assert {item.name for item in reduction.program.inputs if item.requires_grad} == {"w", "b"}
+    assert "lopsided(outcome) is true" in error_of(reduction_script(reduction), tmp_path)
+
+
+def test_a_function_may_ask_for_an_exception(file: Path, tmp_path: Path) -> None:
+    reduction = shrink(failing.singular_matrix(), check=f"{file}:singular")
+    assert reduction.program.num_calls == 1
+    script = reduction_script(reduction)
+    assert_shows_the_bug(script, tmp_path, "singular(outcome) is true", ("torch.zeros(1, 1)", "torch.ones(1, 1)"))
+
+
+@pytest.mark.parametrize("name", ["wrong_word", "says_nothing", "misspelt", "number"])
+def test_a_function_that_has_no_verdict_is_one_clear_error(name: str, file: Path) -> None:
+    with pytest.raises(UsageError, match=f"`my_check.py:{name}` has no verdict") as caught:
+        shrink(traced(growing, x=seeded(2, 3), w=seeded(3, 3, grad=True)), check=f"{file}:{name}")
+    assert caught.value.hint is not None and ".gradients" in caught.value.hint
+
+
+def test_a_candidate_without_a_verdict_is_invalid(file: Path) -> None:
+    snapshot = traced(growing, x=seeded(4, 8), w=seeded(8, 8, grad=True))
+    check, whole, found = settled(f"{file}:exploded", snapshot)
+    assert check.judge(found, whole) is Verdict.SAME
+    gradients = FunctionCheck(check.wanted, file=file, function="lopsided")
+    assert gradients.judge(gradients.observe(whole), whole) is Verdict.INVALID  # there is no `b`
+
+
+def test_a_repro_that_runs_a_file_is_verified_beside_it_only(file: Path, tmp_path: Path) -> None:
+    reduction = shrink(traced(growing, x=seeded(4, 8), w=seeded(8, 8, grad=True)), check=f"{file}:exploded")
+    reduction.save(tmp_path / "reduction.pt")
+    with pytest.raises(UsageError, match=r"runs the check in `my_check\.py`"):
+        verify(tmp_path / "reduction.pt", 1)
+
+
+def test_the_command_copies_the_check_beside_its_repro(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(file.parent)
+    save(traced(growing, x=seeded(4, 8), w=seeded(8, 8, grad=True)), "x.pt")
+    assert main(["shrink", "-q", "-o", "out", "--check", "my_check.py:exploded", "x.pt"]) == 0
+    assert Path("out", "my_check.py").read_text() == CHECKS
+    assert verify(Path("out", "repro.py"), 1).fails
+
+
+# -- guards ----------------------------------------------------------------------------------------------------------
+
+
+def one_call(target: str) -> Program:
+    return Program((Call(target, (Ref(0),), {}, Ref(9)),), (Input(0, "x"),), (Ref(9),))
+
+
+def settled(text: str, snapshot: Snapshot) -> tuple[SignatureCheck, Candidate, Failure]:
+    whole = Candidate(snapshot.program, snapshot.tensors)
+    check = choose_check(text, snapshot)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = check.observe(whole)
+    assert found is not None
+    return (check if check.is_settled else check.adopted(found, whole)), whole, found
+
+
+def snapshots(file: Path) -> list[tuple[str, Snapshot]]:
+    return [
+        ("nonfinite", failing.zero_by_zero()),
+        ("exception", failing.singular_matrix()),
+        ("mismatch:fp64", traced(cancelling, x=seeded(4, 8))),
+        (f"{file}:exploded", traced(growing, x=seeded(4, 8), w=seeded(8, 8, grad=True))),
+    ]
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_every_check_guards_against_slipping(place: int, file: Path) -> None:
+    text, snapshot = snapshots(file)[place]
+    check, whole, found = settled(text, snapshot)
+    assert check.is_clean(whole) and check.judge(found, whole) is Verdict.SAME
+    value = next(item.value for item in whole.program.inputs if whole.tensors[item.value].is_floating_point())
+    for number in (NAN, INF, -INF) if text != "nonfinite" else (NAN,):
+        assert not check.is_clean(whole.with_tensors({value: torch.full_like(whole.tensors[value], number)}))
+    crash = Failure("forward", "exception", call="torch.relu", call_index=0, exception=("RuntimeError", "boom"))
+    assert check.judge(crash, whole) is not Verdict.SAME
+    assert check.judge(None, whole) is Verdict.PASSES
+    assert pickle.loads(pickle.dumps(check)) == check
+
+
+def test_a_function_is_not_shown_results_that_were_given(file: Path) -> None:
+    check, _, _ = settled(f"{file}:exploded", traced(growing, x=seeded(4, 8), w=seeded(8, 8, grad=True)))
+    given = Program((Call("torch.relu", (Ref(0),), {}, Ref(9)),), (Input(0, "x"),), (Ref(0),))
+    assert not check.is_clean(Candidate(given, {0: torch.ones(1)}))
+    assert not check.is_clean(Candidate(one_call("torch.relu"), {0: torch.tensor(1e5)}))  # larger than anything given
+    assert check.is_clean(Candidate(one_call("torch.relu"), {0: torch.tensor(1.0)}))
+
+
+def test_both_infinities_are_forbidden_unless_the_snapshot_has_one() -> None:
+    big = torch.full((3,), 200.0)
+    check, _, _ = settled("nonfinite", traced(lambda x: torch.exp(x * 1.0).sum(), x=big))
+    for number in (INF, -INF):
+        assert not check.is_clean(Candidate(one_call("torch.abs"), {0: torch.tensor([number])}))
+    masked = torch.tensor([1.0, 200.0, -INF])
+    check, _, _ = settled("nonfinite", traced(lambda x: torch.exp(x * 1.0).sum(), x=masked))
+    assert not check.is_clean(Candidate(one_call("torch.abs"), {0: torch.tensor([INF])}))
+    assert check.is_clean(Candidate(one_call("torch.abs"), {0: torch.tensor([-INF])}))
+
+
+def test_a_cast_must_not_make_the_infinity() -> None:
+    def problem(dtype: torch.dtype, number: float, mode: Mode) -> Problem:
+        calls = (Call("torch.nn.functional.linear", (Ref(0), Ref(1)), {}, Ref(9), mode=mode),)
+        program = Program(calls, (Input(0, "x"), Input(1, "weight")), (Ref(9),))
+        return Problem(Candidate(program, dict.fromkeys((0, 1), torch.full((1, 1), number, dtype=dtype))), Refuses())
+
+    halved = problem(torch.float32, 1e5, Mode(autocast=(("cpu", "torch.float16"),)))
+    drop_autocast(halved)
+    assert halved.oracle.seen == ["no autocast"]  # type: ignore[attr-defined]
+    single = problem(torch.float64, 1e300, Mode())
+    simplify_precision(single)
+    assert single.oracle.seen == []  # type: ignore[attr-defined]
+
+
+class Refuses:
+    """An oracle that agrees to nothing and notes what it is asked."""
+
+    signature = Signature("forward", "inf", "torch.nn.functional.linear")
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def first(self, proposals: Any) -> None:
+        self.seen += [change for change, _ in proposals]
+
+
+def test_an_overflow_in_the_batch_is_nobodys_wish() -> None:
+    batch = torch.tensor([[1.0, INF], [2.0, 3.0]])
+    program = Program((Call("torch.Tensor.sub", (Ref(0), Ref(0)), {}, Ref(9)),), (Input(0, "batch"),), (Ref(9),))
+    failure = locate(program, {0: batch})
+    assert failure is not None and (failure.call, failure.input_name) == (None, "batch")
+    failure = locate(program, {0: -batch})  # as in a mask
+    assert failure is not None and failure.call == "torch.Tensor.sub"
+
+
+# -- what may be written ---------------------------------------------------------------------------------------------
+
+
+def test_specs_that_mean_something(file: Path) -> None:
+    assert specs.parse("nonfinite").kind == "nonfinite"
+    assert specs.parse("mismatch:compile").option == "inductor"
+    assert specs.parse("mismatch:compile:aot_eager").option == "aot_eager"
+    assert specs.parse(f"{file}:exploded").detail == "exploded"
+    assert choose_check("mismatch:fp64", failing.zero_by_zero()) == MismatchCheck(reference=Double())
+    assert Compiled("eager").name == "compile:eager"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "nan", "nonfinite:x", "mismatch", "mismatch:fp32", "mismatch:fp64:x", "check.py", "check.py:", "no.py:check"],
+)
+def test_specs_that_mean_nothing(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["shrink", "--check", text, "x.pt"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("reprokit: error: ") and lines[1].startswith("hint: ") and len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("c.py", "def f(:", "not valid Python"),
+        ("c.py", "x = 1", "has no function `f`"),
+        ("repro.py", "", "of a result"),
+    ],
+)
+def test_files_that_hold_no_check(name: str, content: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UsageError, match=words) as caught:
+        specs.parse(f"{tmp_path / name}:f")
+    assert caught.value.hint
+
+
+def test_an_earlier_reduction_with_another_check_is_not_gone_on_from(file: Path, tmp_path: Path) -> None:
+    snapshot = traced(growing, x=seeded(4, 8), w=seeded(8, 8, grad=True))
+    shrink(snapshot, check=f"{file}:exploded", out_dir=tmp_path, max_checks=5)
+    with pytest.raises(UsageError, match="another check"):
+        shrink(snapshot, check="mismatch:fp64", out_dir=tmp_path, resume=True)
+
+
+# -- the same bytes --------------------------------------------------------------------------------------------------
+
+TWICE = """
+import sys
+from reprokit.cli import main
+sys.exit(main(["shrink", "-q", "-o", sys.argv[1], *sys.argv[3:], sys.argv[2]]))
+"""
+
+
+@pytest.mark.parametrize("check", [(), ("--check", "my_check.py:exploded"), ("--check", "mismatch:fp64")])
+def test_the_same_input_gives_the_same_bytes(check: tuple[str, ...], file: Path, tmp_path: Path) -> None:
+    snapshot = {
+        (): failing.masked_softmax,
+        ("--check", "mismatch:fp64"): lambda: traced(cancelling, x=seeded(4, 8)),
+    }.get(check, lambda: traced(growing, x=seeded(4, 8), w=seeded(8, 8, grad=True)))()
+    save(snapshot, tmp_path / "x.pt")
+    found = []
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", TWICE, f"out{seed}", "x.pt", *check]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        out = tmp_path / f"out{seed}"
+        texts = [(out / name).read_bytes() for name in ("repro.py", "issue.md", "test_repro.py")]
+        found.append([*texts, bytes_without_times(out / "reduction.pt")])
+    assert found[0] == found[1]
+
+
+def bytes_without_times(path: Path) -> bytes:
+    reduction: Reduction = load(path)
+    reduction.seconds = 0.0
+    for row in reduction.passes:
+        row["seconds"] = 0.0
+    reduction.save(path)
+    return path.read_bytes()

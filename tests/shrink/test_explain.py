@@ -1,0 +1,111 @@
+"""Explaining a result: what is free, what matters, and the nearest variant that passes."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from reprokit.locate.blame import locate
+from reprokit.program.ir import Program
+from reprokit.shrink import explain as explaining
+from reprokit.shrink.arguments import leaves, with_leaf
+from reprokit.shrink.events import Event, Varied
+from reprokit.shrink.reducer import shrink
+from reprokit.shrink.reduction import Reduction
+from tests.shrink import failing
+
+
+def passes(program: Program, tensors: dict[int, torch.Tensor]) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return locate(program, tensors) is None
+
+
+def with_nearest(reduction: Reduction) -> tuple[Program, dict[int, torch.Tensor]]:
+    """The nearest variant, made from its description alone."""
+    nearest = reduction.nearest
+    assert nearest is not None
+    program, tensors = reduction.program, dict(reduction.tensors)
+    if "input" in nearest:
+        item = next(item for item in program.inputs if item.name == nearest["input"])
+        changed = tensors[item.value].clone()
+        assert changed[tuple(nearest["element"])].item() == pytest.approx(nearest["from"], nan_ok=True)
+        changed[tuple(nearest["element"])] = nearest["to"]
+        return program, {**tensors, item.value: changed}
+    calls = list(program.calls)
+    for index, call in enumerate(calls):
+        for path, leaf in leaves(call):
+            if call.target == nearest["call"] and leaf == nearest["from"]:
+                calls[index] = with_leaf(call, path, nearest["to"])
+                return Program(tuple(calls), program.inputs, program.outputs, program.modules), tensors
+    raise AssertionError("the constant is not in the program")
+
+
+@pytest.mark.parametrize("step", failing.STEPS, ids=lambda step: step.__name__)
+def test_the_nearest_variant_passes_and_free_inputs_are_free(step: failing.Step) -> None:
+    reduction = shrink(step())
+    if reduction.nearest is not None:
+        assert passes(*with_nearest(reduction))
+    for item, entry in zip(reduction.program.inputs, reduction.explain, strict=True):
+        tensor = reduction.tensors[item.value]
+        if entry["free"] and tensor.is_floating_point():
+            for number in (0.25, 3.0):  # values that were not tried
+                assert not passes(reduction.program, {**reduction.tensors, item.value: torch.full_like(tensor, number)})
+    assert reduction.explain_checks <= explaining.MAX_RUNS
+
+
+def nearest_of(reduction: Reduction) -> dict[str, Any]:
+    assert reduction.nearest is not None
+    return reduction.nearest
+
+
+def test_the_border_of_an_overflow_is_found() -> None:
+    nearest = nearest_of(shrink(failing.where_gradient()))
+    assert nearest["from"] == 100.0
+    assert 87.0 <= nearest["to"] <= 88.73  # the largest number whose exponential float32 holds is 88.72
+
+
+def test_a_constant_that_matters_is_named_with_its_border() -> None:
+    reduction = shrink(failing.label_smoothing())
+    (constant,) = reduction.constants
+    assert (constant["argument"], constant["value"], constant["free"]) == ("label_smoothing", 0.2, False)
+
+
+def test_a_constant_that_does_not_matter_is_free() -> None:
+    reduction = shrink(failing.in_place_gradient())
+    assert [(item["value"], item["free"]) for item in reduction.constants] == [(1.0, True)]
+
+
+def test_without_a_budget_nothing_is_claimed() -> None:
+    def step(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return F.softmax(x.masked_fill(mask, -failing.INF), dim=-1).sum()
+
+    program = failing.record(step, x=failing.seeded(3), mask=torch.ones(3, dtype=torch.bool))
+    reduction = shrink(program, max_checks=0)
+    items = {item["input"]: item for item in reduction.explain}
+    assert set(items) == {"x", "mask"} and not reduction.one_minimal
+    assert all(item["tried"] is False for item in items.values())  # that it matters is not known
+    assert reduction.untried[-1] == "explain" and reduction.nearest is None
+
+
+def test_sizes_and_places_are_no_constants() -> None:
+    reduction = shrink(failing.record(lambda x: x.log().sum(dim=0), x=torch.zeros(4)))
+    assert reduction.constants == []
+
+
+def test_explaining_is_bounded_and_booked_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explaining, "MAX_RUNS", 3)
+    events: list[Event] = []
+    reduction = shrink(failing.half_linear_overflow(), on_event=events.append)
+    assert reduction.explain_checks == sum(isinstance(event, Varied) for event in events) == 3
+    assert reduction.checks == sum(reduction.verdicts.values())
+    assert reduction.one_minimal and reduction.untried == []
+
+
+def test_explaining_is_deterministic() -> None:
+    first, second = (shrink(failing.half_linear_overflow()) for _ in range(2))
+    assert (first.explain, first.constants, first.nearest) == (second.explain, second.constants, second.nearest)

@@ -1,0 +1,218 @@
+"""The contract of a pass: on toy problems without torch for how it searches, on recorded steps for what it leaves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reprokit.shrink import reducer
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.events import Checked, Event
+from reprokit.shrink.oracle import Verdict
+from reprokit.shrink.problem import Problem
+from reprokit.shrink.reducer import PASSES, shrink
+from reprokit.shrink.search import delete_adaptively, find_integer
+from reprokit.snapshot.format import Snapshot
+from tests.shrink import failing
+
+Pass = Callable[[Problem], None]
+Log = list[tuple[str, str, int, int]]
+
+
+# -- searching, on numbers -----------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 10_000))
+def test_a_run_is_found_with_few_questions(length: int) -> None:
+    asked: list[int] = []
+
+    def holds(number: int) -> bool:
+        asked.append(number)
+        return number <= length
+
+    assert find_integer(holds) == length
+    assert len(asked) <= 5 + 2 * math.log2(length + 1)
+    assert len(set(asked)) == len(asked)
+
+
+@given(st.integers(0, 50), st.integers(0, 50))
+def test_nothing_beyond_the_limit_is_asked(length: int, limit: int) -> None:
+    asked: list[int] = []
+
+    def holds(number: int) -> bool:
+        asked.append(number)
+        return number <= length
+
+    assert find_integer(holds, limit) == min(length, limit)
+    assert all(1 <= number <= limit for number in asked)
+
+
+@given(st.sets(st.integers(1, 64)))
+def test_without_any_order_the_end_of_some_run_is_found(good: set[int]) -> None:
+    found = find_integer(lambda number: number in good)
+    assert (found == 0 or found in good) and found + 1 not in good
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.data())
+def test_everything_that_can_go_is_gone(items: list[int], data: st.DataObject) -> None:
+    places = range(len(items))
+    needed = data.draw(st.sets(st.sampled_from(places)) if items else st.just(set()))
+    asked: list[list[int]] = []
+
+    def will_do(kept: list[int]) -> bool:
+        asked.append(kept)
+        return needed <= set(kept)
+
+    left = delete_adaptively(places, will_do)
+    assert left == sorted(needed)
+    assert delete_adaptively(left, will_do) == left
+    assert len(asked) <= 2 * (len(needed) + 1) * (5 + 2 * math.log2(len(items) + 1))
+
+
+@given(st.lists(st.integers(-9, 9), max_size=20), st.sampled_from([2, 3, 5]))
+def test_what_is_left_was_agreed_to_and_comes_out_again(items: list[int], divisor: int) -> None:
+    """Numbers whose sum stays the same modulo something: taking out one can make another one go or stay."""
+    agreed: list[list[int]] = []
+
+    def will_do(kept: list[int]) -> bool:
+        if sum(kept) % divisor != sum(items) % divisor:
+            return False
+        agreed.append(kept)
+        return True
+
+    left = delete_adaptively(items, will_do)
+    assert left == (agreed[-1] if agreed else items)
+    assert [len(kept) for kept in agreed] == sorted((len(kept) for kept in agreed), reverse=True)
+    assert delete_adaptively(items, will_do) == left
+
+
+# -- passes, on recorded steps -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def only(name: str, run_pass: Pass) -> Iterator[None]:
+    """A reducer that begins with the whole step and has one pass."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reducer, "cuts", lambda candidate, failure: iter(()))
+        patch.setattr(reducer, "PASSES", ((name, run_pass),))
+        yield
+
+
+def run_once(snapshot: Snapshot, name: str, run_pass: Pass) -> tuple[Candidate, Candidate, Log]:
+    """The candidates before and after a pass was run once, and the checks it made."""
+    found: list[Candidate] = []
+    log: Log = []
+
+    def first_time(problem: Problem) -> None:
+        if not found:
+            found.append(problem.best)
+            run_pass(problem)
+            found.append(problem.best)
+            assert problem.oracle.check(problem.best) is Verdict.SAME
+
+    def tell(event: Event) -> None:
+        if isinstance(event, Checked):
+            log.append((event.change, event.verdict, event.calls, event.elements))
+
+    with only(name, first_time):
+        shrink(snapshot, on_event=tell)
+    return found[0], found[1], log
+
+
+def run_to_the_end(snapshot: Snapshot, name: str, run_pass: Pass) -> Candidate:
+    """What a pass leaves when it is repeated until it changes nothing."""
+    with only(name, run_pass):
+        reduction = shrink(snapshot)
+    return Candidate(reduction.program, reduction.tensors)
+
+
+UNARY: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    torch.relu,
+    torch.sqrt,
+    torch.log,
+    torch.exp,
+    lambda x: x * 3.25,
+    lambda x: x - x.mean(),
+    lambda x: x / x.sum(),
+    lambda x: torch.clamp(x, -100.0, 1e30),
+    lambda x: torch.softmax(x, -1),
+    lambda x: x @ x.transpose(-1, -2),
+    lambda x: x.std(0, keepdim=True),
+]
+
+
+@st.composite
+def failing_steps(draw: st.DrawFn) -> Snapshot:
+    """A chain of functions that goes wrong, perhaps in half precision, perhaps backward."""
+    chain = draw(st.lists(st.sampled_from(range(len(UNARY))), min_size=2, max_size=6))
+    shape = draw(st.lists(st.integers(1, 4), min_size=2, max_size=3))
+    dtype = draw(st.sampled_from([torch.float32, torch.float16, torch.float64]))
+    is_backward = draw(st.booleans())
+    x = (failing.seeded(*shape) * draw(st.sampled_from([0.0, 1.0, 300.0]))).to(dtype).requires_grad_(is_backward)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for number in chain:
+            x = UNARY[number](x)
+        total = x.log().sum()
+        if is_backward:
+            total.backward()
+        return total.detach() if is_backward else total
+
+    try:
+        return failing.record(step, x=x)
+    except AssertionError:  # nothing goes wrong: then it does without the chain
+        return failing.record(lambda x: (x * 0.0).log().sum(), x=x.detach())
+
+
+each_pass = pytest.mark.parametrize(("name", "run_pass"), PASSES, ids=[name for name, _ in PASSES])
+
+
+@each_pass
+@settings(max_examples=12)
+@given(snapshot=failing_steps())
+def test_a_pass_keeps_the_failure_never_grows_and_is_deterministic(
+    name: str, run_pass: Pass, snapshot: Snapshot
+) -> None:
+    before, after, log = run_once(snapshot, name, run_pass)
+    assert after.sort_key <= before.sort_key
+    again_before, again, again_log = run_once(snapshot, name, run_pass)
+    assert (again_before.digest, again.digest, again_log) == (before.digest, after.digest, log)
+
+
+@each_pass
+@settings(max_examples=6)
+@given(snapshot=failing_steps())
+def test_a_pass_is_idempotent(name: str, run_pass: Pass, snapshot: Snapshot) -> None:
+    end = run_to_the_end(snapshot, name, run_pass)
+    again = run_to_the_end(failing.snapshot_of(end.program, dict(end.tensors)), name, run_pass)
+    assert again.digest == end.digest
+
+
+@each_pass
+@pytest.mark.parametrize("step", [failing.masked_softmax, failing.loss_scaled_twice, failing.label_smoothing])
+def test_a_pass_proposes_what_is_valid(name: str, run_pass: Pass, step: failing.Step) -> None:
+    _, _, log = run_once(step(), name, run_pass)
+    invalid = [entry for entry in log if entry[1] == "invalid"]
+    assert len(invalid) <= len(log) / 10
+
+
+def test_leaves_that_do_not_matter_go_with_few_checks() -> None:
+    """A bad gradient needs two of sixteen weights: one to arrive at, one that keeps the product on the graph."""
+    weights = {f"w{number}": torch.full((), 0.5, requires_grad=True) for number in range(16)}
+
+    def step(x: torch.Tensor, **weights: torch.Tensor) -> None:
+        total = x.sqrt().sum()
+        for weight in weights.values():
+            total = total + weight.tanh()
+        total.backward()
+
+    snapshot = failing.record(step, x=torch.zeros(2, requires_grad=True), **weights)
+    _, after, log = run_once(snapshot, "setting", dict(PASSES)["setting"])
+    assert [item.name for item in after.program.inputs if item.requires_grad] == ["x"]
+    assert sum(entry[0].startswith("gradients for") for entry in log) <= 2
