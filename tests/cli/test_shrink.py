@@ -44,7 +44,7 @@ class FakeReduction:
 def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """The reducer, renderer and snapshot replaced; ``reducer.shrink`` can be set."""
     monkeypatch.chdir(tmp_path)
-    fake = SimpleNamespace(shrink=lambda: FakeReduction(), options={})
+    fake = SimpleNamespace(shrink=lambda: FakeReduction(), options={}, context=None)
 
     def shrink(snapshot: object, **options: Any) -> FakeReduction:
         fake.options = options
@@ -61,7 +61,7 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         "reprokit.shrink.reducer": {"shrink": shrink},
         "reprokit.shrink.reduction": {"load": lambda path: FakeReduction()},
         "reprokit.snapshot.format": {"load": lambda path: object()},
-        "reprokit.render": {"render_all": render_all},
+        "reprokit.render": {"render_all": render_all, "render_context": lambda *_: fake.context},
     }
     for name, content in modules.items():
         module = ModuleType(name)
@@ -82,6 +82,7 @@ def test_the_result_is_written_and_told(reducer: SimpleNamespace, capsys: pytest
     said = capsys.readouterr()
     assert json.loads(said.out) == {
         **SUMMARY,
+        "context": None,
         "repro": {"path": "train-step7/repro.py", "lines": 7, "files": ["repro.py"], "verified": "20/20"},
     }
     assert "41,230" in said.err
@@ -90,6 +91,14 @@ def test_the_result_is_written_and_told(reducer: SimpleNamespace, capsys: pytest
     assert Path("train-step7", "reduction.pt").is_file()
     wanted = {"out_dir": Path("train-step7"), "level": "op", "max_time": 60.0, "jobs": 2, "resume": False}
     assert {name: reducer.options[name] for name in wanted} == wanted
+
+
+def test_the_context_is_told(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    reducer.context = {"path": "x/repro_module.py", "modules": 1, "calls": 6, "lines": 24, "verified": "20/20"}
+    assert main(["shrink", "x.pt", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["context"] == reducer.context
+    assert "it comes from: 24 lines, verified 20/20 -> x/repro_module.py" in said.err
 
 
 def test_quiet(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reprokit.errors import Flaky, NotReproduced, ReprokitError
+from reprokit.errors import Flaky, NotReproduced, UsageError
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Program
@@ -200,9 +200,9 @@ def test_a_flaky_failure_is_told_with_its_rate(monkeypatch: pytest.MonkeyPatch) 
         shrink(failing.zero_by_zero())
 
 
-def test_levels_of_later_versions() -> None:
-    with pytest.raises(ReprokitError, match="not available"):
-        shrink(failing.zero_by_zero(), level="module")
+def test_a_level_that_does_not_exist() -> None:
+    with pytest.raises(UsageError, match="no level `layer`"):
+        shrink(failing.zero_by_zero(), level="layer")
 
 
 UNARY: list[Callable[[torch.Tensor], torch.Tensor]] = [

@@ -77,7 +77,7 @@ class _Search:
         start = self._start()
         if start is None:
             return
-        self.problem = Problem(start, self.oracle)
+        self.problem = Problem(start, self.oracle)  # what was found so far was in case the budget ends
         limit = len(extraordinary(start))
         self.problem.accepts = lambda candidate: len(extraordinary(candidate)) <= limit
         self._drop_randomness()
@@ -104,6 +104,7 @@ class _Search:
             candidate = piece.candidate(self.failure.value)
             if candidate is None or not self._is_same(candidate, f"{len(piece.kept)} calls around the origin"):
                 continue
+            self.problem = self.problem or Problem(candidate, self.oracle)
             is_long = self.step.num_units(piece.kept) > _MAX_UNITS
             if not extraordinary(candidate):
                 piece, candidate = self._without_modules(piece, candidate)
@@ -238,7 +239,7 @@ class _Search:
         for index in piece.kept:
             scope = self.step.program.calls[index].scope
             for depth in range(1, len(scope) + 1):
-                if scope[:depth] != own[:depth]:
+                if scope[:depth] != own[:depth] and not self.step.is_own_layer(scope[:depth], origin):
                     groups.setdefault(scope[:depth], []).append(index)
             if (
                 index not in self.shown
@@ -328,22 +329,25 @@ class _Search:
             self.oracle.max_checks = limit
 
     def _drop_layers(self) -> None:
-        """Modules by identity, largest first, the origin's own never."""
-        origin = self._place_of_origin()
+        """Modules by identity, largest first; never the one of the origin and its own layers."""
         tried: set[tuple[Scope, ...]] = set()
         while True:
             best, shapes = self._best, self._shapes()
-            runs = [run for run in module_runs(best) if origin not in {best.program.calls[i].scope for i in run}]
-            run = next((run for run in runs if _scope_of(best, run) not in tried), None)
+            run = next((run for run in self._droppable() if _scope_of(best, run) not in tried), None)
             if run is None or shapes is None:
                 return
             tried.add(_scope_of(best, run))
             any(self._try(shorter, "a module by identity") for shorter in without_module(best, run, shapes))
 
-    def _place_of_origin(self) -> tuple[Scope, ...]:
+    def _droppable(self) -> Iterator[frozenset[int]]:
+        """The runs of modules that the origin is not in, nor next to."""
         assert self.problem is not None
-        index = self.problem.failure.call_index
-        return self._best.program.calls[index].scope if index is not None else ()
+        origin = self.problem.failure.call_index
+        step = Step(self._best)
+        for run in module_runs(self._best):
+            scope = _scope_of(self._best, run)
+            if origin is None or (origin not in run and not step.is_own_layer(scope, origin)):
+                yield run
 
     def _shapes(self) -> Shapes | None:
         """The shapes of all values of the best candidate, if a probe can tell."""

@@ -21,6 +21,8 @@ from reprokit.shrink.context.variables import variables
 from reprokit.shrink.naming import unique_name
 from reprokit.shrink.recording import Recording, record
 
+_OWN_MODULE = 16
+
 Place = tuple[tuple[Scope, ...], str]
 
 
@@ -107,6 +109,15 @@ class Step:
         scope, _ = place
         other = self.place(index)
         return other[0][: len(scope)] == scope if scope else other == place
+
+    def is_own_layer(self, scope: tuple[Scope, ...], origin: int) -> bool:
+        """Whether a module is one of torch's layers in the origin's own module, if that is not a large one."""
+        place = self.place(origin)
+        is_below = bool(place[0]) and len(scope) > len(place[0]) and scope[: len(place[0])] == place[0]
+        between = scope[len(place[0]) : -1]
+        if not is_below or not is_layer(scope[-1], self.program.modules) or not all(map(is_container, between)):
+            return False
+        return self.size_of(place) <= _OWN_MODULE
 
     def connected(self, kept: Iterable[int], origin: int, *, downstream: bool) -> tuple[int, ...]:
         """Of some calls those that the origin depends on through them; with ``downstream`` and leads on."""

@@ -255,7 +255,8 @@ class _Normaliser:
             if any(call is inner for inner in calls):
                 for value in call.input_refs():
                     before.setdefault(value, recording.inputs[index, value])
-                after.update({value: recording.outputs[value] for value in call.output_refs()})
+                made = (value for value in call.output_refs() if value in recording.outputs)
+                after.update({value: recording.outputs[value] for value in made})
         return Run(calls, block.makes or calls[-1].output_refs(), before, after)
 
     def _is_chain(self, block: Block) -> bool:

@@ -1,0 +1,120 @@
+"""Context repros: real Python that fails by itself, with modules named and built as in the user's code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from reprokit.program.ir import Scope
+from reprokit.render import render_context
+from reprokit.render.module import MAX_LINES, ModuleScript, write_module_script
+from reprokit.render.module_names import class_name, snake_case
+from reprokit.render.sources import context_script, reduction_script
+from reprokit.render.verify import verify
+from reprokit.shrink.context.piece import Context
+from reprokit.shrink.reducer import shrink
+from reprokit.shrink.reduction import Reduction
+from reprokit.snapshot.format import Snapshot
+from tests.shrink import models
+from tests.shrink.test_context import CASES, found_for
+
+
+def script_of(step: Callable[[], Snapshot]) -> ModuleScript:
+    found = write_module_script(found_for(step))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("step", CASES)
+def test_a_context_repro_fails_by_itself(step: Callable[[], Snapshot], tmp_path: Path) -> None:
+    script = script_of(step)
+    result = verify(script.write(tmp_path), 2)
+    assert result.is_unanimous
+    assert result.fails
+    assert ("RuntimeError" if found_for(step).failure.kind == "exception" else "AssertionError") in result.signature
+    assert script.num_lines <= MAX_LINES
+
+
+@pytest.mark.parametrize("step", CASES)
+def test_it_reads_as_written_by_hand(step: Callable[[], Snapshot]) -> None:
+    text = script_of(step).text
+    names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    assert not any(re.fullmatch(r"v\d+", name) for name in names)
+    assert "reprokit" not in "".join(line for line in text.splitlines() if not line.startswith("#"))
+    assert max(map(len, text.splitlines())) <= 120
+    assert not text.endswith("\n\n")
+    used = text.split("from torch import nn\n")[-1]
+    assert ("from torch import nn\n" in text) == ("nn." in used.replace("torch.nn.", ""))
+
+
+def test_modules_layers_and_variables_keep_their_names() -> None:
+    text = script_of(models.masked_attention).text
+    assert "class MaskedAttention(nn.Module):" in text
+    assert re.search(r"self\.query = nn\.Linear\(\d+, \d+\)", text)
+    assert "scores = scores.masked_fill(" in text
+    assert "model = MaskedAttention()" in text
+
+
+def test_initial_parameters_need_no_words() -> None:
+    text = script_of(models.torch_attention).text
+    assert "torch.manual_seed(0)" in text
+    assert "nn.init" not in text
+
+
+def test_a_gradient_is_looked_at_by_its_path() -> None:
+    text = script_of(models.log_gradient).text
+    assert "self.weight = nn.Parameter(" in text
+    assert "assert not torch.isnan(model.weight.grad).any()" in text
+
+
+def test_what_needs_a_side_file_is_not_printed() -> None:
+    snapshot = models.growing()  # its weights are neither short nor what the layers start with
+    assert write_module_script(Context(snapshot.program, snapshot.tensors, snapshot.failure)) is None
+
+
+@pytest.fixture(scope="module")
+def reduction() -> Reduction:
+    return shrink(models.masked_attention())
+
+
+def test_a_missing_context_is_no_file(reduction: Reduction, tmp_path: Path) -> None:
+    assert render_context(replace(reduction, context=None), None, tmp_path, times=1) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_context_is_written_and_verified(reduction: Reduction, tmp_path: Path) -> None:
+    summary = render_context(reduction, None, tmp_path, times=2)
+    assert summary is not None
+    assert summary["verified"] == "2/2"
+    assert summary["modules"] == 1
+    assert Path(summary["path"]).read_text().count("class ") == 1
+
+
+def test_a_context_that_does_not_fail_leaves_no_file(reduction: Reduction, tmp_path: Path) -> None:
+    assert reduction.context is not None
+    tensors = {v: torch.zeros_like(t) for v, t in reduction.context.tensors.items()}
+    harmless = replace(reduction, context=replace(reduction.context, tensors=tensors))
+    assert render_context(harmless, None, tmp_path, times=1) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_level_module_prints_modules() -> None:
+    reduction = shrink(models.masked_attention(), level="module")
+    context = context_script(reduction)
+    assert context is not None
+    assert reduction_script(reduction).text == context.text
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "variable"),
+    [("PoseGRU", "PoseGRU", "pose_gru"), ("Outer.<locals>.Net", "Net", "net"), ("nn", "nnModule", "nn_module")],
+)
+def test_names_of_classes(cls: str, name: str, variable: str) -> None:
+    assert class_name(Scope("", cls).cls) == name
+    assert snake_case(cls) == variable

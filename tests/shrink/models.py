@@ -1,0 +1,168 @@
+"""Small models whose training step fails, recorded with their parameters: what the tests of the context start from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from reprokit.program.trace import Origin, Tracer, recording
+from reprokit.snapshot.format import Snapshot
+from tests.shrink.failing import seeded, snapshot_of
+
+
+def record_model(model: nn.Module, step: Callable[..., Any], **tensors: torch.Tensor) -> Snapshot:
+    """A snapshot of a function of named tensors that uses a model; a tensor it returns is looked at in the end."""
+    names = {id(tensor): Origin(name) for name, tensor in tensors.items()}
+    names.update({id(parameter): Origin(name, "parameter") for name, parameter in model.named_parameters()})
+    names.update({id(buffer): Origin(name, "buffer") for name, buffer in model.named_buffers()})
+    tracer = Tracer(lambda tensor: names.get(id(tensor)))
+    result = None
+    with recording(tracer):
+        try:
+            result = step(**tensors)
+        except RuntimeError:
+            result = None
+    value = tracer.value_of(result) if isinstance(result, torch.Tensor) else None
+    return snapshot_of(tracer.program(() if value is None else (value,)), dict(tracer.tensors))
+
+
+class FeedForward(nn.Module):
+    """A residual block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.gelu(self.up(self.norm(x)))
+        return x + self.down(hidden)
+
+
+class Growing(nn.Module):
+    """Activations grow from layer to layer until an exponential overflows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(FeedForward(8) for _ in range(4))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) * 100
+        return self.head(x).exp()
+
+
+class MaskedAttention(nn.Module):
+    """Attention by hand over keys that may all be masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(8, 8)
+        self.key = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        scores = self.query(x) @ self.key(x).transpose(1, 2)
+        scores = scores.masked_fill(padding[:, None], float("-inf"))
+        return F.softmax(scores, dim=-1) @ x
+
+
+class Encoder(nn.Module):
+    """Attention between other layers."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.embed = nn.Linear(5, 8)
+        self.attention = attention
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.embed(x))
+        attended = self.attention(x, padding)
+        return self.head(attended).sum()
+
+
+class TorchAttention(nn.Module):
+    """Attention of torch over keys that may all be masked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        out, _ = self.attn(x, x, x, key_padding_mask=padding)
+        return torch.as_tensor(out)
+
+
+class LogFilter(nn.Module):
+    """A logarithm behind a `where`, which protects the value but not the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        energy = F.linear(x.square(), self.weight)
+        return torch.where(energy > 1e-9, energy.log(), torch.zeros_like(energy))
+
+
+def growing() -> Snapshot:
+    """An overflow that comes about over layers."""
+    torch.manual_seed(1)
+    model = Growing()
+    return record_model(model, lambda x: model(x), x=seeded(2, 3, 8))
+
+
+def masked_attention() -> Snapshot:
+    """A fully masked row in attention by hand."""
+    torch.manual_seed(1)
+    model = Encoder(MaskedAttention())
+    return record_model(model, lambda x, padding: model(x, padding), x=seeded(2, 3, 5), padding=_padding())
+
+
+def torch_attention() -> Snapshot:
+    """A fully masked row in attention of torch."""
+    torch.manual_seed(1)
+    model = Encoder(TorchAttention())
+    return record_model(model, lambda x, padding: model(x, padding), x=seeded(2, 3, 5), padding=_padding())
+
+
+def log_gradient() -> Snapshot:
+    """A gradient that is NaN while the loss is finite."""
+    model = nn.Sequential(LogFilter(), nn.Linear(4, 1))
+    return record_model(model, lambda x: model(x).mean().backward(), x=seeded(3, 6))
+
+
+def wrong_width() -> Snapshot:
+    """An exception inside a module."""
+    model = nn.Sequential(nn.Linear(6, 4), FeedForward(5))
+    return record_model(model, lambda x: model(x), x=seeded(3, 6))
+
+
+def centred(x: torch.Tensor) -> torch.Tensor:
+    """A function of the loop's that divides by the mean size of what is left."""
+    x = x - x.mean()
+    return x / x.abs().mean()
+
+
+def constant_batch() -> Snapshot:
+    """A function of the loop's that fails on a constant."""
+    model = nn.Linear(4, 2)
+    return record_model(model, lambda x: model(centred(x)).sum(), x=torch.full((3, 4), 2.0))
+
+
+def huge_input() -> Snapshot:
+    """A square that overflows because of what the step was given."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    return record_model(model, lambda x: (model(x) + x.square()).sum(), x=torch.full((2, 2), 1e30))
+
+
+def _padding() -> torch.Tensor:
+    padding = torch.zeros(2, 3, dtype=torch.bool)
+    padding[1] = True
+    return padding

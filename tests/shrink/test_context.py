@@ -1,0 +1,223 @@
+"""The context: which piece of a model it is, that it fails the same way, and that its inputs are ordinary."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from reprokit.locate.blame import locate
+from reprokit.program.ir import Call, Input, Ref, Scope
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks.choice import choose_check
+from reprokit.shrink.context.identity import module_runs, without_module
+from reprokit.shrink.context.layers import Run, layer_of
+from reprokit.shrink.context.ordinary import is_ordinary, moderate
+from reprokit.shrink.context.piece import Context, from_plain, to_plain
+from reprokit.shrink.context.search import find_context
+from reprokit.shrink.context.tree import Tree
+from reprokit.shrink.context.variables import variables
+from reprokit.shrink.oracle import Oracle
+from reprokit.shrink.reducer import shrink
+from reprokit.shrink.reduction import load
+from reprokit.shrink.signature import Signature, same
+from reprokit.snapshot.format import Snapshot
+from tests.shrink import models
+
+CASES = (
+    models.growing,
+    models.masked_attention,
+    models.torch_attention,
+    models.log_gradient,
+    models.wrong_width,
+    models.constant_batch,
+)
+
+
+def context_of(snapshot: Snapshot, max_checks: int | None = None) -> Context:
+    oracle = Oracle(choose_check(None, snapshot), snapshot.settings, max_checks=max_checks)
+    found = find_context(Candidate(snapshot.program, snapshot.tensors), snapshot.failure, oracle)
+    assert found is not None
+    return found
+
+
+@functools.cache
+def found_for(step: Callable[[], Snapshot]) -> Context:
+    """The context of a case, searched for once."""
+    return context_of(step())
+
+
+def classes(tree: Tree) -> list[str]:
+    return [block.scope.cls for block in tree.root.blocks() if block is not tree.root]
+
+
+@pytest.mark.parametrize("step", CASES)
+def test_a_context_fails_the_same_way_with_ordinary_inputs(step: Callable[[], Snapshot]) -> None:
+    snapshot = step()
+    context = found_for(step)
+    failure = locate(context.program, context.tensors)
+    assert failure is not None
+    assert same(Signature.of(failure, context.program), Signature.of(snapshot.failure, snapshot.program))
+    assert context.is_ordinary
+    assert all(is_ordinary(tensor) for tensor in context.tensors.values())
+    assert context.program.num_calls <= snapshot.program.num_calls
+
+
+def test_growth_is_followed_upstream_and_layers_are_dropped() -> None:
+    snapshot = models.growing()
+    assert not is_ordinary(locate_input(snapshot))
+    context = found_for(models.growing)
+    names = [call.name for call in context.program.calls]
+    assert names[-1] == "exp"
+    assert "mul" in names, "the factor that makes the numbers grow is shown"
+    assert context.program.num_calls < 15
+
+
+def locate_input(snapshot: Snapshot) -> torch.Tensor:
+    """What the origin was given."""
+    from reprokit.shrink.recording import record
+
+    index = snapshot.failure.call_index
+    assert index is not None
+    recording = record(Candidate(snapshot.program, snapshot.tensors), frozenset((index,)))
+    return next(tensor for (at, _), tensor in recording.inputs.items() if at == index)
+
+
+def test_the_module_of_the_origin_is_kept_and_the_others_go() -> None:
+    tree = found_for(models.masked_attention).tree
+    assert classes(tree) == ["MaskedAttention", "Linear", "Linear"]
+    assert tree.num_modules == 1
+
+
+def test_layers_of_torch_stay_layers() -> None:
+    context = found_for(models.torch_attention)
+    (block,) = context.tree.layers()
+    layer = block.layer
+    assert layer is not None
+    assert (layer.cls, set(layer.keywords)) == ("MultiheadAttention", {"key_padding_mask"})
+    assert layer.options == {"batch_first": True}
+    weights = dict(layer.build().named_parameters())
+    assert {name: weights[name].shape for name in weights} == {
+        n: context.tensors[v].shape for n, v in layer.state.items()
+    }
+
+
+def test_a_gradient_keeps_what_leads_on_from_the_origin() -> None:
+    context = found_for(models.log_gradient)
+    names = [call.name for call in context.program.calls]
+    assert names.index("log") < names.index("where")
+    assert context.program.calls[-1].is_differentiation
+
+
+def test_functions_of_the_loop_are_functions() -> None:
+    assert classes(found_for(models.constant_batch).tree) == ["centred"]
+
+
+def test_what_is_not_ordinary_anywhere_is_said() -> None:
+    context = found_for(models.huge_input)
+    assert not context.is_ordinary
+
+
+def test_a_spent_budget_gives_what_was_found() -> None:
+    whole = found_for(models.masked_attention)
+    early = context_of(models.masked_attention(), max_checks=2)
+    assert early.checks == 2
+    assert locate(early.program, early.tensors) is not None
+    assert early.candidate.num_elements > whole.candidate.num_elements
+
+
+def test_the_same_snapshot_gives_the_same_context() -> None:
+    first, second = (found_for(models.growing) for _ in range(2))
+    assert first.candidate.digest == second.candidate.digest
+    assert first.checks == second.checks
+
+
+def test_a_context_survives_the_file(tmp_path: Path) -> None:
+    reduction = shrink(models.masked_attention())
+    reduction.save(tmp_path / "reduction.pt")
+    read = load(tmp_path / "reduction.pt").context
+    assert read is not None and reduction.context is not None
+    assert read.candidate.digest == reduction.context.candidate.digest
+    assert (read.checks, read.is_ordinary, read.drawn) == (reduction.context.checks, True, ())
+    assert from_plain(to_plain(None)) is None
+
+
+def test_the_context_costs_the_minimum_no_checks() -> None:
+    reduction = shrink(models.masked_attention())
+    assert reduction.context is not None
+    assert reduction.checks == sum(reduction.verdicts.values())
+    assert reduction.program.num_calls < reduction.context.program.num_calls
+
+
+def test_level_module_makes_the_context_the_result() -> None:
+    reduction = shrink(models.masked_attention(), level="module")
+    assert reduction.context is not None
+    assert Candidate(reduction.program, reduction.tensors).digest == reduction.context.candidate.digest
+    assert reduction.summary()["level"] == "module"
+    assert not reduction.one_minimal
+
+
+def test_level_step_keeps_every_call() -> None:
+    snapshot = models.masked_attention()
+    reduction = shrink(snapshot, level="step")
+    assert [call.target for call in reduction.program.calls] == [call.target for call in snapshot.program.calls]
+    shapes = {item.name: reduction.tensors[item.value].shape for item in reduction.program.inputs}
+    assert shapes == {item.name: snapshot.tensors[item.value].shape for item in snapshot.program.inputs}
+    largest = max(float(t.abs().max()) for t in reduction.tensors.values() if t.is_floating_point())
+    assert largest in (0.0, 1.0)
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.tensor([1.0, -900.0]), True),
+        (torch.tensor([2000.0]), False),
+        (torch.tensor([300.0], dtype=torch.float16), False),
+        (torch.tensor([float("-inf")]), False),
+        (torch.tensor([float("nan")]), False),
+        (torch.tensor([10**12]), True),
+        (torch.tensor([True]), True),
+        (torch.zeros(0), True),
+    ],
+)
+def test_ordinary(tensor: torch.Tensor, expected: bool) -> None:
+    assert is_ordinary(tensor) is expected
+    if tensor.is_floating_point():
+        assert is_ordinary(moderate(tensor))
+
+
+def test_a_layer_that_returned_something_else_is_not_one() -> None:
+    weight, x = torch.ones(3, 2), torch.ones(1, 2)
+    call = Call("torch.nn.functional.linear", (Ref(0), Ref(1)), outputs=Ref(2))
+    inputs = {1: Input(1, "fc.weight", "parameter")}
+    given = {0: x, 1: weight}
+    right = layer_of(Scope("fc", "Linear"), Run([call], (2,), given, {2: x @ weight.t()}), inputs, None)
+    assert right is not None
+    assert (right.arguments, dict(right.options), right.state) == ((2, 3), {"bias": False}, {"weight": 1})
+    assert layer_of(Scope("fc", "Linear"), Run([call], (2,), given, {2: x @ weight.t() + 1}), inputs, None) is None
+
+
+def test_a_module_is_replaced_by_what_it_was_given() -> None:
+    snapshot = models.growing()
+    candidate = Candidate(snapshot.program, snapshot.tensors)
+    block = next(run for run in module_runs(candidate) if all(len(candidate.program.calls[i].scope) > 1 for i in run))
+    shapes = {
+        value: (2, 3, 8) for call in candidate.program.calls for value in (*call.input_refs(), *call.output_refs())
+    }
+    shorter = next(without_module(candidate, block, shapes))
+    assert shorter.num_calls == candidate.num_calls - len(block)
+    assert locate(shorter.program, shorter.tensors) is not None
+
+
+def test_variables_are_read_from_assignments() -> None:
+    program = models.masked_attention().program
+    named = {call.name: variables(program.calls).get(call.output_refs()[0]) for call in program.calls}
+    assert named["masked_fill"] == "scores"
+    assert named["tanh"] == "x"
+    assert named["softmax"] is None
