@@ -52,7 +52,7 @@ def measure_memory(shape: str, steps: int, is_watched: bool) -> JSON:
     with session if is_watched else contextlib.nullcontext():
         for _ in range(steps):
             training.step()
-        if is_watched and not session._is_watching:
+        if is_watched and not session._tape.enabled:
             raise RuntimeError(f"the session stopped watching a healthy training: {session.results}")
         copies = session._training.history.state.copies.num_bytes
         held = len(session._training.history.steps)

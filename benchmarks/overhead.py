@@ -107,7 +107,7 @@ class Reprokit(Variant):
         self.session.resume()
 
     def off(self) -> None:
-        if not self.session._is_watching:
+        if not self.session._tape.enabled:
             raise RuntimeError(f"the session stopped watching a healthy training: {self.session.results}")
         self.session.pause()
 
