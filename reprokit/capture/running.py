@@ -23,7 +23,7 @@ _SWEEP_AT = 32
 
 
 class Listener(Protocol):
-    """Who is told of what happens in a step. ``CaptureStop`` may come out of all of them."""
+    """Who is told of what happens in a step, and may stop the loop then."""
 
     def meet_module(self, module: torch.nn.Module) -> None:
         """A root module that is not known, or not for good, is about to be called."""

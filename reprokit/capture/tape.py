@@ -236,7 +236,5 @@ def _begins_forward(name: str, versions: list[tuple[torch.Tensor, int]]) -> bool
 
 
 _tracing_state = torch._C._get_tracing_state  # of `torch.jit.trace`, which would trace our work as well
-_peek_transforms = (
-    torch._C._functorch.peek_interpreter_stack
-)  # vmap, grad and the like, inside which values are not ours
+_peek_transforms = torch._C._functorch.peek_interpreter_stack  # vmap and the like, inside which values are not ours
 _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
