@@ -11,8 +11,9 @@ import shlex
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from reprokit.capture.options import ON, After, Watch
 from reprokit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,12 +25,12 @@ def capture(
     output: str | os.PathLike[str] | None = None,
     *,
     name: str = "training",
-    after: Literal["stop", "continue"] = "stop",
+    after: After = "stop",
     overwrite: bool = False,
     quiet: bool = False,
     history: int | None = None,
-    watch: Literal["sampled", "every-step", "deferred"] = "sampled",
-    on: Collection[str] = ("nonfinite", "exception"),
+    watch: Watch = "sampled",
+    on: Collection[str] = ON,
 ) -> Iterator[Session]:
     """Watch the training loop in this block and save its first failing step.
 

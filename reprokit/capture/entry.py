@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -28,9 +28,9 @@ class Entry:
     ``versions`` pairs the tensors it was given with their version counters. ``rng`` holds the states of the CPU and,
     where used, the CUDA generator before a call that may draw. ``outcome`` is what a random in-place function left.
     ``settings`` is what else a replay needs: an optimizer's options of that step, a grad scaler's scale.
-    ``is_state`` marks writes into parameters and buffers outside of optimizers: they are part of the state that the
-    next forward begins with; and differentiations inside which optimizers stepped. ``writes_view`` marks writes into a
-    view of another tensor.
+    ``writes_state`` marks functions that write into parameters and buffers outside of optimizers: they are part of the
+    state that the next forward begins with. ``writes_view`` marks writes into a view of another tensor. ``has_stepped``
+    marks differentiations inside which optimizers stepped.
     """
 
     kind: str
@@ -46,13 +46,9 @@ class Entry:
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     outcome: torch.Tensor | None = None
     settings: Any = None
-    is_state: bool = False
+    writes_state: bool = False
     writes_view: bool = False
-
-    @property
-    def writes_state(self) -> bool:
-        """Whether it is a write into the state and nothing else."""
-        return self.is_state and self.kind == "function"
+    has_stepped: bool = False
 
     @property
     def starts(self) -> list[torch.Tensor]:
@@ -74,6 +70,34 @@ def starts_of(args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that a differentiation with these arguments starts from."""
     first = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
     return [first] if isinstance(first, torch.Tensor) else list(iter_tensors(first))
+
+
+def versions_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, int]]:
+    """The tensors among the arguments of a call with their version counters (-1 for those that have none)."""
+    found = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            found.append((value, -1 if value.is_inference() else value._version))
+        elif type(value) not in ATOMS:
+            found += [(t, -1 if t.is_inference() else t._version) for t in iter_tensors(value)]
+    return found
+
+
+def generator_states(versions: Iterable[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The states of the CPU generator and, when a CUDA tensor is among the arguments, of its device's generator."""
+    state = torch.default_generator.get_state()
+    for tensor, _ in versions:
+        if tensor.is_cuda:
+            return state, torch.cuda.get_rng_state(tensor.device)
+    return state, None
+
+
+def is_among(tensor: torch.Tensor, versions: list[tuple[torch.Tensor, int]]) -> bool:
+    """Whether a tensor is one of the arguments."""
+    for known, _ in versions:  # noqa: SIM110 (a generator would cost more than the loop)
+        if known is tensor:
+            return True
+    return False
 
 
 def new_tensors(entry: Entry, made: set[int]) -> list[torch.Tensor]:
@@ -212,7 +236,7 @@ def with_makers(entries: list[Entry], earlier: list[list[Entry]]) -> list[Entry]
     for step in reversed(earlier):
         for entry in reversed(step):
             outputs = {id(tensor) for tensor in iter_tensors(entry.output)}
-            if entry.kind in ("module", "function") and not entry.is_state and outputs & needed:
+            if entry.kind in ("module", "function") and not entry.writes_state and outputs & needed:
                 result.insert(0, entry)
                 needed = (needed - outputs) | {id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs))}
     return result

@@ -40,14 +40,10 @@ def ends_training(error: BaseException | None) -> bool:
 
 def describe(error: BaseException, entry: Entry | None, roots: Iterable[torch.nn.Module]) -> Raised:
     """What is known of an exception; ``entry`` is what it came out of, if that was on the tape."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
-    site = None
-    for frame, line in zip(frames, lines, strict=True):
-        if kind_of_file(frame.f_code.co_filename) == "user":
-            site = make_site(frame.f_code, line)
+    frame, line = innermost_user_place(error)
+    site = make_site(frame.f_code, line) if frame is not None else None
     phase = "backward" if entry is not None and entry.kind == "differentiate" else "forward"
-    return Raised(type(error).__name__, str(error), site, _module(frames, list(roots)), phase, entry is not None)
+    return Raised(type(error).__name__, str(error), site, _module(error, roots), phase, entry is not None)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -84,19 +80,20 @@ def bad_loss(entries: list[Entry]) -> Entry | None:
     return None
 
 
-def innermost_user_frame(error: BaseException) -> FrameType | None:
-    """The frame of the user's code in which an exception was raised; its variables name tensors."""
-    found = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
+def innermost_user_place(error: BaseException) -> tuple[FrameType | None, int]:
+    """The frame of the user's code in which an exception was raised, and the line; the frame's variables name
+    tensors."""
+    place: tuple[FrameType | None, int] = None, 0
+    for frame, line in traceback.walk_tb(error.__traceback__):
         if kind_of_file(frame.f_code.co_filename) == "user":
-            found = frame
-    return found
+            place = frame, line
+    return place
 
 
-def _module(frames: list[FrameType], roots: list[torch.nn.Module]) -> str | None:
+def _module(error: BaseException, roots: Iterable[torch.nn.Module]) -> str | None:
     """The innermost module whose forward an exception passed through."""
     inside: Any = None
-    for frame in frames:
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code is torch.nn.Module._call_impl.__code__:
             inside = frame.f_locals.get("self")
     if inside is None:

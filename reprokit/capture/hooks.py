@@ -1,6 +1,7 @@
 """Hooks into the parts of torch that end or shape a step: optimizers, grad scalers, clipping, ``autograd.backward``.
 
 Everything is put in place by `Hooks.install` and taken away by `Hooks.removals`; nothing is left on the user's objects.
+What is done when a hook is reached is not decided here.
 """
 
 from __future__ import annotations
@@ -9,79 +10,46 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 from torch.optim import optimizer as optimizers
 
+from reprokit.capture.stepping import Stepping
 from reprokit.capture.tape import Tape
 from reprokit.capture.warned import redirect_warnings
+from reprokit.capture.whole_calls import WholeCalls
 from reprokit.program.functions import name_of
 
 
-class Listener(Protocol):
-    """Who is told."""
-
-    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """An optimizer's step begins; may return other arguments for it."""
-
-    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer's step ended."""
-
-    def around(self, kind: str, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Perform ``target`` as one thing (``clip``, ``scale``, ``unscale``, ``scaler_step``, ``quietly``)."""
-
-    @property
-    def tape(self) -> Tape:
-        """The mode that notes what the loop calls."""
-
-    def before_mark(self) -> None:
-        """An optimizer is about to mark the beginning of its step for the profiler."""
-
-    def after_mark(self) -> None:
-        """It has marked the end."""
-
-    def backward(self, target: Callable[..., Any], tensor: torch.Tensor, kwargs: dict[str, Any]) -> None:
-        """Perform ``target(tensor, **kwargs)``, the backward method of tensors."""
-
-    def zero_grad(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Perform ``target``, which forgets gradients."""
-
-    def run_in_thread(self, run: Callable[[], None]) -> None:
-        """Run the body of a new thread."""
-
-    def before_compiling(self, arguments: Any) -> None:
-        """The compiler is about to look at a function."""
-
-    def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Perform ``torch.autograd.backward`` called by the loop itself."""
-
-
 class Hooks:
-    """Installs and removes all hooks of one capture."""
+    """Installs and removes all hooks of one capture: they lead to its tape, its stepping and its whole calls."""
 
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
+    def __init__(self, tape: Tape, stepping: Stepping, calls: WholeCalls) -> None:
+        self._tape = tape
+        self._stepping = stepping
+        self._calls = calls
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
         """Put the hooks in place."""
-        listener = self._listener
+        stepping, calls = self._stepping, self._calls
         name_of(torch.Tensor.backward)  # the names of torch's functions are read while they are torch's own
-        before = optimizers.register_optimizer_step_pre_hook(listener.before_step)
-        after = optimizers.register_optimizer_step_post_hook(listener.after_step)
+        before = optimizers.register_optimizer_step_pre_hook(stepping.before_step)
+        after = optimizers.register_optimizer_step_post_hook(stepping.after_step)
         self._undo += [before.remove, after.remove]
-        self._wrap_zero_grad(torch.optim.Optimizer)
-        self._wrap_zero_grad(torch.nn.Module)
-        self._wrap(torch.amp.GradScaler, "scale", "scale")
-        self._wrap(torch.amp.GradScaler, "_unscale_grads_", "unscale")
-        self._wrap(torch.amp.GradScaler, "step", "scaler_step")
-        self._wrap(torch.amp.GradScaler, "unscale_", "quietly")
-        self._wrap(torch.amp.GradScaler, "update", "quietly")
+        self._wrap(torch.optim.Optimizer, "zero_grad", calls.zero_grad)
+        self._wrap(torch.nn.Module, "zero_grad", calls.zero_grad)
+        self._wrap(torch.amp.GradScaler, "scale", calls.scale)
+        self._wrap(torch.amp.GradScaler, "_unscale_grads_", calls.unscale)
+        self._wrap(torch.amp.GradScaler, "step", stepping.scaler_step)
+        self._wrap(torch.amp.GradScaler, "unscale_", calls.quietly)
+        self._wrap(torch.amp.GradScaler, "update", calls.quietly)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
-            self._wrap(torch.nn.utils, name, "clip")
+            self._wrap(torch.nn.utils, name, calls.clip)
         self._wrap_backward()
+        self._wrap_tensor_backward()
         self._wrap_handing_over()
         self._wrap_records()
         self._wrap_threads()
@@ -93,54 +61,45 @@ class Hooks:
         undo, self._undo = self._undo[::-1], []
         return undo
 
-    def _wrap_zero_grad(self, owner: Any) -> None:
-        original, listener = owner.zero_grad, self._listener
-
-        def zero_grad(*args: Any, **kwargs: Any) -> Any:
-            if is_compiling():
-                return original(*args, **kwargs)
-            return listener.zero_grad(original, args, kwargs)
-
-        functools.update_wrapper(zero_grad, original)
-        owner.zero_grad = zero_grad
-        self._undo.append(lambda: setattr(owner, "zero_grad", original))
-
-    def _wrap(self, owner: Any, name: str, kind: str) -> None:
+    def _replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Put a wrapper in the place of a function, to be taken for it."""
         original = getattr(owner, name)
-        listener = self._listener
+        functools.update_wrapper(wrapper, original)
+        setattr(owner, name, wrapper)
+        self._undo.append(functools.partial(setattr, owner, name, original))
+
+    def _wrap(self, owner: Any, name: str, perform: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+        """Have a function performed by ``perform(function, args, kwargs)``."""
+        original = getattr(owner, name)
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if is_compiling():
                 return original(*args, **kwargs)
-            return listener.around(kind, original, args, kwargs)
+            return perform(original, args, kwargs)
 
-        functools.update_wrapper(wrapper, original)
         home = sys.modules.get(original.__module__)  # where pickle looks a function up
         for place in {owner, home} if getattr(home, name, None) is original else {owner}:
-            setattr(place, name, wrapper)
-            self._undo.append(functools.partial(setattr, place, name, original))
+            self._replace(place, name, wrapper)
 
     def _wrap_threads(self) -> None:
         """Threads that are started while the capture is on may be the ones that train."""
-        original, listener = threading.Thread.start, self._listener
+        original, tape = threading.Thread.start, self._tape
 
         def start(self: threading.Thread) -> None:
             run = self.run
 
             def watched() -> None:
                 self.__dict__.pop("run", None)
-                listener.run_in_thread(run)
+                tape.run_in_thread(run)
 
             self.run = watched  # type: ignore[method-assign]
             original(self)
 
-        functools.update_wrapper(start, original)
-        threading.Thread.start = start  # type: ignore[method-assign]
-        self._undo.append(lambda: setattr(threading.Thread, "start", original))
+        self._replace(threading.Thread, "start", start)
 
     def _watch_compiler(self) -> None:
         """Be told when the loop calls something that is compiled just then, as soon as the compiler is loaded."""
-        told, original = self._listener.before_compiling, torch.compile
+        told, original = self._stepping.before_compiling, torch.compile
 
         def register() -> None:
             handler = _callback_handler()
@@ -157,45 +116,38 @@ class Hooks:
             register()
             return compiled
 
-        functools.update_wrapper(compile, original)
-        torch.compile = compile
+        self._replace(torch, "compile", compile)
         register()
-        self._undo += [remove, lambda: setattr(torch, "compile", original)]
+        self._undo.append(remove)
 
     def _wrap_backward(self) -> None:
-        original = torch.autograd.backward
-        listener, tape = self._listener, self._listener.tape
+        original, tape = torch.autograd.backward, self._tape
 
         def backward(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not tape.is_outermost:  # such as the one that `Tensor.backward` calls
                 return original(*args, **kwargs)
-            return listener.differentiate(original, args, kwargs)
+            return tape.differentiate(original, args, kwargs)
 
-        functools.update_wrapper(backward, original)
-        torch.autograd.backward = backward
-        self._undo.append(lambda: setattr(torch.autograd, "backward", original))
-        self._wrap_tensor_backward()
+        self._replace(torch.autograd, "backward", backward)
 
     def _wrap_tensor_backward(self) -> None:
         """``loss.backward()`` without torch's way of asking its function modes first, which takes long."""
         original: Any = torch.Tensor.backward
-        listener, tape = self._listener, self._listener.tape
+        tape = self._tape
 
         def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if args or (kwargs and not kwargs.keys() <= _PLAIN_OPTIONS) or type(self) is not torch.Tensor:
                 return original(self, *args, **kwargs)
             if is_compiling() or not tape.is_outermost or torch._C._len_torch_function_stack() > 1:
                 return original(self, **kwargs)
-            return listener.backward(original, self, kwargs)
+            return tape.backward(original, self, kwargs)
 
-        functools.update_wrapper(backward, original)
-        torch.Tensor.backward = backward  # type: ignore[method-assign]
-        self._undo.append(lambda: setattr(torch.Tensor, "backward", original))
+        self._replace(torch.Tensor, "backward", backward)
 
     def _wrap_handing_over(self) -> None:
         """How functions that torch has written in Python are handed to modes, without the detours."""
         original: Any = torch.overrides.handle_torch_function
-        tape = self._listener.tape
+        tape = self._tape
 
         def handle_torch_function(public_api: Any, relevant_args: Any, *args: Any, **kwargs: Any) -> Any:
             for value in relevant_args:
@@ -211,29 +163,27 @@ class Hooks:
                 torch._C._push_on_torch_function_stack(top)
             return original(public_api, relevant_args, *args, **kwargs)
 
-        functools.update_wrapper(handle_torch_function, original)
         for place in (torch.nn.functional, torch.functional, torch._tensor):
             if getattr(place, "handle_torch_function", None) is original:
-                place.handle_torch_function = handle_torch_function  # type: ignore[attr-defined]
-                self._undo.append(functools.partial(setattr, place, "handle_torch_function", original))
+                self._replace(place, "handle_torch_function", handle_torch_function)
 
     def _wrap_records(self) -> None:
         """Optimizers mark their steps for torch's profiler; the marks are made with the tape out of the way."""
         owner: Any = torch.autograd.profiler.record_function
-        enter, leave, listener = owner.__enter__, owner.__exit__, self._listener
+        enter, leave, tape = owner.__enter__, owner.__exit__, self._tape
 
         def __enter__(self: Any) -> Any:
-            if self.name[:_MARK_LENGTH] == _STEP_MARK:
-                listener.before_mark()
+            if self.name[:_MARK_LENGTH] == _STEP_MARK and tape.enabled:
+                tape.lift()
             return enter(self)
 
         def __exit__(self: Any, exc_type: Any, exc: Any, traceback: Any) -> None:
             leave(self, exc_type, exc, traceback)
             if self.name[:_MARK_LENGTH] == _STEP_MARK:
-                listener.after_mark()
+                tape.lower()
 
-        owner.__enter__, owner.__exit__ = __enter__, __exit__
-        self._undo += [lambda: setattr(owner, "__enter__", enter), lambda: setattr(owner, "__exit__", leave)]
+        self._replace(owner, "__enter__", __enter__)
+        self._replace(owner, "__exit__", __exit__)
 
 
 _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})  # which bring no function of their own

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from reprokit.capture.entry import Entry
+from reprokit.capture.options import Watch
 from reprokit.capture.state import parameters_of
 from reprokit.capture.training import Training
 from reprokit.capture.watch import LaterFlags, Sentinel, bad_tensor, is_bad_start, judged
 from reprokit.locate.ways import is_finite_sum
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD
-
-Watch = Literal["sampled", "every-step", "deferred"]
 
 
 class Judge:
@@ -28,21 +27,15 @@ class Judge:
         self.watch = watch
         self.clipped: torch.Tensor | None = None
         self._training = training
-        self._matter = matter
+        self.matter = matter
         self._sentinel = Sentinel()
         self._later = LaterFlags()
-        self._has_read_bad = False
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
         self.clipped = None
         self._sentinel.forget()
         self._later.forget()
-
-    def read(self, value: Any) -> None:
-        """The loop has read a number, so the device has caught up with it."""
-        if isinstance(value, float) and not math.isfinite(value):
-            self._has_read_bad = True
 
     def start(self, entry: Entry) -> Literal["now", "before"] | None:
         """``now`` if what a differentiation starts from is bad, ``before`` if something was bad some steps ago."""
@@ -54,16 +47,16 @@ class Judge:
             entry.settings = [seen]
             if entry.name in _OF_LOSSES:
                 training.timeline.loss = seen
-            return "now" if self._matter and not math.isfinite(seen) else None
+            return "now" if self.matter and not math.isfinite(seen) else None
         entry.settings = [start.detach() for start in starts] if sum(map(torch.Tensor.numel, starts)) == 1 else None
-        tensors = [judged(training.tape.entries, start) for start in starts] if training.scalers.is_used else starts
+        tensors = [judged(training.running.entries, start) for start in starts] if training.scalers.is_used else starts
         if entry.settings is not None and entry.name in _OF_LOSSES:
             training.timeline.loss = tensors[0].detach() if training.scalers.is_used else entry.settings[0]
-        if not self._matter:
+        if not self.matter:
             return None
         if self._can_wait or (starts and starts[0].is_cuda and self.watch != "every-step"):
             self._later.add(() if entry.gives_gradients else tensors)
-            suspicious, self._has_read_bad = self._has_read_bad, False
+            suspicious, training.tape.has_read_bad = training.tape.has_read_bad, False  # the device has caught up
             bad = self._later.read() if suspicious and self.watch != "deferred" else self._later.poll()
             return "before" if bad else None
         return "now" if is_bad_start(entry, tensors) else None
@@ -73,7 +66,7 @@ class Judge:
         """Whether a bad value may be found later, because the user wants it so and one can go back."""
         return self.watch == "deferred" and self._training.history.is_complete
 
-    def gradients(self, optimizer: torch.optim.Optimizer, *, are_scaled: bool) -> bool:
+    def gradients(self, optimizer: torch.optim.Optimizer, are_scaled: bool) -> bool:
         """The quick look at the gradients of a step; a hit is confirmed tensor by tensor.
 
         Gradients that ``are_scaled`` are left to the grad scaler.
@@ -82,7 +75,7 @@ class Judge:
         if clipped is None and history.is_short and history.is_complete and self.watch != "every-step":
             return False  # cheaper to go back a few short steps than to look at every one
         self.clipped = None
-        if not self._matter or are_scaled or self._can_wait:
+        if not self.matter or are_scaled or self._can_wait:
             return False
         gradient = self._sentinel.gradient(optimizer)
         is_far = any(gradient.is_cuda for gradient in _gradients(optimizer)) if gradient is None else gradient.is_cuda
@@ -97,7 +90,7 @@ class Judge:
 
     def state(self) -> Literal["loss", "parameter"] | None:
         """Where anything has gone bad since the last copy, looking at everything."""
-        if not self._matter:
+        if not self.matter:
             return None
         if self._later.read():
             return "loss"

@@ -69,7 +69,7 @@ class Player:
     def _play_function(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         if entry.outcome is not None:
             return written_argument(entry.name, args, kwargs).copy_(entry.outcome)
-        if entry.is_state and entry.name in DATA_WRITES:
+        if entry.writes_state and entry.name in DATA_WRITES:
             return args[0].data.copy_(args[1])  # other tensors may look at the same memory
         written = written_argument(entry.name, args, kwargs)
         if entry.mode.grad and isinstance(written, torch.Tensor) and is_leaf(written):

@@ -88,7 +88,7 @@ def needed_entries(entries: list[Entry]) -> list[Entry]:
         written = written_argument(entry.name, entry.args, entry.kwargs)
         if written is not None:
             made.add(id(written))
-        is_pure = entry.kind in ("module", "function", "scale") and not entry.is_state
+        is_pure = entry.kind in ("module", "function", "scale") and not entry.writes_state
         is_pure = is_pure and id(written) not in grads and entry.name not in GRAD_WRITES
         if not is_pure or made & needed or (entry.writes_view and needed):
             kept.append(entry)
@@ -99,7 +99,7 @@ def needed_entries(entries: list[Entry]) -> list[Entry]:
 def _start_of_hand_update(entries: list[Entry]) -> int:
     """The position from which on the loop updates parameters by itself; behind the end when it does not."""
     last = max((number for number, entry in enumerate(entries) if entry.kind == "differentiate"), default=len(entries))
-    return last + 1 if any(entry.is_state for entry in entries[last + 1 :]) else len(entries)
+    return last + 1 if any(entry.writes_state for entry in entries[last + 1 :]) else len(entries)
 
 
 _GRAD_READS = frozenset({"torch.Tensor.grad.__get__", "torch.Tensor._grad.__get__"})

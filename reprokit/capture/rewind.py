@@ -102,7 +102,7 @@ class Rewind:
                 if where is not None:
                     end = position + (where in ("parameter", "output"))
                     return self._found(step, where, rest[:end], saved, entry if where == "loss" else None)
-            if any(entry.is_state for entry in rest) and self._is_state_bad():
+            if any(entry.writes_state for entry in rest) and self._is_state_bad():
                 return self._found(step, "parameter", rest, saved, None)
         self.notes += [note for note in player.mismatches if note not in self.notes]
         self._carried = player.made(self._used_later)
@@ -123,7 +123,7 @@ class Rewind:
         player.play(entry)
         if entry.kind == "module" and self._history.newly_bad_buffer():
             return "output"
-        if (entry.kind == "optimizer" or (entry.kind == "differentiate" and entry.is_state)) and self._is_state_bad():
+        if (entry.kind == "optimizer" or entry.has_stepped) and self._is_state_bad():
             return "parameter"
         return None
 
@@ -154,7 +154,7 @@ class Rewind:
 def _split(entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
     """What the loop changed by hand before the step's first forward, and the rest."""
     first = next((n for n, e in enumerate(entries) if e.kind in ("module", "differentiate")), len(entries))
-    end = max((n + 1 for n in range(first) if entries[n].is_state), default=0)
+    end = max((n + 1 for n in range(first) if entries[n].writes_state), default=0)
     return entries[:end], entries[end:]
 
 

@@ -1,73 +1,72 @@
-"""Meeting root modules: the modules that the loop calls itself, and only those.
+"""Meets the modules that the loop calls itself, and only those, and notes their calls.
 
 For the first steps ``nn.Module.__call__`` is watched, and put back while a root runs, so that nothing inside one sees
-it. Every class met at the outermost level gets a ``__call__`` of its own that tells the tape; then the global watch
-goes.
+it. Every class met at the outermost level gets a ``__call__`` of its own; then the global watch goes. A root that
+appears later is noted from the frame of its call on.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from threading import get_ident
+from types import FrameType
+from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 
-
-class Listener(Protocol):
-    """Who is told of calls; the tape."""
-
-    def is_root_call(self) -> bool:
-        """Whether a module called now is called by the loop itself."""
-
-    def guard(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Do work of our own, whose errors must not reach the loop."""
-
-    def call_module(
-        self, original: Callable[..., Any], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call a root module."""
+from reprokit.capture.entry import Entry, generator_states, versions_of
+from reprokit.capture.frames import first_user_frame
+from reprokit.capture.running import Listener, RunningStep
+from reprokit.capture.stack import StackedMode
+from reprokit.program.trace import current_mode
 
 
 class RootCalls:
-    """Puts calls of root modules through the listener, and takes everything away again."""
+    """Notes calls of root modules in the running step, with the mode out of the way.
 
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
+    The listener meets every module but those whose ids are in ``met``.
+    """
+
+    def __init__(self, mode: StackedMode, running: RunningStep) -> None:
+        self.met: set[int] = set()
+        self._mode = mode
+        self._running = running
+        self._listener: Listener
         self._patched: dict[type[torch.nn.Module], Any] = {}
         self._original: Any = None
         self._known: list[type[torch.nn.Module]] = []
         self._has_settled = False
 
-    def install(self) -> None:
+    # -- which modules are watched -------------------------------------------------------------------------------
+
+    def install(self, listener: Listener) -> None:
         """Watch every module until `settle`, so that the first call of each root is seen from its beginning."""
+        self._listener = listener
         if self._has_settled:
             for cls in self._known:
-                self.meet(cls, torch.nn.Module.__call__)
+                self._meet(cls, torch.nn.Module.__call__)
             return
-        roots, listener, original = self, self._listener, torch.nn.Module.__call__
+        roots, mode, original = self, self._mode, torch.nn.Module.__call__
         self._original = original
 
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not listener.is_root_call():
+            if is_compiling() or not roots.is_root_call():
                 return original(self, *args, **kwargs)
-            listener.guard(roots.meet, type(self), original)
-            return listener.call_module(original, self, args, kwargs)
+            mode.guard(roots._meet, type(self), original)
+            return roots.call(original, self, args, kwargs)
 
         torch.nn.Module.__call__ = __call__  # type: ignore[method-assign]
 
     def settle(self) -> None:
         """The roots are known: stop watching every module."""
         self._has_settled = True
-        if self._original is not None:
-            torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
-            self._original = None
+        self._stop_watching()
 
     def uninstall(self) -> None:
         """Give every class its own ``__call__`` back; `install` finds the ones known so far again."""
-        if self._original is not None:
-            torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
-            self._original = None
+        self._stop_watching()
         for cls, own in self._patched.items():
             if own is None:
                 del cls.__call__
@@ -75,32 +74,105 @@ class RootCalls:
                 cls.__call__ = own  # type: ignore[method-assign]
         self._patched.clear()
 
-    def meet(self, cls: type[torch.nn.Module], original: Callable[..., Any]) -> None:
-        """Give a root's class a ``__call__`` that tells the listener."""
+    def _stop_watching(self) -> None:
+        if self._original is not None:
+            torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
+            self._original = None
+
+    def _meet(self, cls: type[torch.nn.Module], original: Callable[..., Any]) -> None:
+        """Give a root's class a ``__call__`` of its own."""
         if cls in self._patched:
             return
-        listener = self._listener
-        own = cls.__dict__.get("__call__")
+        roots, own = self, cls.__dict__.get("__call__")
         self._patched[cls] = own
         if cls not in self._known:
             self._known.append(cls)
         inner = own or original
 
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not listener.is_root_call():
+            if is_compiling() or not roots.is_root_call():
                 return inner(self, *args, **kwargs)
-            return listener.call_module(inner, self, args, kwargs)
+            return roots.call(inner, self, args, kwargs)
 
         cls.__call__ = __call__  # type: ignore[method-assign]
 
-    def look_away(self) -> Any:
-        """A root is about to run: call the modules inside it as if nobody watched.
+    # -- calls ---------------------------------------------------------------------------------------------------
 
-        Returns the ``nn.Module.__call__`` that is to be put back afterwards, ``None`` when every root is known and no
-        module is watched.
-        """
-        if self._original is None:
-            return None
-        watching = torch.nn.Module.__call__
-        torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
-        return watching
+    def is_root_call(self) -> bool:
+        """Whether a module called now is called by the loop itself; the first thread that trains is the one watched."""
+        mode = self._mode
+        if mode.depth or not mode.enabled or _tracing_state() is not None:
+            return False
+        if get_ident() == mode.thread:
+            return True
+        if not torch.is_grad_enabled() or not mode.take_thread():
+            return False
+        self._running.restart()
+        return True
+
+    def call(
+        self, original: Callable[..., Any], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a root module, and note the call."""
+        mode = self._mode
+        popped = mode.step_aside()
+        try:
+            try:
+                entry = self._begin(module, args, kwargs, sys._getframe(2))
+            except Exception as error:
+                mode.switch_off(error)
+                return original(module, *args, **kwargs)
+            watching = None
+            if self._original is not None:  # the modules inside are called as if nobody watched
+                watching = torch.nn.Module.__call__
+                torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
+            try:
+                output = original(module, *args, **kwargs)
+            except BaseException as error:
+                self._running.raised = (error, entry)
+                raise
+            finally:
+                if watching is not None:
+                    torch.nn.Module.__call__ = watching  # type: ignore[method-assign]
+            try:
+                self._running.finish_module(entry, output)
+            except Exception as error:
+                mode.switch_off(error)
+            return output
+        finally:
+            mode.step_back(popped)
+
+    def _begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Entry:
+        running = self._running
+        if running.is_hand_updated:
+            self._listener.finish_hand_update()
+        if id(module) not in self.met:
+            self._listener.meet_module(module)
+        user = first_user_frame(frame)
+        entry = Entry("module", module, args, kwargs, current_mode(), None, "", user.f_code, user.f_lineno)
+        entry.versions = versions = versions_of(args, kwargs)
+        entry.rng = generator_states(versions)
+        running.begin_module(entry)
+        return entry
+
+    def meet_late(self, frame: FrameType) -> None:
+        """A root that was not known has just begun to run: note this call too, and wait for its end."""
+        found = frame.f_locals
+        module = found["self"]
+        self._meet(type(module), type(module).__call__)
+        if sys.getprofile() is not None or frame.f_back is None:
+            return  # somebody else is profiling; what this one call returns is used by value
+        mode = self._mode
+        entry = self._begin(module, found.get("args", ()), found.get("kwargs", {}), frame.f_back)
+        mode.depth += 1
+
+        def wait(current: FrameType, event: str, value: Any) -> None:
+            if event == "return" and current is frame:
+                sys.setprofile(None)
+                mode.depth -= 1
+                mode.guard(self._running.finish_module, entry, value)
+
+        sys.setprofile(wait)
+
+
+_tracing_state = torch._C._get_tracing_state  # of `torch.jit.trace`, which would trace our work as well

@@ -83,8 +83,8 @@ class _Describing:
         """The first bad step: in the past if the state is bad, else the one that is running."""
         training, noticed = self._training, self._noticed
         training.freeze_past()
-        entries = _before(training.tape.entries, noticed.pending)
-        step = training.step_of(entries, training.tape.saved)
+        entries = _before(training.running.entries, noticed.pending)
+        step = training.step_of(entries, training.running.memory.saved)
         if training.ranks.is_sharded:
             failed = self._failed(step, noticed.observed_at, entries, step.saved, noticed.pending)
             return snapshot_without_replay(replace(failed, raised=noticed.raised, notes=[NOT_REPLAYED]), noticed.frame)
@@ -123,7 +123,9 @@ class _Describing:
         earlier = [step.entries for step in steps[: steps.index(found.step)]]
         entries = with_makers(found.entries, earlier)
         failed = self._failed(found.step, found.observed_at, entries, found.saved, found.pending)
-        likewise = [*steps[-2].entries, *self._training.tape.entries] if len(steps) > 1 else self._training.tape.entries
+        likewise = (
+            [*steps[-2].entries, *self._training.running.entries] if len(steps) > 1 else self._training.running.entries
+        )
         made = sum(entry.kind == "differentiate" and entry.name != AUTOGRAD_GRAD for entry in found.entries)
         micro_step = made if found.observed_at in ("loss", "output") else found.step.micro_step
         return replace(

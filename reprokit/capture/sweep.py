@@ -35,7 +35,7 @@ def still_useful(entries: list[Entry]) -> list[Entry]:
 
 
 def _changes_something(entry: Entry) -> bool:
-    return entry.kind not in ("module", "function") or entry.is_state or entry.writes_view or entry.output is None
+    return entry.kind not in ("module", "function") or entry.writes_state or entry.writes_view or entry.output is None
 
 
 class _Held:

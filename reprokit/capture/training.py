@@ -26,11 +26,12 @@ SETTLED_AFTER = 2  # optimizer steps after which every root module is taken to b
 
 
 class Training:
-    """Knows one run. ``tape`` notes the running step; ``buffers`` are copies from when it began; ``history`` is the
+    """Knows one run. ``tape`` notes the ``running`` step; ``buffers`` are copies from when it began; ``history`` is the
     past."""
 
     def __init__(self, tape: Tape, history: History) -> None:
         self.tape = tape
+        self.running = tape.running
         self.history = history
         self.freezer = Freezer()
         self.buffers = BufferCopies()
@@ -39,9 +40,9 @@ class Training:
         self.timeline = Timeline()
         self.scalers = ScalerWatch()
         self.ranks = Ranks()
-        tape.memory.on_first_write = history.add_written
-        tape.memory.on_conversion = self._convert
-        tape.on_sweep = self._lose
+        self.running.memory.on_first_write = history.add_written
+        self.running.memory.on_conversion = self._convert
+        self.running.on_lost = self._lose
         self.unseen: list[str] = []  # what else the run does, in words, that is not known
         self._is_converted = False
         self._finished: set[int] = set()  # optimizers that have stepped since the last differentiation
@@ -56,7 +57,7 @@ class Training:
             self.buffers.add_module(module)
             self._know_state()
         if not self.generators.is_looking and not is_unmade(module):
-            self.tape.met.add(id(module))
+            self.tape.roots.met.add(id(module))
 
     def meet_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
@@ -83,7 +84,7 @@ class Training:
         if isinstance(rate, torch.Tensor):
             rate = rate.detach().clone()
         if self.history.num_optimizers > 1:
-            if any(entry.kind == "differentiate" for entry in self.tape.entries):
+            if any(entry.kind == "differentiate" for entry in self.running.entries):
                 self._finished.clear()
             self._finished.add(id(optimizer))
         elif optimizer is not None:
@@ -104,9 +105,9 @@ class Training:
 
     def _keep_step(self) -> None:
         """Let the step become the past; short steps wait, because work that is done in one go is done faster."""
-        history, tape = self.history, self.tape
+        history, running = self.history, self.running
         steps = history.steps
-        steps.append(self.step_of(tape.entries, tape.saved))
+        steps.append(self.step_of(running.entries, running.memory.saved))
         if not history.is_short:
             self.freeze_past()
         elif len(steps) % _LOOK_EVERY == 0:
@@ -135,7 +136,7 @@ class Training:
 
     def restart(self) -> None:
         """A new step begins."""
-        self.tape.restart()
+        self.running.restart()
         if self.buffers.tensors:
             self.buffers.refresh()
         if self.generators.states is not None:
@@ -157,7 +158,7 @@ class Training:
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
-        self.tape.memory.forget()
+        self.running.memory.forget()
         self.history.forget()
         self.buffers.clear()
 
@@ -165,7 +166,7 @@ class Training:
         """State is of another type or shape now: its copies are of no use, and there is no going back behind this."""
         self._is_converted = True
         self.history.interrupt()
-        self.tape.met.clear()
+        self.tape.roots.met.clear()
 
     def _lose(self, entries: list[Entry]) -> None:
         """Calls that nothing depends on were taken off the tape; they may have changed statistics all the same."""
@@ -176,7 +177,7 @@ class Training:
     def _begin_anew(self) -> None:
         """A converted model is used for the first time: what it is now is where its past begins."""
         self._is_converted = False
-        entries = self.tape.entries
+        entries = self.running.entries
         if not any(entry.kind in ("module", "differentiate") for entry in entries):
             entries[:] = [entry for entry in entries if not entry.writes_state]
             self._copy_state(time.perf_counter())
@@ -185,8 +186,8 @@ class Training:
         self.history.take(started, [o for o in self.history.optimizers if id(o) not in self._finished])
         self.freezer.forget()
         self._know_state()
-        self.tape.met.clear()
+        self.tape.roots.met.clear()
         self.history.rest(started)
 
     def _know_state(self) -> None:
-        self.tape.memory.know_state(self.history.changing(), self.history.untouched())
+        self.running.memory.know_state(self.history.changing(), self.history.untouched())

@@ -12,11 +12,11 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import click
 
-from reprokit.capture import launch
+from reprokit.capture import launch, options
 from reprokit.capture.block import captured_lines, shown_path
 from reprokit.capture.rank_name import rank_suffix
 from reprokit.cli.console import Verbosity, common_options, print_json, say
@@ -38,9 +38,9 @@ class Capture:
     argv: tuple[str, ...]
     output: Path | None
     overwrite: bool
-    after: Literal["stop", "continue"]
+    after: options.After
     history: int | None
-    watch: Literal["sampled", "every-step", "deferred"]
+    watch: options.Watch
     on: tuple[str, ...]
     json: bool
     verbosity: Verbosity
@@ -158,21 +158,21 @@ class Watch:
 @click.option("-f", "--force", is_flag=True, help="Overwrite FILE if it exists.")
 @click.option(
     "--after-capture",
-    type=click.Choice(["stop", "continue"]),
+    type=click.Choice(options.AFTER),
     default="stop",
     show_default=True,
     help="Stop the script with exit code 3, or let it go on unwatched.",
 )
 @click.option(
     "--on",
-    type=click.Choice(["nonfinite", "exception"]),
+    type=click.Choice(options.ON),
     multiple=True,
-    default=("nonfinite", "exception"),
+    default=options.ON,
     help="What is a failure: NaN and infinity, an exception that ends a step; both by default.",
 )
 @click.option(
     "--watch",
-    type=click.Choice(["sampled", "every-step", "deferred"]),
+    type=click.Choice(options.WATCH),
     default="sampled",
     show_default=True,
     help="Judge every loss and the rest now and then, or everything in every step, or nothing at once.",
@@ -191,9 +191,9 @@ class Watch:
 def command(
     output: Path | None,
     force: bool,
-    after_capture: Literal["stop", "continue"],
+    after_capture: options.After,
     on: tuple[str, ...],
-    watch: Literal["sampled", "every-step", "deferred"],
+    watch: options.Watch,
     history: int | None,
     module: bool,
     target: tuple[str, ...],

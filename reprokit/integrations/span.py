@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from reprokit.capture import launch
 from reprokit.capture.block import capture
+from reprokit.capture.options import After, Watch
 
 if TYPE_CHECKING:
     from reprokit.capture.session import Session
@@ -27,11 +28,11 @@ class Options(TypedDict, total=False):
     """The keyword arguments of `reprokit.capture`, which the callbacks take as well."""
 
     name: str
-    after: Literal["stop", "continue"]
+    after: After
     overwrite: bool
     quiet: bool
     history: int | None
-    watch: Literal["sampled", "every-step", "deferred"]
+    watch: Watch
     on: Collection[str]
 
 

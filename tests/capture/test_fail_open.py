@@ -53,33 +53,29 @@ from tests.conftest import Run
 
 # What guards the rest, takes capture away, or runs before the block begins has nobody behind it.
 GUARDS = {
-    "Tape.guard",
-    "Tape.paused",
-    "Tape.step_aside",
-    "Tape.step_back",
-    "Tape.step_back_lifted",
-    "Tape.lift",
-    "Tape.lower",
     "Tape.backward",
+    "Tape.install",
+    "Tape.uninstall",
+    "Tape.__torch_function__",
+    "Tape._differentiate",
+    "RootCalls.install",
+    "RootCalls.uninstall",
+    "RootCalls.is_root_call",
+    "RootCalls.call",
+    "Stepping.judge_start",
+    "Stepping.finish_differentiation",
+    "Stepping.before_step",
+    "Stepping.after_step",
+    "Stepping.scaler_step",
+    "Failures.fail",
+    "Failures._save",
     "Copies.give_back",
     "OptimizerNote.give_back",
     "State.give_back",
     "_set",
-    "Tape.install",
-    "Tape.uninstall",
-    "Tape.leave_stack",
-    "Tape.is_root_call",
-    "Tape.call_module",
-    "Tape.__torch_function__",
-    "Tape._differentiate",
-    "_Paused.__init__",
-    "_Paused.__enter__",
-    "_Paused.__exit__",
-    "RootCalls.install",
-    "RootCalls.uninstall",
 }
 # The guards, their callers, and what runs before or without a loop.
-WITHOUT_FAULTS = {"session", "hooks", "launch", "block", "structure", "rank_name"}
+WITHOUT_FAULTS = {"session", "hooks", "stack", "whole_calls", "options", "launch", "block", "structure", "rank_name"}
 NOT_IN_THESE_RUNS = {"exceptions", "warned"}
 PARTS = [part.name for part in pkgutil.iter_modules(reprokit.capture.__path__) if part.name not in WITHOUT_FAULTS]
 

@@ -227,7 +227,7 @@ def test_resuming_twice_installs_once(tmp_path: Path) -> None:
 def test_a_capture_that_cannot_begin_leaves_the_program_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(tape: Tape) -> None:
+    def fail(tape: Tape, listener: object) -> None:
         raise OSError("injected")
 
     before = nn.Module.__call__, torch.Tensor.backward, torch.optim.Optimizer.zero_grad

@@ -1,0 +1,155 @@
+"""What happens at a failure: the step is saved, the session is over, and the loop stops or goes on unwatched.
+
+Also what is only found when the block ends, an exception that ends it included, and how several processes save and stop
+together.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from reprokit.capture import exceptions
+from reprokit.capture.entry import Entry
+from reprokit.capture.judge import Judge
+from reprokit.capture.saving import Noticed, Place, snapshot_of
+from reprokit.capture.training import Training
+from reprokit.snapshot.format import Snapshot
+
+
+class Owner(Protocol):
+    """The session that fails."""
+
+    stops: bool  # whether the loop is to stop at a failure
+
+    def replaying(self) -> AbstractContextManager[None]:
+        """A context in which a step may be replayed; the session is over then."""
+
+    def leave(self) -> None:
+        """Take everything away."""
+
+    def stop(self) -> None:
+        """Stop the loop, if it is to."""
+
+    def switch_off(self, error: Exception) -> None:
+        """End because of an error of our own."""
+
+    def complain(self, what: str, error: Exception) -> None:
+        """Say what broke."""
+
+    def say(self, text: str) -> None:
+        """Tell the user."""
+
+
+class Failures:
+    """Saves a failing step at ``place`` and ends the session.
+
+    ``snapshots`` are the files written and ``results`` their summaries. ``held`` is a differentiation with a bad start
+    that was begun all the same, because other processes wait for it.
+    """
+
+    def __init__(
+        self,
+        session: Owner,
+        training: Training,
+        judge: Judge,
+        place: Place,
+        command: Sequence[str],
+        *,
+        takes_exceptions: bool,
+    ) -> None:
+        self.snapshots: list[Path] = []
+        self.results: list[dict[str, Any]] = []
+        self.held: Entry | None = None
+        self._session = session
+        self._training = training
+        self._judge = judge
+        self._place = place
+        self._command = command
+        self._takes_exceptions = takes_exceptions
+
+    def forget(self) -> None:
+        """Let go of everything that belongs to the user."""
+        self.held = None
+
+    def fail(self, observed_at: str, *, pending: Entry | None = None, is_late: bool = False) -> None:
+        """Save the step and end the session; raises `CaptureStop` unless the loop is to go on."""
+        path = self._save(Noticed(observed_at, sys._getframe(1), pending, is_late))
+        if path is not None:
+            self._session.stop()
+
+    def fail_together(self, is_seen_by_all: bool) -> None:
+        """One of several processes had a bad loss or gradient: its rank saves, and all stop in the same step."""
+        frame, session, ranks = sys._getframe(1), self._session, self._training.ranks
+        try:
+            guilty = ranks.guilty()
+            if self.held is not None:
+                self._save(Noticed("loss", frame, self.held))
+            elif guilty:
+                session.leave()
+                session.say(f"the loss went bad on rank {guilty[0]}, which saves its step")
+            else:
+                self._save(Noticed("gradient", frame), self._is_ours if is_seen_by_all else None)
+                ranks.tell(False)  # in case that it could not find out: the others wait for an answer
+            all_stop = is_seen_by_all and session.stops and ranks.meet_all()
+        except Exception as error:
+            session.switch_off(error)
+            return
+        if all_stop:
+            session.stop()
+        elif session.stops:
+            session.say("the other processes have not seen it, so the training goes on, unwatched")
+
+    def look_back(self, error: BaseException | None) -> Path | None:
+        """The block ends: judge what has not been judged yet, and what it ended with; the file, if one was written."""
+        frame = exceptions.innermost_user_place(error)[0] if error is not None else sys._getframe(2)
+        with self._training.tape.paused():
+            bad = self._judge.state()
+            if bad is not None:
+                return self._save(Noticed(bad, frame, is_late=True))
+            if self._judge.matter and exceptions.ends_training(error):
+                pending = exceptions.bad_loss(self._training.running.entries)
+                if pending is not None:
+                    return self._save(Noticed("loss", frame, pending))
+        if self._takes_exceptions and isinstance(error, Exception):
+            return self._take_exception(error, frame)
+        return None
+
+    def _take_exception(self, error: Exception, frame: FrameType | None) -> Path | None:
+        raised, entries = self._training.running.raised, self._training.running.entries
+        known = next((e for e in exceptions.chain(error) if raised is not None and e is raised[0]), None)
+        if known is None and not exceptions.is_inside_step(entries):
+            return None
+        entry = raised[1] if raised is not None and known is not None else None
+        described = exceptions.describe(known or error, entry, self._training.history.modules)
+        if entry is not None and not any(noted is entry for noted in entries):
+            entries.append(entry)
+        return self._save(Noticed("exception", frame, raised=described))
+
+    def _is_ours(self, snapshot: Snapshot) -> bool:
+        """Whether this process's own step made the bad gradient that all of them have after averaging."""
+        own, ranks = snapshot.failure.call is not None or snapshot.failure.input_name is not None, self._training.ranks
+        ranks.tell(own)
+        guilty, rank = ranks.hear(), ranks.rank
+        if guilty and rank not in guilty:
+            self._session.say(f"the gradients went bad on rank {guilty[0]}, which saves its step")
+        return rank in guilty or (not guilty and rank == 0)
+
+    def _save(self, noticed: Noticed, is_wanted: Callable[[Snapshot], bool] | None = None) -> Path | None:
+        """Write a snapshot of the failing step, if it ``is_wanted``; the session is over then in any case."""
+        with self._session.replaying():
+            try:
+                snapshot = snapshot_of(self._training, noticed, self._command, {"watch": self._judge.watch})
+                if is_wanted is not None and not is_wanted(snapshot):
+                    return None
+                path = self._place.write(snapshot)
+            except Exception as error:
+                self._session.complain("could not save the failing step", error)
+                return None
+            self.snapshots.append(path)
+            self.results.append({**snapshot.summary(), "path": str(path)})
+            return path

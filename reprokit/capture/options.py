@@ -1,0 +1,25 @@
+"""The options of a capture that are one of a few words, as types and as tuples; no torch, as the CLI shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal, get_args
+
+from reprokit.errors import UsageError
+
+After = Literal["stop", "continue"]
+Watch = Literal["sampled", "every-step", "deferred"]
+On = Literal["nonfinite", "exception"]
+
+AFTER: tuple[After, ...] = get_args(After)
+WATCH: tuple[Watch, ...] = get_args(Watch)
+ON: tuple[On, ...] = get_args(On)
+
+
+def check_options(after: str, history: int | None, watch: str, on: Collection[str]) -> None:
+    """Raises `UsageError` for a value that no option has."""
+    for name, value, known in (("after", after, AFTER), ("watch", watch, WATCH), *(("on", item, ON) for item in on)):
+        if value not in known:
+            raise UsageError(f"`{name}` cannot be {value!r}", hint=f"it is one of {', '.join(map(repr, known))}")
+    if history is not None and history < 0:
+        raise UsageError(f"`history` cannot be {history}", hint="it is a number of steps, 0 for no copies")

@@ -1,0 +1,143 @@
+"""The step that is running: what the loop has done since its parameters last changed.
+
+Entries hold references, not copies. What nobody can use any more is let go of, and so are the oldest results that no
+gradient flows through when the step holds too much: they are used by value then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from reprokit.capture.entry import Entry, is_among, new_tensors
+from reprokit.capture.state import num_bytes
+from reprokit.capture.structure import iter_tensors
+from reprokit.capture.sweep import still_useful
+from reprokit.capture.written import WrittenMemory
+
+BUDGET = 256 * 2**20  # bytes of loop-level results kept alive per step
+_MODULE_LOAD = 16  # how much more than a function's a root module's results weigh
+_SWEEP_AT = 32
+
+
+class Listener(Protocol):
+    """Who is told of what happens in a step, and may stop the loop then."""
+
+    def meet_module(self, module: torch.nn.Module) -> None:
+        """A root module that is not known, or not for good, is about to be called."""
+
+    def judge_start(self, entry: Entry) -> None:
+        """A differentiation is about to run."""
+
+    def finish_differentiation(self, entry: Entry) -> None:
+        """A differentiation is over, and noted."""
+
+    def finish_hand_update(self) -> None:
+        """The first thing after the loop changed parameters by itself is about to run: it begins a new step."""
+
+
+class RunningStep:
+    """``entries`` are what the loop did; ``memory`` knows what it made and wrote.
+
+    ``raised`` is the last exception that came out of something the loop called, with its entry. ``is_hand_updated``
+    says whether the loop has changed parameters itself. ``on_lost(entries)`` is told what was let go of as of no use.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.memory = WrittenMemory()
+        self.raised: tuple[BaseException, Entry] | None = None
+        self.is_hand_updated = False
+        self.on_lost: Callable[[list[Entry]], None] = lambda entries: None
+        self._budget = BUDGET
+        self._bytes = 0
+        self._load = 0
+        self._load_limit = _SWEEP_AT
+
+    def restart(self) -> None:
+        """Forget the step: parameters have just changed."""
+        self.entries = []
+        self.memory.restart()
+        self.raised = None
+        self.is_hand_updated = False
+        self._budget = BUDGET
+        self._bytes = 0
+        self._load = 0
+
+    def add(self, entry: Entry) -> None:
+        """Note a call with everything that it made."""
+        self.entries.append(entry)
+        self._load += 1
+        if self._load > self._load_limit:
+            self._sweep()
+        made = self.memory.made
+        for tensor in new_tensors(entry, made):
+            made.add(id(tensor))
+            self._bytes += tensor.numel() * tensor.element_size()
+        if self._bytes > self._budget:
+            self._make_room()
+
+    def add_result(self, entry: Entry, result: torch.Tensor) -> None:
+        """Note a call in the usual case, that it made one tensor of tensors."""
+        self.entries.append(entry)
+        self._load += 1
+        if self._load > self._load_limit:
+            self._sweep()
+        made = self.memory.made
+        if id(result) in made or not is_among(result, entry.versions):
+            made.add(id(result))
+            self._bytes += result.numel() * result.element_size()
+            if self._bytes > self._budget:
+                self._make_room()
+
+    def begin_module(self, entry: Entry) -> None:
+        """Note the call of a root module, which is about to run."""
+        self.entries.append(entry)
+        self._load += _MODULE_LOAD
+        if self._load > self._load_limit:
+            self._sweep()
+
+    def finish_module(self, entry: Entry, output: Any) -> None:
+        """A root module has returned."""
+        entry.output = output
+        made = self.memory.made
+        if output.__class__ is torch.Tensor and not is_among(output, entry.versions):
+            made.add(id(output))
+        else:
+            made.update(map(id, new_tensors(entry, made)))
+
+    def _make_room(self) -> None:
+        while self._bytes > self._budget:
+            if not self._drop_oldest():
+                self._budget *= 2  # nothing can go: gradients need all of it anyway
+                return
+
+    def _drop_oldest(self) -> bool:
+        """Drop the oldest function entry that no gradient flows through; what it made is then used by value."""
+        for position, entry in enumerate(self.entries):
+            outputs = _outputs(entry)
+            if entry.kind == "function" and outputs and not any(tensor.requires_grad for tensor in outputs):
+                del self.entries[position]
+                self.memory.made.difference_update(map(id, outputs))
+                self._bytes -= num_bytes(outputs)
+                return True
+        return False
+
+    def _sweep(self) -> None:
+        """Let go of what nobody can use any more; the less that is, the longer until the next look."""
+        before, self._load = self._load, 0
+        useful = still_useful(self.entries)
+        if len(useful) < len(self.entries):
+            gone = {id(entry) for entry in self.entries} - {id(entry) for entry in useful}
+            self.on_lost([entry for entry in self.entries if id(entry) in gone])
+            self.entries = useful
+            self.memory.keep_only(useful)
+            self._bytes = sum(num_bytes(_outputs(entry)) for entry in useful if entry.kind == "function")
+        self._load = sum(_MODULE_LOAD if entry.kind == "module" else 1 for entry in self.entries)
+        self._load_limit = max(_SWEEP_AT, 2 * (self._load if 2 * self._load < before else before))
+
+
+def _outputs(entry: Entry) -> list[torch.Tensor]:
+    return list(iter_tensors(entry.output))

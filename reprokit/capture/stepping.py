@@ -1,0 +1,240 @@
+"""A step from its loss to its update: what starts a differentiation is judged, then the gradients, then the step ends.
+
+Optimizers are told apart from what else the loop does by torch's own hooks, grad scalers by a hook of ours. While an
+optimizer or a scaler steps, the tape is out of the way.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
+
+from reprokit.capture.entry import Entry
+from reprokit.capture.failures import Failures
+from reprokit.capture.judge import Judge
+from reprokit.capture.state import options_of
+from reprokit.capture.training import Training
+from reprokit.capture.watch import is_handed_to_kernel
+
+_NO_SCALER: dict[str, Any] = {}
+
+
+class Stepping:
+    """Follows every step, and calls for a snapshot at the first bad one.
+
+    ``_optimizer`` is the one that steps or stepped last; while it steps ``_popped`` is not ``None`` (see
+    `StackedMode.step_aside`). ``_in_kernel`` is what a fused kernel of it was told of the grad scaler. ``_scaler`` is
+    the grad scaler that steps. ``_inside`` is an optimizer that has stepped inside the differentiation that runs.
+    """
+
+    def __init__(self, training: Training, judge: Judge, failures: Failures) -> None:
+        self._training = training
+        self._tape = training.tape
+        self._running = training.running
+        self._judge = judge
+        self._failures = failures
+        self._popped: bool | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._met: torch.optim.Optimizer | None = None
+        self._in_kernel: dict[str, Any] = _NO_SCALER
+        self._scaler: torch.amp.GradScaler | None = None
+        self._inside: torch.optim.Optimizer | None = None
+
+    def forget(self) -> None:
+        """Let go of everything that belongs to the user."""
+        self._optimizer = self._met = self._inside = self._scaler = None
+        self._in_kernel = _NO_SCALER
+
+    # -- what the tape tells -------------------------------------------------------------------------------------
+
+    def meet_module(self, module: torch.nn.Module) -> None:
+        """See `running.Listener`."""
+        self._training.meet_module(module)
+
+    def judge_start(self, entry: Entry) -> None:
+        """See `running.Listener`: is the loss bad?"""
+        if not self._tape.enabled:
+            return
+        try:
+            verdict = self._judge.start(entry)
+            if verdict == "now":
+                self._training.accuse()
+        except Exception as error:
+            self._tape.switch_off(error)
+            return
+        if verdict == "now" and not self._training.ranks.is_alone:
+            self._failures.held = self._failures.held or entry  # the other processes wait for this backward
+        elif verdict == "now":
+            self._failures.fail("loss", pending=entry)
+        elif verdict == "before":
+            self._failures.fail("loss", is_late=True)
+
+    def finish_differentiation(self, entry: Entry) -> None:
+        """See `running.Listener`: optimizers may have stepped inside it, as soon as a gradient was complete."""
+        if entry.target is not torch.autograd.grad and entry is not self._failures.held:
+            self._training.iterations.micro_step += 1
+        optimizer, self._inside = self._inside, None
+        if optimizer is not None and self._tape.enabled:
+            self._running.entries[-1].has_stepped = True
+            self._tape.guard(self._end_step, optimizer)
+
+    def finish_hand_update(self) -> None:
+        """See `running.Listener`: that ends the step as an optimizer would have."""
+        self._running.is_hand_updated = False
+        if self._tape.enabled:
+            with self._tape.paused():
+                self._end_step(None)
+
+    def before_compiling(self, arguments: Any) -> None:
+        """A whole step that is compiled cannot be noted, so the tape gets out of its way."""
+        if self._tape.is_outermost:
+            self._tape.leave_stack()
+            self._training.history.give_up()
+            self._training.unseen.append("the loop itself calls something compiled, which is not followed")
+
+    # -- optimizer steps -----------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """An optimizer's step begins: judge the gradients and get out of the way; may return other arguments for it."""
+        if is_compiling() or not self._tape.enabled:
+            return None
+        if not self._tape.is_outermost and (self._scaler is None or self._popped is not None):
+            if self._popped is None and torch._C._current_graph_task_id() != -1:
+                self._inside = optimizer
+                self._tape.guard(self._training.meet_optimizer, optimizer)
+            return None
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None) if kwargs or len(args) > 1 else None
+        try:
+            self._enter(optimizer)
+            if self._met is not optimizer:
+                self._training.meet_optimizer(optimizer)
+                self._met = optimizer
+            is_bad = closure is None and self._judge.gradients(optimizer, are_scaled=bool(self._in_kernel))
+            ranks = self._training.ranks
+            is_accused = ranks.is_sharded and self._training.is_accused
+        except Exception as error:
+            self._tape.switch_off(error)
+            return None
+        if (is_bad or is_accused or self._failures.held is not None) and not ranks.is_alone:
+            self._failures.fail_together(is_accused or (is_bad and ranks.is_parallel))
+        elif is_bad:
+            self._failures.fail("gradient")
+        if closure is None or not self._tape.enabled:
+            return None
+        wrapped = self._watched_closure(optimizer, closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
+
+    def _enter(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._popped is not None:
+            self.leave()
+        self._optimizer = optimizer
+        self._in_kernel = _NO_SCALER
+        if self._training.scalers.is_used and is_handed_to_kernel(optimizer):
+            self._in_kernel = {name: getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")}
+        self._popped = self._tape.step_aside()
+
+    def leave(self) -> None:
+        """No optimizer steps any more; nothing happens when none does."""
+        if self._popped is not None:
+            popped, self._popped = self._popped, None
+            self._tape.step_back(popped)
+
+    def _watched_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The loop's closure with the tape on; from the second call in one step on, the tape starts over with it."""
+        tape, calls = self._tape, 0
+
+        def watched() -> Any:
+            nonlocal calls
+            calls += 1
+            if not tape.enabled:
+                return closure()
+            self.leave()
+            if calls > 1:
+                tape.guard(self._training.interrupt)
+            try:
+                loss = closure()
+                if tape.guard(self._judge.gradients, optimizer, bool(self._in_kernel)):
+                    self._failures.fail("gradient")
+            finally:
+                if tape.enabled:
+                    self._enter(optimizer)
+            return loss
+
+        return watched
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer's step ended: when it is time to, judge the state; a good step becomes the past."""
+        tape = self._tape
+        if is_compiling() or not tape.enabled or self._popped is None or optimizer is not self._optimizer:
+            return
+        try:
+            entry = tape.note("optimizer", optimizer, sys._getframe(2))
+            entry.settings = {"options": options_of(optimizer), "scaler": self._in_kernel}
+            if self._in_kernel and self._is_collapsing():
+                self._running.entries.pop()  # the kernel has left the parameters alone
+                self._failures.fail("gradient")
+            self._end_step(optimizer)
+        except Exception as error:
+            tape.switch_off(error)
+        finally:
+            if self._popped is not None:
+                popped, self._popped = self._popped, None
+                tape.step_back_lifted(popped)
+
+    def _is_collapsing(self) -> bool:
+        """Whether a fused kernel was told to leave this step out once too often; a GPU is not waited for."""
+        found, scaler = self._in_kernel["found_inf"], self._scaler
+        if not self._judge.matter or scaler is None or not isinstance(found, torch.Tensor) or found.is_cuda:
+            return False
+        if not found.item():
+            self._training.scalers.stepped()
+            return False
+        return self._training.scalers.skipped(scaler)
+
+    def _end_step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """When it is time to, judge everything; then begin a new step. ``None`` stands for an update made by hand."""
+        training = self._training
+        started = time.perf_counter()
+        is_due = training.history.is_due(started)
+        if (is_due or self._judge.watch == "every-step") and training.ranks.is_alone:
+            bad = self._judge.state()
+            if bad is not None:
+                self._failures.fail(bad, is_late=True)
+        if self._tape.enabled:
+            training.end_step(optimizer, started, was_checked=is_due)
+
+    # -- grad scalers' steps -------------------------------------------------------------------------------------
+
+    def scaler_step(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A grad scaler's step: when it leaves the optimizer's step out, that is an attempt all the same."""
+        tape, training, scaler = self._tape, self._training, args[0]
+        if not tape.enabled or not scaler.is_enabled():
+            return target(*args, **kwargs)
+        optimizer = args[1] if len(args) > 1 else kwargs["optimizer"]
+        before = tape.guard(training.iterations.attempts, optimizer)
+        is_outermost = tape.is_outermost
+        with tape.paused():
+            self._scaler = scaler if is_outermost else None
+            try:
+                output = target(*args, **kwargs)
+            finally:
+                self._scaler = None
+        if not tape.enabled:
+            return output
+        if tape.guard(training.iterations.attempts, optimizer) != before:
+            if not self._in_kernel:
+                training.scalers.stepped()
+        else:
+            if self._failures.held is not None:  # the others take this rank's gradients for an overflow like any other
+                self._failures.fail_together(False)
+            elif tape.guard(training.scalers.skipped, scaler) and self._judge.matter:
+                self._failures.fail("gradient")
+            tape.guard(training.end_step, optimizer, time.perf_counter())
+        return output

@@ -1,0 +1,102 @@
+"""What the loop calls that is performed and noted as one thing: forgetting and clipping gradients, scaling losses.
+
+What runs inside is not noted: the tape is out of the way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from reprokit.capture.entry import Entry
+from reprokit.capture.judge import Judge
+from reprokit.capture.structure import repeatable
+from reprokit.capture.training import Training
+from reprokit.program.ir import Mode
+
+_PLAIN_MODE = Mode()
+
+
+class WholeCalls:
+    """Performs calls of the loop, each given as a function of torch with its arguments, and notes them.
+
+    A grad scaler that is not enabled does nothing, so it is not noted.
+    """
+
+    def __init__(self, training: Training, judge: Judge) -> None:
+        self._training = training
+        self._tape = training.tape
+        self._judge = judge
+
+    def zero_grad(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Forget gradients."""
+        tape = self._tape
+        if not tape.is_outermost:
+            return target(*args, **kwargs)
+        popped = tape.step_aside()
+        try:
+            output = target(*args, **kwargs)
+        finally:
+            tape.step_back(popped)
+        tape.running.entries.append(Entry("zero_grad", target, args, kwargs, _PLAIN_MODE))
+        return output
+
+    def clip(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Clip gradients; the norm that it is done by, if any, is judged with the gradients."""
+        if not self._tape.enabled:
+            return target(*args, **kwargs)
+        output, _ = self._perform("clip", target, args, kwargs, sys._getframe(2))
+        if isinstance(output, torch.Tensor):
+            self._judge.clipped = self._training.timeline.grad_norm = output.detach()
+        return output
+
+    def scale(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Multiply a loss by a grad scaler's scale."""
+        scaler = args[0]
+        if not self._tape.enabled or not scaler.is_enabled():
+            return target(*args, **kwargs)
+        output, entry = self._perform("scale", target, args, kwargs, sys._getframe(2))
+        if entry is not None:
+            entry.settings = self._tape.guard(self._training.scalers.scaled, scaler)
+        return output
+
+    def unscale(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Divide gradients by a grad scaler's scale; ``target`` is given its inverse."""
+        tape = self._tape
+        if not tape.enabled or not args[0].is_enabled():
+            return target(*args, **kwargs)
+        with tape.paused():
+            output = target(*args, **kwargs)
+        frame = sys._getframe(2)
+        tape.guard(lambda: tape.note("unscale", target, frame, (None, args[1], args[2].detach().clone())))
+        return output
+
+    def quietly(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do something of a grad scaler in which only its own calls of `unscale` are noted."""
+        if not self._tape.enabled or not args[0].is_enabled():
+            return target(*args, **kwargs)
+        with self._tape.paused():
+            return target(*args, **kwargs)
+
+    def _perform(
+        self,
+        kind: str,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
+    ) -> tuple[Any, Entry | None]:
+        """What comes of it, and its entry if it is noted."""
+        tape = self._tape
+        args, kwargs = repeatable(args, kwargs)
+        is_outermost = tape.is_outermost
+        with tape.paused():
+            output = target(*args, **kwargs)
+        entry = tape.guard(tape.note, kind, target, frame, args) if is_outermost else None
+        if entry is not None:
+            entry.kwargs, entry.output = kwargs, output
+        return output, entry
