@@ -31,7 +31,8 @@ class Reduction:
     the same of numbers in arguments, ``nearest`` is the smallest change found that passes; ``explain_checks`` is what
     that took, and is not part of ``checks``. ``notes`` are sentences on how often it fails and under which settings of
     torch. ``origin`` tells which snapshot and torch this belongs to, and ``known``
-    holds the verdicts by digest, from which a later run goes on.
+    holds the verdicts by digest, from which a later run goes on. ``whatif`` is the table of `reprokit.whatif`, empty
+    where none was made.
     """
 
     program: Program
@@ -55,6 +56,7 @@ class Reduction:
     notes: list[str] = field(default_factory=list)
     origin: dict[str, Any] = field(default_factory=dict)
     known: dict[str, str] = field(default_factory=dict)
+    whatif: dict[str, Any] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
         """What ``reprokit shrink --json`` prints, without what rendering adds."""
@@ -79,6 +81,7 @@ class Reduction:
             "untried": self.untried,
             "passes": self.passes,
             "notes": self.notes,
+            "whatif": self.whatif,
         }
 
     def save(self, path: Path | str) -> None:

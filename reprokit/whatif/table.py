@@ -49,8 +49,9 @@ def of_reduction(
     if context is not None:
         programs[CONTEXT] = (Candidate(context.program, context.tensors), context.failure)
     spec = check or reduction.signature.get("check")
-    return make_table({name: (made, _check(made, found, spec, check)) for name, (made, found) in programs.items()},
-                      settings, seconds)
+    return make_table(
+        {name: (made, _check(made, found, spec, check)) for name, (made, found) in programs.items()}, settings, seconds
+    )
 
 
 def of_snapshot(snapshot: Snapshot, *, seconds: float = SECONDS) -> dict[str, Any]:

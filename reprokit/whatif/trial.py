@@ -71,8 +71,10 @@ class Trials:
             try:
                 changed = variant.change(plain)
                 with variant.around():
-                    return _compiled(changed, check, variant.backend) if variant.backend else _eager(
-                        changed, plain, check, variant
+                    return (
+                        _compiled(changed, check, variant.backend)
+                        if variant.backend
+                        else _eager(changed, plain, check, variant)
                     )
             except Exception as error:  # what cannot be converted, compiled or moved fails in as many ways
                 return Trial(Answer.CANNOT_RUN, str(error) if isinstance(error, Unsuitable) else one_line(error))
