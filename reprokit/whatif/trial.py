@@ -157,9 +157,8 @@ def _compiled_raised(error: Exception, wanted: Exception | None) -> Trial:
     """The compiler wraps what the program raises in an exception of its own."""
     if wanted is None:
         return Trial(Answer.CANNOT_RUN, one_line(error))
-    first = (str(wanted).strip().splitlines() or [""])[0]
     if isinstance(error, type(wanted)) or type(wanted).__name__ in str(error):
-        return Trial(Answer.SAME, "" if first in str(error) else one_line(error))
+        return Trial(Answer.SAME)
     return Trial(Answer.OTHER, one_line(error))
 
 
