@@ -50,31 +50,35 @@ def of_reduction(
         programs[CONTEXT] = (Candidate(context.program, context.tensors), context.failure)
     spec = check or reduction.signature.get("check")
     return make_table(
-        {name: (made, _check(made, found, spec, check)) for name, (made, found) in programs.items()}, settings, seconds
+        {name: (made, check_of(made, found, spec, check)) for name, (made, found) in programs.items()},
+        settings,
+        seconds,
     )
 
 
 def of_snapshot(snapshot: Snapshot, *, seconds: float = SECONDS) -> dict[str, Any]:
     """The table of a whole snapshot."""
     whole = Candidate(snapshot.program, snapshot.tensors)
-    check = _check(whole, snapshot.failure, None, None)
+    check = check_of(whole, snapshot.failure, None, None)
     return make_table({SNAPSHOT: (whole, check)}, snapshot.settings, seconds)
 
 
-def make_table(subjects: Subjects, settings: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+def make_table(
+    subjects: Subjects, settings: Mapping[str, Any], seconds: float, variants: Sequence[Variant] = VARIANTS
+) -> dict[str, Any]:
     """Plain data: ``seconds`` used, ``budget``, and under ``tables`` the rows of every subject by its name."""
     checks = {candidate.digest: check for candidate, check in subjects.values()}
     # Reports carry any dataclass of reprokit's; the reducer's are failures.
     task = Task.of(cast(Observe, Trials(checks)), settings)
     with closing(Isolation(task, always_apart=True)) as places:
-        return _Table(subjects, places, seconds).make()
+        return _Table(subjects, places, seconds, variants).make()
 
 
 class _Table:
     """A table in the making."""
 
-    def __init__(self, subjects: Subjects, places: Isolation, seconds: float) -> None:
-        self._subjects, self._places, self._budget = subjects, places, seconds
+    def __init__(self, subjects: Subjects, places: Isolation, seconds: float, variants: Sequence[Variant]) -> None:
+        self._subjects, self._places, self._budget, self._variants = subjects, places, seconds, variants
         self._started = time.monotonic()
         self._memory = max(_LEAST_BYTES, 2 * peak_bytes())
         self._trials: dict[tuple[str, str], Trial] = {}
@@ -96,7 +100,7 @@ class _Table:
     def _jobs(self) -> Iterator[tuple[str, Variant]]:
         """What there is to run; the whole table of one subject comes before the next one's."""
         for name, (candidate, _) in self._subjects.items():
-            yield from ((name, variant) for variant in VARIANTS if variant.is_of_interest(candidate))
+            yield from ((name, variant) for variant in self._variants if variant.is_of_interest(candidate))
 
     def _run(self, jobs: Sequence[tuple[str, Variant]]) -> None:
         """Run these at once."""
@@ -128,7 +132,7 @@ class _Table:
         return Trial(Answer.CANNOT_RUN, f"not done within the {self._budget:g} s for this table")
 
     def _rows(self, name: str) -> Iterator[dict[str, Any]]:
-        for variant in VARIANTS:
+        for variant in self._variants:
             trial = self._trials.get((name, variant.key))
             if trial is not None:
                 yield {
@@ -140,7 +144,7 @@ class _Table:
                 }
 
 
-def _check(candidate: Candidate, failure: Failure, spec: str | None, given: str | None) -> SignatureCheck:
+def check_of(candidate: Candidate, failure: Failure, spec: str | None, given: str | None) -> SignatureCheck:
     """The check that knows the failure of a program."""
     if failure.kind == FUNCTION and given is None:
         raise UsageError(

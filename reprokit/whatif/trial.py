@@ -108,8 +108,9 @@ def _judged(
     verdict = check.judge(failure, changed)
     is_anomaly = variant.key == ANOMALY
     if verdict is Verdict.SAME:
-        if check.is_clean(plain) and not check.is_clean(changed):
-            return Trial(Answer.OTHER, "an input is not finite any more")
+        spoiled = _spoiled(plain, changed)
+        if spoiled is not None:
+            return Trial(Answer.OTHER, f"`{spoiled}` is not finite any more when the program begins")
         return Trial(Answer.SAME, "says nothing" if is_anomaly else "")
     if failure.exception is None:
         return Trial(Answer.OTHER, _words(failure))
@@ -119,6 +120,14 @@ def _judged(
     is_about_exceptions = check.signature.kind == EXCEPTION
     is_missing = any(part.lower() in failure.exception[1].lower() for part in _UNSUPPORTED)
     return Trial(Answer.OTHER if is_about_exceptions and not is_missing else Answer.CANNOT_RUN, words)
+
+
+def _spoiled(plain: Candidate, changed: Candidate) -> str | None:
+    """An input that the change itself made bad, such as a number too large for float16."""
+    for item in changed.program.inputs:
+        if ways_of(changed.tensors[item.value]) - ways_of(plain.tensors[item.value]):
+            return item.name
+    return None
 
 
 def _words(failure: Failure) -> str:

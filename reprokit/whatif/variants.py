@@ -56,10 +56,7 @@ class Variant:
 
 
 def _in(dtype: torch.dtype, candidate: Candidate) -> Candidate:
-    try:
-        return in_dtype(candidate, dtype)
-    except TypeError:
-        raise Unsuitable(f"there are no complex numbers in {str(dtype).removeprefix('torch.')}") from None
+    return in_dtype(candidate, dtype)
 
 
 def _without_autocast(candidate: Candidate) -> Candidate:

@@ -33,7 +33,8 @@ SUMMARY = {
 class FakeReduction:
     """A reduction that can be summed up and saved."""
 
-    whatif: dict[str, Any] = {}
+    def __init__(self) -> None:
+        self.whatif: dict[str, Any] = {}
 
     def summary(self) -> dict[str, Any]:
         return dict(SUMMARY)

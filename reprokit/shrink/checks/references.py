@@ -191,7 +191,7 @@ def _converted_symbol(symbol: Symbol, dtype: torch.dtype) -> Symbol:
 
 
 def _like(found: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    """What a number of dtype ``found`` becomes; raises `TypeError` where ``dtype`` has no complex numbers."""
+    """What a number of dtype ``found`` becomes. There is no complex bfloat16: complex64 stands for it."""
     if found.is_complex:
         return dtype.to_complex()
     return dtype if found.is_floating_point else found
