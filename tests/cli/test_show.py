@@ -81,7 +81,7 @@ def test_the_calls_before_the_origin_have_ranges(shown: tuple[str, str, Path]) -
     at = next(number for number, line in enumerate(lines) if line.startswith("> ") and "float32" in line)
     assert lines[at].endswith("float32 3, 3 inf")
     assert "weight / 2" in lines[at - 1] and lines[at - 1].endswith("float32 3, |x| = 0.425")
-    assert any(line.startswith(" scale float32 scalar, |x| = 0") for line in lines)
+    assert any(line == " input float32 scalar, |x| = 0" for line in lines)
 
 
 def test_capture_ends_with_the_place_the_losses_and_the_next_command(shown: tuple[str, str, Path]) -> None:

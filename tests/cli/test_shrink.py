@@ -47,6 +47,7 @@ class FakeReduction:
 def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """The reducer, renderer and snapshot replaced; ``reducer.shrink`` can be set."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("REPROKIT_SHRINK_NO_WHATIF")
     fake = SimpleNamespace(shrink=lambda: FakeReduction(), options={}, table=dict, compared=None)
 
     def shrink(snapshot: object, **options: Any) -> FakeReduction:

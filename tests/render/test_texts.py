@@ -72,6 +72,7 @@ def reduced(snapshot: Snapshot, **fields: Any) -> Any:
         "explain": [{"input": "input", "free": False}, {"input": "unused", "free": True}],
         "constants": [{"call": "torch.softmax", "argument": "scale", "value": 2.0, "free": False, "tried": False}],
         "nearest": {"input": "input", "element": [0], "from": float("-inf"), "to": 0.0},
+        "whatif": {},
         "passes": [{"name": "cut", "checks": 7, "successes": 1, "calls": 9, "elements": 23, "seconds": 0.25}],
         "stopped": None,
         "untried": [],

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from reprokit.render import whatif
-from reprokit.render.report import with_code
+from reprokit.render.issue import write_issue
+from reprokit.render.report import with_code, write_report
+from reprokit.render.sources import snapshot_script
+from tests.render.test_texts import VERIFIED, attention_step, reduced
 
 
 def row(variant: str, answer: str, detail: str = "", seconds: float | None = None, name: str = "") -> dict[str, Any]:
@@ -62,3 +65,22 @@ def test_rows_for_html() -> None:
 )
 def test_times(seconds: float | None, text: str) -> None:
     assert whatif.seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize("template", ["pytorch", "generic"])
+def test_the_issue_has_the_table_where_there_is_one(template: str) -> None:
+    snapshot = attention_step()
+    for table in (TABLE, {}):
+        small = reduced(snapshot, whatif=table)
+        text = write_issue(snapshot, snapshot_script(snapshot), VERIFIED, reduction=small, template=template)
+        assert ("\n\n" + whatif.markdown(TABLE) + "\n\n" in text) == bool(table)
+
+
+def test_the_report_has_the_table_where_there_is_one() -> None:
+    snapshot = attention_step()
+    for table in (TABLE, {}):
+        text = write_report(snapshot, snapshot_script(snapshot), VERIFIED, reduction=reduced(snapshot, whatif=table))
+        assert ("<h2>What if</h2>" in text) == bool(table)
+        assert ('<td class="answer other">fails otherwise: inf from <code>exp</code></td><td>2 s</td>' in text) == bool(
+            table
+        )
