@@ -111,7 +111,7 @@ def _judged(
         spoiled = _spoiled(plain, changed)
         if spoiled is not None:
             return Trial(Answer.OTHER, f"`{spoiled}` is not finite any more when the program begins")
-        return Trial(Answer.SAME, "says nothing" if is_anomaly else "")
+        return Trial(Answer.SAME, "it says nothing" if is_anomaly else "")
     if failure.exception is None:
         return Trial(Answer.OTHER, _words(failure))
     words = told(*failure.exception)
