@@ -122,7 +122,7 @@ def run_case(folder: Path, work: Path, timeout: float) -> Row:
     if not (work / "snap.pt").exists():
         return Row(folder.name, capture_seconds=captured.seconds, errors=[f"capture: {_last(captured)}"])
     shown = _reprokit(["show", "--json", "snap.pt"], work, timeout)
-    shrunk = _reprokit(["shrink", "--json", "-o", "out", "snap.pt"], work, timeout)
+    shrunk = _reprokit(["shrink", "--json", "--no-whatif", "-o", "out", "snap.pt"], work, timeout)
     repros = _run_repro(work / "out", shrunk.json(), timeout)
     row = score(folder.name, case, shown.json(), shrunk.json(), repros)
     row.capture_seconds, row.shrink_seconds = round(captured.seconds, 2), round(shrunk.seconds, 2)

@@ -1,0 +1,158 @@
+"""``reprokit show`` and the last words of a capture, as text without colour."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reprokit.capture.block import captured_lines
+from reprokit.capture.words import growth, place_line
+from reprokit.cli import main
+from reprokit.program.ir import Call, Input, Program, Ref, Site
+from reprokit.render.screen import source_lines, steps
+from reprokit.snapshot.format import Snapshot, save
+from tests.shrink import failing
+
+TRAINING = """\
+import torch
+
+torch.manual_seed(0)
+weight = torch.ones(3, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+
+
+def lossy(scale):
+    shrunk = weight / 2
+    quotient = shrunk / scale
+    product = quotient * scale
+    return product.sum()
+
+
+for step in range(5):
+    loss = lossy(torch.tensor(0.0 if step == 3 else 1.0))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
+    """What capture and show say of a script that fails, and the folder."""
+    import os
+    import subprocess
+    import sys
+
+    folder = tmp_path_factory.mktemp("show")
+    (folder / "train.py").write_text(TRAINING)
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "COLUMNS": "100", "NO_COLOR": "1"}
+
+    def run(*words: str) -> str:
+        command = [sys.executable, "-m", "reprokit", *words]
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300).stderr
+
+    return run("capture", "-o", "x.pt", "train.py"), run("show", "x.pt"), folder
+
+
+def test_one_screen(shown: tuple[str, str, Path]) -> None:
+    lines = shown[1].splitlines()
+    assert len(lines) <= 40
+    assert all(len(line) <= 100 for line in lines)
+    assert "\x1b" not in shown[1]
+    assert lines[0] == "inf from `torch.Tensor.div` (forward) at step 3"
+    assert lines[-1] == "next: reprokit shrink x.pt"
+
+
+def test_the_origins_line_stands_among_its_neighbours(shown: tuple[str, str, Path]) -> None:
+    lines = [line.strip() for line in shown[1].splitlines()]
+    around = [re.sub(r"\s+", " ", line) for line in lines if re.match(r">?\s*\d+  ", line)]
+    assert around == [
+        "9 shrunk = weight / 2", "> 10 quotient = shrunk / scale", "11 product = quotient * scale",
+        "12 return product.sum()",
+    ]  # fmt: skip
+
+
+def test_the_calls_before_the_origin_have_ranges(shown: tuple[str, str, Path]) -> None:
+    lines = [re.sub(r"\s+", " ", line.rstrip()) for line in shown[1].splitlines()]
+    at = next(number for number, line in enumerate(lines) if line.startswith("> ") and "float32" in line)
+    assert lines[at].endswith("float32 3, 3 inf")
+    assert "weight / 2" in lines[at - 1] and lines[at - 1].endswith("float32 3, |x| = 0.425")
+    assert any(line == " input float32 scalar, |x| = 0" for line in lines)
+
+
+def test_capture_ends_with_the_place_the_losses_and_the_next_command(shown: tuple[str, str, Path]) -> None:
+    *_, captured, place, loss, following = shown[0].splitlines()
+    assert captured == "reprokit: captured inf from `torch.Tensor.div` at step 3 -> x.pt"
+    assert place == "reprokit:   train.py:10: quotient = shrunk / scale"
+    assert re.fullmatch(r"reprokit:   loss  1\.5  1\.425  1\.35  nan", loss)
+    assert following == "reprokit: next: reprokit shrink x.pt"
+
+
+@pytest.mark.parametrize("make", [failing.sqrt_gradient, failing.adam_half, failing.wrong_shapes, failing.bad_batch])
+def test_every_kind_of_failure_fits(
+    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    save(make(), tmp_path / "x.pt")
+    assert main(["show", "x.pt"]) == 0
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) <= 40
+    assert "\x1b" not in said
+
+
+def test_the_lines_of_other_functions_are_not_context() -> None:
+    def site(line: int, code: str, function: str = "step", file: str = "a.py") -> Site:
+        return Site(file, line, code, function)
+
+    calls = [
+        Call("torch.exp", (Ref(0),), {}, Ref(1), site=site(8, "y = exp(x)")),
+        Call("torch.exp", (Ref(1),), {}, Ref(2), site=site(9, "z = exp(y)", "other")),
+        Call("torch.exp", (Ref(2),), {}, Ref(3), site=site(11, "w = exp(z)", file="b.py")),
+        Call("torch.log", (Ref(3),), {}, Ref(4), site=site(10, "v = log(w)")),
+    ]
+    snapshot = failing.masked_softmax()
+    program = Program(tuple(calls), (Input(0, "x"),))
+    failure = snapshot.failure.__class__("forward", "nan", "nan", "torch.log", 3, site=calls[3].site)
+    found = source_lines(Snapshot(program, {}, failure, 0, 0, "loss"))
+    assert [(line.number, line.code, line.is_origin) for line in found] == [
+        (8, "y = exp(x)", False), (10, "v = log(w)", True),
+    ]  # fmt: skip
+
+
+def test_a_program_that_cannot_run_here_has_no_ranges() -> None:
+    snapshot = failing.masked_softmax()
+    assert steps(snapshot)
+    snapshot.tensors = {}
+    assert steps(snapshot) == []
+
+
+def test_growth_is_told_where_there_is_some() -> None:
+    def timeline(**numbers: list[float]) -> list[dict[str, Any]]:
+        length = len(next(iter(numbers.values())))
+        return [{name: values[step] for name, values in numbers.items()} for step in range(length)]
+
+    nan = float("nan")
+    assert dict(growth(timeline(loss=[1.0, 2.0, nan], lr=[0.1, 0.1, 0.1]))) == {"loss": "1  2  nan"}
+    grown = dict(growth(timeline(loss=[1.0, 1.0, 1.0, 50.0, nan])))
+    assert grown == {"loss": "1  1  1  50  nan  (the last finite one is 50 times the median)"}
+    assert dict(growth(timeline(loss=[1.0]))) == {}
+    assert "learning rate" in dict(growth(timeline(loss=[1.0, 1.0], lr=[0.1, 0.2])))
+
+
+def test_words_of_a_failure_without_a_place() -> None:
+    result: dict[str, Any] = {
+        "failure": {
+            "step": 2, "kind": "nan", "call": None, "input": "x", "module": None, "site": None, "exception": None,
+        },
+        "program": {"calls": 1, "elements": 1},
+        "timeline": [],
+    }  # fmt: skip
+    assert place_line(result) is None
+    assert captured_lines(Path("/a/x.pt"), result, Path("/a")) == [
+        "captured nan that was already in `x` at step 2 -> x.pt", "next: reprokit shrink x.pt",
+    ]  # fmt: skip

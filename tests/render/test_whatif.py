@@ -1,0 +1,86 @@
+"""The what-if table as text: Markdown that cannot break out of its cells, rows for HTML, plain rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reprokit.render import whatif
+from reprokit.render.issue import write_issue
+from reprokit.render.report import with_code, write_report
+from reprokit.render.sources import snapshot_script
+from tests.render.test_texts import VERIFIED, attention_step, reduced
+
+
+def row(variant: str, answer: str, detail: str = "", seconds: float | None = None, name: str = "") -> dict[str, Any]:
+    return {"variant": variant, "name": name or variant, "answer": answer, "detail": detail, "seconds": seconds}
+
+
+TABLE = {
+    "seconds": 1.0,
+    "budget": 10.0,
+    "tables": {
+        "minimum": [row("float64", "same", "", 1.234e-5), row("cuda", "cannot_run", "torch sees no GPU")],
+        "context": [row("float64", "passes", "", 0.0123), row("autocast_off", "other", "inf from `exp`", 2.0)],
+    },
+}
+
+
+def test_markdown() -> None:
+    assert whatif.markdown(TABLE).splitlines() == [
+        "| variant | minimum | time | context | time |",
+        "| --- | --- | --- | --- | --- |",
+        "| float64 | fails the same | 12.3 µs | passes | 12.3 ms |",
+        "| cuda | cannot run: torch sees no GPU |  |  |  |",
+        "| autocast_off |  |  | fails otherwise: inf from `exp` | 2 s |",
+    ]
+    assert whatif.markdown({}) == ""
+
+
+@pytest.mark.parametrize("detail", ["a | b", "two\nlines", "<script>alert(1)</script>"])
+def test_no_detail_breaks_the_table(detail: str) -> None:
+    text = whatif.markdown({"tables": {"minimum": [row("x", "other", detail)]}})
+    assert len(text.splitlines()) == 3
+    last = text.splitlines()[-1]
+    assert last.replace("\\|", "").count("|") == 4
+    assert "<" not in last
+
+
+def test_secrets_are_redacted() -> None:
+    secret = "hf_" + "a1b2" * 9
+    assert secret not in whatif.markdown({"tables": {"minimum": [row("x", "other", f"token={secret}")]}})
+
+
+def test_rows_for_html() -> None:
+    first, second, third = whatif.rows(TABLE)
+    assert [cell.answer if cell else None for cell in first.cells] == ["same", "passes"]
+    assert second.cells[1] is None and third.cells[0] is None
+    assert third.cells[1] is not None
+    assert with_code(third.cells[1].text) == "fails otherwise: inf from <code>exp</code>"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, ""), (2.5, "2.5 s"), (0.0015, "1.5 ms"), (3.2e-5, "32 µs"), (4e-8, "0.04 µs")]
+)
+def test_times(seconds: float | None, text: str) -> None:
+    assert whatif.seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize("template", ["pytorch", "generic"])
+def test_the_issue_has_the_table_where_there_is_one(template: str) -> None:
+    snapshot = attention_step()
+    for table in (TABLE, {}):
+        small = reduced(snapshot, whatif=table)
+        text = write_issue(snapshot, snapshot_script(snapshot), VERIFIED, reduction=small, template=template)
+        assert ("\n\n" + whatif.markdown(TABLE) + "\n\n" in text) == bool(table)
+
+
+def test_the_report_has_the_table_where_there_is_one() -> None:
+    snapshot = attention_step()
+    for table in (TABLE, {}):
+        text = write_report(snapshot, snapshot_script(snapshot), VERIFIED, reduction=reduced(snapshot, whatif=table))
+        assert ("<h2>What if</h2>" in text) == bool(table)
+        assert ('<td class="answer other">fails otherwise: inf from <code>exp</code></td><td>2 s</td>' in text) == bool(
+            table
+        )

@@ -1,0 +1,127 @@
+"""The table: every variant apart from this process, within its budget, as plain data that a reduction keeps."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reprokit.cli import main
+from reprokit.shrink import reduction as reductions
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.isolation.transport import pack, unpack
+from reprokit.shrink.reduction import Reduction
+from reprokit.snapshot.format import Snapshot, read_file, save, write_file
+from reprokit.whatif import table
+from reprokit.whatif.variants import AS_IT_IS, BY_KEY, VARIANTS, Variant
+from tests.shrink import failing
+
+QUICK = [variant for variant in VARIANTS if not variant.is_slow]
+
+
+def subjects(snapshot: Snapshot) -> table.Subjects:
+    whole = Candidate(snapshot.program, snapshot.tensors)
+    return {"snapshot": (whole, table.check_of(whole, snapshot.failure, None, None))}
+
+
+def reduction_of(snapshot: Snapshot) -> Reduction:
+    return Reduction(
+        snapshot.program,
+        snapshot.tensors,
+        snapshot.failure,
+        {"calls": snapshot.program.num_calls, "elements": snapshot.num_elements},
+        {"phase": snapshot.failure.phase, "kind": snapshot.failure.kind, "call": snapshot.failure.call},
+    )
+
+
+def answers(made: dict[str, Any], name: str = "snapshot") -> dict[str, str]:
+    return {row["variant"]: row["answer"] for row in made["tables"][name]}
+
+
+def without_slow_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = table.make_table
+    monkeypatch.setattr(table, "make_table", lambda *words: whole(*words, variants=QUICK))
+
+
+def test_the_table_is_plain_data() -> None:
+    made = table.make_table(subjects(failing.half_linear_overflow()), {}, 300.0, QUICK)
+    assert json.loads(json.dumps(made)) == made
+    assert answers(made) == {
+        "as_it_is": "same", "float64": "passes", "float32": "passes", "bfloat16": "passes", "float16": "same",
+        "deterministic": "same", "one_thread": "same", "detect_anomaly": "same",
+        "cuda": "same" if torch.cuda.is_available() else "cannot_run",
+    }  # fmt: skip
+
+
+def test_what_the_budget_does_not_reach_says_so() -> None:
+    made = table.make_table(subjects(failing.masked_softmax()), {}, 0.01)
+    assert set(answers(made).values()) == {"cannot_run"}
+    assert {row["detail"] for row in made["tables"]["snapshot"]} == {"not done within the 0.01 s for this table"}
+
+
+def hang(candidate: Candidate) -> Candidate:
+    while True:
+        pass
+
+
+def crash(candidate: Candidate) -> Candidate:
+    os.abort()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="variants made here reach forked processes only")
+def test_a_crash_and_a_hang_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = [Variant("crash", "crash", crash), BY_KEY[AS_IT_IS], Variant("hang", "hang", hang)]
+    for variant in bad:
+        monkeypatch.setitem(BY_KEY, variant.key, variant)
+    made = table.make_table(subjects(failing.masked_softmax()), {}, 10.0, bad)
+    rows = {row["variant"]: (row["answer"], row["detail"]) for row in made["tables"]["snapshot"]}
+    assert rows["crash"][0] == "other" and "SIGABRT" in rows["crash"][1]
+    assert rows[AS_IT_IS] == ("same", "")
+    assert rows["hang"] == ("cannot_run", "not done within the 10 s for this table")
+
+
+def test_a_reduction_has_its_minimum_and_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_slow_variants(monkeypatch)
+    reduction = reduction_of(failing.half_linear_overflow())
+    assert set(table.of_reduction(reduction, {}, seconds=300.0)["tables"]) == {"minimum"}
+    context = failing.masked_softmax()
+    reduction.context = context  # type: ignore[attr-defined]
+    made = table.of_reduction(reduction, {}, seconds=300.0)
+    assert answers(made, "minimum")["float32"] == "passes"
+    assert answers(made, "context")["float32"] == "same"
+
+
+def test_the_variant_travels_with_its_candidate() -> None:
+    candidate = replace(next(iter(subjects(failing.masked_softmax()).values()))[0], variant="float64")
+    arrived, _ = unpack(pack(candidate))
+    assert arrived.variant == "float64"
+    assert arrived.digest == candidate.digest
+
+
+def test_a_reduction_keeps_its_table(tmp_path: Path) -> None:
+    reduction = reduction_of(failing.masked_softmax())
+    reduction.whatif = table.make_table(subjects(failing.masked_softmax()), {}, 0.01)
+    reduction.save(tmp_path / "reduction.pt")
+    assert reductions.load(tmp_path / "reduction.pt").whatif == reduction.whatif
+    content = read_file(tmp_path / "reduction.pt", reductions.KIND)
+    del content["whatif"]
+    write_file(tmp_path / "old.pt", reductions.KIND, content)
+    assert reductions.load(tmp_path / "old.pt").whatif == {}
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    without_slow_variants(monkeypatch)
+    save(failing.masked_softmax(), tmp_path / "x.repro.pt")
+    assert main(["whatif", str(tmp_path / "x.repro.pt"), "--json"]) == 0
+    said = capsys.readouterr()
+    assert answers(json.loads(said.out))["float64"] == "same"
+    assert "float64" in said.err and "fails the same" in said.err
+    assert main(["whatif", str(tmp_path / "x.repro.pt"), "--keep"]) == 2
+    reduction_of(failing.masked_softmax()).save(tmp_path / "reduction.pt")
+    assert main(["whatif", "-q", str(tmp_path), "--keep"]) == 0
+    assert answers(reductions.load(tmp_path / "reduction.pt").whatif, "minimum")["as_it_is"] == "same"

@@ -1,0 +1,153 @@
+"""Single trials: which answer a variant gets, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from reprokit.errors import UsageError
+from reprokit.locate.failure import Failure
+from reprokit.program.ir import Call, Input, Program, Ref
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks.mismatch import MismatchCheck
+from reprokit.snapshot.format import Snapshot
+from reprokit.whatif.table import check_of
+from reprokit.whatif.trial import Answer, Trial, Trials
+from reprokit.whatif.variants import BY_KEY, VARIANTS
+from tests.shrink import failing
+
+Make = Callable[[], Snapshot]
+SAME, OTHER, PASSES, CANNOT_RUN = Answer.SAME, Answer.OTHER, Answer.PASSES, Answer.CANNOT_RUN
+
+
+def trial_of(snapshot: Snapshot, variant: str) -> Trial:
+    """What becomes of a snapshot's program."""
+    whole = Candidate(snapshot.program, snapshot.tensors)
+    check = check_of(whole, snapshot.failure, None, None)
+    return Trials({whole.digest: check})(replace(whole, variant=variant))
+
+
+def autocast_overflow() -> Snapshot:
+    """A product that overflows in the float16 of autocast alone."""
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            return x @ y
+
+    return failing.record(step, x=torch.full((2, 2), 300.0), y=torch.full((2, 2), 300.0))
+
+
+def overflow_of_exp() -> Snapshot:
+    """An infinity in float32 and below."""
+    return failing.record(lambda x: torch.exp(x) * 0.5, x=torch.full((3,), 100.0))
+
+
+def large_logarithm() -> Snapshot:
+    """A NaN whose operand does not fit into float16."""
+    return failing.record(lambda x: torch.log(x), x=torch.tensor([-1e6]))
+
+
+@pytest.mark.parametrize(
+    ("make", "variant", "answer"),
+    [
+        (failing.masked_softmax, "as_it_is", SAME),
+        (failing.masked_softmax, "float64", SAME),
+        (failing.masked_softmax, "one_thread", SAME),
+        (failing.masked_softmax, "deterministic", SAME),
+        (failing.half_linear_overflow, "float16", SAME),
+        (failing.half_linear_overflow, "float32", PASSES),
+        (failing.half_linear_overflow, "bfloat16", PASSES),
+        (failing.sqrt_gradient, "float64", SAME),
+        (failing.adam_half, "float32", PASSES),
+        (failing.adam_half, "as_it_is", SAME),
+        (failing.wrong_shapes, "float64", SAME),
+        (failing.singular_matrix, "float16", CANNOT_RUN),
+        (autocast_overflow, "as_it_is", SAME),
+        (autocast_overflow, "autocast_off", PASSES),
+        (autocast_overflow, "float32", PASSES),
+        (overflow_of_exp, "float32", SAME),
+        (overflow_of_exp, "float64", PASSES),
+        (large_logarithm, "float64", SAME),
+        (large_logarithm, "float16", OTHER),
+        (failing.eigh_gradient, "bfloat16", CANNOT_RUN),
+    ],
+)
+def test_answers(make: Make, variant: str, answer: Answer) -> None:
+    trial = trial_of(make(), variant)
+    assert trial.answer is answer, trial
+    assert (trial.seconds is None) == (answer is CANNOT_RUN)
+    if answer in (OTHER, CANNOT_RUN):
+        assert trial.detail and "\n" not in trial.detail
+
+
+def test_what_is_bad_otherwise_is_said() -> None:
+    assert "`x`" in trial_of(large_logarithm(), "float16").detail
+    assert "not implemented" in trial_of(failing.eigh_gradient(), "bfloat16").detail
+
+
+def test_anomaly_mode_is_quoted() -> None:
+    trial = trial_of(failing.sqrt_gradient(), "detect_anomaly")
+    assert trial.answer is SAME
+    assert "Backward0' returned nan values" in trial.detail
+    assert trial_of(overflow_of_exp(), "detect_anomaly") == Trial(SAME, "it says nothing", pytest.approx(0.0, abs=60.0))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_other_device_is_missing() -> None:
+    assert trial_of(failing.masked_softmax(), "cuda") == Trial(CANNOT_RUN, "torch sees no GPU")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_other_device() -> None:
+    assert trial_of(failing.masked_softmax(), "cuda").answer is SAME
+
+
+@pytest.mark.parametrize(
+    ("make", "answer"),
+    [(failing.masked_softmax, SAME), (failing.sqrt_gradient, SAME), (failing.wrong_shapes, SAME)],
+)
+def test_compiled(make: Make, answer: Answer) -> None:
+    trial = trial_of(make(), "compile:aot_eager")
+    assert trial.answer is answer, trial
+
+
+def test_a_compiler_that_does_not_exist_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BY_KEY, "compile:none", replace(BY_KEY["compile:aot_eager"], backend="no_such_backend"))
+    trial = trial_of(failing.masked_softmax(), "compile:none")
+    assert trial.answer is CANNOT_RUN
+    assert "no_such_backend" in trial.detail
+
+
+def test_a_comparison_is_not_compiled() -> None:
+    call = Call("torch.exp", (Ref(0),), {}, Ref(1))
+    whole = Candidate(Program((call,), (Input(0, "x"),), (Ref(1),)), {0: torch.ones(2)})
+    failure = Failure("forward", "mismatch", "fp64", "torch.exp", 0, value=1)
+    check = MismatchCheck().adopted(failure, whole)
+    trial = Trials({whole.digest: check})(replace(whole, variant="compile:aot_eager"))
+    assert (trial.answer, trial.detail) == (CANNOT_RUN, "`mismatch:fp64` runs the program in ways of its own")
+
+
+def test_settings_of_torch_are_given_back() -> None:
+    def settings() -> tuple[object, ...]:
+        return (
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_anomaly_enabled(),
+        )
+
+    before = settings()
+    for variant in VARIANTS:
+        if not variant.is_slow:
+            trial_of(failing.masked_softmax(), variant.key)
+    assert settings() == before
+
+
+def test_code_of_a_users_is_not_run_because_a_file_names_it() -> None:
+    snapshot = failing.masked_softmax()
+    failure = Failure("forward", "function", "mine.py:is_bad")
+    with pytest.raises(UsageError, match="check of your own"):
+        check_of(Candidate(snapshot.program, snapshot.tensors), failure, "mine.py:is_bad", None)
