@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from reprokit.locate.blame import locate
-from reprokit.locate.catalogue import CONFIDENCES, Entry, Remedy, entries
+from reprokit.locate.catalogue import CONFIDENCES, TIERS, Entry, Remedy, entries
 from reprokit.locate.diagnosis import UNKNOWN, Diagnosis, Fix
-from reprokit.locate.failure import EXCEPTION
+from reprokit.locate.failure import EXCEPTION, module_of
 from reprokit.locate.scene import Scene, Step, observe, short_name
 from reprokit.locate.signs import SIGNS, Numbers
 from reprokit.locate.trials import Budget, attempt
+from reprokit.program.functions import display_name
 from reprokit.program.run import determinism
 
+MAX_ALSO = 3
 _KINDS = ("nan", "inf", EXCEPTION)
 
 
@@ -36,7 +39,7 @@ def diagnose(step: Step, reduction: Reduced | None = None, *, budget: Budget | N
         return _unknown("The failure is not a bad value or an exception, so there is no origin to look at.")
     with determinism(step.settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        scene = observe(step)
+        scene = _at_root(observe(step))
         found = matches(scene)
         if not found:
             return _unknown("No entry of the catalogue fits what the origin was given.")
@@ -51,11 +54,7 @@ def diagnose(step: Step, reduction: Reduced | None = None, *, budget: Budget | N
         entry.confidence,
         entry.advice,
         entry.links,
-        tuple(
-            {"id": other.id, "title": other.title, "evidence": [line.format(**seen) for line in other.evidence]}
-            for other, seen in others
-            if other.context != entry.context
-        ),
+        tuple(_briefly(other, seen) for other, seen in others if other.tier != "general")[:MAX_ALSO],
         fix,
         tuple(item for item in tried if not item.helped),
         note,
@@ -75,8 +74,26 @@ def matches(scene: Scene) -> list[tuple[Entry, Numbers]]:
     return sorted(found, key=lambda item: _rank(item[0]))
 
 
+def _at_root(scene: Scene) -> Scene:
+    """The scene of an overflow that made the origin's zeros, if one did, else the same scene.
+
+    Something divided by an infinity is zero: the infinity is gone, and a later division finds 0 / 0.
+    """
+    index = scene.hidden_overflow()
+    if index is None:
+        return scene
+    call = scene.program.calls[index]
+    moved = replace(scene.failure, call_index=index, call=display_name(call.target), kind="inf", way="+inf",
+                    phase=call.phase, value=None, module=module_of(call), site=call.site)  # fmt: skip
+    return observe(replace(scene, failure=moved, seen={}, peaks={}, branches=[], infinite={}))
+
+
+def _briefly(entry: Entry, numbers: Numbers) -> dict[str, Any]:
+    return {"id": entry.id, "title": entry.title, "evidence": [line.format(**numbers) for line in entry.evidence]}
+
+
 def _rank(entry: Entry) -> tuple[Any, ...]:
-    return CONFIDENCES.index(entry.confidence), -len(entry.when)
+    return TIERS.index(entry.tier), CONFIDENCES.index(entry.confidence), -len(entry.when)
 
 
 def numbers_of(entry: Entry, scene: Scene) -> Numbers | None:

@@ -56,7 +56,8 @@ class Diagnosis:
 
     def summary(self) -> dict[str, Any]:
         """The diagnosis as plain data."""
-        return _listed(asdict(self))
+        plain: dict[str, Any] = _listed(asdict(self))
+        return plain
 
 
 def from_plain(plain: dict[str, Any]) -> Diagnosis:

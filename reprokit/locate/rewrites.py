@@ -55,7 +55,7 @@ def at_least(scene: Scene, operand: Slot = "x", value: str | float = "eps") -> E
 @rewrite
 def between(scene: Scene, low: str | float, high: str | float, operand: Slot = "x") -> Edited | None:
     """Clamp an argument on both sides."""
-    bounds = {"min": _number(scene, operand, low), "max": _number(scene, operand, high)}
+    bounds: dict[str, Any] = {"min": _number(scene, operand, low), "max": _number(scene, operand, high)}
     return _guard(scene, operand, [("torch.Tensor.clamp", (), bounds)])
 
 
@@ -84,8 +84,8 @@ def away_from_zero(scene: Scene, operand: Slot = "denominator", value: str | flo
         if not isinstance(argument, Ref):
             return None
         found, mask = editor.call(call, "torch.eq", argument, 0)
-        fill = ("torch.Tensor.masked_fill", (mask, _number(scene, operand, value)), {})
-        made = guarded(editor, call, slot, [fill])
+        fill: Chain = [("torch.Tensor.masked_fill", (mask, _number(scene, operand, value)), {})]
+        made = guarded(editor, call, slot, fill)
         return [found, *made] if made is not None else None
 
     return _everywhere(scene, change)
@@ -117,8 +117,8 @@ def inside(scene: Scene) -> Edited | None:
             size, tested = editor.call(call, "torch.abs", argument)
             before.append(size)
         found, mask = editor.call(call, test, tested, bound)
-        fill = ("torch.Tensor.masked_fill", (mask, _SAFE.get(short_name(call), 1.0)), {})
-        made = guarded(editor, call, slot, [fill])
+        fill: Chain = [("torch.Tensor.masked_fill", (mask, _SAFE.get(short_name(call), 1.0)), {})]
+        made = guarded(editor, call, slot, fill)
         return [*before, found, *made] if made is not None else None
 
     return _everywhere(scene, change)

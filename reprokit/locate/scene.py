@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from reprokit.locate.failure import Failure
+from reprokit.locate.ways import PLUS, ways_of
 from reprokit.program.functions import UnknownFunction, display_name, function_named, is_in_place
 from reprokit.program.ir import Call, Program, Ref, iter_refs
 from reprokit.program.run import Tensors, bind_arguments, run
@@ -33,12 +34,14 @@ _ROLES = {
     "fmod": ("numerator", "denominator"),
     "remainder": ("numerator", "denominator"),
 }
+_POSITIVE = ("exp", "exp2", "softmax", "sigmoid")  # never zero but by underflow
 _FIRST = ("input", "self", "tensor", "x", "A")
 _REVERSED = ("__rtruediv__", "__rdiv__", "__rpow__", "__rsub__", "rsub", "__rmod__")
-VIEWS = frozenset(
-    "view reshape unsqueeze squeeze expand expand_as transpose permute flatten unflatten contiguous t __get__ clone "
-    "detach to float half bfloat16 double type_as movedim chunk split unbind __getitem__ select narrow repeat".split()
-)
+VIEWS = frozenset([
+    "view", "reshape", "unsqueeze", "squeeze", "expand", "expand_as", "transpose", "permute", "flatten", "unflatten",
+    "contiguous", "t", "__get__", "clone", "detach", "to", "float", "half", "bfloat16", "double", "type_as",
+    "movedim", "chunk", "split", "unbind", "__getitem__", "select", "narrow", "repeat",
+])  # fmt: skip
 
 
 class Step(Protocol):
@@ -153,7 +156,11 @@ class Peak:
 
 @dataclass
 class Scene:
-    """What one run showed. ``call`` and ``origin`` are ``None`` when an input was bad before the first call."""
+    """What one run showed. ``call`` and ``origin`` are ``None`` when an input was bad before the first call.
+
+    ``infinite`` has the calls that divide by an infinity (true), and those that made one of finite arguments (false).
+    ``zeros`` counts the zeros that calls made which cannot give any but by underflow.
+    """
 
     program: Program
     tensors: Tensors
@@ -163,6 +170,8 @@ class Scene:
     seen: dict[int, Seen] = field(default_factory=dict)
     peaks: dict[int, Peak] = field(default_factory=dict)
     branches: list[Branch] = field(default_factory=list)
+    infinite: dict[int, bool] = field(default_factory=dict)
+    zeros: dict[int, int] = field(default_factory=dict)
 
     @property
     def call(self) -> Call | None:
@@ -211,6 +220,26 @@ class Scene:
                 return index
         return None
 
+    def hidden_overflow(self) -> int | None:
+        """The call whose overflow made the origin's zeros, by way of a division by infinity."""
+        call, index = self.call, self.failure.call_index
+        if call is None or index is None or short_name(call) != "div" or self.failure.kind != "nan":
+            return None
+        behind = self._behind(call, index)
+        if not any(self.infinite.get(number) for number in behind):
+            return None
+        return min((number for number in behind if self.infinite.get(number) is False), default=None)
+
+    def _behind(self, call: Call, index: int) -> set[int]:
+        """The calls that a call depends on."""
+        needed, found = set(call.input_refs()), set[int]()
+        for number in range(index - 1, -1, -1):
+            earlier = self.program.calls[number]
+            if needed.intersection(earlier.output_refs()):
+                found.add(number)
+                needed.update(earlier.input_refs())
+        return found
+
     def makers(self, role: Slot, depth: int = 1) -> Iterator[tuple[int, Call]]:
         """The calls that an argument of the origin comes from, views and casts skipped, up to ``depth`` back."""
         index, call = self.failure.call_index, self.call
@@ -241,6 +270,7 @@ class _Watch:
         self._scene = scene
         self._near = _near(scene)
         self._downstream: set[int] = set()
+        self._was_finite = True
 
     def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Copy what the calls near the origin are given."""
@@ -249,6 +279,10 @@ class _Watch:
             self._scene.seen[index] = Seen(call, _copied(args), _copied(kwargs))
         if self._downstream.intersection(call.input_refs()):
             self._note_branch(call, values)
+        if short_name(call) == "div" and _divides_by_infinity(call, values):
+            self._scene.infinite[index] = True
+        else:
+            self._was_finite = all(not _has_infinity(values[v]) for v in call.input_refs() if v in values)
 
     def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Note peaks, and results near the origin."""
@@ -257,6 +291,11 @@ class _Watch:
             self._scene.seen[index].results.update(_copied(made))
         if index == self._scene.failure.call_index or self._downstream.intersection(call.input_refs()):
             self._downstream.update(made)
+        if index not in self._scene.infinite and self._was_finite and any(map(_has_infinity, made.values())):
+            self._scene.infinite[index] = False
+        if short_name(call) in _POSITIVE:
+            count = sum(int((tensor == 0).sum()) for tensor in made.values())
+            self._scene.zeros.update({index: count} if count else {})
         peak = _peak(made.values())
         if peak is not None:
             self._scene.peaks[index] = peak
@@ -312,7 +351,9 @@ def _kept(call: Call, values: Mapping[int, torch.Tensor], downstream: set[int]) 
 
     name, args = short_name(call), [*call.args, *call.kwargs.values()]
     if name == "where" and len(args) == 3:
-        chosen, condition, other = (args[0], args[1], args[2]) if "Tensor" in call.target else (args[1], args[0], args[2])
+        chosen, condition, other = (
+            (args[0], args[1], args[2]) if "Tensor" in call.target else (args[1], args[0], args[2])
+        )
         mask = real(condition)
         if isinstance(mask, torch.Tensor):
             if is_downstream(chosen):
@@ -330,6 +371,20 @@ def _kept(call: Call, values: Mapping[int, torch.Tensor], downstream: set[int]) 
         mask = real(args[1])
         if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool:
             yield mask
+
+
+def _has_infinity(tensor: torch.Tensor) -> bool:
+    return PLUS in ways_of(tensor)
+
+
+def _divides_by_infinity(call: Call, values: Mapping[int, torch.Tensor]) -> bool:
+    """Whether a division makes zeros of finite numbers, because its divisor is infinite."""
+    try:
+        divisor = argument_at(call, slot_of(call, "denominator"))
+    except (KeyError, StopIteration, IndexError):
+        return False
+    tensor = values.get(divisor.value) if isinstance(divisor, Ref) else None
+    return tensor is not None and _has_infinity(tensor)
 
 
 def _peak(tensors: Any) -> Peak | None:

@@ -21,6 +21,7 @@ Numbers = dict[str, Any]
 Sign = Callable[..., Numbers | None]
 SIGNS: dict[str, Sign] = {}
 HALVES = (torch.float16, torch.bfloat16)
+_DEFAULTS = {("normalize", "eps"): 1e-12, ("cosine_similarity", "eps"): 1e-8, ("layer_norm", "eps"): 1e-5}
 _COMPARISONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "below": torch.lt, "at_most": torch.le, "above": torch.gt, "at_least": torch.ge, "equal": torch.eq,
 }  # fmt: skip
@@ -154,6 +155,15 @@ def follows(scene: Scene, calls: Sequence[str], operand: Slot = "x", depth: int 
     for _, call in scene.makers(operand, depth):
         if short_name(call) in calls:
             return {"maker": short_name(call), "operand": scene.name(operand)}
+    return None
+
+
+@sign
+def sums_exponentials(scene: Scene, operand: Slot = "denominator") -> Numbers | None:
+    """Whether an argument is made of exponentials, some of which came out as zero."""
+    for index, call in scene.makers(operand, 6):
+        if short_name(call) in ("exp", "exp2", "softmax", "sigmoid") and index in scene.zeros:
+            return {"maker": short_name(call), "zeros": scene.zeros[index]}
     return None
 
 
@@ -320,8 +330,8 @@ def has_bad_number(scene: Scene) -> Numbers | None:
                     return {"name": name, "value": value}
         return None
     named = [*((f"argument {n}", value) for n, value in enumerate(call.args)), *call.kwargs.items()]
-    return next(({"name": name, "value": value} for name, value in named if isinstance(value, float) and value != value),
-                None)  # fmt: skip
+    bad = ({"name": name, "value": value} for name, value in named if isinstance(value, float) and value != value)
+    return next(bad, None)
 
 
 @sign
@@ -349,12 +359,12 @@ def huge_update(scene: Scene, factor: float = 1e6) -> Numbers | None:
 
 @sign
 def dropped_later(scene: Scene) -> Numbers | None:
-    """Whether every dangerous element of the origin is dropped by a later ``where``, mask or product with zero."""
+    """Whether every dangerous element of the origin is dropped by a later ``where`` or mask."""
     mask = danger(scene)
     if mask is None or not bool(mask.any()):
         return None
     for branch in scene.branches:
-        kept = _like(branch, mask)
+        kept = _like(branch, mask) if short_name(branch.call) != "mul" else None
         if kept is not None and not bool((kept & mask).any()):
             return {"count": int(mask.sum()), "total": mask.numel(), "dropper": short_name(branch.call)}
     return None
@@ -583,7 +593,8 @@ def loss_was_growing(scene: Scene, factor: float = 10.0) -> Numbers | None:
         tail = steps[-20:]
         low_step, low = min(tail, key=lambda item: item[1])
         high_step, high = max(tail, key=lambda item: item[1])
-        if high_step > low_step and high > factor * max(low, 1e-12):
+        second = max((size for step, size in tail if step > low_step and step != high_step), default=0.0)
+        if high_step > low_step and high > factor * max(low, 1e-12) and second > factor / 3 * low:
             rate = next((row.get("lr") for row in reversed(scene.timeline) if _is_number(row.get("lr"))), None)
             return {"what": word, "low": low, "high": high, "from_step": low_step, "to_step": high_step,
                     "lr": f", at a learning rate of {rate:.4g}" if rate is not None else ""}  # fmt: skip
@@ -723,7 +734,9 @@ def _division(scene: Scene, numerators: Callable[[torch.Tensor], torch.Tensor]) 
         mask = numerators(numerator) & (denominator == 0)
     except RuntimeError:
         return None
-    return {"count": int(mask.sum()), "total": mask.numel(), "operand": scene.name("denominator")} if mask.any() else None
+    return (
+        {"count": int(mask.sum()), "total": mask.numel(), "operand": scene.name("denominator")} if mask.any() else None
+    )
 
 
 def _count(scene: Scene, operand: Slot, values: torch.Tensor, mask: torch.Tensor) -> Numbers:
@@ -764,8 +777,7 @@ def _argument(scene: Scene, name: str, position: int, default: Any = None) -> An
 
 def _default(scene: Scene, name: str) -> Any:
     """What a function does when it is not told."""
-    return {"eps": {"normalize": 1e-12, "cosine_similarity": 1e-8}.get(short_name(scene.call))}.get(name) if scene.call \
-        is not None else None  # fmt: skip
+    return _DEFAULTS.get((short_name(scene.call), name)) if scene.call is not None else None
 
 
 def _lengths(scene: Scene, name: str, position: int) -> list[int] | None:

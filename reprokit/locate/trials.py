@@ -175,7 +175,7 @@ def _all_words(tensors: list[torch.Tensor], noun: str) -> str:
     bad = sum(bool(ways_of(tensor)) for tensor in tensors)
     if bad:
         return f"{bad} of {len(tensors)} {noun}s not finite"
-    return f"all {len(tensors)} {noun}s finite" if len(tensors) != 1 else f"the {noun} finite"
+    return f"all {len(tensors)} {noun}s finite" if len(tensors) != 1 else f"the only {noun} is finite"
 
 
 def _place(scene: Scene) -> str:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprokit.errors import UsageError
+from reprokit.locate.diagnosis import from_plain
 from reprokit.render import wording
+from reprokit.render.diagnosis import markdown
 from reprokit.render.environment import render_template, template_folder
 from reprokit.render.script import Script
 from reprokit.snapshot.redact import redact_text
@@ -53,6 +55,7 @@ def write_issue(
         "size": _size(snapshot, reduction),
         "reduced": reduction is not None,
         "matters": redact_text(wording.what_matters(reduction, script.names)) if reduction is not None else "",
+        "diagnosis": markdown(from_plain(reduction.diagnosis)) if reduction and reduction.diagnosis else "",
         "fence": fence,
     }
     return _fitted(template, context, long_texts)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from reprokit.locate.scene import Scene
 
 CONFIDENCES = ("certain", "likely", "possible")
+TIERS = ("origin", "context", "general")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,9 @@ class Remedy:
 class Entry:
     """One mechanism. Empty ``kinds``, ``phases``, ``calls`` and ``nodes`` mean any.
 
-    ``title``, ``mechanism`` and ``evidence`` are templates over the numbers that the signs saw.
+    ``tier``: ``origin`` explains what the origin did, ``context`` the story before it (growth over many steps), and
+    ``general`` fits so much that it is the last resort. ``mechanism`` and ``evidence`` are templates over the numbers
+    that the signs saw.
     """
 
     id: str
@@ -64,11 +67,11 @@ class Entry:
     evidence: tuple[str, ...] = ()
     links: tuple[str, ...] = ()
     remedies: tuple[Remedy, ...] = ()
-    context: bool = False
+    tier: str = "origin"
 
 
 FILES = (
-    "gradients", "half", "softmax", "domain", "division", "reductions", "labels", "linalg", "optimizers", "inputs",
+    "gradients", "half", "domain", "softmax", "optimizers", "division", "reductions", "labels", "linalg", "inputs",
     "growth", "infinities",
 )  # fmt: skip
 
@@ -86,7 +89,7 @@ def _read(name: str) -> Iterator[Entry]:
 
 
 def _entry(plain: Mapping[str, Any]) -> Entry:
-    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
     fields["when"] = tuple(_condition(item) for item in plain.get("when", ()))
     fields["remedies"] = tuple(_remedy(item) for item in plain.get("remedies", ()))
     for name in ("mechanism", "advice"):
