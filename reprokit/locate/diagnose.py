@@ -54,7 +54,7 @@ def diagnose(step: Step, reduction: Reduced | None = None, *, budget: Budget | N
         entry.confidence,
         entry.advice,
         entry.links,
-        tuple(_briefly(other, seen) for other, seen in others if other.tier != "general")[:MAX_ALSO],
+        tuple(_briefly(other, seen) for other, seen in others if _says_more(other, entry))[:MAX_ALSO],
         fix,
         tuple(item for item in tried if not item.helped),
         note,
@@ -92,6 +92,11 @@ def _briefly(entry: Entry, numbers: Numbers) -> dict[str, Any]:
     return {"id": entry.id, "title": entry.title, "evidence": [line.format(**numbers) for line in entry.evidence]}
 
 
+def _says_more(other: Entry, entry: Entry) -> bool:
+    """Whether another entry that applies looked at something that the best one did not."""
+    return other.tier != "general" and not {c.sign for c in other.when} <= {c.sign for c in entry.when}
+
+
 def _rank(entry: Entry) -> tuple[Any, ...]:
     return TIERS.index(entry.tier), CONFIDENCES.index(entry.confidence), -len(entry.when)
 
@@ -110,7 +115,10 @@ def numbers_of(entry: Entry, scene: Scene) -> Numbers | None:
         return None
     numbers: Numbers = {"call": name, "count": 0, "total": 0}
     for condition in entry.when:
-        seen = SIGNS[condition.sign](scene, **condition.parameters)
+        try:
+            seen = SIGNS[condition.sign](scene, **condition.parameters)
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            seen = None  # arguments of a form that the sign does not know, say shapes that do not go together
         if seen is None:
             return None
         numbers.update(seen)

@@ -60,6 +60,27 @@ def between(scene: Scene, low: str | float, high: str | float, operand: Slot = "
 
 
 @rewrite
+def finite_arguments(scene: Scene, bound: float = 1e4) -> Edited | None:
+    """Clamp both arguments, so that infinities in them become large numbers."""
+
+    def change(editor: Editor, call: Call) -> list[Call] | None:
+        made, changed = list[Call](), call
+        for role in ("x", "y"):
+            try:
+                slot = slot_of(changed, role)
+            except (KeyError, StopIteration):
+                continue
+            steps: Chain = [("torch.Tensor.clamp", (), {"min": -bound, "max": bound})]
+            guarding = guarded(editor, changed, slot, steps)
+            if guarding is not None:
+                *before, changed = guarding
+                made += before
+        return [*made, changed] if made else None
+
+    return _everywhere(scene, change)
+
+
+@rewrite
 def at_most(scene: Scene, operand: Slot = "x", value: str | float = "log_max") -> Edited | None:
     """Clamp an argument from above."""
     return _guard(scene, operand, [("torch.Tensor.clamp", (), {"max": _number(scene, operand, value)})])

@@ -246,9 +246,10 @@ class Scene:
         if index is None or call is None:
             return
         with contextlib.suppress(KeyError, StopIteration, IndexError):
-            yield from self._makers(argument_at(call, slot_of(call, role)), index, depth)
+            yield from self.makers_of(argument_at(call, slot_of(call, role)), index, depth)
 
-    def _makers(self, argument: Any, before: int, depth: int) -> Iterator[tuple[int, Call]]:
+    def makers_of(self, argument: Any, before: int, depth: int = 1) -> Iterator[tuple[int, Call]]:
+        """The calls that an argument of call number ``before`` comes from, in the same way."""
         for ref in iter_refs(argument):
             index = self.writer(ref.value, before)
             if index is None:
@@ -258,9 +259,9 @@ class Scene:
             if not is_view:
                 yield index, call
             if is_view:
-                yield from self._makers(call.args[:1], index, depth)
+                yield from self.makers_of(call.args[:1], index, depth)
             elif depth > 1:
-                yield from self._makers((call.args, dict(call.kwargs)), index, depth - 1)
+                yield from self.makers_of((call.args, dict(call.kwargs)), index, depth - 1)
 
 
 class _Watch:
@@ -336,7 +337,7 @@ def _near(scene: Scene) -> set[int]:
         return set()
     found = {index}
     if not call.is_optimizer_step:
-        found.update(number for number, _ in scene._makers((call.args, dict(call.kwargs)), index, 2))
+        found.update(number for number, _ in scene.makers_of((call.args, dict(call.kwargs)), index, 2))
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from reprokit.locate.failure import EXCEPTION
-from reprokit.locate.scene import Branch, Scene, Slot, recompute, short_name
+from reprokit.locate.scene import Branch, Scene, Seen, Slot, recompute, short_name
 from reprokit.program.ir import Call, Ref
 
 Numbers = dict[str, Any]
@@ -25,6 +25,11 @@ _DEFAULTS = {("normalize", "eps"): 1e-12, ("cosine_similarity", "eps"): 1e-8, ("
 _COMPARISONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
     "below": torch.lt, "at_most": torch.le, "above": torch.gt, "at_least": torch.ge, "equal": torch.eq,
 }  # fmt: skip
+_TESTS = frozenset([
+    "eq", "ne", "gt", "ge", "lt", "le", "logical_and", "logical_or", "logical_not", "logical_xor", "isfinite", "isnan",
+    "isinf", "bitwise_and", "bitwise_or", "bitwise_not", "one_hot", "tril", "triu", "ones_like", "zeros_like", "cat",
+    "stack", "mul", "masked_fill", "where", "arange",
+])  # fmt: skip
 _MATRIX_CALLS = ("linear", "matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "mv",
                  "rnn_relu", "rnn_tanh", "gru", "lstm")  # fmt: skip
 
@@ -46,12 +51,6 @@ def has(scene: Scene, operand: Slot = "x", *, size: bool = False, **wanted: floa
     for name, bound in wanted.items():
         mask &= _COMPARISONS[name](compared, bound)
     return {**_count(scene, operand, values, mask)} if bool(mask.any()) else None
-
-
-@sign
-def none_is(scene: Scene, operand: Slot = "x", **wanted: float) -> Numbers | None:
-    """Whether no element of an argument compares as wanted."""
-    return {} if scene.tensor(operand) is not None and has(scene, operand, **wanted) is None else None
 
 
 @sign
@@ -170,15 +169,12 @@ def sums_exponentials(scene: Scene, operand: Slot = "denominator") -> Numbers | 
 @sign
 def counts_something(scene: Scene, operand: Slot = "denominator") -> Numbers | None:
     """Whether an argument is a count: a sum of flags or whole numbers, or a number of elements."""
-    values = scene.tensor(operand)
-    if values is None or values.is_complex() or bool((values.double().frac() != 0).any()):
-        return None
     for index, call in scene.makers(operand, 2):
-        if short_name(call) in ("sum", "count_nonzero", "bincount", "histc", "numel"):
-            seen = scene.seen.get(index)
-            counted = seen.args[0] if seen is not None and seen.args else None
-            if not isinstance(counted, torch.Tensor) or bool((counted.double().frac() == 0).all()):
-                return {"maker": short_name(call)}
+        if short_name(call) in ("count_nonzero", "bincount", "histc"):
+            return {"maker": short_name(call)}
+        seen = scene.seen.get(index)
+        if short_name(call) == "sum" and seen is not None and seen.args and _is_mask(scene, seen, index):
+            return {"maker": short_name(call)}
     return None
 
 
@@ -206,18 +202,6 @@ def overflows(scene: Scene, halves: bool | None = None) -> Numbers | None:
         "largest": float(sizes.max()), "limit": limit, "times": float(sizes.max()) / limit,
         "dtype": _dtype(result), "count": int(bad.sum()), "total": result.numel(),
     }  # fmt: skip
-
-
-@sign
-def is_half(scene: Scene, operand: Slot = "x") -> Numbers | None:
-    """Whether an argument is in half precision."""
-    try:
-        values = scene.operand(operand)
-    except KeyError:
-        return None
-    if not isinstance(values, torch.Tensor) or values.dtype not in HALVES:
-        return None
-    return {"dtype": _dtype(values), "tiny": torch.finfo(values.dtype).tiny}
 
 
 @sign
@@ -332,19 +316,6 @@ def has_bad_number(scene: Scene) -> Numbers | None:
     named = [*((f"argument {n}", value) for n, value in enumerate(call.args)), *call.kwargs.items()]
     bad = ({"name": name, "value": value} for name, value in named if isinstance(value, float) and value != value)
     return next(bad, None)
-
-
-@sign
-def updates_with_zero_gradient(scene: Scene) -> Numbers | None:
-    """Whether elements of a gradient, or of the second moment that it leaves, are zero where the parameter went bad."""
-    origin = scene.origin
-    if origin is None:
-        return None
-    params, grads = origin.kwargs.get("params", ()), origin.kwargs.get("grads", ())
-    zeros = sum(int((g == 0).sum()) for group in grads for g in group if isinstance(g, torch.Tensor))
-    total = sum(p.numel() for group in params for p in group)
-    has_own = any(isinstance(g, torch.Tensor) for group in grads for g in group)
-    return {"zeros": zeros, "total": total} if zeros or not has_own else None
 
 
 @sign
@@ -542,7 +513,7 @@ def target_is_impossible(scene: Scene) -> Numbers | None:
     x, target = scene.tensor("x"), scene.tensor("target")
     if x is None or target is None or target.is_floating_point() or x.dim() < 2 or x.shape[:1] != target.shape[:1]:
         return None
-    chosen = x.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1)
+    chosen = x.gather(1, target.clamp(0, x.shape[1] - 1).unsqueeze(1)).squeeze(1)
     bad = (chosen == -math.inf) & (target >= 0)
     return {"count": int(bad.sum()), "total": target.numel()} if bool(bad.any()) else None
 
@@ -721,6 +692,19 @@ def observed_overflow(scene: Scene) -> Numbers | None:
         return None
     return {"largest": max(float(t.abs().max()) for t in given), "limit": torch.finfo(result.dtype).max,
             "dtype": _dtype(result)}  # fmt: skip
+
+
+def _is_mask(scene: Scene, seen: Seen, index: int) -> bool:
+    """Whether what a call reduces says which elements count: flags, whole numbers, or 0 and 1 from a comparison."""
+    counted = seen.args[0]
+    if not isinstance(counted, torch.Tensor) or counted.is_complex():
+        return False
+    if not counted.is_floating_point():
+        return True
+    if bool(((counted != 0) & (counted != 1)).any()):
+        return False
+    makers = list(scene.makers_of(seen.call.args[:1], index))
+    return not makers or any(short_name(call) in _TESTS for _, call in makers)
 
 
 def _division(scene: Scene, numerators: Callable[[torch.Tensor], torch.Tensor]) -> Numbers | None:

@@ -30,8 +30,8 @@ class Reduction:
     ``interrupted``) and ``untried`` which passes it left undone. ``explain`` says which inputs are free, ``constants``
     the same of numbers in arguments, ``nearest`` is the smallest change found that passes; ``explain_checks`` is what
     that took, and is not part of ``checks``. ``notes`` are sentences on how often it fails and under which settings of
-    torch. ``diagnosis`` says why it fails, as plain data. ``origin`` tells which snapshot and torch this belongs to, and
-    ``known`` holds the verdicts by digest, from which a later run goes on.
+    torch. ``diagnosis`` says why it fails, as plain data. ``origin`` tells which snapshot and torch this belongs to,
+    and ``known`` holds the verdicts by digest, from which a later run goes on.
     """
 
     program: Program

@@ -12,10 +12,9 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from reprokit.locate.scene import Scene
+from reprokit.locate.scene import Scene, short_name
 
 CONFIDENCES = ("certain", "likely", "possible")
 TIERS = ("origin", "context", "general")
@@ -40,8 +39,6 @@ class Remedy:
 
     def text_for(self, scene: Scene) -> str:
         """The sentence, with the origin's name in it."""
-        from reprokit.locate.scene import short_name
-
         return self.text.format(call=short_name(scene.call) if scene.call is not None else "the input")
 
 
