@@ -127,7 +127,7 @@ class _Work:
         """The contract's summary, with all files written. What was found is on disk whatever happens here."""
         try:
             if not was_interrupted:
-                reduction.diagnosis = _diagnosed(self._snapshot, reduction)
+                reduction.diagnosis = _diagnosed(self._snapshot)
             return self._write(reduction)
         except KeyboardInterrupt:
             raise _interrupted(reduction.summary(), self._folder) from None
@@ -155,12 +155,12 @@ class _Work:
             print_json({"schema": 1, "verdict": VERDICTS[type(error)], "message": error.message, "note": error.note})
 
 
-def _diagnosed(snapshot: Snapshot, reduction: Reduction) -> dict[str, Any] | None:
+def _diagnosed(snapshot: Snapshot) -> dict[str, Any] | None:
     """Why the step failed, as plain data. A diagnosis that fails is told and costs nothing else."""
     from reprokit.locate.diagnose import diagnose
 
     try:
-        return diagnose(snapshot, reduction).summary()
+        return diagnose(snapshot).summary()
     except Exception as error:
         say(f"no diagnosis: {type(error).__name__}: {error}")
         return None

@@ -44,7 +44,8 @@ class FakeReduction:
 def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """The reducer, renderer and snapshot replaced; ``reducer.shrink`` can be set."""
     monkeypatch.chdir(tmp_path)
-    fake = SimpleNamespace(shrink=lambda: FakeReduction(), options={})
+    unknown = SimpleNamespace(summary=lambda: None)
+    fake = SimpleNamespace(shrink=lambda: FakeReduction(), options={}, diagnose=lambda: unknown)
 
     def shrink(snapshot: object, **options: Any) -> FakeReduction:
         fake.options = options
@@ -62,6 +63,7 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         "reprokit.shrink.reduction": {"load": lambda path: FakeReduction()},
         "reprokit.snapshot.format": {"load": lambda path: object()},
         "reprokit.render": {"render_all": render_all},
+        "reprokit.locate.diagnose": {"diagnose": lambda snapshot: fake.diagnose()},
     }
     for name, content in modules.items():
         module = ModuleType(name)
@@ -90,6 +92,18 @@ def test_the_result_is_written_and_told(reducer: SimpleNamespace, capsys: pytest
     assert Path("train-step7", "reduction.pt").is_file()
     wanted = {"out_dir": Path("train-step7"), "level": "op", "max_time": 60.0, "jobs": 2, "resume": False}
     assert {name: reducer.options[name] for name in wanted} == wanted
+
+
+def test_a_diagnosis_that_fails_costs_nothing_else(
+    reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def diagnose() -> None:
+        raise ZeroDivisionError("no luck")
+
+    reducer.diagnose = diagnose
+    assert main(["shrink", "x.pt"]) == 0
+    assert "reprokit: no diagnosis: ZeroDivisionError: no luck" in capsys.readouterr().err
+    assert Path("x", "reduction.pt").is_file()
 
 
 def test_quiet(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
