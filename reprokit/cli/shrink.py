@@ -142,6 +142,8 @@ class _Work:
     def _write_all(self, reduction: Reduction, was_interrupted: bool) -> dict[str, Any]:
         """The contract's summary, with all files written. What was found is on disk whatever happens here."""
         try:
+            if not was_interrupted:
+                reduction.diagnosis = _diagnosed(self._snapshot)
             return self._write(reduction)
         except KeyboardInterrupt:
             raise _interrupted(reduction.summary(), self._folder) from None
@@ -168,6 +170,17 @@ class _Work:
     def _print_verdict(self, error: ReprokitError) -> None:
         if self._plan.json:
             print_json({"schema": 1, "verdict": VERDICTS[type(error)], "message": error.message, "note": error.note})
+
+
+def _diagnosed(snapshot: Snapshot) -> dict[str, Any] | None:
+    """Why the step failed, as plain data. A diagnosis that fails is told and costs nothing else."""
+    from reprokit.locate.diagnose import diagnose
+
+    try:
+        return diagnose(snapshot).summary()
+    except Exception as error:
+        say(f"no diagnosis: {type(error).__name__}: {error}")
+        return None
 
 
 def _moved(value: Any, old: str, new: str) -> Any:
@@ -255,6 +268,9 @@ def default_folder(snapshot: Path) -> Path:
 
 def print_result(summary: dict[str, Any], folder: Path, verbosity: Verbosity = Verbosity.NORMAL) -> None:
     """What was reached, on stderr: the sizes, the passes (a table with ``-v``), what matters, and what to do next."""
+    from reprokit.locate.diagnosis import from_plain
+    from reprokit.render.diagnosis import one_line
+
     _print_sizes(summary)
     verdicts = ", ".join(f"{count} {name}" for name, count in summary["verdicts"].items() if count)
     say(f"{summary['checks']} checks ({verdicts}) in {summary['seconds']:.1f} s; reproduces {summary['reproduces']}")
@@ -264,6 +280,8 @@ def print_result(summary: dict[str, Any], folder: Path, verbosity: Verbosity = V
         say(f"removed by {removed}")
     for line in (*stopped_lines(summary), *summary.get("notes", ()), *matters_lines(summary)):
         say(line)
+    if summary.get("diagnosis"):
+        say(f"diagnosis: {one_line(from_plain(summary['diagnosis']))}")
     repro = summary["repro"]
     say(f"{repro['lines']} lines, verified {repro['verified']} in clean processes -> {shown_path(folder)}")
     context = summary.get("context")

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprokit.errors import UsageError
-from reprokit.render import wording
+from reprokit.locate.diagnosis import from_plain
+from reprokit.render import diagnosis, whatif, wording
 from reprokit.render.environment import render_template, template_folder
 from reprokit.render.script import Script
-from reprokit.render.whatif import markdown
 from reprokit.snapshot.redact import redact_text
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def write_issue(
         "size": _size(snapshot, reduction),
         "reduced": reduction is not None,
         "matters": redact_text(wording.what_matters(reduction, script.names)) if reduction is not None else "",
-        "whatif": markdown(reduction.whatif) if reduction is not None else "",
+        "whatif": whatif.markdown(reduction.whatif) if reduction is not None else "",
+        "diagnosis": diagnosis.markdown(from_plain(reduction.diagnosis)) if reduction and reduction.diagnosis else "",
         "fence": fence,
     }
     return _fitted(template, context, long_texts)

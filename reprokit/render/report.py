@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
+from reprokit.locate.diagnosis import from_plain
 from reprokit.render import charts, whatif, wording
+from reprokit.render.diagnosis import page
 from reprokit.render.environment import render_template
 from reprokit.render.issue import rate, title
 from reprokit.render.outline import Range, outline
@@ -39,6 +41,8 @@ def write_report(
         outline=outline(snapshot.program, snapshot.tensors, failure, snapshot.settings),
         chart=charts.loss_chart(snapshot.timeline, snapshot.step),
         reduction=reduction,
+        diagnosis=page(from_plain(reduction.diagnosis)) if reduction and reduction.diagnosis else None,
+        with_code=with_code,
         explained=wording.explained(reduction, script.names) if reduction is not None else [],
         nearest=wording.nearest_words(reduction.nearest, script.names) if reduction and reduction.nearest else None,
         whatif_programs=whatif.programs(reduction.whatif) if reduction is not None else [],
@@ -48,7 +52,6 @@ def write_report(
         source=_source_rows(snapshot),
         diff=redact_text(str(snapshot.source.get("diff") or "")),
         range_text=range_text,
-        with_code=with_code,
     )
 
 

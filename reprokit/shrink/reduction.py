@@ -32,10 +32,10 @@ class Reduction:
     ``interrupted``) and ``untried`` which passes it left undone. ``explain`` says which inputs are free, ``constants``
     the same of numbers in arguments, ``nearest`` is the smallest change found that passes; ``explain_checks`` is what
     that took, and is not part of ``checks``. ``notes`` are sentences on how often it fails and under which settings of
-    torch. ``origin`` tells which snapshot and torch this belongs to, and ``known``
-    holds the verdicts by digest, from which a later run goes on. ``context`` is the piece of the model found beside it;
-    at ``level`` ``module`` it is the result itself. ``whatif`` is the table of `reprokit.whatif`, empty where none was
-    made.
+    torch. ``diagnosis`` says why it fails, as plain data. ``origin`` tells which snapshot and torch this belongs to,
+    and ``known`` holds the verdicts by digest, from which a later run goes on. ``context`` is the piece of the model
+    found beside it; at ``level`` ``module`` it is the result itself. ``whatif`` is the table of `reprokit.whatif`,
+    empty where none was made.
     """
 
     program: Program
@@ -62,6 +62,7 @@ class Reduction:
     level: str = "op"
     context: Context | None = None
     whatif: dict[str, Any] = field(default_factory=dict)
+    diagnosis: dict[str, Any] | None = None
 
     def summary(self) -> dict[str, Any]:
         """What ``reprokit shrink --json`` prints, without what rendering adds."""
@@ -88,6 +89,7 @@ class Reduction:
             "passes": self.passes,
             "notes": self.notes,
             "whatif": self.whatif,
+            "diagnosis": self.diagnosis,
         }
 
     def save(self, path: Path | str) -> None:

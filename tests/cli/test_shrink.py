@@ -48,7 +48,15 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """The reducer, renderer and snapshot replaced; ``reducer.shrink`` can be set."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("REPROKIT_SHRINK_NO_WHATIF")
-    fake = SimpleNamespace(shrink=lambda: FakeReduction(), options={}, context=None, table=dict, compared=None)
+    unknown = SimpleNamespace(summary=lambda: None)
+    fake = SimpleNamespace(
+        shrink=lambda: FakeReduction(),
+        options={},
+        context=None,
+        table=dict,
+        compared=None,
+        diagnose=lambda: unknown,
+    )
 
     def shrink(snapshot: object, **options: Any) -> FakeReduction:
         fake.options = options
@@ -72,6 +80,7 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         "reprokit.whatif": {},
         "reprokit.whatif.table": {"of_reduction": of_reduction},
         "reprokit.render": {"render_all": render_all, "render_context": lambda *_: fake.context},
+        "reprokit.locate.diagnose": {"diagnose": lambda snapshot: fake.diagnose()},
     }
     for name, content in modules.items():
         module = ModuleType(name)
@@ -127,6 +136,18 @@ def test_a_what_if_table_that_fails_costs_nothing_else(
     assert main(["shrink", "x.pt"]) == 0
     assert "there is no what-if table: no worker can be started" in capsys.readouterr().err
     assert Path("x", "repro.py").is_file()
+
+
+def test_a_diagnosis_that_fails_costs_nothing_else(
+    reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def diagnose() -> None:
+        raise ZeroDivisionError("no luck")
+
+    reducer.diagnose = diagnose
+    assert main(["shrink", "x.pt"]) == 0
+    assert "reprokit: no diagnosis: ZeroDivisionError: no luck" in capsys.readouterr().err
+    assert Path("x", "reduction.pt").is_file()
 
 
 def test_quiet(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,6 +82,7 @@ def reduced(snapshot: Snapshot, **fields: Any) -> Any:
         "before": {"calls": snapshot.program.num_calls, "elements": snapshot.num_elements},
         "one_minimal": True,
         "log": ["cut to softmax", "one element"],
+        "diagnosis": None,
         "summary": lambda: {"calls": 1, "elements": 1},
     }
     return SimpleNamespace(**{**content, **fields})

@@ -1,0 +1,167 @@
+"""Why a step failed: the entry of the catalogue that fits what was seen at the origin, and the fixes that were tried.
+
+`diagnose` runs the step once to look, and then as often as its budget allows to try fixes. It knows nothing but the
+step: no names of files, models or users have a say.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol
+
+from reprokit.locate.blame import locate
+from reprokit.locate.catalogue import CONFIDENCES, TIERS, Entry, Remedy, entries
+from reprokit.locate.diagnosis import UNKNOWN, Diagnosis, Fix
+from reprokit.locate.failure import EXCEPTION, module_of
+from reprokit.locate.scene import Scene, Step, observe, short_name
+from reprokit.locate.signs import SIGNS, Numbers
+from reprokit.locate.trials import Budget, attempt
+from reprokit.program.functions import display_name
+from reprokit.program.run import determinism
+
+MAX_ALSO = 3
+_KINDS = ("nan", "inf", EXCEPTION)
+
+
+class Reduced(Protocol):
+    """What a diagnosis takes from a reduction."""
+
+    @property
+    def nearest(self) -> Mapping[str, Any] | None:
+        """The smallest change found that passes."""
+
+
+def diagnose(step: Step, reduction: Reduced | None = None, *, budget: Budget | None = None) -> Diagnosis:
+    """The diagnosis of a captured step (a snapshot). ``reduction`` adds what its search found out."""
+    if step.failure.kind not in _KINDS:
+        return _unknown("The failure is not a bad value or an exception, so there is no origin to look at.")
+    with determinism(step.settings), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scene = _at_root(observe(step))
+        found = matches(scene)
+        if not found:
+            return _unknown("No entry of the catalogue fits what the origin was given.")
+        note, tried = _try_all(scene, found, budget or Budget())
+    (entry, numbers), *others = found
+    fix = next((item for item in tried if item.helped), None)
+    return Diagnosis(
+        entry.id,
+        entry.title,
+        entry.mechanism.format(**numbers),
+        (*(line.format(**numbers) for line in entry.evidence), *_from(reduction)),
+        entry.confidence,
+        entry.advice,
+        entry.links,
+        tuple(_briefly(other, seen) for other, seen in others if _says_more(other, entry))[:MAX_ALSO],
+        fix,
+        tuple(item for item in tried if not item.helped),
+        note,
+    )
+
+
+def matches(scene: Scene) -> list[tuple[Entry, Numbers]]:
+    """The entries that apply with what their signs saw, the one that says most first.
+
+    Entries of context (growth over many steps, say) explain a failure only when nothing at the origin does.
+    """
+    found = []
+    for entry in entries():
+        numbers = numbers_of(entry, scene)
+        if numbers is not None:
+            found.append((entry, numbers))
+    return sorted(found, key=lambda item: _rank(item[0]))
+
+
+def _at_root(scene: Scene) -> Scene:
+    """The scene of an overflow that made the origin's zeros, if one did, else the same scene.
+
+    Something divided by an infinity is zero: the infinity is gone, and a later division finds 0 / 0.
+    """
+    index = scene.hidden_overflow()
+    if index is None:
+        return scene
+    call = scene.program.calls[index]
+    moved = replace(scene.failure, call_index=index, call=display_name(call.target), kind="inf", way="+inf",
+                    phase=call.phase, value=None, module=module_of(call), site=call.site)  # fmt: skip
+    return observe(replace(scene, failure=moved, seen={}, peaks={}, branches=[], infinite={}))
+
+
+def _briefly(entry: Entry, numbers: Numbers) -> dict[str, Any]:
+    return {"id": entry.id, "title": entry.title, "evidence": [line.format(**numbers) for line in entry.evidence]}
+
+
+def _says_more(other: Entry, entry: Entry) -> bool:
+    """Whether another entry that applies looked at something that the best one did not."""
+    return other.tier != "general" and not {c.sign for c in other.when} <= {c.sign for c in entry.when}
+
+
+def _rank(entry: Entry) -> tuple[Any, ...]:
+    return TIERS.index(entry.tier), CONFIDENCES.index(entry.confidence), -len(entry.when)
+
+
+def numbers_of(entry: Entry, scene: Scene) -> Numbers | None:
+    """What the signs of an entry saw, ``None`` when it does not apply."""
+    failure, call = scene.failure, scene.call
+    if entry.kinds and failure.kind not in entry.kinds:
+        return None
+    if entry.phases and failure.phase not in entry.phases:
+        return None
+    name = short_name(call) if call is not None else None
+    if entry.calls and name not in entry.calls and (call is None or _optimizer(call.target) not in entry.calls):
+        return None
+    if entry.nodes and not any((failure.backward_node or "").startswith(node) for node in entry.nodes):
+        return None
+    numbers: Numbers = {"call": name, "count": 0, "total": 0}
+    for condition in entry.when:
+        try:
+            seen = SIGNS[condition.sign](scene, **condition.parameters)
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            seen = None  # arguments of a form that the sign does not know, say shapes that do not go together
+        if seen is None:
+            return None
+        numbers.update(seen)
+    return numbers
+
+
+def _optimizer(target: str) -> str | None:
+    """``step`` for the step of any of torch's optimizers, and its class in front: ``Adam.step``."""
+    return target.removeprefix("torch.optim.") if target.startswith("torch.optim.") else None
+
+
+def _try_all(scene: Scene, found: list[tuple[Entry, Numbers]], budget: Budget) -> tuple[str | None, list[Fix]]:
+    """All remedies of the best entries in order, until one helps."""
+    remedies = [remedy for entry, _ in found for remedy in entry.remedies]
+    if not remedies:
+        return "The catalogue knows no change of the step itself that would help.", []
+    if locate(scene.program, scene.tensors) is None:
+        return "The step did not fail when it was run again, so no fix could be tried.", []
+    tried: list[Fix] = []
+    for number, remedy in enumerate(remedies):
+        if remedy in remedies[:number]:
+            continue
+        fix = attempt(scene, remedy, budget, _next_remedies)
+        if fix is not None:
+            tried.append(fix)
+        if fix is not None and fix.helped:
+            return None, tried
+        if budget.is_spent:
+            return "Time was up before all fixes were tried.", tried
+    return None, tried
+
+
+def _next_remedies(scene: Scene) -> list[Remedy]:
+    """What may be changed next when an edit moved the failure on to another call."""
+    return [remedy for entry, _ in matches(scene) for remedy in entry.remedies]
+
+
+def _from(reduction: Reduced | None) -> list[str]:
+    nearest = reduction.nearest if reduction is not None else None
+    if nearest is None or not all(isinstance(nearest.get(name), (int, float)) for name in ("to", "from")):
+        return []
+    return [f"The smallest program passes once {nearest['from']:.6g} is changed to {nearest['to']:.6g} in one place."]
+
+
+def _unknown(why: str) -> Diagnosis:
+    return Diagnosis(UNKNOWN, "No known mechanism", why)

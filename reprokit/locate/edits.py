@@ -1,0 +1,137 @@
+"""Edits of a program: calls put in front of or in place of others, arguments exchanged, inputs converted.
+
+An edit keeps every value number that later calls read, so only the edited calls change. The same edit is made at all
+calls from one line of the user's code, because that is what a person would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from reprokit.locate.scene import Slot, argument_at
+from reprokit.program.functions import is_in_place
+from reprokit.program.ir import Call, Mode, Program, Ref, map_leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Edited:
+    """A program after an edit, and the tensors of its inputs."""
+
+    program: Program
+    tensors: Mapping[int, torch.Tensor]
+
+
+@dataclass
+class Editor:
+    """Collects what to put in place of single calls of one program."""
+
+    program: Program
+    _next: int = field(init=False)
+    _replaced: dict[int, list[Call]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._next = self.program.next_value()
+
+    def put(self, index: int, calls: Iterable[Call]) -> None:
+        """Put ``calls`` in place of call number ``index``."""
+        self._replaced[index] = list(calls)
+
+    def value(self) -> Ref:
+        """A value that nothing uses yet."""
+        self._next += 1
+        return Ref(self._next - 1)
+
+    def call(self, like: Call, target: str, *args: Any, to: Ref | None = None, **kwargs: Any) -> tuple[Call, Ref]:
+        """A new call in the place and mode of ``like``, and the value it makes."""
+        to = to if to is not None else self.value()
+        mode = Mode(like.mode.grad, like.mode.autocast, like.mode.inference)
+        return replace(like, target=target, args=args, kwargs=kwargs, outputs=to, mode=mode), to
+
+    def finish(self) -> Program:
+        """The edited program."""
+        calls: list[Call] = []
+        for index, call in enumerate(self.program.calls):
+            calls += self._replaced.get(index, [call])
+        return replace(self.program, calls=tuple(calls))
+
+
+Chain = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
+
+
+def siblings(program: Program, index: int) -> list[int]:
+    """The call, and all others of the same function that come from the same line of the user's code."""
+    origin = program.calls[index]
+    if origin.site is None:
+        return [index]
+    key = _place(origin)
+    return [number for number, call in enumerate(program.calls) if _place(call) == key]
+
+
+def _place(call: Call) -> tuple[Any, ...]:
+    site = call.site
+    return (call.target, site.file, site.line, site.library) if site is not None else (call.target, None)
+
+
+def with_argument(call: Call, slot: Slot, value: Any) -> Call:
+    """The call with one argument exchanged."""
+    if isinstance(slot, int):
+        return replace(call, args=(*call.args[:slot], value, *call.args[slot + 1 :]))
+    return replace(call, kwargs={**call.kwargs, slot: value})
+
+
+def guarded(editor: Editor, call: Call, slot: Slot, steps: Chain) -> list[Call] | None:
+    """The call behind a chain of calls on one of its arguments; ``None`` when that is not a tensor.
+
+    Every step is a function, and the arguments after its first. An in-place call that writes into the argument finds
+    the new contents in it.
+    """
+    argument = argument_at(call, slot)
+    if not isinstance(argument, Ref):
+        return None
+    made, current = [], argument
+    for target, args, kwargs in steps:
+        new, current = editor.call(call, target, current, *args, **kwargs)
+        made.append(new)
+    if is_in_place(call.target) and slot == 0:
+        back, _ = editor.call(call, "torch.Tensor.copy_", argument, current, to=argument)
+        return [*made, back, call]
+    return [*made, with_argument(call, slot, current)]
+
+
+def converted(program: Program, tensors: Mapping[int, torch.Tensor], dtype: torch.dtype) -> Edited:
+    """The program with everything that is float16 in another dtype, autocast included."""
+    name = str(dtype)
+    methods = {"torch.Tensor.half": f"torch.Tensor.{'float' if dtype is torch.float32 else 'bfloat16'}"}
+
+    def change(leaf: Any) -> Any:
+        return replace(leaf, name=name) if getattr(leaf, "name", None) == "torch.float16" else leaf
+
+    calls = []
+    for call in program.calls:
+        args, kwargs = map_leaves((call.args, dict(call.kwargs)), change)
+        calls.append(replace(call, target=methods.get(call.target, call.target), args=args, kwargs=kwargs,
+                             mode=replace(call.mode, autocast=_autocast(call.mode, name))))  # fmt: skip
+    new = {value: t.to(dtype) if t.dtype is torch.float16 else t for value, t in tensors.items()}
+    return Edited(replace(program, calls=tuple(calls)), new)
+
+
+def _autocast(mode: Mode, name: str) -> tuple[tuple[str, str], ...]:
+    if name == "torch.float32":
+        return ()
+    return tuple((device, name if dtype == "torch.float16" else dtype) for device, dtype in mode.autocast)
+
+
+def at_siblings(program: Program, index: int, change: Callable[[Editor, Call], list[Call] | None]) -> Program | None:
+    """The program with a change made at a call and its siblings; ``None`` when it does not apply to the call itself."""
+    editor = Editor(program)
+    for number in siblings(program, index):
+        made = change(editor, program.calls[number])
+        if made is not None:
+            editor.put(number, made)
+        elif number == index:
+            return None
+    return editor.finish()

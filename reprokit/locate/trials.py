@@ -1,0 +1,183 @@
+"""Trying fixes: an edited step is run again and judged by what `locate` finds in it, nothing else.
+
+A step whose failure moved on to another call is diagnosed and edited again, as a person would, a few times at most. How
+many runs and how much time that may take is bounded.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from reprokit.locate.blame import GRAD_SCALER, locate
+from reprokit.locate.catalogue import Remedy
+from reprokit.locate.diagnosis import Fix
+from reprokit.locate.edits import Edited
+from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.locate.rewrites import REWRITES
+from reprokit.locate.scene import Scene, observe
+from reprokit.locate.ways import ways_of
+from reprokit.program.functions import UnknownFunction
+from reprokit.program.ir import Program, Ref, iter_refs
+from reprokit.program.run import Outcome, run
+
+MAX_CHANGES = 4  # in one fix, when each change uncovers the next failure
+NextRemedies = Callable[[Scene], Iterable[Remedy]]
+
+
+@dataclass
+class Budget:
+    """How many runs of the step are left, and until when they may begin."""
+
+    runs: int = 24
+    seconds: float = 10.0
+    _started: float = field(default_factory=time.monotonic)
+
+    def take(self) -> bool:
+        """Whether there is room for one more run; counts it."""
+        self.runs -= 1
+        return self.runs >= 0 and time.monotonic() - self._started < self.seconds
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing more can be tried."""
+        return self.runs <= 0 or time.monotonic() - self._started >= self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """An edited step, in the form a scene is made from."""
+
+    program: Program
+    tensors: Mapping[int, torch.Tensor]
+    failure: Failure
+    settings: Mapping[str, Any]
+    timeline: tuple[Mapping[str, Any], ...] = ()
+
+
+def watched(program: Program) -> Program:
+    """The program, looking at the results of its last call too when nothing is differentiated in it."""
+    if program.outputs or any(call.is_differentiation or call.is_optimizer_step for call in program.calls):
+        return program
+    last = tuple(iter_refs(program.calls[-1].outputs)) if program.calls else ()
+    return replace(program, outputs=last)
+
+
+def failure_of(edited: Edited) -> Failure | None:
+    """What is wrong with an edited step, if anything."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return locate(edited.program, edited.tensors)
+
+
+def attempt(scene: Scene, remedy: Remedy, budget: Budget, next_remedies: NextRemedies) -> Fix | None:
+    """Try a remedy on the step of a scene; ``None`` when it does not apply to it, or the budget is spent."""
+    texts, places, current = [remedy.text_for(scene)], [_place(scene)], scene
+    edited = apply(scene, remedy)
+    for _ in range(MAX_CHANGES):
+        if edited is None or not budget.take():
+            break
+        failure = failure_of(edited)
+        if failure is None:
+            return Fix(remedy.rewrite, tuple(texts), remedy.code, tuple(places), True, _finite(edited))
+        fix = Fix(remedy.rewrite, tuple(texts), remedy.code, tuple(places), False, _still(failure, current.failure))
+        if failure.kind == EXCEPTION or _is_same(failure, current.failure) or not budget.take():
+            return fix
+        current = _scene_after(edited, failure, scene)
+        found = ((item, apply(current, item)) for item in next_remedies(current))
+        following, edited = next(((item, made) for item, made in found if made is not None), (None, None))
+        if following is None:
+            return fix
+        texts.append(following.text_for(current))
+        places.append(_place(current))
+    return None if edited is None or len(texts) == 1 else Fix(
+        remedy.rewrite, tuple(texts), remedy.code, tuple(places), False, "it did not become finite after that"
+    )  # fmt: skip
+
+
+def apply(scene: Scene, remedy: Remedy) -> Edited | None:
+    """The step after a remedy's rewrite; ``None`` where it does not apply."""
+    try:
+        edited = REWRITES[remedy.rewrite](scene, **remedy.parameters)
+    except (KeyError, IndexError, StopIteration):
+        return None
+    return Edited(watched(edited.program), edited.tensors) if edited is not None else None
+
+
+def _scene_after(edited: Edited, failure: Failure, first: Scene) -> Scene:
+    step = _Step(edited.program, edited.tensors, failure, first.settings, tuple(first.timeline))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return observe(step)
+
+
+def _is_same(failure: Failure, before: Failure) -> bool:
+    """Whether the edit left the failure where it was."""
+    return (failure.call, failure.phase, failure.site) == (before.call, before.phase, before.site)
+
+
+def _still(failure: Failure, before: Failure) -> str:
+    """What an edited step does instead of becoming finite."""
+    name = f"`{failure.call or failure.input_name or failure.backward_node}`"
+    if failure.exception is not None:
+        first_line = (failure.exception[1].strip().splitlines() or [""])[0]
+        return f"{name} raises {failure.exception[0]}: {first_line}"
+    if _is_same(failure, before):
+        return f"{name} still gives {failure.way or failure.kind}"
+    return f"then {name} gives {failure.way or failure.kind} in the {failure.phase} pass"
+
+
+def _finite(edited: Edited) -> str:
+    """What the whole step leaves behind: ``loss 2.31, all 34 gradients finite, all parameters finite``."""
+    program = edited.program
+    losses = _losses(program)
+    try:
+        outcome = run(program, edited.tensors, keep=frozenset(losses) | {ref.value for ref in program.outputs})
+    except UnknownFunction:
+        return "finite"
+    words = [_loss_words(outcome, losses)] if losses else []
+    words += [_all_words(list(outcome.gradients.values()), "gradient")] if outcome.gradients else []
+    if any(call.is_optimizer_step or call.phase == "optimizer" for call in program.calls):
+        after = [outcome.inputs[item.value] for item in program.inputs if item.role == "parameter"]
+        words.append(_all_words(after, "parameter") + " after the step")
+    if not words:
+        words = [_all_words(list(outcome.values.values()), "result")]
+    return ", ".join(word for word in words if word)
+
+
+def _losses(program: Program) -> list[int]:
+    """The values that the last differentiation starts from, without the factor of a grad scaler."""
+    for call in reversed(program.calls):
+        if call.is_differentiation and call.target != "torch.autograd.grad":
+            return [_unscaled(program, ref.value) for ref in iter_refs(call.args[:1])]
+    return []
+
+
+def _unscaled(program: Program, value: int) -> int:
+    for call in program.calls:
+        if value in call.output_refs() and GRAD_SCALER in call.scope:
+            return next((ref.value for ref in iter_refs(call.args) if isinstance(ref, Ref)), value)
+    return value
+
+
+def _loss_words(outcome: Outcome, losses: list[int]) -> str:
+    numbers = [outcome.values[value] for value in losses if value in outcome.values]
+    shown = [f"{float(number.detach()):.4g}" for number in numbers if number.numel() == 1]
+    return f"loss {', '.join(shown)}" if shown else ""
+
+
+def _all_words(tensors: list[torch.Tensor], noun: str) -> str:
+    bad = sum(bool(ways_of(tensor)) for tensor in tensors)
+    if bad:
+        return f"{bad} of {len(tensors)} {noun}s not finite"
+    return f"all {len(tensors)} {noun}s finite" if len(tensors) != 1 else f"the only {noun} is finite"
+
+
+def _place(scene: Scene) -> str:
+    site = scene.call.site if scene.call is not None else scene.failure.site
+    return f"{site.file}:{site.line}" if site is not None else ""

@@ -1,0 +1,352 @@
+"""A small step for every entry of the catalogue, that fails by just that mechanism; and for each a near miss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from reprokit.locate.failure import Failure
+from reprokit.program.ir import BACKWARD, Call, Input, Program, Ref
+from reprokit.snapshot.format import Snapshot
+from tests.shrink.failing import INF, record, seeded, snapshot_of
+
+NAN = float("nan")
+Make = Callable[[], Snapshot]
+
+
+def leaf(*numbers: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=dtype).requires_grad_()
+
+
+def step(compute: Callable[..., torch.Tensor], **tensors: torch.Tensor) -> Make:
+    """A step that computes a loss and, when something needs a gradient, differentiates it."""
+
+    def run(**given: torch.Tensor) -> torch.Tensor | None:
+        loss = compute(**given)
+        if not loss.requires_grad:
+            return loss
+        (loss if loss.dim() == 0 else loss.sum()).backward()
+        return None
+
+    return lambda: record(run, **tensors)
+
+
+def optimizer(name: str, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], **options: Any) -> Make:
+    def make() -> Snapshot:
+        tensors = [param, grad, *state.values()]
+        names = ["weight", "grad", *state]
+        roles = ["parameter", "gradient", *("state" for _ in state)]
+        inputs = [
+            Input(n, name, role, role == "parameter") for n, (name, role) in enumerate(zip(names, roles, strict=True))
+        ]
+        kwargs = {
+            "params": [[Ref(0)]], "grads": [[Ref(1)]], "options": [options],
+            "state": [[{key: Ref(2 + n) for n, key in enumerate(state)}]],
+        }  # fmt: skip
+        call = Call(f"torch.optim.{name}.step", (), kwargs, phase="optimizer")
+        return snapshot_of(Program((call,), tuple(inputs)), dict(enumerate(tensors)))
+
+    return make
+
+
+def adam(dtype: torch.dtype, *, grad: float, second: float, eps: float) -> Make:
+    one = torch.ones(2, dtype=dtype)
+    state = {"step": torch.tensor(3.0), "exp_avg": one * 0 + grad, "exp_avg_sq": one * 0 + second}
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": eps, "weight_decay": 0.0, "amsgrad": False}
+    return optimizer("Adam", one, one * grad, state, **options)
+
+
+def sgd(lr: float, *, grad: float = 1e30, dtype: torch.dtype = torch.float32) -> Make:
+    return optimizer("SGD", torch.ones(2, dtype=dtype), torch.full((2,), grad, dtype=dtype), {}, lr=lr)
+
+
+def bad_input(role: str) -> Make:
+    def make() -> Snapshot:
+        inputs = (Input(0, "image", role), Input(1, "weight"))
+        program = Program((Call("torch.Tensor.mul", (Ref(0), Ref(1)), outputs=Ref(2)),), inputs, (Ref(2),))
+        return snapshot_of(program, {0: torch.tensor([1.0, NAN]), 1: torch.ones(2)})
+
+    return make
+
+
+def with_timeline(make: Make, **series: list[float]) -> Make:
+    def made() -> Snapshot:
+        length = len(next(iter(series.values())))
+        rows = [{"step": n, "lr": 0.1, **{name: s[n] for name, s in series.items()}} for n in range(length)]
+        return replace(make(), timeline=rows)
+
+    return made
+
+
+def own_update() -> Snapshot:
+    """An update rule written by hand, which divides by a running size."""
+    inputs = (Input(0, "weight", "parameter"), Input(1, "grad", "gradient"), Input(2, "size", "state"))
+    calls = (
+        Call("torch.Tensor.sqrt", (Ref(2),), outputs=Ref(3), phase="optimizer"),
+        Call("torch.Tensor.div", (Ref(1), Ref(3)), outputs=Ref(4), phase="optimizer"),
+        Call("torch.Tensor.sub", (Ref(0), Ref(4)), outputs=Ref(5), phase="optimizer"),
+    )
+    tensors = {0: torch.ones(2), 1: torch.tensor([1.0, 0.0]), 2: torch.tensor([1.0, 0.0])}
+    return snapshot_of(Program(calls, inputs, (Ref(5),)), tensors)
+
+
+def accumulation() -> Snapshot:
+    """Two finite contributions to a gradient whose sum is not finite."""
+    inputs = (Input(0, "weight", "parameter", True), Input(1, "first"), Input(2, "second"))
+    calls = tuple(
+        call
+        for n, value in ((1, 3), (2, 5))
+        for call in (
+            Call("torch.Tensor.mul", (Ref(0), Ref(n)), outputs=Ref(value)),
+            Call(BACKWARD, (Ref(value),), {}, phase="backward"),
+        )
+    )
+    return snapshot_of(Program(calls, inputs), {0: torch.tensor(1.0), 1: torch.tensor(3e38), 2: torch.tensor(3e38)})
+
+
+def unknown() -> Snapshot:
+    """A failure that nothing in the catalogue knows."""
+    return record(lambda x: torch.special.zeta(x, x), x=torch.tensor([1.0]))
+
+
+def raising(call: Callable[..., Any], **tensors: torch.Tensor) -> Make:
+    return lambda: record(call, **tensors)
+
+
+def half(*numbers: float) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float16)
+
+
+HIDDEN = torch.tensor([[False, False], [True, True]])
+GRAPH = torch.eye(3).requires_grad_()
+
+CASES: dict[str, Make] = {
+    "where-trap": step(lambda x: torch.where(x > 0, x.log(), x).sum(), x=leaf(0.0, 2.0)),
+    "sqrt-gradient-at-zero": step(lambda x: (x * x).sum(-1).sqrt(), x=leaf(0.0, 0.0)),
+    "pow-gradient-at-zero": step(lambda x: (x**0.5).sum(), x=leaf(0.0, 1.0)),
+    "acos-gradient-at-one": step(lambda x: torch.acos(x.clamp(-1, 1)).sum(), x=leaf(1.0, 0.5)),
+    "inverse-hyperbolic-gradient": step(lambda x: torch.acosh(x).sum(), x=leaf(1.0, 2.0)),
+    "log-gradient-at-zero": step(lambda x, keep: (x.log1p().clamp(min=-5.0) * keep).sum(), x=leaf(-1.0, 2.0),
+                                 keep=torch.tensor([0.0, 1.0])),
+    "division-gradient-at-zero": step(lambda x: (1 / x).clamp(max=5.0).sum(), x=leaf(0.0, 2.0)),
+    "rsqrt-gradient": step(lambda x: x.rsqrt().sum(), x=leaf(1e-30, 2.0)),
+    "logsumexp-gradient": step(
+        lambda x: torch.logsumexp(x + torch.zeros(2, 2).masked_fill(HIDDEN, -INF), 1).clamp(min=-9.0).sum(),
+        x=seeded(2, 2, grad=True)
+    ),
+    "hypot-gradient": step(lambda x, y: torch.hypot(x, y).sum(), x=leaf(0.0, 1.0), y=torch.zeros(2)),
+    "xlogy-gradient": step(lambda x: torch.special.entr(x).sum(), x=leaf(0.0, 0.5)),
+    "cosine-similarity-gradient": step(
+        lambda x, y: (F.cosine_similarity(x, y, eps=1e-36) * 1e8).sum(), x=torch.zeros(1, 3).requires_grad_(),
+        y=torch.ones(1, 3)),
+    "distance-gradient-underflow": step(
+        lambda x: torch.linalg.vector_norm(x, 0.1), x=leaf(1e-43, 1.0)),
+    "half-sum-overflow": step(lambda x: torch.sum(x), x=torch.full((300, 500), 1.5).half()),
+    "half-cast-overflow": step(lambda x: x.half() * 2, x=torch.tensor([1e6, 1.0])),
+    "half-overflow": step(lambda x, w: F.linear(x, w).sum(), x=torch.full((1, 4), 300.0).half(),
+                          w=torch.full((1, 4), 300.0).half()),
+    "half-normalize-eps": step(lambda x: F.normalize(x, dim=1).sum(), x=torch.zeros(1, 3).half()),
+    "half-eps-lost": step(lambda x, y: x / (y + 1e-8), x=half(0.0, 1.0), y=half(0.0, 1.0)),
+    "half-eps-lost-in-log": step(lambda x: torch.log(x + 1e-8), x=half(0.0, 1.0)),
+    "half-underflow": step(lambda x, y: x / (y * y), x=half(1.0, 1.0), y=half(1e-4, 1.0)),
+    "half-underflow-in-log": step(lambda x: torch.log(F.softmax(x, -1)), x=half(-30.0, 0.0)),
+    "half-gradient-overflow": step(lambda x: (x * 300.0 * 300.0).sum(), x=half(1e-3).requires_grad_()),
+    "grad-scaler-collapse": with_timeline(lambda: unknown(), scale=[65536.0, 8.0, 0.5]),
+    "log-of-negative": step(lambda x: x.log(), x=torch.tensor([-1.0, 1.0])),
+    "log1p-below-minus-one": step(lambda x: x.log1p(), x=torch.tensor([-1.0, 1.0])),
+    "zero-times-log-zero": step(lambda x, p: (x * p.log()).sum(), x=torch.tensor([0.0, 1.0]),
+                                p=torch.tensor([0.0, 0.5])),
+    "log-of-zero": step(lambda x: x.log(), x=torch.tensor([0.0, 1.0])),
+    "sqrt-of-negative": step(lambda x: x.sqrt(), x=torch.tensor([-1.0, 1.0])),
+    "rsqrt-of-zero": step(lambda x: x.rsqrt(), x=torch.tensor([0.0, 1.0])),
+    "arc-outside": step(lambda x: x.acos(), x=torch.tensor([1.5, 0.5])),
+    "atanh-at-one": step(lambda x: x.atanh(), x=torch.tensor([1.0, 0.5])),
+    "acosh-below-one": step(lambda x: x.acosh(), x=torch.tensor([0.5, 2.0])),
+    "logit-at-edge": step(lambda x: torch.logit(x), x=torch.tensor([1.0, 0.5])),
+    "logit-of-zero": step(lambda x: torch.logit(x), x=torch.tensor([0.0, 0.5])),
+    "fractional-power-of-negative": step(lambda x: x**0.5, x=torch.tensor([-1.0, 2.0])),
+    "negative-power-of-zero": step(lambda x: x**-0.5, x=torch.tensor([0.0, 2.0])),
+    "gamma-at-pole": step(lambda x: torch.lgamma(x), x=torch.tensor([0.0, 2.0])),
+    "fully-masked-softmax": step(lambda x: F.softmax(x.masked_fill(HIDDEN, -INF), -1), x=torch.zeros(2, 2)),
+    "softmax-of-infinity": step(lambda x: F.softmax(x.masked_fill(HIDDEN, INF), -1), x=torch.zeros(2, 2)),
+    "label-smoothing-masked-logits": step(
+        lambda x, y: F.cross_entropy(x, y, label_smoothing=0.1), x=torch.tensor([[-INF, 0.0]]), y=torch.tensor([1])),
+    "impossible-target": step(lambda x, y: F.cross_entropy(x, y), x=torch.tensor([[-INF, 0.0]]), y=torch.tensor([0])),
+    "log-of-softmax": step(lambda x: torch.log(F.softmax(x, -1)), x=torch.tensor([-300.0, 0.0])),
+    "optimizer-eps-lost": adam(torch.float16, grad=0.0, second=0.0, eps=1e-8),
+    "optimizer-eps-zero": adam(torch.float32, grad=0.0, second=0.0, eps=0.0),
+    "bad-hyperparameter": sgd(NAN, grad=1.0),
+    "huge-learning-rate": sgd(1e30),
+    "optimizer-in-half": sgd(2.0, grad=60000.0, dtype=torch.float16),
+    "update-without-eps": own_update,
+    "average-over-nothing": step(lambda x, m: (x * m).sum() / m.sum(), x=seeded(4), m=torch.zeros(4)),
+    "normalise-zero-vector": step(lambda x: x / x.norm(dim=-1, keepdim=True), x=torch.tensor([[0.0, 0.0], [3.0, 4.0]])),
+    "standardise-constant": step(lambda x: (x - x.mean()) / x.std(), x=torch.ones(4)),
+    "exponentials-underflowed": step(lambda x: x.exp() / x.exp().sum(1, keepdim=True), x=torch.full((2, 2), -200.0)),
+    "zero-by-zero": step(lambda x, y: x / y, x=torch.tensor([0.0, 1.0]), y=torch.tensor([0.0, 1.0])),
+    "division-by-zero": step(lambda x, y: x / y, x=torch.tensor([2.0, 1.0]), y=torch.tensor([0.0, 1.0])),
+    "weight-norm-of-zero": step(
+        lambda v, g: torch._weight_norm(v, g, 0), v=torch.tensor([[0.0, 0.0], [1.0, 1.0]]), g=torch.ones(2, 1)),
+    "std-of-one": step(lambda x: x.std(), x=torch.ones(1)),
+    "mean-of-nothing": step(lambda x, m: x[m].mean(), x=seeded(3), m=torch.zeros(3, dtype=torch.bool)),
+    "spread-or-median-of-nothing": step(lambda x: x.median(), x=torch.zeros(0)),
+    "loss-over-nothing": step(lambda x, y: F.mse_loss(x, y), x=torch.zeros(0), y=torch.zeros(0)),
+    "extremum-of-nothing": raising(lambda x: x.max(), x=torch.zeros(0)),
+    "batch-norm-of-one": raising(
+        lambda x, mean, var: F.batch_norm(x, mean, var, training=True), x=seeded(1, 3), mean=torch.zeros(3),
+        var=torch.ones(3)),
+    "all-targets-ignored": step(
+        lambda x, y: F.cross_entropy(x, y), x=seeded(2, 3, grad=True), y=torch.tensor([-100, -100])),
+    "ctc-target-too-long": step(
+        lambda x: F.ctc_loss(x.log_softmax(-1), torch.tensor([[1, 1, 2]]), torch.tensor([3]), torch.tensor([3])),
+        x=seeded(3, 1, 4, grad=True)),
+    "label-outside": raising(lambda x, y: F.cross_entropy(x, y), x=seeded(2, 3), y=torch.tensor([0, 3])),
+    "index-outside": raising(lambda x, i: F.embedding(i, x), x=seeded(2, 3), i=torch.tensor([7])),
+    "length-mismatch": raising(lambda x, y: F.cross_entropy(x, y), x=seeded(2, 3), y=torch.tensor([0])),
+    "probability-outside": raising(lambda x, y: F.binary_cross_entropy(x, y), x=torch.tensor([1.5]), y=torch.ones(1)),
+    "repeated-eigenvalues": step(lambda x: torch.linalg.eigh(x)[1].sum(), x=GRAPH),
+    "singular-matrix": raising(lambda x: torch.linalg.inv(x), x=torch.ones(2, 2)),
+    "cholesky-not-positive": raising(lambda x: torch.linalg.cholesky(x), x=torch.ones(2, 2)),
+    "decomposition-of-bad-values": raising(lambda x: torch.linalg.svd(x), x=torch.full((2, 2), NAN)),
+    "bad-data": bad_input("batch"),
+    "bad-parameter": bad_input("parameter"),
+    "bad-gradient-given": bad_input("gradient"),
+    "exp-overflow": step(lambda x: x.exp(), x=torch.tensor([100.0, 1.0])),
+    "exp-then-normalised": step(lambda x: (q := x.exp()) / q.sum(), x=torch.tensor([100.0, 1.0])),
+    "learning-rate-divergence": with_timeline(
+        step(lambda x, y: x @ y, x=torch.full((2, 2), 1e25), y=torch.full((2, 2), 1e25)),
+        loss=[1.0, 2.0, 30.0, 4e4, 1e9]),
+    "exploding-activations": step(
+        lambda x, w: F.linear(F.linear(F.linear(F.linear(x, w), w), w), w), x=torch.ones(1, 2),
+        w=torch.full((2, 2), 1e10)),
+    "huge-parameters": lambda: snapshot_of(
+        Program((Call("torch.Tensor.mul", (Ref(0), Ref(1)), outputs=Ref(2)),),
+                (Input(0, "weight", "parameter"), Input(1, "x")), (Ref(2),)),
+        {0: torch.tensor([1e30]), 1: torch.tensor([1e20])}),
+    "recurrent-blowup": step(
+        lambda x, h, a, b: torch.rnn_relu(x, h, [a, b], False, 1, 0.0, False, False, False)[0], x=torch.ones(30, 1, 2),
+        h=torch.ones(1, 1, 2), a=torch.ones(2, 2), b=torch.tensor([[1e10, -1e9], [1e10, -1e10]])),
+    "overflow": step(lambda x, y: x * y, x=torch.tensor([1e30]), y=torch.tensor([1e30])),
+    "exploding-gradients": step(lambda x: (x * 1e30 * 1e30).sum(), x=leaf(1e-30)),
+    "gradient-accumulation-overflow": accumulation,
+    "zero-times-infinity": step(
+        lambda x, m: x.masked_fill(m, -INF) * (~m).float(), x=torch.zeros(2), m=torch.tensor([True, False])),
+    "infinity-minus-infinity": step(
+        lambda x, m: x.masked_fill(m, INF) - x.masked_fill(m, INF), x=torch.zeros(2), m=torch.tensor([True, False])),
+    "infinity-by-infinity": step(
+        lambda x, m: x.masked_fill(m, INF) / x.masked_fill(m, INF), x=torch.ones(2), m=torch.tensor([True, False])),
+}  # fmt: skip
+
+# A step that fails in nearly the same way, but by another mechanism: another case, or one of its own.
+MISSES: dict[str, str | Make] = {
+    "where-trap": step(lambda x: torch.where(x >= 0, x.log1p().sqrt(), x).sum(), x=leaf(0.0, 2.0)),
+    "sqrt-gradient-at-zero": "rsqrt-gradient",
+    "pow-gradient-at-zero": "fractional-power-of-negative",
+    "acos-gradient-at-one": "arc-outside",
+    "inverse-hyperbolic-gradient": "acosh-below-one",
+    "log-gradient-at-zero": "log1p-below-minus-one",
+    "division-gradient-at-zero": "division-by-zero",
+    "rsqrt-gradient": "rsqrt-of-zero",
+    "logsumexp-gradient": "fully-masked-softmax",
+    "hypot-gradient": "sqrt-gradient-at-zero",
+    "xlogy-gradient": "log-of-zero",
+    "cosine-similarity-gradient": "half-normalize-eps",
+    "distance-gradient-underflow": "sqrt-gradient-at-zero",
+    "half-sum-overflow": "half-overflow",
+    "half-cast-overflow": "half-overflow",
+    "half-overflow": "overflow",
+    "half-normalize-eps": "cosine-similarity-gradient",
+    "half-eps-lost": step(lambda x, y: x / (y - 1e-3), x=half(0.0, 1.0), y=half(1e-3, 1.0)),
+    "half-eps-lost-in-log": "log-of-zero",
+    "half-underflow": step(lambda x, y: x / (y * y), x=half(1.0, 1.0), y=half(0.0, 1.0)),
+    "half-underflow-in-log": step(lambda x: torch.log(x * 2), x=half(0.0, 1.0)),
+    "half-gradient-overflow": "exploding-gradients",
+    "grad-scaler-collapse": with_timeline(lambda: unknown(), scale=[65536.0, 8.0, 2.0]),
+    "log-of-negative": "log-of-zero",
+    "log1p-below-minus-one": "log-of-negative",
+    "zero-times-log-zero": step(lambda x, p: (x * p.log()).sum(), x=torch.tensor([1.0, 0.0]),
+                                p=torch.tensor([0.0, 0.5])),
+    "log-of-zero": "log-of-negative",
+    "sqrt-of-negative": "log-of-negative",
+    "rsqrt-of-zero": step(lambda x: x.rsqrt(), x=torch.tensor([-1.0, 1.0])),
+    "arc-outside": "atanh-at-one",
+    "atanh-at-one": step(lambda x: x.atanh(), x=torch.tensor([1.5, 0.5])),
+    "acosh-below-one": "inverse-hyperbolic-gradient",
+    "logit-at-edge": "logit-of-zero",
+    "logit-of-zero": "logit-at-edge",
+    "fractional-power-of-negative": "negative-power-of-zero",
+    "negative-power-of-zero": "fractional-power-of-negative",
+    "gamma-at-pole": "log-of-zero",
+    "fully-masked-softmax": "softmax-of-infinity",
+    "softmax-of-infinity": "fully-masked-softmax",
+    "label-smoothing-masked-logits": "impossible-target",
+    "impossible-target": "label-smoothing-masked-logits",
+    "log-of-softmax": "log-of-zero",
+    "optimizer-eps-lost": "optimizer-eps-zero",
+    "optimizer-eps-zero": "optimizer-eps-lost",
+    "bad-hyperparameter": "huge-learning-rate",
+    "huge-learning-rate": "optimizer-in-half",
+    "optimizer-in-half": "huge-learning-rate",
+    "update-without-eps": "normalise-zero-vector",
+    "average-over-nothing": step(lambda x, y: x.sum() / (y * 0.5).sum(), x=torch.zeros(2), y=torch.tensor([0.5, -0.5])),
+    "normalise-zero-vector": "standardise-constant",
+    "standardise-constant": "zero-by-zero",
+    "exponentials-underflowed": "standardise-constant",
+    "zero-by-zero": "division-by-zero",
+    "division-by-zero": "zero-by-zero",
+    "weight-norm-of-zero": "normalise-zero-vector",
+    "std-of-one": "spread-or-median-of-nothing",
+    "mean-of-nothing": step(lambda x, m: x.masked_fill(m, NAN).nanmean(), x=torch.ones(1), m=torch.tensor([True])),
+    "spread-or-median-of-nothing": "std-of-one",
+    "loss-over-nothing": "all-targets-ignored",
+    "extremum-of-nothing": raising(lambda x: x.max(5), x=torch.zeros(2)),
+    "batch-norm-of-one": raising(
+        lambda x, mean, var: F.batch_norm(x, mean, var), x=seeded(2, 3), mean=torch.zeros(2), var=torch.ones(2)),
+    "all-targets-ignored": "loss-over-nothing",
+    "ctc-target-too-long": step(
+        lambda x: F.ctc_loss(x.masked_fill(torch.arange(4) == 1, -INF), torch.tensor([[1, 2]]), torch.tensor([3]),
+                             torch.tensor([2])), x=seeded(3, 1, 4, grad=True)),
+    "label-outside": "length-mismatch",
+    "index-outside": raising(lambda x, i: F.embedding(i.float(), x), x=seeded(2, 3), i=torch.tensor([1])),
+    "length-mismatch": "label-outside",
+    "probability-outside": "length-mismatch",
+    "repeated-eigenvalues": step(lambda x: (torch.linalg.eigh(x)[0] * 1e30 * 1e30).sum(),
+                                 x=torch.tensor([[1e-30, 0.0], [0.0, 2e-30]]).requires_grad_()),
+    "singular-matrix": raising(lambda x: torch.linalg.inv(x), x=seeded(2, 3)),
+    "cholesky-not-positive": raising(lambda x: torch.linalg.cholesky(x), x=seeded(2, 3)),
+    "decomposition-of-bad-values": "cholesky-not-positive",
+    "bad-data": "bad-parameter",
+    "bad-parameter": "bad-data",
+    "bad-gradient-given": "bad-data",
+    "exp-overflow": "overflow",
+    "exp-then-normalised": "exp-overflow",
+    "learning-rate-divergence": with_timeline(
+        step(lambda x, y: x @ y, x=torch.full((2, 2), 1e25), y=torch.full((2, 2), 1e25)),
+        loss=[1.0, 0.5, 0.3, 0.2, 20.0]),
+    "exploding-activations": step(
+        lambda x, w, last: F.linear(F.linear(F.linear(F.linear(x, w), w), w), last), x=torch.ones(1, 2),
+        w=torch.full((2, 2), 0.5), last=torch.full((2, 2), 3e38)),
+    "huge-parameters": "overflow",
+    "recurrent-blowup": "overflow",
+    "overflow": "half-overflow",
+    "exploding-gradients": "logsumexp-gradient",
+    "gradient-accumulation-overflow": "exploding-gradients",
+    "zero-times-infinity": "zero-times-log-zero",
+    "infinity-minus-infinity": "infinity-by-infinity",
+    "infinity-by-infinity": "zero-by-zero",
+}  # fmt: skip
+
+
+def near_miss(name: str) -> Snapshot:
+    """The near miss of an entry."""
+    miss = MISSES[name]
+    return CASES[miss]() if isinstance(miss, str) else miss()
+
+
+def mismatch() -> Snapshot:
+    """A failure that is neither a bad value nor an exception."""
+    return replace(CASES["overflow"](), failure=Failure("forward", "mismatch", "fp64"))

@@ -1,0 +1,206 @@
+"""Why a step failed: every entry of the catalogue, what it is told apart from, and the fixes that are tried."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from reprokit.locate import trials
+from reprokit.locate.blame import locate
+from reprokit.locate.catalogue import CONFIDENCES, TIERS, Remedy, entries
+from reprokit.locate.diagnose import diagnose, matches, numbers_of
+from reprokit.locate.diagnosis import UNKNOWN, Diagnosis, from_plain
+from reprokit.locate.rewrites import REWRITES
+from reprokit.locate.scene import observe
+from reprokit.locate.signs import SIGNS
+from reprokit.locate.trials import Budget, attempt
+from reprokit.render.diagnosis import markdown, one_line, page
+from tests.locate.mechanisms import CASES, MISSES, mismatch, near_miss, unknown
+from tests.shrink.failing import record
+
+ENTRIES = {entry.id: entry for entry in entries()}
+WITH_REMEDIES = [entry.id for entry in entries() if entry.remedies]
+
+
+@functools.cache
+def diagnosis_of(name: str) -> Diagnosis:
+    return diagnose(CASES[name]())
+
+
+def test_the_catalogue_is_sound() -> None:
+    assert len(ENTRIES) == len(entries()) >= 30
+    assert set(CASES) == set(MISSES) == set(ENTRIES)
+    for entry in entries():
+        assert entry.confidence in CONFIDENCES and entry.tier in TIERS, entry.id
+        assert {condition.sign for condition in entry.when} <= set(SIGNS), entry.id
+        assert {remedy.rewrite for remedy in entry.remedies} <= set(REWRITES), entry.id
+        assert all(link.startswith("https://github.com/") for link in entry.links), entry.id
+    used = {condition.sign for entry in entries() for condition in entry.when}
+    assert used == set(SIGNS), "a sign that no entry asks for"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_entry_is_found(name: str) -> None:
+    found = diagnosis_of(name)
+    assert found.id == name
+    assert found.confidence == ENTRIES[name].confidence
+    assert len(found.evidence) == len(ENTRIES[name].evidence) >= 1
+    assert "{" not in found.mechanism + "".join(found.evidence)
+
+
+@pytest.mark.parametrize("name", MISSES)
+def test_no_entry_is_found_in_its_near_miss(name: str) -> None:
+    assert numbers_of(ENTRIES[name], observe(near_miss(name))) is None
+
+
+@pytest.mark.parametrize("name", WITH_REMEDIES)
+def test_a_fix_is_reported_only_when_the_step_is_finite_with_it(name: str) -> None:
+    fix = diagnosis_of(name).fix
+    assert fix is not None and fix.helped, diagnosis_of(name).tried
+    assert "finite" in fix.outcome and "not finite" not in fix.outcome
+    assert len(fix.text) == len(fix.where) >= 1
+
+
+@functools.cache
+def helpful() -> frozenset[str]:
+    """The rewrites that made some case finite."""
+    found = set()
+    for entry in entries():
+        scene = observe(CASES[entry.id]())
+        for remedy in entry.remedies:
+            fix = attempt(scene, remedy, Budget(seconds=60), lambda scene: [])
+            if fix is not None and fix.helped:
+                found.add(remedy.rewrite)
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("rewrite", sorted(REWRITES))
+def test_every_rewrite_helps_somewhere(rewrite: str) -> None:
+    assert rewrite in helpful()
+
+
+def test_a_fix_changes_nothing_but_what_it_says() -> None:
+    snapshot = CASES["where-trap"]()
+    (entry, _), *_ = matches(observe(snapshot))
+    edited = trials.apply(observe(snapshot), entry.remedies[0])
+    assert edited is not None and edited.tensors == snapshot.tensors
+    before, after = snapshot.program.calls, edited.program.calls
+    assert [call.target for call in after if call.target in {item.target for item in before}] == [
+        call.target for call in before
+    ]
+    assert locate(edited.program, edited.tensors) is None
+    assert locate(snapshot.program, snapshot.tensors) is not None
+
+
+def test_a_rewrite_that_does_not_help_is_said_not_to() -> None:
+    scene = observe(CASES["division-by-zero"]())
+    remedy = Remedy("away_from_zero", {"operand": "numerator"}, "replace zeros in the numerator")
+    fix = attempt(scene, remedy, Budget(), lambda scene: [])
+    assert fix is not None and not fix.helped and "still gives +inf" in fix.outcome
+
+
+def test_a_failure_that_moves_on_is_fixed_by_a_second_change() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (x.log() + (x - 1).sqrt()).sum()
+
+    found = diagnose(record(step, x=torch.tensor([-1.0, 4.0])))
+    assert found.fix is not None and len(found.fix.text) == 2
+    assert "log" in found.fix.text[0] and "sqrt" in found.fix.text[1]
+
+
+def test_all_calls_of_one_line_are_changed_together() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (x.log() + (1 - x).log()).sum()
+
+    found = diagnose(record(step, x=torch.tensor([0.0, 1.0, 0.5])))
+    assert found.fix is not None and len(found.fix.text) == 1
+
+
+def test_zeros_left_by_a_division_by_infinity_are_traced_to_the_overflow() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        q = torch.exp(x)
+        q = q / q.sum()
+        return q / q.sum(1, keepdim=True)
+
+    found = diagnose(record(step, x=torch.tensor([[88.5, 88.5], [88.0, 88.0]])))
+    assert found.id == "overflow" and "times the largest float32 number" in found.evidence[0]
+
+
+def test_what_is_not_a_bad_value_has_no_diagnosis() -> None:
+    found = diagnose(mismatch())
+    assert found.id == UNKNOWN and not found.is_known and found.fix is None and markdown(found) == ""
+
+
+def test_what_the_catalogue_does_not_know_is_said() -> None:
+    found = diagnose(unknown())
+    assert found.id == UNKNOWN and found.confidence == "none"
+
+
+def test_the_budget_bounds_the_tries() -> None:
+    found = diagnose(CASES["log-of-zero"](), budget=Budget(runs=0))
+    assert found.id == "log-of-zero" and found.fix is None and found.tried == ()
+    assert found.note is not None and "Time was up" in found.note
+
+
+def test_no_fix_is_claimed_for_a_step_that_does_not_fail_again() -> None:
+    snapshot = CASES["log-of-zero"]()
+    healthy = replace(snapshot, tensors={v: t + 1 for v, t in snapshot.tensors.items()})
+    assert diagnose(healthy).fix is None
+
+
+def test_a_diagnosis_survives_being_stored() -> None:
+    for name in ("log-of-zero", "zero-times-log-zero", "bad-parameter"):
+        assert from_plain(diagnosis_of(name).summary()) == diagnosis_of(name)
+
+
+def test_the_nearest_passing_variant_is_evidence() -> None:
+    reduced = SimpleNamespace(nearest={"input": "x", "element": [0], "from": 0.0, "to": 0.5})
+    found = diagnose(CASES["log-of-zero"](), reduced)
+    assert any("0 is changed to 0.5" in line for line in found.evidence)
+
+
+def test_shown_as_markdown_and_as_data() -> None:
+    found = diagnosis_of("sqrt-gradient-at-zero")
+    text = markdown(found)
+    assert text.startswith("**The derivative of a square root at zero**")
+    assert "A fix was tried on the captured step and helped: add a small number under the square root" in text
+    assert "```python\ntorch.sqrt(x + eps)\n```" in text
+    data = page(found)
+    assert data["known"] and data["fix"]["helped"] and data["links"] == list(found.links)
+    assert "The derivative of a square root" in one_line(found)
+
+
+def test_rendering_redacts() -> None:
+    secret = "ghp_" + "a1B2" * 9
+    found = replace(diagnosis_of("log-of-zero"), evidence=(f"the input `{secret}` is zero",))
+    assert secret not in markdown(found) and secret not in str(page(found))
+
+
+def test_an_entry_of_the_story_before_does_not_hide_the_origin() -> None:
+    losses = [1.0, 3.0, 20.0, 300.0, 5e3]
+    rows = [{"step": n, "loss": loss, "lr": 1.0} for n, loss in enumerate(losses)]
+    found = diagnose(replace(CASES["log-of-zero"](), timeline=rows))
+    assert found.id == "log-of-zero"
+    assert "learning-rate-divergence" in [item["id"] for item in found.also]
+
+
+def test_in_place_calls_are_fixed_in_place() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1.0
+        view = y.view(-1)
+        y.log_()
+        return view.sum()
+
+    found = diagnose(record(step, x=torch.tensor([[0.0, 1.0]])))
+    assert found.fix is not None and found.fix.helped
+
+
+def test_an_edited_step_that_raises_is_no_fix() -> None:
+    scene = observe(CASES["half-overflow"]())
+    remedy = Remedy("set_argument", {"name": "weight", "position": 1, "value": 2.0}, "another weight")
+    fix = attempt(scene, remedy, Budget(), lambda scene: [])
+    assert fix is not None and not fix.helped and "raises TypeError" in fix.outcome

@@ -1,0 +1,38 @@
+"""The diagnosis in the texts for people, from a real reduction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reprokit.locate.diagnose import diagnose
+from reprokit.render.issue import write_issue
+from reprokit.render.report import write_report
+from reprokit.render.sources import reduction_script
+from reprokit.render.verify import VerifyResult
+from reprokit.shrink.reducer import shrink
+from reprokit.shrink.reduction import load
+from tests.shrink.failing import zero_by_zero
+
+VERIFIED = VerifyResult(20, 20, 1, "exit code 1: AssertionError", "", "", 1.0)
+
+
+def test_the_issue_and_the_report_tell_it(tmp_path: Path) -> None:
+    snapshot = zero_by_zero()
+    reduction = shrink(snapshot, out_dir=tmp_path)
+    script = reduction_script(reduction, snapshot)
+    without = write_issue(snapshot, script, VERIFIED, reduction=reduction)
+    assert "Diagnosis" not in without
+    reduction.diagnosis = diagnose(snapshot, reduction).summary()
+    issue = write_issue(snapshot, script, VERIFIED, reduction=reduction)
+    report = write_report(snapshot, script, VERIFIED, reduction=reduction)
+    assert "**Diagnosis**" in issue and "helped: divide by at least one" in issue
+    assert "<h2>Diagnosis</h2>" in report and "helped: divide by at least one" in report
+    assert reduction.summary()["diagnosis"] == reduction.diagnosis
+
+
+def test_it_is_kept_in_the_file(tmp_path: Path) -> None:
+    snapshot = zero_by_zero()
+    reduction = shrink(snapshot, out_dir=tmp_path)
+    reduction.diagnosis = diagnose(snapshot).summary()
+    reduction.save(tmp_path / "kept.pt")
+    assert load(tmp_path / "kept.pt").diagnosis == reduction.diagnosis
