@@ -255,5 +255,5 @@ def test_the_summary_is_what_the_contract_says() -> None:
     assert set(summary) == {
         "schema", "verdict", "calls", "elements", "max_abs_input", "checks", "verdicts", "seconds", "reproduces",
         "explain", "constants", "nearest", "explain_checks", "before", "signature", "one_minimal", "stopped", "untried",
-        "passes", "notes", "level",
+        "passes", "notes", "level", "whatif", "diagnosis",
     }  # fmt: skip
