@@ -67,11 +67,12 @@ def _of_values(found: Survey) -> Way | None:
     start, path = _path_to(found, origin)
     stops = [_stop(found, index, names, is_origin=index == failure.call_index) for index in path]
     kept, left_out = _shortened(stops)
-    first = [Stop(names[start], found.inputs.get(start), is_origin=failure.call_index is None)]
+    is_input_bad = failure.call_index is None
+    first = [Stop(names[start], found.inputs.get(start), is_origin=is_input_bad)] if start is not None else []
     after = [] if failure.phase == "backward" or failure.kind == EXCEPTION else list(_spread(found, origin))
     tail = [_stop(found, index, names) for index in _ends(after)]
     about = "Values from the inputs of the step to the origin, each call left by its least ordinary operand."
-    return Way("Values", about, (*(first if start >= 0 else ()), *kept, *tail), left_out, max(0, len(after) - len(tail)))
+    return Way("Values", about, (*first, *kept, *tail), left_out, max(0, len(after) - len(tail)))
 
 
 def _of_gradient(found: Survey) -> Way | None:
@@ -110,18 +111,17 @@ def _first_reader(found: Survey) -> int | None:
     return next((index for index, call in calls if found.failure.value in call.input_refs()), None)
 
 
-def _path_to(found: Survey, origin: int) -> tuple[int, list[int]]:
-    """The input that the way starts from (-1 without any) and the calls on it, the origin last."""
+def _path_to(found: Survey, origin: int) -> tuple[int | None, list[int]]:
+    """The input that the way starts from, ``None`` without any, and the calls on it, the origin last."""
+    if found.failure.call_index is None:
+        return found.failure.value, [origin]
     path = [origin]
-    is_input_bad = found.failure.call_index is None and found.failure.value is not None
     while True:
         index = path[0]
         operands = [(value, found.range_of(value, index)) for value in found.program.calls[index].input_refs()]
         known = [(value, seen) for value, seen in operands if seen is not None]
-        if is_input_bad:
-            return found.failure.value if found.failure.value is not None else -1, path
         if not known:
-            return -1, path
+            return None, path
         written = [pair for pair in known if found.writer(pair[0], index) is not None]
         bad = [pair for pair in known if pair[1].is_bad]
         value, _ = max(bad or written or known, key=lambda pair: _oddness(pair[1]))

@@ -1,0 +1,103 @@
+"""A diagnosis as Markdown lines and as data for an HTML page. Pure: nothing is run, everything is redacted text.
+
+What a fix did comes before how it is written, because a reader wants to know first whether it helped.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Any
+
+from reprokit.locate.diagnosis import Diagnosis, Fix
+from reprokit.render import wording
+from reprokit.snapshot.redact import redact_text
+
+_SURE = {
+    "certain": "the values at the origin leave no other reading",
+    "likely": "likely",
+    "possible": "possible",
+}
+
+
+def markdown_lines(diagnosis: Diagnosis) -> list[str]:
+    """The diagnosis as lines of Markdown without a heading; empty when nothing is known."""
+    if not diagnosis.is_known:
+        return []
+    lines = [f"**{_safe(diagnosis.title)}** ({_SURE[diagnosis.confidence]}). {_safe(diagnosis.mechanism)}", ""]
+    lines += [f"- {_safe(line)}" for line in diagnosis.evidence]
+    lines += [f"- Also: {_safe(_sentence(item['title']))}{_because(item)}" for item in diagnosis.also]
+    lines += ["", f"What to do: {_safe(diagnosis.advice)}"]
+    if diagnosis.fix is not None:
+        lines += ["", *_fix_lines(diagnosis.fix)]
+    lines += [f"- Did not help: {_change(fix)} ({_safe(fix.outcome)})." for fix in diagnosis.tried]
+    if diagnosis.note is not None:
+        lines += ["", _safe(diagnosis.note)]
+    if diagnosis.links:
+        lines += ["", f"See also {', '.join(diagnosis.links)}."]
+    return lines
+
+
+def markdown(diagnosis: Diagnosis) -> str:
+    """The lines as one text, empty when nothing is known."""
+    return "\n".join(markdown_lines(diagnosis))
+
+
+def page(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The diagnosis for a template: plain text, in which parts in backticks are code."""
+    return {
+        "known": diagnosis.is_known,
+        "title": _safe(diagnosis.title),
+        "confidence": diagnosis.confidence,
+        "sure": _SURE.get(diagnosis.confidence, ""),
+        "mechanism": _safe(diagnosis.mechanism),
+        "evidence": [_safe(line) for line in diagnosis.evidence],
+        "advice": _safe(diagnosis.advice),
+        "links": list(diagnosis.links),
+        "also": [f"{_safe(item['title'])}{_because(item)}" for item in diagnosis.also],
+        "fix": _fix_data(diagnosis.fix) if diagnosis.fix is not None else None,
+        "tried": [_fix_data(fix) for fix in diagnosis.tried],
+        "note": _safe(diagnosis.note or ""),
+    }
+
+
+def one_line(diagnosis: Diagnosis) -> str:
+    """The diagnosis in a line for a terminal."""
+    if not diagnosis.is_known:
+        return "no entry of the catalogue fits"
+    words = f"{diagnosis.title} ({diagnosis.confidence})"
+    if diagnosis.fix is not None:
+        words += f"; fixed when tried: {_change(diagnosis.fix, with_places=False)} -> {diagnosis.fix.outcome}"
+    return _safe(words)
+
+
+def _fix_lines(fix: Fix) -> list[str]:
+    lines = [f"A fix was tried on the captured step and helped: {_change(fix)}. Then: {_safe(fix.outcome)}."]
+    if fix.code:
+        ticks = "`" * max(3, wording.longest_run(fix.code, "`") + 1)
+        lines += ["", f"{ticks}python", *fix.code.splitlines(), ticks]
+    return lines
+
+
+def _fix_data(fix: Fix) -> dict[str, Any]:
+    return {"change": _change(fix), "outcome": _safe(fix.outcome), "code": fix.code, "helped": fix.helped}
+
+
+def _change(fix: Fix, *, with_places: bool = True) -> str:
+    """What was changed and where, one part a change, each once."""
+    parts = []
+    for text, place in zip(fix.text, fix.where, strict=True):
+        name = PurePath(place.replace("\\", "/")).name if place and with_places else ""
+        parts.append(f"{_safe(text)} (`{_safe(name)}`)" if name else _safe(text))
+    return ", then ".join(dict.fromkeys(parts))
+
+
+def _because(item: dict[str, Any]) -> str:
+    return f": {_safe(item['evidence'][0])}" if item["evidence"] else ""
+
+
+def _sentence(title: str) -> str:
+    return title[:1].lower() + title[1:]
+
+
+def _safe(text: str) -> str:
+    return redact_text(" ".join(text.split()))
