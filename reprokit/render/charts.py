@@ -19,8 +19,8 @@ from reprokit.render.ranges import Limits, Range, limits_of, range_text
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NICE = (1.0, 2.0, 2.5, 5.0, 10.0)
 _LOG_RATIO = 100.0  # from which on a plot is logarithmic
-_REACH = 8.0  # decades from which a format's limit is worth drawing
-_HALVES = ("float16", "bfloat16")
+_REACH = 10.0  # decades within which a format's limit is worth drawing
+_NARROW = 20.0  # decades that a format has at most whose limits are always drawn
 _MAX_LABELS = 6
 
 
@@ -63,6 +63,7 @@ _HEADER_LINE = 15
 _ZERO_AT = 1.5  # per cent from the left
 _PLOT_LEFT, _PLOT_RIGHT = 5.0, 84.0
 _BAD_AT = 86.0
+_APART = 60.0  # per cent between two limits whose labels fit into one line
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +81,13 @@ class Axis:
         numbers = [end for found in ranges for end in (found.least, found.high) if end]
         low, high = _exponents(numbers) if numbers else (-1.0, 1.0)
         formats = [limits_of(name) for name in dict.fromkeys(found.dtype for found in ranges)]
-        overflowed = {found.dtype for found in ranges if found.num_inf}
         limits, beyond = [], []
         for limit in (found for found in formats if found is not None):
             tiny, largest = math.log10(limit.tiny), math.log10(limit.largest)
-            near_top = largest - high < _REACH or limit.dtype in overflowed or limit.dtype == _HALVES[0]
-            near_bottom = low - tiny < _REACH or limit.dtype == _HALVES[0]
-            limits += [(largest, f"{limit.dtype} max {tick_text(_short(limit.largest))}")] if near_top else []
-            limits += [(tiny, f"{limit.dtype} min {tick_text(_short(limit.tiny))}")] if near_bottom else []
+            is_narrow = largest - tiny < _NARROW
+            near_top, near_bottom = is_narrow or largest - high < _REACH, is_narrow or low - tiny < _REACH
+            limits += [(largest, f"{limit.dtype} up to {tick_text(_short(limit.largest))}")] if near_top else []
+            limits += [(tiny, f"{limit.dtype} normal from {tick_text(_short(limit.tiny))}")] if near_bottom else []
             beyond += [limit] if not (near_top or near_bottom) else []
         ends = [low, high, *(exponent for exponent, _ in limits)]
         margin = max(0.5, 0.04 * (max(ends) - min(ends)))
@@ -147,11 +147,11 @@ def _packed(lines: list[list[_Label]]) -> list[list[_Label]]:
     packed = [lines[0]]
     for line in lines[1:]:
         label, last = line[0], packed[-1]
-        if len(packed) > 1 and len(last) == 1 and last[0][3] == "end" and label[3] == "start":
-            if last[0][0] - label[0] > 60:
-                last.append(label)
-                continue
-        packed.append(list(line))
+        is_pair = len(packed) > 1 and len(last) == 1 and last[0][3] == "end" and label[3] == "start"
+        if is_pair and last[0][0] - label[0] > _APART:
+            last.append(label)
+        else:
+            packed.append(list(line))
     return packed
 
 
@@ -196,7 +196,7 @@ class _Area:
 
     width: float = 360
     height: float = 150
-    left: float = 48
+    left: float = 60
     right: float = 12
     top: float = 12
     bottom: float = 22
@@ -270,7 +270,9 @@ def plot(points: Sequence[Point], label: str, *, mark: float | None = None, is_s
 def _level(value: float, scale: Scale) -> str:
     y = _AREA.y(scale.fraction(value))
     line = f'<line class="grid" x1="{_AREA.left:g}" x2="{_AREA.width - _AREA.right:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
-    return f'{line}<text class="tick" x="{_AREA.left - 6:g}" y="{y + 3.5:.1f}" text-anchor="end">{tick_text(value)}</text>'
+    return (
+        f'{line}<text class="tick" x="{_AREA.left - 6:g}" y="{y + 3.5:.1f}" text-anchor="end">{tick_text(value)}</text>'
+    )
 
 
 def _foot(value: float, scale: Scale) -> str:
@@ -302,7 +304,7 @@ def _path(places: Sequence[tuple[float, float]], is_stepped: bool) -> str:
 # -- positions -------------------------------------------------------------------------------------------------------
 
 _CELL_CLASSES = {"nan": "cell-nan", "+inf": "cell-plus", "-inf": "cell-minus"}
-_MAP_WIDTH, _MAX_CELL, _MIN_CELL = 640, 22, 6
+_MAP_WIDTH, _MAX_CELL, _MIN_CELL = 640, 16, 6
 
 
 def position_map(found: Positions) -> Markup:

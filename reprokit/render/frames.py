@@ -6,6 +6,7 @@ inside and read outside came out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,11 +21,17 @@ Key = tuple[Scope, ...]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Magnitudes over several tensors, and how many of their elements are not finite."""
+    """Finite magnitudes over several tensors, and how many of their elements are not finite."""
 
     low: float | None
     high: float | None
-    num_bad: int
+    num_nan: int
+    num_inf: int
+
+    @property
+    def worst(self) -> float | None:
+        """The largest magnitude, NaN if there is any."""
+        return math.nan if self.num_nan else math.inf if self.num_inf else self.high
 
     @classmethod
     def over(cls, ranges: Iterable[Range | None]) -> Span | None:
@@ -34,7 +41,8 @@ class Span:
             return None
         lows = [found.low for found in known if found.low is not None]
         highs = [found.high for found in known if found.high is not None]
-        return cls(min(lows, default=None), max(highs, default=None), sum(f.num_nan + f.num_inf for f in known))
+        counts = sum(found.num_nan for found in known), sum(found.num_inf for found in known)
+        return cls(min(lows, default=None), max(highs, default=None), *counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,7 @@ def _row(index: int, call: Call, names: Mapping[int, str], watch: _Watch, *, is_
 
 def call_text(call: Call, names: Mapping[int, str]) -> str:
     """A call as Python, with the names of its tensors."""
+
     def leaf(ref: Any) -> Expr:
         return Expr(names[ref.value]) if isinstance(ref, Ref) else Expr(repr(ref))
 

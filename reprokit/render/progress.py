@@ -22,14 +22,13 @@ class Progress:
 
 
 def progress(reduction: Reduction) -> list[Progress]:
-    """From the whole step to the minimum; empty when nothing was kept."""
+    """From the whole step to the minimum, one for every change of size; empty when nothing was kept."""
     lines = [match for line in reduction.log if (match := _LINE.match(line))]
     if not lines:
         return []
     before = reduction.before
-    steps = [Progress(int(line[1]), int(line[2]), int(line[3])) for line in lines]
-    return [
-        Progress(0, before["calls"], before["elements"]),
-        *steps,
-        Progress(max(reduction.checks, steps[-1].checks), steps[-1].calls, steps[-1].elements),
-    ]
+    steps = [Progress(0, before["calls"], before["elements"])]
+    for line in lines:
+        if (int(line[2]), int(line[3])) != (steps[-1].calls, steps[-1].elements):
+            steps.append(Progress(int(line[1]), int(line[2]), int(line[3])))
+    return [*steps, Progress(max(reduction.checks, int(lines[-1][1])), steps[-1].calls, steps[-1].elements)]

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["range_text", "with_code", "write_report"]
 
 MAX_TEXT = 30_000
+MAX_OPERANDS = 20
 _SERIES = (("loss", "Loss"), ("grad_norm", "Gradient norm"), ("lr", "Learning rate"), ("scale", "Loss scale"))
 
 
@@ -88,6 +89,7 @@ def write_report(
         rate=rate(verified),
         ways=[_drawn(way) for way in ways(found)],
         operands=_operands(found.operands, labels(snapshot.program)),
+        operands_left_out=max(0, len(found.operands) - MAX_OPERANDS),
         positions=found.positions,
         position_map=charts.position_map(found.positions) if found.positions is not None else None,
         timeline=_timeline(snapshot),
@@ -131,7 +133,9 @@ def _drawn(way: Way) -> DrawnWay:
 
 
 def _operands(operands: Mapping[int, Range], names: Mapping[int, str]) -> list[tuple[str, Range]]:
-    return [(names.get(value, "x"), found) for value, found in operands.items()]
+    """The first operands, those that are not finite before the others."""
+    named = [(names.get(value, "x"), found) for value, found in operands.items()]
+    return sorted(named, key=lambda pair: not pair[1].is_bad)[:MAX_OPERANDS]
 
 
 def _timeline(snapshot: Snapshot) -> list[Chart]:

@@ -34,7 +34,7 @@ def _failure(snapshot: Snapshot) -> Iterator[str]:
     step = f"step {snapshot.step}" + (f", micro-step {snapshot.micro_step}" if snapshot.micro_step else "")
     yield f"It happened at {step} of the training run, {wording.phase_words(failure)}{module}. {said}"
     if failure.num_elements > 1 and failure.num_bad:
-        yield f"{failure.num_bad:,} of {failure.num_elements:,} elements are bad."
+        yield f"{failure.num_bad:,} of {failure.num_elements:,} elements are {failure.way}."
     if snapshot.observed_at in _NOTICED:
         yield f"It was noticed in {_NOTICED[snapshot.observed_at]}."
     if snapshot.fidelity != "exact":

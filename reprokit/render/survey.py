@@ -92,8 +92,9 @@ class _Watch:
                 found.writers.setdefault(value, []).append(index)
                 self._hook(value, values[value])
         failure = found.failure
-        if index == failure.call_index and failure.phase != "backward" and failure.value in values:
-            found.positions = positions_of(values[failure.value], found.name)
+        bad = values.get(failure.value) if failure.value is not None else None
+        if index == failure.call_index and failure.phase != "backward" and bad is not None:
+            found.positions = positions_of(bad, found.name)
 
     def _hook(self, value: int, tensor: torch.Tensor) -> None:
         """See the gradients that will come to a tensor."""

@@ -71,8 +71,8 @@ def _of_values(found: Survey) -> Way | None:
     first = [Stop(names[start], found.inputs.get(start), is_origin=is_input_bad)] if start is not None else []
     after = [] if failure.phase == "backward" or failure.kind == EXCEPTION else list(_spread(found, origin))
     tail = [_stop(found, index, names) for index in _ends(after)]
-    about = "Values from the inputs of the step to the origin, each call left by its least ordinary operand."
-    return Way("Values", about, (*first, *kept, *tail), left_out, max(0, len(after) - len(tail)))
+    about = "From the inputs of the step to the origin, going back from each call by its least ordinary operand."
+    return Way("The values", about, (*first, *kept, *tail), left_out, max(0, len(after) - len(tail)))
 
 
 def _of_gradient(found: Survey) -> Way | None:
@@ -89,8 +89,8 @@ def _of_gradient(found: Survey) -> Way | None:
         text = f"{node}gradient of {names.get(failure.value, 'its input')}"
         stops.append(replace(last, text=text, range=found.gradients.get(failure.value)))
     kept, left_out = _shortened(stops)
-    about = "Gradients from the loss back to the call whose derivative is the origin."
-    return Way("Gradients", about, tuple(kept), left_out)
+    about = "From the loss back to the call whose derivative is the origin."
+    return Way("The gradient", about, tuple(kept), left_out)
 
 
 def _of_optimizer(found: Survey) -> Way | None:
@@ -103,7 +103,8 @@ def _of_optimizer(found: Survey) -> Way | None:
     stops = [Stop(words.get(part, f"{part} of {name}"), known) for part, known in found.optimizer.items()]
     after = _stop(found, failure.call_index, labels(found.program), is_origin=True)
     after = replace(after, text=f"{name} after the step", range=found.written.get((failure.call_index, failure.value)))
-    return Way("Optimizer", "What the step was given for this parameter, and what it made of it.", (*stops, after))
+    about = "What the step was given for this parameter, and what it made of it."
+    return Way("The optimizer step", about, (*stops, after))
 
 
 def _first_reader(found: Survey) -> int | None:
@@ -122,13 +123,19 @@ def _path_to(found: Survey, origin: int) -> tuple[int | None, list[int]]:
         known = [(value, seen) for value, seen in operands if seen is not None]
         if not known:
             return None, path
-        written = [pair for pair in known if found.writer(pair[0], index) is not None]
         bad = [pair for pair in known if pair[1].is_bad]
-        value, _ = max(bad or written or known, key=lambda pair: _oddness(pair[1]))
+        computed = [pair for pair in known if _is_computed(found, pair[0], index)]
+        value, _ = max(bad or computed or known, key=lambda pair: _oddness(pair[1]))
         before = found.writer(value, index)
         if before is None:
             return value, path
         path.insert(0, before)
+
+
+def _is_computed(found: Survey, value: int, before: int) -> bool:
+    """Whether a value was made from others, and not out of nothing, such as by ``torch.zeros``."""
+    index = found.writer(value, before)
+    return index is not None and bool(found.program.calls[index].input_refs())
 
 
 def _oddness(found: Range) -> tuple[bool, bool, float]:
@@ -202,6 +209,4 @@ def _gradient_stop(found: Survey, index: int, value: int, names: dict[int, str])
 def _placed(stop: Stop, call: Call) -> Stop:
     site = call.site
     place = f"{site.file}:{site.line}" if site is not None else ""
-    return replace(
-        stop, module=module_of(call) or "", place=place, code=site.code.strip() if site is not None else ""
-    )
+    return replace(stop, module=module_of(call) or "", place=place, code=site.code.strip() if site is not None else "")
