@@ -29,7 +29,7 @@ _MAX_LABELS = 6
 
 def tick_text(value: float) -> str:
     """A number as an axis shows it: ``0.25``, ``1,000``, ``10⁻⁷``, ``3×10⁵``."""
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
+    if value == 0 or 1e-4 <= abs(value) < 1e5:
         return f"{value:,.6g}"
     mantissa, exponent = f"{value:.3e}".split("e")
     power = f"10{str(int(exponent)).translate(_SUPERSCRIPTS)}"

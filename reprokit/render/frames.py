@@ -80,10 +80,6 @@ class _Frames:
         for index, call in enumerate(found.program.calls):
             for depth in range(1, len(call.scope) + 1):
                 self._calls.setdefault(call.scope[:depth], []).append(index)
-        self._readers: dict[int, list[int]] = {}
-        for index, call in enumerate(found.program.calls):
-            for value in call.input_refs():
-                self._readers.setdefault(value, []).append(index)
         self._weights = {item.value for item in found.program.inputs if item.role in ("parameter", "buffer")}
         self._kept = {ref.value for ref in found.program.outputs}
 
@@ -124,7 +120,7 @@ class _Frames:
         read = {
             value: index
             for value, index in last.items()
-            if value in self._kept or any(reader not in inside for reader in self._readers.get(value, ()))
+            if value in self._kept or any(reader not in inside for reader in self._found.readers.get(value, ()))
         }
         shown = read or {value: index for value, index in last.items() if index == indexes[-1]}
         return [self._found.written.get((index, value)) for value, index in shown.items()]

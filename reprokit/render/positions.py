@@ -29,6 +29,11 @@ class Positions:
     pattern: str
 
     @property
+    def num_finite(self) -> int:
+        """Elements that are finite."""
+        return self.size[0] * self.size[1] - sum(self.counts.values())
+
+    @property
     def is_condensed(self) -> bool:
         """Whether a cell stands for several elements."""
         return self.size != (len(self.cells), len(self.cells[0]))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup, escape
 
 from reprokit.locate.diagnosis import from_plain
+from reprokit.locate.failure import Failure
 from reprokit.render import charts, diagnosis, story, whatif, wording
 from reprokit.render.environment import render_template
 from reprokit.render.frames import frames
@@ -71,7 +72,8 @@ def write_report(
 ) -> str:
     """The report's HTML."""
     failure = snapshot.failure
-    found = survey(snapshot.program, snapshot.tensors, failure, _bad_name(snapshot), snapshot.settings)
+    names = labels(snapshot.program)
+    found = survey(snapshot.program, snapshot.tensors, failure, _bad_name(failure, names), snapshot.settings)
     shown_frames, frames_left_out = frames(found)
     texts = _long_texts(snapshot, verified, reduction)
     tables = getattr(reduction, "whatif", None) or {}
@@ -87,8 +89,8 @@ def write_report(
         where=wording.phase_words(failure),
         script=script,
         rate=rate(verified),
-        ways=[_drawn(way) for way in ways(found)],
-        operands=_operands(found.operands, labels(snapshot.program)),
+        ways=[_drawn(way, failure) for way in ways(found, names)],
+        operands=_operands(found.operands, names),
         operands_left_out=max(0, len(found.operands) - MAX_OPERANDS),
         positions=found.positions,
         position_map=charts.position_map(found.positions) if found.positions is not None else None,
@@ -118,18 +120,23 @@ def with_code(text: str) -> Markup:
     return Markup(re.sub(r"(`+)\s?(.+?)\s?\1", r"<code>\2</code>", str(escape(text))))
 
 
-def _bad_name(snapshot: Snapshot) -> str:
+def _bad_name(failure: Failure, names: Mapping[int, str]) -> str:
     """What the bad tensor is called."""
-    failure = snapshot.failure
-    name = labels(snapshot.program).get(failure.value, "") if failure.value is not None else ""
-    name = name or "the tensor"
+    name = names.get(failure.value, "the tensor") if failure.value is not None else "the tensor"
     return f"gradient of {name}" if failure.phase == "backward" else name
 
 
-def _drawn(way: Way) -> DrawnWay:
+def _drawn(way: Way, failure: Failure) -> DrawnWay:
     axis = charts.Axis.over(way.ranges)
-    stops = tuple(DrawnStop(stop, charts.strip(stop.range, axis), range_text(stop.range)) for stop in way.stops)
+    stops = tuple(DrawnStop(stop, charts.strip(stop.range, axis), _about(stop, failure)) for stop in way.stops)
     return DrawnWay(way, charts.strip_header(axis), stops, axis.beyond_text)
+
+
+def _about(stop: Stop, failure: Failure) -> str:
+    """A stop's result in words."""
+    if stop.is_origin and failure.exception is not None:
+        return f"raises {failure.exception[0]}"
+    return range_text(stop.range)
 
 
 def _operands(operands: Mapping[int, Range], names: Mapping[int, str]) -> list[tuple[str, Range]]:

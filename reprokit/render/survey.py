@@ -28,7 +28,7 @@ class Survey:
     ``written`` holds the range of a value after a call, by (index, value); ``inputs`` the range of what the program was
     given, when it was first read; ``gradients`` what the backward passes sent to a value. ``operands`` is what the
     origin read, ``optimizer`` what an optimizer's step had for the parameter it ruined. ``positions`` is about the bad
-    tensor. ``writers`` lists for every value the calls that wrote it, in order.
+    tensor. ``writers`` and ``readers`` list for every value the calls that wrote and read it, in order.
     """
 
     program: Program
@@ -41,6 +41,7 @@ class Survey:
     optimizer: dict[str, Range] = field(default_factory=dict)
     positions: Positions | None = None
     writers: dict[int, list[int]] = field(default_factory=dict)
+    readers: dict[int, list[int]] = field(default_factory=dict)
 
     def writer(self, value: int, before: int) -> int | None:
         """The last call before number ``before`` that wrote this value."""
@@ -73,6 +74,7 @@ class _Watch:
         """Measure inputs when they are first read, and what the origin reads."""
         found = self._found
         for value in call.input_refs():
+            found.readers.setdefault(value, []).append(index)
             if value in values and value in self._inputs and value not in found.inputs:
                 found.inputs[value] = measure(values[value])
                 self._hook(value, values[value])

@@ -7,18 +7,18 @@ gradient there are two ways: that of the values up to the origin, and that of th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from reprokit.locate.failure import EXCEPTION, module_of
 from reprokit.program.ir import Call
-from reprokit.render.labels import labels
 from reprokit.render.outline import call_text
 from reprokit.render.ranges import Range
 from reprokit.render.survey import Survey, written_by
 
 MAX_BEFORE = 16
 MAX_AFTER = 3
+MAX_CALL = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +49,17 @@ class Way:
         return [stop.range for stop in self.stops if stop.range is not None]
 
 
-def ways(found: Survey) -> list[Way]:
-    """The ways to draw, most telling first."""
-    made = [_of_optimizer(found), _of_gradient(found), _of_values(found)]
+def ways(found: Survey, names: Mapping[int, str]) -> list[Way]:
+    """The ways to draw, most telling first; ``names`` is what values are called."""
+    made = [_of_optimizer(found, names), _of_gradient(found, names), _of_values(found, names)]
     return [way for way in made if way is not None and way.ranges]
 
 
-def _of_values(found: Survey) -> Way | None:
+def _of_values(found: Survey, names: Mapping[int, str]) -> Way | None:
     """The values from an input of the program to the origin and on."""
     failure = found.failure
-    names = labels(found.program)
-    if failure.phase == "optimizer" and failure.call_index is not None:
-        return None
     origin = failure.call_index if failure.call_index is not None else _first_reader(found)
-    if origin is None:
+    if origin is None or found.program.calls[origin].is_optimizer_step:
         return None
     start, path = _path_to(found, origin)
     stops = [_stop(found, index, names, is_origin=index == failure.call_index) for index in path]
@@ -75,12 +72,11 @@ def _of_values(found: Survey) -> Way | None:
     return Way("The values", about, (*first, *kept, *tail), left_out, max(0, len(after) - len(tail)))
 
 
-def _of_gradient(found: Survey) -> Way | None:
+def _of_gradient(found: Survey, names: Mapping[int, str]) -> Way | None:
     """The gradient from the loss back to the origin."""
     failure = found.failure
     if failure.phase != "backward" or failure.call_index is None or failure.kind == EXCEPTION:
         return None
-    names = labels(found.program)
     path = _path_of_gradient(found, failure.call_index)
     stops = [_gradient_stop(found, index, value, names) for index, value in reversed(path)]
     if failure.value is not None:
@@ -93,23 +89,23 @@ def _of_gradient(found: Survey) -> Way | None:
     return Way("The gradient", about, tuple(kept), left_out)
 
 
-def _of_optimizer(found: Survey) -> Way | None:
+def _of_optimizer(found: Survey, names: Mapping[int, str]) -> Way | None:
     """What the optimizer had for the parameter that it ruined, and the parameter afterwards."""
     failure = found.failure
     if not found.optimizer or failure.call_index is None or failure.value is None:
         return None
-    name = labels(found.program).get(failure.value, "parameter")
+    name = names.get(failure.value, "parameter")
     words = {"parameter": f"{name} before the step", "gradient": f"gradient of {name}"}
     stops = [Stop(words.get(part, f"{part} of {name}"), known) for part, known in found.optimizer.items()]
-    after = _stop(found, failure.call_index, labels(found.program), is_origin=True)
+    after = _stop(found, failure.call_index, names, is_origin=True)
     after = replace(after, text=f"{name} after the step", range=found.written.get((failure.call_index, failure.value)))
     about = "What the step was given for this parameter, and what it made of it."
     return Way("The optimizer step", about, (*stops, after))
 
 
 def _first_reader(found: Survey) -> int | None:
-    calls = enumerate(found.program.calls)
-    return next((index for index, call in calls if found.failure.value in call.input_refs()), None)
+    value = found.failure.value
+    return next(iter(found.readers.get(value, ())), None) if value is not None else None
 
 
 def _path_to(found: Survey, origin: int) -> tuple[int | None, list[int]]:
@@ -161,14 +157,12 @@ def _path_of_gradient(found: Survey, origin: int) -> list[tuple[int, int]]:
 
 def _next_reader(found: Survey, value: int, after: int) -> int | None:
     """The call that reads a value and has the least ordinary gradient."""
-    readers = [
-        (index, max(_oddness(found.gradients[v]) for v in call.output_refs() if v in found.gradients))
-        for index, call in enumerate(found.program.calls)
-        if index > after
-        and value in call.input_refs()
-        and value not in call.output_refs()
-        and any(v in found.gradients for v in call.output_refs())
-    ]
+    readers = []
+    for index in found.readers.get(value, ()):
+        outputs = found.program.calls[index].output_refs()
+        given = [_oddness(found.gradients[output]) for output in outputs if output in found.gradients]
+        if index > after and value not in outputs and given:
+            readers.append((index, max(given)))
     return max(readers, key=lambda pair: pair[1])[0] if readers else None
 
 
@@ -194,14 +188,19 @@ def _shortened(stops: list[Stop]) -> tuple[list[Stop], int]:
     return stops[-MAX_BEFORE:], max(0, len(stops) - MAX_BEFORE)
 
 
-def _stop(found: Survey, index: int, names: dict[int, str], *, is_origin: bool = False) -> Stop:
+def _stop(found: Survey, index: int, names: Mapping[int, str], *, is_origin: bool = False) -> Stop:
     call = found.program.calls[index]
     made = [seen for value in written_by(call, found.failure) if (seen := found.written.get((index, value)))]
     worst = max(made, key=_oddness, default=None)
-    return _placed(Stop(call_text(call, names), worst, is_origin=is_origin), call)
+    return _placed(Stop(_cut(call_text(call, names)), worst, is_origin=is_origin), call)
 
 
-def _gradient_stop(found: Survey, index: int, value: int, names: dict[int, str]) -> Stop:
+def _cut(text: str) -> str:
+    """The ends of a text that is too long for a line, such as a call with hundreds of operands."""
+    return text if len(text) <= MAX_CALL else f"{text[: MAX_CALL * 3 // 4]} … {text[-MAX_CALL // 4 :]}"
+
+
+def _gradient_stop(found: Survey, index: int, value: int, names: Mapping[int, str]) -> Stop:
     call = found.program.calls[index]
     return _placed(Stop(f"gradient of {names[value]}", found.gradients[value]), call)
 

@@ -13,6 +13,7 @@ import torch
 
 from reprokit.program.ir import Call, Input, Program, Ref, Scope
 from reprokit.render.frames import MAX_FRAMES, frames
+from reprokit.render.labels import labels
 from reprokit.render.positions import MAX_COLUMNS, MAX_ROWS, pattern_of, positions_of
 from reprokit.render.progress import Progress, progress
 from reprokit.render.ranges import limits_of, measure, range_text
@@ -37,6 +38,10 @@ CASES = [square_root_at_zero, half_precision_adam, failing_cholesky, masked_soft
 
 def surveyed(snapshot: Snapshot) -> Survey:
     return survey(snapshot.program, snapshot.tensors, snapshot.failure, "x", snapshot.settings)
+
+
+def ways_of(snapshot: Snapshot) -> list[Way]:
+    return ways(surveyed(snapshot), labels(snapshot.program))
 
 
 def report(snapshot: Snapshot, **fields: Any) -> str:
@@ -228,10 +233,10 @@ def test_ranges() -> None:
 
 def test_the_way_leads_from_the_input_through_the_mask_to_the_loss() -> None:
     snapshot = attention_step()
-    (way,) = ways(surveyed(snapshot))
+    (way,) = ways_of(snapshot)
     texts = [stop.text for stop in way.stops]
     assert texts[0] == "x" and texts[-3:-1] == [
-        'masked_fill = total6.masked_fill(mask, float("-inf"))',
+        'masked_fill = total.masked_fill(mask, float("-inf"))',
         "p = F.softmax(masked_fill, dim=-1)",
     ]
     assert [stop.text for stop in way.stops if stop.is_origin] == ["p = F.softmax(masked_fill, dim=-1)"]
@@ -240,14 +245,14 @@ def test_the_way_leads_from_the_input_through_the_mask_to_the_loss() -> None:
 
 
 def test_the_way_of_a_gradient_ends_at_the_derivative() -> None:
-    gradient, values = ways(surveyed(snapshot_of(square_root_at_zero())))
+    gradient, values = ways_of(snapshot_of(square_root_at_zero()))
     assert [stop.text for stop in gradient.stops] == ["gradient of sqrt", "SqrtBackward0: gradient of distance"]
     assert [stop.range.num_inf for stop in gradient.stops if stop.range] == [0, 1]
     assert values.stops[0].text == "distance" and values.stops[-1].is_origin
 
 
 def test_the_way_of_a_parameter_is_what_the_optimizer_had() -> None:
-    (way,) = ways(surveyed(snapshot_of(half_precision_adam())))
+    (way,) = ways_of(snapshot_of(half_precision_adam()))
     assert [stop.text for stop in way.stops] == [
         "fc.weight before the step",
         "gradient of fc.weight",
@@ -258,7 +263,7 @@ def test_the_way_of_a_parameter_is_what_the_optimizer_had() -> None:
 
 
 def test_a_call_that_raises_has_a_way_to_it() -> None:
-    (way,) = ways(surveyed(snapshot_of(failing_cholesky())))
+    (way,) = ways_of(snapshot_of(failing_cholesky()))
     assert isinstance(way, Way) and way.stops[-1].is_origin and way.stops[-1].range is None
     assert way.stops[0].range is not None and way.stops[0].range.high == 1.0
 
@@ -267,7 +272,7 @@ def test_an_input_that_is_bad_is_the_origin_itself() -> None:
     calls = (Call("torch.neg", (Ref(0),), {}, Ref(1)), Call("torch.neg", (Ref(1),), {}, Ref(2)))
     snapshot = snapshot_of((Program(calls, (Input(0, "batch_x"),), (Ref(2),)), {0: torch.tensor([NAN])}))
     assert snapshot.failure.call is None
-    (way,) = ways(surveyed(snapshot))
+    (way,) = ways_of(snapshot)
     assert way.stops[0].is_origin and way.stops[0].text == "batch_x"
     assert [stop.is_origin for stop in way.stops[1:]] == [False, False]
 
@@ -335,3 +340,15 @@ def test_progress_is_read_from_the_log() -> None:
     found = progress(reduced(attention_step(), log=log, before={"calls": 9, "elements": 99}, checks=11))
     assert found == [Progress(0, 9, 99), Progress(1, 3, 20), Progress(4, 3, 2), Progress(11, 3, 2)]
     assert progress(reduced(attention_step(), log=[])) == []
+
+
+def test_names_are_used_again_when_the_value_before_is_done_with() -> None:
+    calls = (
+        Call("torch.exp", (Ref(0),), {}, Ref(1)),
+        Call("torch.exp", (Ref(1),), {}, Ref(2)),
+        Call("torch.exp", (Ref(0),), {}, Ref(3)),
+        Call("torch.add", (Ref(2), Ref(3)), {}, Ref(4)),
+        Call("torch.Tensor.grad.__get__", (Ref(5),), {}, Ref(6)),
+    )
+    program = Program(calls, (Input(0, "input_1"), Input(5, "fc.weight", "parameter")))
+    assert labels(program) == {0: "x", 5: "fc.weight", 1: "exp", 2: "exp", 3: "exp2", 4: "total", 6: "grad"}
