@@ -68,6 +68,7 @@ class _Watch:
     def __init__(self, found: Survey) -> None:
         self._found = found
         self._inputs = {item.value for item in found.program.inputs if item.role != "rng"}
+        self._states = {item.value for item in found.program.inputs if item.role == "rng"}
         self._hooked: set[int] = set()
 
     def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
@@ -83,7 +84,8 @@ class _Watch:
         if call.is_optimizer_step:
             found.optimizer = _of_parameter(call, found.failure.value, values)
         else:
-            found.operands = {value: measure(values[value]) for value in call.input_refs() if value in values}
+            given = (value for value in call.input_refs() if value in values and value not in self._states)
+            found.operands = {value: measure(values[value]) for value in given}
 
     def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Measure what a call wrote."""

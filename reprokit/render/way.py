@@ -17,6 +17,7 @@ from reprokit.render.ranges import Range
 from reprokit.render.survey import Survey, written_by
 
 MAX_BEFORE = 16
+WORTH_LEAVING = 2  # so few take hardly more room than the line that says they are missing
 MAX_AFTER = 3
 MAX_CALL = 160
 
@@ -62,14 +63,14 @@ def _of_values(found: Survey, names: Mapping[int, str]) -> Way | None:
     if origin is None or found.program.calls[origin].is_optimizer_step:
         return None
     start, path = _path_to(found, origin)
-    stops = [_stop(found, index, names, is_origin=index == failure.call_index) for index in path]
-    kept, left_out = _shortened(stops)
     is_input_bad = failure.call_index is None
     first = [Stop(names[start], found.inputs.get(start), is_origin=is_input_bad)] if start is not None else []
+    stops = [_stop(found, index, names, is_origin=index == failure.call_index) for index in path]
+    kept, left_out = _shortened([*first, *stops])
     after = [] if failure.phase == "backward" or failure.kind == EXCEPTION else list(_spread(found, origin))
     tail = [_stop(found, index, names) for index in _ends(after)]
     about = "From the inputs of the step to the origin, going back from each call by its least ordinary operand."
-    return Way("The values", about, (*first, *kept, *tail), left_out, max(0, len(after) - len(tail)))
+    return Way("The values", about, (*kept, *tail), left_out, max(0, len(after) - len(tail)))
 
 
 def _of_gradient(found: Survey, names: Mapping[int, str]) -> Way | None:
@@ -184,8 +185,11 @@ def _ends(indexes: Sequence[int]) -> list[int]:
 
 
 def _shortened(stops: list[Stop]) -> tuple[list[Stop], int]:
-    """The stops nearest to the origin, which is the last, and how many are left out."""
-    return stops[-MAX_BEFORE:], max(0, len(stops) - MAX_BEFORE)
+    """The first stop and those nearest to the origin, which is the last, and how many are left out between them."""
+    if len(stops) <= MAX_BEFORE + WORTH_LEAVING:
+        return stops, 0
+    left_out = len(stops) - MAX_BEFORE
+    return [stops[0], *stops[1 + left_out :]], left_out
 
 
 def _stop(found: Survey, index: int, names: Mapping[int, str], *, is_origin: bool = False) -> Stop:

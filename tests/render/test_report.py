@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from reprokit.program.ir import Call, Input, Program, Ref, Scope
+from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope
 from reprokit.render.frames import MAX_FRAMES, frames
 from reprokit.render.labels import labels
 from reprokit.render.positions import MAX_COLUMNS, MAX_ROWS, pattern_of, positions_of
@@ -20,7 +20,7 @@ from reprokit.render.ranges import limits_of, measure, range_text
 from reprokit.render.report import MAX_TEXT, write_report
 from reprokit.render.sources import reduction_script, snapshot_script
 from reprokit.render.survey import Survey, survey
-from reprokit.render.way import MAX_BEFORE, Way, ways
+from reprokit.render.way import MAX_BEFORE, MAX_CALL, Way, ways
 from reprokit.snapshot.format import Snapshot
 from tests.render.programs import (
     Case,
@@ -176,7 +176,7 @@ def test_a_long_step_stays_a_small_file() -> None:
     snapshot = snapshot_of(chain(2000, "torch.neg"))
     html = write_report(snapshot, reduction_script(reduced(snapshot)), VERIFIED)
     assert len(html) < 300_000
-    assert f"{2000 - MAX_BEFORE + 1} calls on this way not shown" in html
+    assert f"{2002 - MAX_BEFORE} calls on this way not shown" in html
     assert "further modules are not shown" in html
 
 
@@ -352,3 +352,32 @@ def test_names_are_used_again_when_the_value_before_is_done_with() -> None:
     )
     program = Program(calls, (Input(0, "input_1"), Input(5, "fc.weight", "parameter")))
     assert labels(program) == {0: "x", 5: "fc.weight", 1: "exp", 2: "exp", 3: "exp2", 4: "total", 6: "grad"}
+
+
+def test_a_long_way_keeps_its_beginning_and_its_end() -> None:
+    (values,) = ways_of(snapshot_of(chain(60, "torch.neg")))
+    assert len(values.stops) == MAX_BEFORE and values.num_left_out == 62 - MAX_BEFORE
+    assert values.stops[0].text == "x" and values.stops[-1].is_origin
+
+
+def test_a_call_with_very_many_operands_is_cut() -> None:
+    inputs = tuple(Input(number, "x") for number in range(300))
+    call = Call("torch.stack", ([Ref(number) for number in range(300)],), {}, Ref(300))
+    log = Call("torch.log", (Ref(300),), {}, Ref(301))
+    program = Program((call, log), inputs, (Ref(301),))
+    snapshot = snapshot_of((program, {number: -torch.ones(1) for number in range(300)}))
+    (way,) = ways_of(snapshot)
+    assert max(len(stop.text) for stop in way.stops) <= MAX_CALL + 3
+
+
+def test_a_way_leaves_out_only_what_is_worth_it() -> None:
+    (values,) = ways_of(snapshot_of(chain(MAX_BEFORE, "torch.neg")))
+    assert len(values.stops) == MAX_BEFORE + 2 and values.num_left_out == 0
+
+
+def test_states_of_generators_are_no_operands() -> None:
+    call = Call("torch.rand_like", (Ref(0),), {}, Ref(2), mode=Mode(rng=Ref(1)))
+    log = Call("torch.log", (Ref(0),), {}, Ref(3), mode=Mode(rng=Ref(1)))
+    program = Program((call, log), (Input(0, "x"), Input(1, "rng", "rng")), (Ref(3),))
+    found = surveyed(snapshot_of((program, {0: -torch.ones(1), 1: torch.get_rng_state()})))
+    assert list(found.operands) == [0]
