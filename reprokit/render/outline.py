@@ -17,25 +17,9 @@ from reprokit.program.run import Tensors, determinism, run
 from reprokit.render import calls
 from reprokit.render.expression import Expr
 from reprokit.render.names import Names, name_for_output
+from reprokit.render.ranges import Range, measure
 
 CALLS_BEFORE, CALLS_AFTER = 6, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """A tensor in short. ``low`` and ``high`` are the smallest and largest magnitude of its finite elements."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    low: float | None
-    high: float | None
-    num_nan: int
-    num_inf: int
-
-    @property
-    def is_bad(self) -> bool:
-        """Whether any element is not finite."""
-        return bool(self.num_nan or self.num_inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,18 +82,6 @@ def outline(program: Program, tensors: Tensors, failure: Failure, settings: Mapp
     return Outline(rows, operands, window.start, len(program.calls) - window.stop)
 
 
-def measure(tensor: torch.Tensor) -> Range:
-    """The range of a tensor."""
-    plain = tensor.detach()
-    dtype, shape = str(plain.dtype).removeprefix("torch."), tuple(plain.shape)
-    if plain.layout is not torch.strided:
-        plain = plain.to_dense()
-    magnitudes = plain.abs().double() if plain.dtype != torch.bool else plain.double()
-    finite = magnitudes[torch.isfinite(magnitudes)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (None, None)
-    return Range(dtype, shape, low, high, int(torch.isnan(magnitudes).sum()), int(torch.isinf(magnitudes).sum()))
-
-
 def _origin_index(program: Program, failure: Failure) -> int:
     if failure.call_index is not None:
         return failure.call_index
@@ -136,7 +108,7 @@ def _row(index: int, call: Call, names: Mapping[int, str], watch: _Watch, *, is_
     results = tuple((names[value], watch.results.get((index, value))) for value in call.output_refs())
     return Row(
         index,
-        _text(call, names),
+        call_text(call, names),
         module_of(call) or "",
         f"{site.file}:{site.line}" if site is not None else "",
         site.code.strip() if site is not None else "",
@@ -145,7 +117,9 @@ def _row(index: int, call: Call, names: Mapping[int, str], watch: _Watch, *, is_
     )
 
 
-def _text(call: Call, names: Mapping[int, str]) -> str:
+def call_text(call: Call, names: Mapping[int, str]) -> str:
+    """A call as Python, with the names of its tensors."""
+
     def leaf(ref: Any) -> Expr:
         return Expr(names[ref.value]) if isinstance(ref, Ref) else Expr(repr(ref))
 

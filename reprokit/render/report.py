@@ -1,25 +1,70 @@
-"""The report: one HTML file that shows a failure, its repro and what surrounded it, without network or other files."""
+"""The report: one HTML file that shows a failure, its repro and what surrounded it, without network or other files.
+
+The page shows ranges and positions of tensors, never their contents; what is long is cut where it shows. Everything
+that came from the user's machine is redacted again.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
 from reprokit.locate.diagnosis import from_plain
-from reprokit.render import charts, whatif, wording
-from reprokit.render.diagnosis import page
+from reprokit.locate.failure import Failure
+from reprokit.render import charts, diagnosis, story, whatif, wording
 from reprokit.render.environment import render_template
-from reprokit.render.issue import rate, title
-from reprokit.render.outline import Range, outline
+from reprokit.render.frames import frames
+from reprokit.render.issue import cut, rate, title
+from reprokit.render.labels import labels
+from reprokit.render.progress import progress
+from reprokit.render.ranges import Range, range_text
 from reprokit.render.script import Script
-from reprokit.snapshot.redact import redact_text
+from reprokit.render.survey import survey
+from reprokit.render.way import Stop, Way, ways
+from reprokit.snapshot.redact import REDACTED, redact_text
 
 if TYPE_CHECKING:
     from reprokit.render.verify import VerifyResult
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
+
+__all__ = ["range_text", "with_code", "write_report"]
+
+MAX_TEXT = 30_000
+MAX_OPERANDS = 20
+_SERIES = (("loss", "Loss"), ("grad_norm", "Gradient norm"), ("lr", "Learning rate"), ("scale", "Loss scale"))
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A drawing with its heading and what it ends at."""
+
+    title: str
+    svg: Markup
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnStop:
+    """A stop of a way with its strip."""
+
+    stop: Stop
+    strip: Markup
+    about: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnWay:
+    """A way with its strips, which share an axis."""
+
+    way: Way
+    header: Markup
+    stops: tuple[DrawnStop, ...]
+    beyond: str
 
 
 def write_report(
@@ -27,31 +72,46 @@ def write_report(
 ) -> str:
     """The report's HTML."""
     failure = snapshot.failure
+    names = labels(snapshot.program)
+    found = survey(snapshot.program, snapshot.tensors, failure, _bad_name(failure, names), snapshot.settings)
+    shown_frames, frames_left_out = frames(found)
+    texts = _long_texts(snapshot, verified, reduction)
+    tables = getattr(reduction, "whatif", None) or {}
+    reason = getattr(reduction, "diagnosis", None)
+    environment, source = _environment_rows(snapshot.environment), _source_rows(snapshot)
     return render_template(
         "report.html.j2",
         title=title(snapshot, reduction),
         headline=wording.headline(failure),
-        sentence=with_code(redact_text(wording.observed(failure))),
+        story=[with_code(redact_text(line)) for line in story.sentences(snapshot, reduction, verified)],
         failure=failure,
         snapshot=snapshot,
         where=wording.phase_words(failure),
         script=script,
         rate=rate(verified),
-        output=redact_text(verified.output or verified.signature).strip(),
-        outline=outline(snapshot.program, snapshot.tensors, failure, snapshot.settings),
-        chart=charts.loss_chart(snapshot.timeline, snapshot.step),
+        ways=[_drawn(way, failure) for way in ways(found, names)],
+        operands=_operands(found.operands, names),
+        operands_left_out=max(0, len(found.operands) - MAX_OPERANDS),
+        positions=found.positions,
+        position_map=charts.position_map(found.positions) if found.positions is not None else None,
+        timeline=_timeline(snapshot),
+        frames=shown_frames,
+        frames_left_out=frames_left_out,
         reduction=reduction,
-        diagnosis=page(from_plain(reduction.diagnosis)) if reduction and reduction.diagnosis else None,
-        with_code=with_code,
+        progress=_progress(reduction) if reduction is not None else [],
         explained=wording.explained(reduction, script.names) if reduction is not None else [],
         nearest=wording.nearest_words(reduction.nearest, script.names) if reduction and reduction.nearest else None,
-        whatif_programs=whatif.programs(reduction.whatif) if reduction is not None else [],
-        whatif_rows=whatif.rows(reduction.whatif) if reduction is not None else [],
-        environment=_environment_rows(snapshot.environment),
-        collect_env=redact_text(str(snapshot.environment.get("collect_env", ""))),
-        source=_source_rows(snapshot),
-        diff=redact_text(str(snapshot.source.get("diff") or "")),
+        diagnosis=_diagnosis(reason) if reason else None,
+        whatif_programs=whatif.programs(tables),
+        whatif_rows=whatif.rows(tables),
+        environment=environment,
+        source=source,
+        texts=texts,
+        redacted=_redacted({**texts, "environment": _joined(environment), "source": _joined(source)}),
+        num_variables=len(snapshot.environment.get("variables", {})),
         range_text=range_text,
+        number=charts.tick_text,
+        with_code=with_code,
     )
 
 
@@ -60,16 +120,89 @@ def with_code(text: str) -> Markup:
     return Markup(re.sub(r"(`+)\s?(.+?)\s?\1", r"<code>\2</code>", str(escape(text))))
 
 
-def range_text(found: Range | None) -> str:
-    """A range in a few words: ``float16 4x8, |x| 0.1 to 6.5e+04, 3 nan``."""
-    if found is None:
-        return "not reached"
-    words = [f"{found.dtype} {'x'.join(map(str, found.shape)) or 'scalar'}"]
-    if found.low is not None and found.high is not None:
-        same = found.low == found.high
-        words.append(f"|x| = {found.high:.4g}" if same else f"|x| {found.low:.4g} to {found.high:.4g}")
-    words += [f"{count} {name}" for count, name in ((found.num_nan, "nan"), (found.num_inf, "inf")) if count]
-    return ", ".join(words)
+def _bad_name(failure: Failure, names: Mapping[int, str]) -> str:
+    """What the bad tensor is called."""
+    name = names.get(failure.value, "the tensor") if failure.value is not None else "the tensor"
+    return f"gradient of {name}" if failure.phase == "backward" else name
+
+
+def _drawn(way: Way, failure: Failure) -> DrawnWay:
+    axis = charts.Axis.over(way.ranges)
+    stops = tuple(DrawnStop(stop, charts.strip(stop.range, axis), _about(stop, failure)) for stop in way.stops)
+    return DrawnWay(way, charts.strip_header(axis), stops, axis.beyond_text)
+
+
+def _about(stop: Stop, failure: Failure) -> str:
+    """A stop's result in words."""
+    if stop.is_origin and failure.exception is not None:
+        return f"raises {failure.exception[0]}"
+    return range_text(stop.range)
+
+
+def _operands(operands: Mapping[int, Range], names: Mapping[int, str]) -> list[tuple[str, Range]]:
+    """The first operands, those that are not finite before the others."""
+    named = [(names.get(value, "x"), found) for value, found in operands.items()]
+    return sorted(named, key=lambda pair: not pair[1].is_bad)[:MAX_OPERANDS]
+
+
+def _timeline(snapshot: Snapshot) -> list[Chart]:
+    """One chart for every number that was noted in at least two steps."""
+    made = []
+    entries = [entry for entry in snapshot.timeline if isinstance(entry.get("step"), int)]
+    for key, name in _SERIES:
+        points = [(float(entry["step"]), _number(entry.get(key))) for entry in entries]
+        svg = charts.plot(points, f"{name} per step, with the failing step marked", mark=float(snapshot.step))
+        if svg is not None:
+            numbers = [value for _, value in points if value is not None]
+            made.append(Chart(name, svg, f"last {numbers[-1]:.4g}"))
+    return made
+
+
+def _progress(reduction: Reduction) -> list[Chart]:
+    """What was left after so many checks."""
+    steps = progress(reduction)
+    series = {
+        "Calls left": [(float(step.checks), float(step.calls)) for step in steps],
+        "Elements left": [(float(step.checks), float(step.elements)) for step in steps],
+    }
+    made = []
+    for name, points in series.items():
+        svg = charts.plot(points, f"{name} against checks", is_stepped=True)
+        if svg is not None:
+            made.append(Chart(name, svg, f"{points[0][1]:,.0f} to {points[-1][1]:,.0f}"))
+    return made
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _diagnosis(plain: dict[str, Any]) -> dict[str, Any]:
+    """The diagnosis for the template; a link that is no web address is not made one."""
+    page = diagnosis.page(from_plain(plain))
+    return {**page, "links": [link for link in page["links"] if link.startswith("https://")]}
+
+
+def _long_texts(snapshot: Snapshot, verified: VerifyResult, reduction: Reduction | None) -> dict[str, str]:
+    """Texts that may be long, redacted and cut where it shows."""
+    texts = {
+        "output": (verified.output or verified.signature).strip(),
+        "log": "\n".join(reduction.log) if reduction is not None else "",
+        "collect_env": str(snapshot.environment.get("collect_env", "")),
+        "diff": str(snapshot.source.get("diff") or ""),
+    }
+    return {name: cut(redact_text(text), MAX_TEXT) for name, text in texts.items()}
+
+
+def _redacted(texts: Mapping[str, str]) -> list[tuple[str, int]]:
+    """Where something secret was taken out, and how often."""
+    words = {"output": "output of the repro", "log": "log", "collect_env": "collect_env", "diff": "uncommitted changes"}
+    counts = [(words.get(name, name), text.count(REDACTED)) for name, text in texts.items()]
+    return [(name, count) for name, count in counts if count]
+
+
+def _joined(rows: list[tuple[str, str]]) -> str:
+    return "\n".join(f"{name} {value}" for name, value in rows)
 
 
 def _environment_rows(environment: dict[str, Any]) -> list[tuple[str, str]]:
@@ -84,7 +217,8 @@ def _source_rows(snapshot: Snapshot) -> list[tuple[str, str]]:
     source = snapshot.source
     command = source.get("command") or snapshot.command
     rows: list[tuple[str, Any]] = [("command", " ".join(command) or None)]
-    rows += [(name, source.get(name)) for name in ("file", "commit", "branch", "remote", "dirty")]
+    rows += [(name, source.get(name)) for name in ("file", "commit", "branch", "remote")]
+    rows += [("uncommitted changes", source.get("dirty"))]
     return [(name, redact_text(_plain(value))) for name, value in rows if value is not None]
 
 

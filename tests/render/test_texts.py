@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from reprokit.errors import UsageError
 from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
 from reprokit.render import render_all, render_one, write_test
-from reprokit.render.charts import loss_chart
 from reprokit.render.environment import jinja_environment, template_folder
 from reprokit.render.issue import MAX_CHARACTERS, cut, fence, title, write_issue
 from reprokit.render.outline import outline
@@ -172,69 +170,7 @@ def test_headlines() -> None:
     )
 
 
-# -- report --------------------------------------------------------------------------------------------------------
-
-
-class Checker(HTMLParser):
-    """Collects addresses of other files, and checks that tags are closed."""
-
-    VOID = frozenset({"meta", "line", "polyline", "br"})
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack: list[str] = []
-        self.addresses: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
-        if tag not in self.VOID:
-            self.stack.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag in self.VOID
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.stack.pop() == tag
-
-
-def test_the_report_is_one_file_and_well_formed() -> None:
-    snapshot = attention_step()
-    snapshot.source.update({"command": ["train.py", "--lr", "3e-4"], "commit": "0" * 40, "diff": "+<x>"})
-    reduction = reduced(snapshot)
-    html = write_report(snapshot, reduction_script(reduction), VERIFIED, reduction=reduction)
-    checker = Checker()
-    checker.feed(html)
-    assert checker.stack == [] and checker.addresses == []
-    assert "prefers-color-scheme: dark" in html and 'name="viewport"' in html
-    assert "http" not in html.replace("http-equiv", "")
-    assert "# &lt;b&gt;&amp;" in html and "+&lt;x&gt;" in html
-    for words in (
-        "softmax returns nan",
-        "layers.1.attention",
-        "train.py:31",
-        "failed at step 8",
-        "2 calls before",
-        "1-minimal",
-        "any value fails",
-        "scale of torch.softmax",
-        "<code>x[0] = 0</code> instead of <code>-inf</code>",
-        "<tr><th>cut</th><td>7</td><td>1</td><td>9</td><td>23</td><td>0.25</td></tr>",
-    ):
-        assert words in html
-    assert "Not tried" not in html
-
-
-def test_the_report_says_what_was_not_tried() -> None:
-    snapshot = attention_step()
-    reduction = reduced(snapshot, one_minimal=False, stopped="max-checks", untried=["sizes", "values"])
-    html = write_report(snapshot, reduction_script(reduction), VERIFIED, reduction=reduction)
-    assert "Not tried to the end</dt><dd>sizes, values (ended by max-checks)" in html
-
-
-@pytest.mark.parametrize("case", [square_root_at_zero, half_precision_adam, failing_cholesky, masked_softmax])
-def test_every_kind_of_failure_has_a_report(case: Any) -> None:
-    snapshot = snapshot_of(case(), timeline=[])
-    assert "<h1>" in write_report(snapshot, snapshot_script(snapshot), VERIFIED)
+# -- outline -------------------------------------------------------------------------------------------------------
 
 
 def test_the_outline_measures_around_the_origin() -> None:
@@ -253,14 +189,6 @@ def test_the_outline_measures_around_the_origin() -> None:
     )
     (name, operand), *_ = found.operands
     assert (name, operand.num_inf) == ("masked_fill", 3)
-
-
-def test_the_chart_skips_what_is_not_finite() -> None:
-    losses = [1000.0, 10.0, float("nan"), 1.0, None]
-    chart = loss_chart([{"step": step, "loss": loss} for step, loss in enumerate(losses)], 4)
-    assert chart is not None and chart.is_logarithmic
-    assert len(chart.points) == 3 and chart.failure_x > chart.points[-1][0]
-    assert loss_chart([{"step": 0, "loss": 1.0}], 1) is None
 
 
 # -- everything ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,47 @@
+"""What the report calls the values of a program: parameters by their full names, anything else by the user's variables.
+
+A name is used again once the value before is done with, as in the source, so two values that are alive at the same time
+never share one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+
+from reprokit.program.ir import Call, Program
+from reprokit.render.names import identifier, name_for_input, name_for_output
+from reprokit.shrink.context.variables import variables
+
+_NUMBERED = re.compile(r"_\d+$")
+
+
+def labels(program: Program) -> dict[int, str]:
+    """A name for every value."""
+    last_reads = {value: index for index, call in enumerate(program.calls) for value in call.input_refs()}
+    written = variables(program.calls)
+    found: dict[int, str] = {}
+    busy: dict[str, float] = {}  # until which call a name is taken
+
+    def give(value: int, base: str, index: float, until: float) -> None:
+        numbered = (f"{base}{number}" for number in itertools.count(2))
+        name = next(name for name in itertools.chain([base], numbered) if busy.get(name, -math.inf) <= index)
+        found[value], busy[name] = name, until
+
+    for item in program.inputs:
+        is_state = item.role in ("parameter", "buffer")
+        base = item.name if is_state else _NUMBERED.sub("", name_for_input(item, program))
+        give(item.value, base, -1, math.inf if is_state else last_reads.get(item.value, -1))
+    for index, call in enumerate(program.calls):
+        for value in call.output_refs():
+            if value not in found:
+                give(value, written.get(value) or _noun(call), index, last_reads.get(value, index))
+    return found
+
+
+def _noun(call: Call) -> str:
+    """A word for a result; what an attribute gives is called like the attribute."""
+    if call.name == "__get__":
+        return identifier(call.target.removesuffix(".__get__")) or "view"
+    return name_for_output(call)

@@ -1,0 +1,34 @@
+"""How a reduction went on: calls and elements left after so many checks, read from its log."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from reprokit.shrink.reduction import Reduction
+
+_LINE = re.compile(r"(\d+): .*: (\d+) calls, (\d+) elements$", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What was left after a number of checks."""
+
+    checks: int
+    calls: int
+    elements: int
+
+
+def progress(reduction: Reduction) -> list[Progress]:
+    """From the whole step to the minimum, one for every change of size; empty when nothing was kept."""
+    lines = [match for line in reduction.log if (match := _LINE.match(line))]
+    if not lines:
+        return []
+    before = reduction.before
+    steps = [Progress(0, before["calls"], before["elements"])]
+    for line in lines:
+        if (int(line[2]), int(line[3])) != (steps[-1].calls, steps[-1].elements):
+            steps.append(Progress(int(line[1]), int(line[2]), int(line[3])))
+    return [*steps, Progress(max(reduction.checks, int(lines[-1][1])), steps[-1].calls, steps[-1].elements)]

@@ -1,0 +1,113 @@
+"""The range of a tensor: smallest and largest magnitude, and how many elements are zero, NaN or infinite.
+
+Ranges are all that a report tells of tensors; healthy ones cost two passes over their elements.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from reprokit.locate.ways import local_part
+
+_ONE_BYTE = 1  # formats of one byte have next to no functions of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A tensor in short. ``low`` and ``high`` are the smallest and largest magnitude of its finite elements, and
+    ``least`` is the smallest that is not zero; ``None`` without any."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    low: float | None
+    high: float | None
+    num_nan: int
+    num_inf: int
+    least: float | None = None
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether any element is not finite."""
+        return bool(self.num_nan or self.num_inf)
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the format can hold values that are not finite."""
+        return self.dtype.startswith(("float", "bfloat", "complex"))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The largest finite and the smallest normal number of a format."""
+
+    dtype: str
+    tiny: float
+    largest: float
+
+
+def measure(tensor: torch.Tensor) -> Range:
+    """The range of a tensor."""
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+    magnitudes = _magnitudes(tensor)
+    if magnitudes is None:
+        return Range(dtype, shape, None, None, 0, 0)
+    num_nan = num_inf = 0
+    low, high = _extremes(magnitudes)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        num_nan, num_inf = int(torch.isnan(magnitudes).sum()), int(torch.isinf(magnitudes).sum())
+        magnitudes = magnitudes[torch.isfinite(magnitudes)]
+        if magnitudes.numel() == 0:
+            return Range(dtype, shape, None, None, num_nan, num_inf)
+        low, high = _extremes(magnitudes)
+    least = low if low > 0 else _least(magnitudes)
+    return Range(dtype, shape, low, high, num_nan, num_inf, least)
+
+
+def range_text(found: Range | None) -> str:
+    """A range in a few words: ``float16 4x8, |x| 0.1 to 6.5e+04, 3 nan``."""
+    if found is None:
+        return "not reached"
+    words = [f"{found.dtype} {'x'.join(map(str, found.shape)) or 'scalar'}"]
+    if found.low is not None and found.high is not None:
+        same = found.low == found.high
+        words.append(f"|x| = {found.high:.4g}" if same else f"|x| {found.low:.4g} to {found.high:.4g}")
+    words += [f"{count:,} {name}" for count, name in ((found.num_nan, "nan"), (found.num_inf, "inf")) if count]
+    return ", ".join(words)
+
+
+def limits_of(dtype: str) -> Limits | None:
+    """The limits of a floating-point format by its name; ``None`` for any other."""
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
+        return None
+    numbers = torch.finfo(found)
+    return Limits(dtype, numbers.tiny, numbers.max)
+
+
+def _magnitudes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Absolute values in a format that can be compared, ``None`` where there are none."""
+    plain = local_part(tensor.detach())
+    if plain.is_meta or plain.numel() == 0:
+        return None
+    if plain.is_quantized:
+        plain = plain.dequantize()
+    if plain.layout is not torch.strided:
+        plain = plain.to_dense()
+    if plain.dtype is torch.bool:
+        return plain.byte()
+    if plain.element_size() == _ONE_BYTE and plain.is_floating_point():
+        plain = plain.float()
+    return plain.abs()
+
+
+def _extremes(magnitudes: torch.Tensor) -> tuple[float, float]:
+    low, high = torch.aminmax(magnitudes)
+    return float(low), float(high)
+
+
+def _least(magnitudes: torch.Tensor) -> float | None:
+    positive = magnitudes[magnitudes > 0]
+    return float(positive.min()) if positive.numel() else None

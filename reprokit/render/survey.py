@@ -1,0 +1,143 @@
+"""One observed run of a program: the range of every value, of every gradient, and where the bad tensor is bad.
+
+Only ranges are kept, so the run needs hardly more memory than the program itself. Values are looked at when they are
+written, because a call in place changes them later.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from reprokit.locate.failure import Failure
+from reprokit.program.functions import is_in_place
+from reprokit.program.ir import Call, Program, Ref
+from reprokit.program.run import Tensors, determinism, run
+from reprokit.render.positions import Positions, positions_of
+from reprokit.render.ranges import Range, measure
+
+
+@dataclass
+class Survey:
+    """What the run showed.
+
+    ``written`` holds the range of a value after a call, by (index, value); ``inputs`` the range of what the program was
+    given, when it was first read; ``gradients`` what the backward passes sent to a value. ``operands`` is what the
+    origin read, ``optimizer`` what an optimizer's step had for the parameter it ruined. ``positions`` is about the bad
+    tensor. ``writers`` and ``readers`` list for every value the calls that wrote and read it, in order.
+    """
+
+    program: Program
+    failure: Failure
+    name: str = ""
+    written: dict[tuple[int, int], Range] = field(default_factory=dict)
+    inputs: dict[int, Range] = field(default_factory=dict)
+    gradients: dict[int, Range] = field(default_factory=dict)
+    operands: dict[int, Range] = field(default_factory=dict)
+    optimizer: dict[str, Range] = field(default_factory=dict)
+    positions: Positions | None = None
+    writers: dict[int, list[int]] = field(default_factory=dict)
+    readers: dict[int, list[int]] = field(default_factory=dict)
+
+    def writer(self, value: int, before: int) -> int | None:
+        """The last call before number ``before`` that wrote this value."""
+        return next((index for index in reversed(self.writers.get(value, [])) if index < before), None)
+
+    def range_of(self, value: int, before: int) -> Range | None:
+        """The range of a value when call number ``before`` reads it."""
+        index = self.writer(value, before)
+        return self.written.get((index, value)) if index is not None else self.inputs.get(value)
+
+
+def survey(program: Program, tensors: Tensors, failure: Failure, name: str, settings: Mapping[str, Any]) -> Survey:
+    """Run the program once and measure it; ``name`` is what the bad tensor is called."""
+    found = Survey(program, failure, name)
+    with determinism(settings), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(program, tensors, observer=_Watch(found), keep=frozenset())
+    return found
+
+
+class _Watch:
+    """The observer that fills a survey."""
+
+    def __init__(self, found: Survey) -> None:
+        self._found = found
+        self._inputs = {item.value for item in found.program.inputs if item.role != "rng"}
+        self._states = {item.value for item in found.program.inputs if item.role == "rng"}
+        self._hooked: set[int] = set()
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Measure inputs when they are first read, and what the origin reads."""
+        found = self._found
+        for value in call.input_refs():
+            found.readers.setdefault(value, []).append(index)
+            if value in values and value in self._inputs and value not in found.inputs:
+                found.inputs[value] = measure(values[value])
+                self._hook(value, values[value])
+        if index != found.failure.call_index:
+            return
+        if call.is_optimizer_step:
+            found.optimizer = _of_parameter(call, found.failure.value, values)
+        else:
+            given = (value for value in call.input_refs() if value in values and value not in self._states)
+            found.operands = {value: measure(values[value]) for value in given}
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Measure what a call wrote."""
+        found = self._found
+        for value in written_by(call, found.failure):
+            if value in values:
+                found.written[index, value] = measure(values[value])
+                found.writers.setdefault(value, []).append(index)
+                self._hook(value, values[value])
+        failure = found.failure
+        bad = values.get(failure.value) if failure.value is not None else None
+        if index == failure.call_index and failure.phase != "backward" and bad is not None:
+            found.positions = positions_of(bad, found.name)
+
+    def _hook(self, value: int, tensor: torch.Tensor) -> None:
+        """See the gradients that will come to a tensor."""
+        if tensor.requires_grad and value not in self._hooked:
+            self._hooked.add(value)
+            tensor.register_hook(self._recorder(value))  # type: ignore[no-untyped-call]
+
+    def _recorder(self, value: int) -> Callable[[torch.Tensor], None]:
+        found = self._found
+
+        def record(gradient: torch.Tensor) -> None:
+            known = found.gradients.get(value)
+            if known is not None and known.is_bad:
+                return
+            found.gradients[value] = measure(gradient)
+            if found.failure.phase == "backward" and value == found.failure.value and found.positions is None:
+                found.positions = positions_of(gradient, found.name)
+
+        return record
+
+
+def written_by(call: Call, failure: Failure) -> tuple[int, ...]:
+    """The values that a call writes, of an optimizer's parameters only the one that it ruined."""
+    if call.is_optimizer_step:
+        return (failure.value,) if failure.value in call.input_refs() else ()
+    in_place = call.input_refs()[:1] if is_in_place(call.target) else ()
+    return tuple(dict.fromkeys((*call.output_refs(), *in_place)))
+
+
+def _of_parameter(call: Call, parameter: int | None, values: Mapping[int, torch.Tensor]) -> dict[str, Range]:
+    """The parameter, its gradient and its state, right before an optimizer's step."""
+    kwargs = call.kwargs
+    for params, grads, states in zip(kwargs["params"], kwargs["grads"], kwargs["state"], strict=True):
+        for ref, grad, state in zip(params, grads, states, strict=True):
+            if ref.value != parameter:
+                continue
+            held = values[ref.value]
+            given = values[grad.value] if isinstance(grad, Ref) else held.grad
+            named = {"parameter": held, "gradient": given}
+            named.update({name: values[part.value] for name, part in state.items() if isinstance(part, Ref)})
+            return {name: measure(tensor) for name, tensor in named.items() if tensor is not None}
+    return {}

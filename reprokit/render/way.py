@@ -1,0 +1,215 @@
+"""The way of a bad value: the calls that lead from what the step was given to the origin of the failure.
+
+Going back from the origin, every call is left through the operand that is furthest from ordinary numbers. Of a bad
+gradient there are two ways: that of the values up to the origin, and that of the gradient from the loss back to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from reprokit.locate.failure import EXCEPTION, module_of
+from reprokit.program.ir import Call
+from reprokit.render.outline import call_text
+from reprokit.render.ranges import Range
+from reprokit.render.survey import Survey, written_by
+
+MAX_BEFORE = 16
+WORTH_LEAVING = 2  # so few take hardly more room than the line that says they are missing
+MAX_AFTER = 3
+MAX_CALL = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """One stop of a way: a call or an input, with the range of what it gave; ``None`` where the run did not get."""
+
+    text: str
+    range: Range | None
+    module: str = ""
+    place: str = ""
+    code: str = ""
+    is_origin: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Stops in the order in which they happened; ``num_left_out`` are missing after the first one."""
+
+    title: str
+    about: str
+    stops: tuple[Stop, ...]
+    num_left_out: int = 0
+    num_after: int = 0
+
+    @property
+    def ranges(self) -> list[Range]:
+        """The ranges that are known."""
+        return [stop.range for stop in self.stops if stop.range is not None]
+
+
+def ways(found: Survey, names: Mapping[int, str]) -> list[Way]:
+    """The ways to draw, most telling first; ``names`` is what values are called."""
+    made = [_of_optimizer(found, names), _of_gradient(found, names), _of_values(found, names)]
+    return [way for way in made if way is not None and way.ranges]
+
+
+def _of_values(found: Survey, names: Mapping[int, str]) -> Way | None:
+    """The values from an input of the program to the origin and on."""
+    failure = found.failure
+    origin = failure.call_index if failure.call_index is not None else _first_reader(found)
+    if origin is None or found.program.calls[origin].is_optimizer_step:
+        return None
+    start, path = _path_to(found, origin)
+    is_input_bad = failure.call_index is None
+    first = [Stop(names[start], found.inputs.get(start), is_origin=is_input_bad)] if start is not None else []
+    stops = [_stop(found, index, names, is_origin=index == failure.call_index) for index in path]
+    kept, left_out = _shortened([*first, *stops])
+    after = [] if failure.phase == "backward" or failure.kind == EXCEPTION else list(_spread(found, origin))
+    tail = [_stop(found, index, names) for index in _ends(after)]
+    about = "From the inputs of the step to the origin, going back from each call by its least ordinary operand."
+    return Way("The values", about, (*kept, *tail), left_out, max(0, len(after) - len(tail)))
+
+
+def _of_gradient(found: Survey, names: Mapping[int, str]) -> Way | None:
+    """The gradient from the loss back to the origin."""
+    failure = found.failure
+    if failure.phase != "backward" or failure.call_index is None or failure.kind == EXCEPTION:
+        return None
+    path = _path_of_gradient(found, failure.call_index)
+    stops = [_gradient_stop(found, index, value, names) for index, value in reversed(path)]
+    if failure.value is not None:
+        last = _stop(found, failure.call_index, names, is_origin=True)
+        node = f"{failure.backward_node}: " if failure.backward_node else ""
+        text = f"{node}gradient of {names.get(failure.value, 'its input')}"
+        stops.append(replace(last, text=text, range=found.gradients.get(failure.value)))
+    kept, left_out = _shortened(stops)
+    about = "From the loss back to the call whose derivative is the origin."
+    return Way("The gradient", about, tuple(kept), left_out)
+
+
+def _of_optimizer(found: Survey, names: Mapping[int, str]) -> Way | None:
+    """What the optimizer had for the parameter that it ruined, and the parameter afterwards."""
+    failure = found.failure
+    if not found.optimizer or failure.call_index is None or failure.value is None:
+        return None
+    name = names.get(failure.value, "parameter")
+    words = {"parameter": f"{name} before the step", "gradient": f"gradient of {name}"}
+    stops = [Stop(words.get(part, f"{part} of {name}"), known) for part, known in found.optimizer.items()]
+    after = _stop(found, failure.call_index, names, is_origin=True)
+    after = replace(after, text=f"{name} after the step", range=found.written.get((failure.call_index, failure.value)))
+    about = "What the step was given for this parameter, and what it made of it."
+    return Way("The optimizer step", about, (*stops, after))
+
+
+def _first_reader(found: Survey) -> int | None:
+    value = found.failure.value
+    return next(iter(found.readers.get(value, ())), None) if value is not None else None
+
+
+def _path_to(found: Survey, origin: int) -> tuple[int | None, list[int]]:
+    """The input that the way starts from, ``None`` without any, and the calls on it, the origin last."""
+    if found.failure.call_index is None:
+        return found.failure.value, [origin]
+    path = [origin]
+    while True:
+        index = path[0]
+        operands = [(value, found.range_of(value, index)) for value in found.program.calls[index].input_refs()]
+        known = [(value, seen) for value, seen in operands if seen is not None]
+        if not known:
+            return None, path
+        bad = [pair for pair in known if pair[1].is_bad]
+        computed = [pair for pair in known if _is_computed(found, pair[0], index)]
+        value, _ = max(bad or computed or known, key=lambda pair: _oddness(pair[1]))
+        before = found.writer(value, index)
+        if before is None:
+            return value, path
+        path.insert(0, before)
+
+
+def _is_computed(found: Survey, value: int, before: int) -> bool:
+    """Whether a value was made from others, and not out of nothing, such as by ``torch.zeros``."""
+    index = found.writer(value, before)
+    return index is not None and bool(found.program.calls[index].input_refs())
+
+
+def _oddness(found: Range) -> tuple[bool, bool, float]:
+    """How far from ordinary numbers a range is: not finite, of floats, and decades from 1."""
+    ends = [abs(math.log10(end)) for end in (found.least, found.high) if end]
+    zero = [100.0] if found.high == 0 else []
+    return found.is_bad, found.is_float, max([*ends, *zero], default=0.0)
+
+
+def _path_of_gradient(found: Survey, origin: int) -> list[tuple[int, int]]:
+    """Calls from the origin towards the loss, each with the value whose gradient comes back to it."""
+    path: list[tuple[int, int]] = []
+    index: int | None = origin
+    while index is not None:
+        given = [value for value in found.program.calls[index].output_refs() if value in found.gradients]
+        if not given:
+            break
+        value = max(given, key=lambda value: _oddness(found.gradients[value]))
+        path.append((index, value))
+        index = _next_reader(found, value, index)
+    return path
+
+
+def _next_reader(found: Survey, value: int, after: int) -> int | None:
+    """The call that reads a value and has the least ordinary gradient."""
+    readers = []
+    for index in found.readers.get(value, ()):
+        outputs = found.program.calls[index].output_refs()
+        given = [_oddness(found.gradients[output]) for output in outputs if output in found.gradients]
+        if index > after and value not in outputs and given:
+            readers.append((index, max(given)))
+    return max(readers, key=lambda pair: pair[1])[0] if readers else None
+
+
+def _spread(found: Survey, origin: int) -> Iterator[int]:
+    """The calls behind the origin that passed the bad value on."""
+    bad = {value for value in written_by(found.program.calls[origin], found.failure)}
+    bad.update({found.failure.value} if found.failure.value is not None else ())
+    for index in range(origin + 1, len(found.program.calls)):
+        call = found.program.calls[index]
+        made = [v for v in written_by(call, found.failure) if (r := found.written.get((index, v))) and r.is_bad]
+        if made and not bad.isdisjoint(call.input_refs()):
+            bad.update(made)
+            yield index
+
+
+def _ends(indexes: Sequence[int]) -> list[int]:
+    """The first few and the last."""
+    return list(dict.fromkeys((*indexes[: MAX_AFTER - 1], *indexes[-1:])))
+
+
+def _shortened(stops: list[Stop]) -> tuple[list[Stop], int]:
+    """The first stop and those nearest to the origin, which is the last, and how many are left out between them."""
+    if len(stops) <= MAX_BEFORE + WORTH_LEAVING:
+        return stops, 0
+    left_out = len(stops) - MAX_BEFORE
+    return [stops[0], *stops[1 + left_out :]], left_out
+
+
+def _stop(found: Survey, index: int, names: Mapping[int, str], *, is_origin: bool = False) -> Stop:
+    call = found.program.calls[index]
+    made = [seen for value in written_by(call, found.failure) if (seen := found.written.get((index, value)))]
+    worst = max(made, key=_oddness, default=None)
+    return _placed(Stop(_cut(call_text(call, names)), worst, is_origin=is_origin), call)
+
+
+def _cut(text: str) -> str:
+    """The ends of a text that is too long for a line, such as a call with hundreds of operands."""
+    return text if len(text) <= MAX_CALL else f"{text[: MAX_CALL * 3 // 4]} … {text[-MAX_CALL // 4 :]}"
+
+
+def _gradient_stop(found: Survey, index: int, value: int, names: Mapping[int, str]) -> Stop:
+    call = found.program.calls[index]
+    return _placed(Stop(f"gradient of {names[value]}", found.gradients[value]), call)
+
+
+def _placed(stop: Stop, call: Call) -> Stop:
+    site = call.site
+    place = f"{site.file}:{site.line}" if site is not None else ""
+    return replace(stop, module=module_of(call) or "", place=place, code=site.code.strip() if site is not None else "")

@@ -1,0 +1,383 @@
+"""The report: what it says, what it leaves out, and that it is one well-formed file."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+import torch
+
+from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope
+from reprokit.render.frames import MAX_FRAMES, frames
+from reprokit.render.labels import labels
+from reprokit.render.positions import MAX_COLUMNS, MAX_ROWS, pattern_of, positions_of
+from reprokit.render.progress import Progress, progress
+from reprokit.render.ranges import limits_of, measure, range_text
+from reprokit.render.report import MAX_TEXT, write_report
+from reprokit.render.sources import reduction_script, snapshot_script
+from reprokit.render.survey import Survey, survey
+from reprokit.render.way import MAX_BEFORE, MAX_CALL, Way, ways
+from reprokit.snapshot.format import Snapshot
+from tests.render.programs import (
+    Case,
+    failing_cholesky,
+    half_precision_adam,
+    masked_softmax,
+    snapshot_of,
+    square_root_at_zero,
+)
+from tests.render.test_texts import VERIFIED, attention_step, reduced
+
+NAN, INF = float("nan"), float("inf")
+CASES = [square_root_at_zero, half_precision_adam, failing_cholesky, masked_softmax]
+
+
+def surveyed(snapshot: Snapshot) -> Survey:
+    return survey(snapshot.program, snapshot.tensors, snapshot.failure, "x", snapshot.settings)
+
+
+def ways_of(snapshot: Snapshot) -> list[Way]:
+    return ways(surveyed(snapshot), labels(snapshot.program))
+
+
+def report(snapshot: Snapshot, **fields: Any) -> str:
+    """The report of a snapshot and its reduction."""
+    reduction = reduced(snapshot, **fields)
+    return write_report(snapshot, reduction_script(reduction), VERIFIED, reduction=reduction)
+
+
+def chain(length: int, call: str = "torch.nn.functional.relu") -> Case:
+    """Calls one after the other, each in a module of its own, and a logarithm of a negative number at the end."""
+    calls = [
+        Call(call, (Ref(number),), {}, Ref(number + 1), (Scope("", "Net"), Scope(f"layers.{number}", "Layer")))
+        for number in range(length)
+    ]
+    calls.append(Call("torch.log", (Ref(length),), {}, Ref(length + 1)))
+    program = Program(tuple(calls), (Input(0, "x"),), (Ref(length + 1),))
+    return program, {0: torch.tensor([-1.0, 2.0])}
+
+
+class Checker(HTMLParser):
+    """Collects addresses and ids, and checks that tags are closed."""
+
+    VOID = frozenset({"meta", "line", "path", "circle", "rect", "br"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.stack: list[str] = []
+        self.addresses: list[str] = []
+        self.ids: list[str] = []
+        self.feed(html)
+        assert self.stack == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+        if tag not in self.VOID or (tag == "line" and self.get_starttag_text()[-2:] != "/>"):
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in self.VOID
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.stack.pop() == tag
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_is_one_file_and_well_formed() -> None:
+    snapshot = attention_step()
+    snapshot.source.update({"command": ["train.py", "--lr", "3e-4"], "commit": "0" * 40, "diff": "+<x>"})
+    html = report(snapshot)
+    checker = Checker(html)
+    assert checker.addresses and all(address.startswith("#") for address in checker.addresses)
+    assert {address[1:] for address in checker.addresses} <= set(checker.ids)
+    assert len(checker.ids) == len(set(checker.ids))
+    assert "prefers-color-scheme: dark" in html and 'name="viewport"' in html
+    assert "http" not in html.replace("http-equiv", "")
+    assert "# &lt;b&gt;&amp;" in html and "+&lt;x&gt;" in html
+    for words in (
+        "softmax returns nan",
+        "layers.1.attention",
+        "train.py:31",
+        "The dashed line marks step 8, which failed.",
+        "1-minimal",
+        "any value fails",
+        "scale of torch.softmax",
+        "<code>x[0] = 0</code> instead of <code>-inf</code>",
+        "<tr><th>cut</th><td>7</td><td>1</td><td>9</td><td>23</td><td>0.25</td></tr>",
+    ):
+        assert words in html
+    assert "Not tried" not in html
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_kind_of_failure_has_a_report(case: Any) -> None:
+    snapshot = snapshot_of(case(), timeline=[])
+    html = write_report(snapshot, snapshot_script(snapshot), VERIFIED)
+    Checker(html)
+    assert "The way of the bad value" in html and "it was not reduced" in html
+    assert ">Before the failure<" not in html and ">Reduction<" not in html
+
+
+def test_the_code_begins_with_its_first_line() -> None:
+    snapshot = attention_step()
+    script = reduction_script(reduced(snapshot))
+    html = write_report(snapshot, replace(script, text=f"\n{script.text}"), VERIFIED)
+    assert re.search(r'<code id="repro">#', html)
+
+
+def test_the_paragraph_tells_what_happened() -> None:
+    html = report(attention_step())
+    (story,) = re.findall(r'<p class="story">(.*?)</p>', html, re.DOTALL)
+    text = re.sub(r"<[^>]+>", "", story)
+    assert text.startswith(
+        "It happened at step 8 of the training run, in the forward pass, in module layers.1.attention."
+    )
+    assert "Of 10 torch calls on 8 input elements, 1 on 1 is enough to show it. It failed 20 of 20 runs" in text
+
+
+def test_the_report_says_what_was_not_tried() -> None:
+    html = report(attention_step(), one_minimal=False, stopped="max-checks", untried=["sizes", "values"])
+    assert "Not tried to the end</dt><dd>sizes, values (ended by max-checks)" in html
+
+
+def test_the_report_says_what_was_redacted() -> None:
+    snapshot = attention_step()
+    assert "none were found" in report(snapshot)
+    snapshot.source.update({"command": ["train.py", "--api-key", "a1B2" * 8], "diff": "+password = 'hunter22'"})
+    html = report(snapshot)
+    assert "a1B2" not in html and "hunter22" not in html
+    assert "stands in place of one 1 time in the uncommitted changes, 1 time in the source" in html
+
+
+def test_no_contents_of_tensors_are_shown() -> None:
+    program, tensors = chain(2)
+    tensors[0] = torch.tensor([-1.0, 0.123456789, 5.0])
+    snapshot = snapshot_of((program, tensors))
+    html = write_report(snapshot, reduction_script(reduced(snapshot)), VERIFIED)
+    assert "0.1234" not in html
+
+
+def test_long_texts_are_cut_where_it_shows() -> None:
+    snapshot = attention_step()
+    snapshot.environment["collect_env"] = "word " * 100_000
+    snapshot.source.update({"commit": "0" * 40, "diff": "+line\n" * 100_000})
+    html = report(snapshot, log=["1: a change: 2 calls, 3 elements"] * 50_000)
+    assert html.count("... cut here") == 3 and len(html) < 4 * MAX_TEXT
+
+
+def test_a_long_step_stays_a_small_file() -> None:
+    snapshot = snapshot_of(chain(2000, "torch.neg"))
+    html = write_report(snapshot, reduction_script(reduced(snapshot)), VERIFIED)
+    assert len(html) < 300_000
+    assert f"{2002 - MAX_BEFORE} calls on this way not shown" in html
+    assert "further modules are not shown" in html
+
+
+def test_what_if_and_diagnosis_appear_when_they_are_there() -> None:
+    fix = {
+        "id": "fill",
+        "text": ["fill with the lowest number"],
+        "code": "x.masked_fill(mask, -1e4)  # <b>",
+        "where": ["net.py:3"],
+        "helped": True,
+        "outcome": "loss 2.31",
+    }
+    found = {
+        "id": "masked",
+        "title": "A fully masked row",
+        "mechanism": "Nothing is left.",
+        "evidence": ["2 of 2 rows"],
+        "confidence": "certain",
+        "advice": "Keep one.",
+        "links": ["https://example.org/1", "javascript:alert(1)"],
+        "fix": fix,
+        "tried": [{**fix, "helped": False, "outcome": "still nan"}],
+        "also": [],
+        "note": None,
+    }
+    row = {"variant": "fp64", "name": "`float64`", "answer": "passes", "detail": "", "seconds": 1e-3}
+    html = report(attention_step(), diagnosis=found, whatif={"tables": {"minimum": [row]}})
+    assert '<h2 id="diagnosis">' in html and "loss 2.31" in html and "Did not help" in html
+    assert '<td class="answer passes">passes</td><td>1 ms</td>' in html
+    assert "javascript:" not in html and 'href="https://example.org/1"' in html
+    assert "# &lt;b&gt;" in html
+    Checker(html)
+    plain = report(attention_step())
+    assert 'id="diagnosis"' not in plain and 'id="whatif"' not in plain
+
+
+# -- the run behind it -----------------------------------------------------------------------------------------------
+
+
+def test_ranges() -> None:
+    found = measure(torch.tensor([0.0, -2.0, 0.5, NAN, INF, -INF]))
+    assert (found.low, found.least, found.high, found.num_nan, found.num_inf) == (0.0, 0.5, 2.0, 1, 2)
+    assert range_text(found) == "float32 6, |x| 0 to 2, 1 nan, 2 inf"
+    assert measure(torch.full((3,), NAN)).high is None
+    assert measure(torch.zeros(2)).least is None
+    assert measure(torch.tensor([True])).high == 1.0
+    assert measure(torch.tensor([3 + 4j])).high == 5.0
+    assert measure(torch.zeros(0)).high is None
+    assert measure(torch.tensor([448.0]).to(torch.float8_e4m3fn)).high == 448.0
+    assert measure(torch.eye(2).to_sparse()).high == 1.0
+    limits = limits_of("float16")
+    assert limits is not None and limits.largest == 65504.0 and limits_of("int64") is None
+
+
+def test_the_way_leads_from_the_input_through_the_mask_to_the_loss() -> None:
+    snapshot = attention_step()
+    (way,) = ways_of(snapshot)
+    texts = [stop.text for stop in way.stops]
+    assert texts[0] == "x" and texts[-3:-1] == [
+        'masked_fill = total.masked_fill(mask, float("-inf"))',
+        "p = F.softmax(masked_fill, dim=-1)",
+    ]
+    assert [stop.text for stop in way.stops if stop.is_origin] == ["p = F.softmax(masked_fill, dim=-1)"]
+    last = way.stops[-1].range
+    assert last is not None and last.num_nan == 1 and way.num_left_out == 0
+
+
+def test_the_way_of_a_gradient_ends_at_the_derivative() -> None:
+    gradient, values = ways_of(snapshot_of(square_root_at_zero()))
+    assert [stop.text for stop in gradient.stops] == ["gradient of sqrt", "SqrtBackward0: gradient of distance"]
+    assert [stop.range.num_inf for stop in gradient.stops if stop.range] == [0, 1]
+    assert values.stops[0].text == "distance" and values.stops[-1].is_origin
+
+
+def test_the_way_of_a_parameter_is_what_the_optimizer_had() -> None:
+    (way,) = ways_of(snapshot_of(half_precision_adam()))
+    assert [stop.text for stop in way.stops] == [
+        "fc.weight before the step",
+        "gradient of fc.weight",
+        "fc.weight after the step",
+    ]
+    assert way.stops[1].range is not None and way.stops[1].range.high == 0.0
+    assert way.stops[-1].is_origin and way.stops[-1].range is not None and way.stops[-1].range.is_bad
+
+
+def test_a_call_that_raises_has_a_way_to_it() -> None:
+    (way,) = ways_of(snapshot_of(failing_cholesky()))
+    assert isinstance(way, Way) and way.stops[-1].is_origin and way.stops[-1].range is None
+    assert way.stops[0].range is not None and way.stops[0].range.high == 1.0
+
+
+def test_an_input_that_is_bad_is_the_origin_itself() -> None:
+    calls = (Call("torch.neg", (Ref(0),), {}, Ref(1)), Call("torch.neg", (Ref(1),), {}, Ref(2)))
+    snapshot = snapshot_of((Program(calls, (Input(0, "batch_x"),), (Ref(2),)), {0: torch.tensor([NAN])}))
+    assert snapshot.failure.call is None
+    (way,) = ways_of(snapshot)
+    assert way.stops[0].is_origin and way.stops[0].text == "batch_x"
+    assert [stop.is_origin for stop in way.stops[1:]] == [False, False]
+
+
+def test_frames_hold_weights_inputs_and_outputs() -> None:
+    outer, inner = Scope("", "Net"), Scope("fc", "Linear")
+    calls = (
+        Call("torch.Tensor.mul", (Ref(0), 2.0), {}, Ref(10), (outer,)),
+        Call("torch.nn.functional.linear", (Ref(10), Ref(1)), {}, Ref(11), (outer, inner)),
+        Call("torch.log", (Ref(11),), {}, Ref(12), (outer,)),
+    )
+    inputs = (Input(0, "x"), Input(1, "fc.weight", "parameter", True))
+    tensors = {0: torch.tensor([[1.0]]), 1: torch.tensor([[-3.0]])}
+    made, left_out = frames(surveyed(snapshot_of((Program(calls, inputs, (Ref(12),)), tensors))))
+    assert left_out == 0
+    assert [(frame.module, frame.cls, frame.is_origin) for frame in made] == [
+        ("fc", "Linear", False),
+        ("<Net>", "Net", True),
+    ]
+    linear, net = ([span and (span.low, span.worst) for span in frame.spans] for frame in made)
+    assert linear == [(3.0, 3.0), (2.0, 2.0), (6.0, 6.0)]
+    assert net[:2] == [None, (1.0, 1.0)] and net[2] is not None and json.dumps(net[2][1]) == "NaN"
+
+
+def test_frames_are_cut_around_the_origin() -> None:
+    made, left_out = frames(surveyed(snapshot_of(chain(MAX_FRAMES + 50, "torch.neg"))))
+    assert len(made) == MAX_FRAMES and left_out == 51
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ([[True, True], [True, True]], "Every element is bad."),
+        ([[False, True], [False, False]], "A single element is bad, at [0, 1]."),
+        ([[True, True], [False, False]], "Exactly what lies at index 0 of dimension 0 is bad, and all of it."),
+        ([[False, True], [False, True]], "Exactly what lies at index 1 of dimension 1 is bad, and all of it."),
+        ([[True, True, False], [False, False, False]], "All bad elements lie at index 0 of dimension 0."),
+        ([[True, False], [False, True]], "2 of 4 elements are bad, spread over every dimension."),
+        ([True, False, True], "2 of 3 elements are bad, spread over every dimension."),
+        (True, "It is a single number."),
+    ],
+)
+def test_patterns(bad: Any, words: str) -> None:
+    assert pattern_of(torch.tensor(bad)) == words
+
+
+def test_positions_are_condensed_without_losing_any() -> None:
+    tensor = torch.zeros(100, 3, 1000)
+    tensor[99, 2, 999], tensor[0, 0, 0] = NAN, -INF
+    found = positions_of(tensor, "x")
+    assert found is not None and found.is_condensed and found.size == (300, 1000)
+    assert (len(found.cells), len(found.cells[0])) == (MAX_ROWS, MAX_COLUMNS)
+    assert found.cells[-1][-1] == "nan" and found.cells[0][0] == "-inf"
+    assert sum(bool(cell) for row in found.cells for cell in row) == 2
+    assert positions_of(torch.zeros(3), "x") is None and positions_of(torch.tensor([1]), "x") is None
+
+
+def test_progress_is_read_from_the_log() -> None:
+    log = [
+        "1: cut: 3 calls, 20 elements",
+        "4: sizes: to 1: 3 calls, 2 elements",
+        "5: values: 3 calls, 2 elements",
+        "a remark",
+    ]
+    found = progress(reduced(attention_step(), log=log, before={"calls": 9, "elements": 99}, checks=11))
+    assert found == [Progress(0, 9, 99), Progress(1, 3, 20), Progress(4, 3, 2), Progress(11, 3, 2)]
+    assert progress(reduced(attention_step(), log=[])) == []
+
+
+def test_names_are_used_again_when_the_value_before_is_done_with() -> None:
+    calls = (
+        Call("torch.exp", (Ref(0),), {}, Ref(1)),
+        Call("torch.exp", (Ref(1),), {}, Ref(2)),
+        Call("torch.exp", (Ref(0),), {}, Ref(3)),
+        Call("torch.add", (Ref(2), Ref(3)), {}, Ref(4)),
+        Call("torch.Tensor.grad.__get__", (Ref(5),), {}, Ref(6)),
+    )
+    program = Program(calls, (Input(0, "input_1"), Input(5, "fc.weight", "parameter")))
+    assert labels(program) == {0: "x", 5: "fc.weight", 1: "exp", 2: "exp", 3: "exp2", 4: "total", 6: "grad"}
+
+
+def test_a_long_way_keeps_its_beginning_and_its_end() -> None:
+    (values,) = ways_of(snapshot_of(chain(60, "torch.neg")))
+    assert len(values.stops) == MAX_BEFORE and values.num_left_out == 62 - MAX_BEFORE
+    assert values.stops[0].text == "x" and values.stops[-1].is_origin
+
+
+def test_a_call_with_very_many_operands_is_cut() -> None:
+    inputs = tuple(Input(number, "x") for number in range(300))
+    call = Call("torch.stack", ([Ref(number) for number in range(300)],), {}, Ref(300))
+    log = Call("torch.log", (Ref(300),), {}, Ref(301))
+    program = Program((call, log), inputs, (Ref(301),))
+    snapshot = snapshot_of((program, {number: -torch.ones(1) for number in range(300)}))
+    (way,) = ways_of(snapshot)
+    assert max(len(stop.text) for stop in way.stops) <= MAX_CALL + 3
+
+
+def test_a_way_leaves_out_only_what_is_worth_it() -> None:
+    (values,) = ways_of(snapshot_of(chain(MAX_BEFORE, "torch.neg")))
+    assert len(values.stops) == MAX_BEFORE + 2 and values.num_left_out == 0
+
+
+def test_states_of_generators_are_no_operands() -> None:
+    call = Call("torch.rand_like", (Ref(0),), {}, Ref(2), mode=Mode(rng=Ref(1)))
+    log = Call("torch.log", (Ref(0),), {}, Ref(3), mode=Mode(rng=Ref(1)))
+    program = Program((call, log), (Input(0, "x"), Input(1, "rng", "rng")), (Ref(3),))
+    found = surveyed(snapshot_of((program, {0: -torch.ones(1), 1: torch.get_rng_state()})))
+    assert list(found.operands) == [0]

@@ -1,0 +1,189 @@
+"""The report in a real browser: no errors, no requests, copying, sorting, both themes, and a phone's width."""
+
+from __future__ import annotations
+
+import html as entities
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
+from reprokit.render.report import write_report
+from reprokit.render.sources import reduction_script
+from tests.render.programs import snapshot_of
+from tests.render.test_texts import VERIFIED, attention_step, reduced
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+
+_FINISH = """
+function finish(answer) {
+  const out = document.createElement("pre");
+  out.id = "answer";
+  out.textContent = JSON.stringify(answer);
+  document.body.append(out);
+}
+"""
+
+
+def big_report() -> str:
+    """A report with every section and with long words."""
+    scope = (
+        Scope("", "Net"),
+        Scope("a_module_with_a_very_long_name.another_one.and_another_one_in_there", "Attention"),
+    )
+    site = Site(
+        "a/rather/long/path/to/a/file/of/the/users/own/train_the_network.py", 31, "y = torch.log(" + "x" * 90 + ")"
+    )
+    calls = [Call("torch.neg", (Ref(n),), {}, Ref(n + 1), scope, site) for n in range(30)]
+    calls.append(Call("torch.log", (Ref(30),), {}, Ref(31), scope, site))
+    weight = Input(0, "encoder.weight", "parameter", True)
+    case = (Program(tuple(calls), (weight,), (Ref(31),)), {0: -torch.ones(5, 200)})
+    snapshot = snapshot_of(case)
+    snapshot.source.update({"command": ["train.py", "--data=" + "x" * 200], "diff": "+" + "y" * 500})
+    snapshot.environment.update({"collect_env": "z" * 500, "variables": {"OMP_NUM_THREADS": "1" * 200}})
+    row = {"variant": "fp64", "name": "`float64`", "answer": "other", "detail": "raises " + "w" * 200, "seconds": 1e-3}
+    log = ["1: cut: 3 calls, 20 elements", "4: sizes: to 1: 1 calls, 1 elements"]
+    reduction = reduced(snapshot, log=log, whatif={"tables": {"minimum": [row], "context": [row]}})
+    return write_report(snapshot, reduction_script(reduction), VERIFIED, reduction=reduction)
+
+
+def small_report() -> str:
+    snapshot = attention_step()
+    reduction = reduced(snapshot)
+    return write_report(snapshot, reduction_script(reduction), VERIFIED, reduction=reduction)
+
+
+def browse(page: Path, *options: str, width: int = 1000) -> subprocess.CompletedProcess[str]:
+    """The page as the browser sees it after its scripts have run."""
+    command = [
+        *(str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"),
+        *("--virtual-time-budget=2000", f"--window-size={width},900", f"--user-data-dir={page.parent / 'profile'}"),
+        *options,
+        page.as_uri(),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def ask(folder: Path, html: str, script: str, *options: str) -> Any:
+    """What a script in the page answers by calling ``finish``."""
+    page = folder / "report.html"
+    page.write_text(html.replace("</html>", f"<script>{_FINISH}{script}</script></html>"), encoding="utf-8")
+    done = browse(page, *options)
+    match = re.search(r'<pre id="answer">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert match is not None, done.stderr[-2000:]
+    return json.loads(entities.unescape(match[1]))
+
+
+def console(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+
+
+@pytest.mark.parametrize("make", [small_report, big_report])
+def test_it_opens_without_a_word_on_the_console(make: Any, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(make(), encoding="utf-8")
+    done = browse(page)
+    assert "</html>" in done.stdout
+    assert console(done) == []
+
+
+def test_errors_would_be_seen(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(small_report().replace("</html>", "<script>missing()</script></html>"), encoding="utf-8")
+    assert any("missing is not defined" in line for line in console(browse(page)))
+
+
+def test_it_asks_for_nothing(tmp_path: Path) -> None:
+    script = 'finish(performance.getEntriesByType("resource").map((entry) => entry.name));'
+    assert ask(tmp_path, big_report(), script) == []
+
+
+def test_it_could_not_ask_for_anything(tmp_path: Path) -> None:
+    picture = '<img src="other.svg" alt="">'
+    page = tmp_path / "report.html"
+    page.write_text(small_report().replace("</main>", f"{picture}</main>"), encoding="utf-8")
+    assert any("Content Security Policy" in line for line in console(browse(page)))
+
+
+_PRESS = """
+const copied = [];
+const write = async (text) => { if (%s) throw new Error("refused"); copied.push(text); };
+Object.defineProperty(navigator, "clipboard", { value: { writeText: write } });
+document.execCommand = () => %s;
+const button = document.querySelector("button[data-copy]");
+button.click();
+setTimeout(() => finish({
+  copied, label: button.textContent, selected: getSelection().toString(),
+  text: document.getElementById("repro").textContent,
+}), 100);
+"""
+
+
+def test_the_button_copies_the_repro(tmp_path: Path) -> None:
+    answer = ask(tmp_path, small_report(), _PRESS % ("false", "true"))
+    assert answer["copied"] == [answer["text"]] and answer["label"] == "Copied"
+    compile(answer["text"], "repro.py", "exec")
+    assert "F.softmax(x, dim=0)" in answer["text"] and answer["selected"] == ""
+
+
+@pytest.mark.parametrize(("allowed", "label"), [("true", "Copied"), ("false", "Selected, now press Ctrl+C")])
+def test_a_refused_clipboard_selects_the_repro(allowed: str, label: str, tmp_path: Path) -> None:
+    answer = ask(tmp_path, small_report(), _PRESS % ("true", allowed))
+    assert answer["copied"] == [] and answer["label"] == label
+    assert answer["selected"].strip() == answer["text"].strip()
+
+
+def test_modules_are_sorted_by_a_heading(tmp_path: Path) -> None:
+    script = """
+    const table = document.querySelector("table.sortable");
+    const column = (index) => Array.from(table.tBodies[0].rows, (row) => row.cells[index].textContent);
+    const heading = (index) => table.tHead.rows[0].cells[index].querySelector("button");
+    const press = (index) => { heading(index).click(); return column(index); };
+    finish({ names: press(1), back: press(1), numbers: press(0), sort: table.tHead.rows[0].cells[0].ariaSort });
+    """
+    answer = ask(tmp_path, small_report(), script)
+    assert len(answer["names"]) == 2
+    assert answer["names"] == sorted(answer["names"]) and answer["back"] == answer["names"][::-1]
+    assert answer["numbers"] == ["0", "1"] and answer["sort"] == "ascending"
+
+
+_COLOURS = """
+const seen = () => [getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color];
+const first = seen();
+document.getElementById("theme").click();
+finish([first, seen()]);
+"""
+
+
+def _lightness(colour: str) -> float:
+    return sum(map(int, re.findall(r"\d+", colour)[:3])) / (3 * 255)
+
+
+def test_both_themes(tmp_path: Path) -> None:
+    html = small_report()
+    light, dark = ask(tmp_path, html.replace('<html lang="en">', '<html lang="en" data-theme="light">'), _COLOURS)
+    assert _lightness(light[0]) > 0.9 and _lightness(light[1]) < 0.2
+    assert _lightness(dark[0]) < 0.2 and _lightness(dark[1]) > 0.8
+
+
+def test_nothing_is_wider_than_a_phone(tmp_path: Path) -> None:
+    script = """
+    const frame = document.createElement("iframe");
+    frame.width = 380;
+    frame.srcdoc = document.getElementById("inner").textContent;
+    frame.onload = () => {
+      const page = frame.contentDocument.documentElement;
+      finish({ inside: page.scrollWidth, room: frame.contentWindow.innerWidth });
+    };
+    document.body.append(frame);
+    """
+    outer = f'<html><body><textarea id="inner">{entities.escape(big_report())}</textarea></body></html>'
+    answer = ask(tmp_path, outer, script)
+    assert answer["room"] == 380 and answer["inside"] <= 380
