@@ -35,7 +35,7 @@ def test_numbers_on_an_axis(value: float, text: str) -> None:
     assert tick_text(value) == text
 
 
-@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6), st.integers(2, 8))
+@given(st.floats(-1e6, 1e6), st.floats(1e-3, 1e6), st.integers(2, 8))
 def test_linear_ticks_are_few_inside_and_evenly_spaced(low: float, span: float, count: int) -> None:
     high = low + span
     ticks = linear_ticks(low, high, count)
