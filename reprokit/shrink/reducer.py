@@ -215,7 +215,7 @@ class _Run:
 
     def _needed(self, whole: Candidate) -> Candidate:
         """The calls that the failure depends on, if they show it without the rest of the step."""
-        sliced = slice_to(whole, self.failure) if self.check.is_settled else None
+        sliced = slice_to(whole, self.failure) if self.check.is_settled and self.level != "step" else None
         if sliced is None:
             return whole
         limits = self.isolation.limits
@@ -300,14 +300,19 @@ class _Run:
         self.isolation.change(Task.of(Guarded(RepeatedCheck(self.check, rule)), self.snapshot.settings))
 
     def _what_matters(self, candidate: Candidate, *, is_flaky: bool) -> list[str]:
-        """Sentences about settings of torch that decide whether it fails; none for what may crash this process."""
-        if self.observe is not None or self.isolation.is_wary:
+        """Sentences about settings of torch that decide whether it fails."""
+        if self.observe is not None:
             return []
+        isolation, task = self.isolation, self.isolation.task
 
         def observe(settings: Mapping[str, Any]) -> Failure | None:
-            return Task.of(Guarded(self.check), settings)(candidate)
+            isolation.change(Task.of(Guarded(self.check), settings))
+            return isolation.report(candidate).value()
 
-        return rates.settings_that_matter(observe, self.check, candidate, self.snapshot.settings, is_flaky=is_flaky)
+        try:
+            return rates.settings_that_matter(observe, self.check, candidate, self.snapshot.settings, is_flaky=is_flaky)
+        finally:
+            isolation.change(task)
 
     def _confirm(self, problem: Problem) -> None:
         """Run a flaky result again; where chance had a hand, go back to the last step that holds."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,9 +137,9 @@ EXCEPTIONS: list[tuple[Callable[..., Any], dict[str, torch.Tensor], int, str, tu
     (
         changed_in_place,
         {"x": seeded(5, 8), "w": seeded(8, 8, grad=True)},
-        4,
+        3,
         "modified by an inplace operation",
-        (".add_(1.0)", ".add(1.0)"),
+        ("hidden += 1.0", "hidden = hidden + 1.0"),
     ),
     (
         twice_backward,
@@ -147,7 +148,7 @@ EXCEPTIONS: list[tuple[Callable[..., Any], dict[str, torch.Tensor], int, str, tu
         "Trying to backward through the graph a second time",
         ("product.backward()\nproduct", "product.backward(retain_graph=True)\nproduct"),
     ),
-    (out_of_range, {"x": seeded(10, 3), "i": torch.arange(9)}, 1, "index out of range in self", ("[11]", "[0]")),
+    (out_of_range, {"x": seeded(10, 3), "i": torch.arange(9)}, 1, "index out of range in self", ("[17]", "[0]")),
     (two_dtypes, {"x": seeded(4, 3), "w": seeded(5, 3)}, 1, "same dtype", (", dtype=torch.float16", "")),
     (
         after_a_nan,
@@ -593,5 +594,7 @@ def bytes_without_times(path: Path) -> bytes:
     reduction.seconds = 0.0
     for row in reduction.passes:
         row["seconds"] = 0.0
+    if reduction.context is not None:
+        reduction.context = replace(reduction.context, seconds=0.0)
     reduction.save(path)
     return path.read_bytes()
