@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprokit.capture.options import ON, After, Watch
+from reprokit.capture.words import growth, place_line
 from reprokit.errors import UsageError
 
 if TYPE_CHECKING:
     from reprokit.capture.session import Session
+
+_TOLD = ("loss", "gradient norm")
 
 
 @contextlib.contextmanager
@@ -89,10 +92,15 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path) -> list[s
         what = f"{failure['kind']} that was already in `{failure['input']}`"
     else:
         what = f"{failure['kind']} from `{failure['call']}`"
-    said = f"captured {what} at step {failure['step']} -> {shown}"
-    if not can_be_shrunk(result):
-        return [said, f"next: {shlex.join(['reprokit', 'show', shown])}"]
-    return [said, f"next: {shlex.join(['reprokit', 'shrink', shown])}"]
+    place = place_line(result)
+    told = [f"  {place}"] if place is not None else []
+    told += [f"  {name}  {numbers}" for name, numbers in growth(result["timeline"]) if name in _TOLD]
+    command = "shrink" if can_be_shrunk(result) else "show"
+    return [
+        f"captured {what} at step {failure['step']} -> {shown}",
+        *told,
+        f"next: {shlex.join(['reprokit', command, shown])}",
+    ]
 
 
 def can_be_shrunk(result: Mapping[str, Any]) -> bool:

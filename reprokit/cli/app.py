@@ -11,7 +11,7 @@ from typing import Protocol
 import click
 
 import reprokit
-from reprokit.cli import capture, demo, render, show, shrink, verify
+from reprokit.cli import capture, demo, render, show, shrink, verify, whatif
 from reprokit.cli.console import say, say_error
 from reprokit.cli.settings import read_settings
 from reprokit.errors import Interrupted, ReprokitError, UsageError
@@ -40,8 +40,8 @@ def app() -> None:
     """From a training script that fails to the smallest standalone program that fails the same way."""
 
 
-for _command in (capture.command, show.command, shrink.command, verify.command, render.command, demo.command):
-    app.add_command(_command)
+for _module in (capture, show, shrink, whatif, verify, render, demo):
+    app.add_command(_module.command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from reprokit.capture.block import can_be_shrunk
+from reprokit.capture.words import growth
 from reprokit.cli.console import Verbosity, common_options, print_json, shown_command
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from reprokit.snapshot.format import Snapshot
+
+
+_MARGIN = 5  # the mark, and the gaps between columns
+_LEAST_ROOM = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +35,13 @@ class Show:
         """Print the summary."""
         from reprokit.snapshot.format import load
 
-        summary = load(self.snapshot).summary()
+        snapshot = load(self.snapshot)
+        summary = snapshot.summary()
         if self.json:
             print_json(summary)
         else:
             command = ("reprokit", "shrink", str(self.snapshot)) if can_be_shrunk(summary) else ()
-            print_summary(summary, next_command=shown_command(*command))
+            print_screen(snapshot, summary, next_command=shown_command(*command))
             if self.verbosity is Verbosity.VERBOSE:
                 print_environment(summary["environment"])
         return 0
@@ -44,24 +55,73 @@ def command(snapshot: Path, verbosity: str | None, json: bool) -> Show:
     return Show(snapshot, json, Verbosity(verbosity or "normal"))
 
 
-def print_summary(summary: dict[str, Any], next_command: str) -> None:
-    """The summary of a snapshot as a table of names and values on stderr."""
+def print_screen(snapshot: Snapshot, summary: dict[str, Any], next_command: str) -> None:
+    """One screen on stderr: the failure, its line, the calls that led to it, and what surrounded the step."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     console = Console(stderr=True, highlight=False)
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in _rows(summary):
-        table.add_row(name, Text(value))
     console.print(Text(_headline(summary["failure"]), style="bold"))
-    console.print()
-    console.print(table)
+    for section in (_source(snapshot), _steps(snapshot, console.width), _facts(summary)):
+        if section is not None:
+            console.print()
+            console.print(section)
     if next_command:
         console.print()
         console.print(Text(f"next: {next_command}"), soft_wrap=True)
+
+
+def _grid(*options: dict[str, Any]) -> Table:
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    for option in options:
+        grid.add_column(**option)
+    return grid
+
+
+def _source(snapshot: Snapshot) -> Table | None:
+    """The origin's line among its neighbours, marked."""
+    from rich.text import Text
+
+    from reprokit.render.screen import source_lines
+
+    lines = source_lines(snapshot)
+    if not lines:
+        return None
+    grid = _grid({}, {"justify": "right", "style": "dim", "no_wrap": True}, {"no_wrap": True, "overflow": "ellipsis"})
+    for line in lines:
+        style = "bold" if line.is_origin else ""
+        grid.add_row(">" if line.is_origin else "", str(line.number), Text(line.code, style=style))
+    return grid
+
+
+def _steps(snapshot: Snapshot, width: int) -> Table | None:
+    """The calls up to the origin with the ranges of their results, which are more worth their room than long calls."""
+    from rich.text import Text
+
+    from reprokit.render.screen import steps
+
+    found = steps(snapshot)
+    if not found:
+        return None
+    room = width - max(len(step.range) for step in found) - _MARGIN
+    text: dict[str, Any] = {"no_wrap": True, "overflow": "ellipsis", "max_width": max(_LEAST_ROOM, room)}
+    grid = _grid({}, text, {"overflow": "fold"})
+    for step in found:
+        style = "bold" if step.is_origin else ""
+        grid.add_row(">" if step.is_origin else "", Text(step.text, style=style), Text(step.range))
+    return grid
+
+
+def _facts(summary: dict[str, Any]) -> Table:
+    """Names and values."""
+    from rich.text import Text
+
+    grid = _grid({"style": "dim", "no_wrap": True}, {"overflow": "fold"})
+    for name, value in _rows(summary):
+        grid.add_row(name, Text(value))
+    return grid
 
 
 def print_environment(environment: dict[str, Any]) -> None:
@@ -81,13 +141,13 @@ def _headline(failure: dict[str, Any]) -> str:
 
 def _rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
     failure = summary["failure"]
-    yield "call", failure["call"] or _without_call(failure)
+    if failure["call"] is None:
+        yield "call", _without_call(failure)
     if failure["backward_node"]:
         yield "autograd node", failure["backward_node"]
     yield "module", failure["module"] or "the training loop itself"
     if failure["site"]:
         yield "line", f"{failure['site']['file']}:{failure['site']['line']}"
-        yield "", failure["site"]["code"]
     if failure["exception"]:
         yield "exception", f"{failure['exception']['type']}: {failure['exception']['message']}"
     elif failure["num_elements"]:
@@ -107,9 +167,7 @@ def _without_call(failure: dict[str, Any]) -> str:
 
 
 def _surroundings(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    losses = [entry["loss"] for entry in summary["timeline"] if entry.get("loss") is not None]
-    if losses:
-        yield "last losses", "  ".join(f"{loss:.4g}" for loss in losses[-5:])
+    yield from growth(summary["timeline"])
     capture = summary["capture"]
     if "rank" in capture:
         yield "process", f"rank {capture['rank']} of {capture['world_size']}"

@@ -19,7 +19,7 @@ from reprokit.cli.views import CHOICES, View, open_view
 from reprokit.errors import Flaky, Interrupted, NotReproduced, ReprokitError
 from reprokit.render.wording import nearest_words
 from reprokit.shrink.checks.spec import SYNTAX, Spec, parse
-from reprokit.shrink.events import Event, Improved, Resumed, Writing
+from reprokit.shrink.events import Comparing, Event, Improved, Resumed, Writing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from reprokit.snapshot.format import Snapshot
 
 REDUCTION = "reduction.pt"
+WHATIF_SECONDS = 10.0
 VERDICTS = {NotReproduced: "not_reproduced", Flaky: "flaky"}
 
 
@@ -49,6 +50,7 @@ class Shrink:
     json: bool
     verbosity: Verbosity
     check: Spec | None = None
+    whatif: bool = True
 
     @property
     def folder(self) -> Path:
@@ -116,12 +118,26 @@ class _Work:
                 resume=plan.resume,
                 on_event=show,
             )
+            if plan.whatif:
+                self._compare(reduction, view)
         except KeyboardInterrupt:
             self._interrupts.answer()
             if not self._has_best:
                 raise Interrupted("interrupted before anything smaller was found") from None
             return load(self._folder / REDUCTION), True
         return reduction, False
+
+    def _compare(self, reduction: Reduction, view: View) -> None:
+        """Add the what-if table; a reduction is not lost because that fails."""
+        from reprokit.whatif.table import of_reduction
+
+        plan = self._plan
+        view.show(Comparing(WHATIF_SECONDS))
+        check = plan.check.text if plan.check is not None else None
+        try:
+            reduction.whatif = of_reduction(reduction, self._snapshot.settings, seconds=WHATIF_SECONDS, check=check)
+        except ReprokitError as error:
+            say(f"there is no what-if table: {error.message}", plan.verbosity)
 
     def _write_all(self, reduction: Reduction, was_interrupted: bool) -> dict[str, Any]:
         """The contract's summary, with all files written. What was found is on disk whatever happens here."""
@@ -184,6 +200,7 @@ def _interrupted(summary: dict[str, Any], folder: Path) -> Interrupted:
 @click.option("--max-checks", type=click.IntRange(min=1), metavar="N", help="Stop after N checks.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Candidates to check at once.")
 @click.option("--resume", is_flag=True, help="Go on from the reduction that is in DIR.")
+@click.option("--no-whatif", is_flag=True, help="Do not run the result in other precisions, compiled and so on.")
 @click.option(
     "--progress",
     type=click.Choice(CHOICES),
@@ -202,6 +219,7 @@ def command(
     max_checks: int | None,
     jobs: int,
     resume: bool,
+    no_whatif: bool,
     progress: str,
     verbosity: str | None,
     json: bool,
@@ -212,7 +230,21 @@ def command(
     """
     shown = Verbosity(verbosity or "normal")
     spec = parse(check) if check is not None else None
-    return Shrink(snapshot, output, force, level, max_time, max_checks, jobs, resume, progress, json, shown, spec)
+    return Shrink(
+        snapshot,
+        output,
+        force,
+        level,
+        max_time,
+        max_checks,
+        jobs,
+        resume,
+        progress,
+        json,
+        shown,
+        spec,
+        whatif=not no_whatif,
+    )
 
 
 def default_folder(snapshot: Path) -> Path:

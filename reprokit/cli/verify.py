@@ -12,31 +12,36 @@ from reprokit.cli.console import Verbosity, common_options, print_json, say
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """A repro to run, and how often."""
+    """A repro to run, and how often; ``expect_fixed`` says that the bug should be gone."""
 
     path: Path
     times: int
+    expect_fixed: bool
     json: bool
     verbosity: Verbosity
 
     def execute(self) -> int:
-        """Run it; 0 when all runs agree on the failure."""
+        """Run it; 0 when all runs agree, and end well where the bug should be gone."""
         from reprokit.render.verify import verify
 
         result = verify(self.path, self.times)
         if self.json:
             print_json(result.summary())
         say(f"{result.agreed} of {result.times} runs agree: {result.signature}", self.verbosity)
-        return 0 if result.agreed == result.times else 5
+        if self.expect_fixed and result.exit_code != 0:
+            say("the bug is still there", self.verbosity)
+            return 1
+        return 0 if result.is_unanimous else 5
 
 
 @click.command("verify", short_help="Run a repro in clean processes and compare.")
 @click.argument("path", type=click.Path(path_type=Path), metavar="(FILE | repro.py)")
 @click.option("--times", type=click.IntRange(min=1), default=20, show_default=True, help="How often to run it.")
+@click.option("--expect-fixed", is_flag=True, help="Exit code 1 unless the bug is gone.")
 @common_options
-def command(path: Path, times: int, verbosity: str | None, json: bool) -> Verify:
+def command(path: Path, times: int, expect_fixed: bool, verbosity: str | None, json: bool) -> Verify:
     """Run a repro in clean processes and compare what they do.
 
-    Exit code 0 when all runs fail in the same way.
+    Exit code 0 when all runs end in the same way.
     """
-    return Verify(path, times, json, Verbosity(verbosity or "normal"))
+    return Verify(path, times, expect_fixed, json, Verbosity(verbosity or "normal"))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from reprokit.cli.console import Verbosity, say
 from reprokit.shrink.events import (
     Checked,
+    Comparing,
     ContextChecked,
     Event,
     Finished,
@@ -96,7 +97,7 @@ class Progress:
             self.activity = "context"
         elif isinstance(event, PassStarted):
             self.activity = place_of(event)
-        elif isinstance(event, Writing):
+        elif isinstance(event, (Comparing, Writing)):
             self.activity = str(event)
 
     def spent(self, seconds: float) -> float | None:
@@ -136,7 +137,7 @@ class PlainView:
     def show(self, event: Event) -> None:
         """Say the event."""
         has_changed = isinstance(event, PassEnded) and event.successes > 0
-        if self._is_verbose or has_changed or isinstance(event, (Started, Replayed, Resumed, Writing)):
+        if self._is_verbose or has_changed or isinstance(event, (Started, Replayed, Resumed, Comparing, Writing)):
             say(str(event))
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.difference import halves_in, tolerances
 from reprokit.shrink.checks.function import FUNCTION, loss_of, outcome_of
 from reprokit.shrink.checks.mismatch import MISMATCH, NOT_FINITE
-from reprokit.shrink.checks.references import in_double, on_device
+from reprokit.shrink.checks.references import in_dtype, on_device
 
 __all__ = ["FUNCTION", "MISMATCH", "Parts", "function_parts", "mismatch_parts"]
 
@@ -54,7 +54,7 @@ def mismatch_parts(program: Program, tensors: Tensors, failure: Failure) -> Part
         ]
         return _compared(given, failure, [code], calls)
     if name == "fp64":
-        return _in_two_ways(given, in_double(given), failure, "", ".double()", " in float64")
+        return _in_two_ways(given, in_dtype(given, torch.float64), failure, "", ".double()", " in float64")
     return _in_two_ways(on_device(given, "cuda"), on_device(given, "cpu"), failure, ".cuda()", ".cpu()", " on the CPU")
 
 

@@ -14,6 +14,7 @@ from reprokit.errors import UsageError
 from reprokit.render import wording
 from reprokit.render.environment import render_template, template_folder
 from reprokit.render.script import Script
+from reprokit.render.whatif import markdown
 from reprokit.snapshot.redact import redact_text
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def write_issue(
         "size": _size(snapshot, reduction),
         "reduced": reduction is not None,
         "matters": redact_text(wording.what_matters(reduction, script.names)) if reduction is not None else "",
+        "whatif": markdown(reduction.whatif) if reduction is not None else "",
         "fence": fence,
     }
     return _fitted(template, context, long_texts)

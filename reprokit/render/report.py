@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup, escape
 
-from reprokit.render import charts, wording
+from reprokit.render import charts, whatif, wording
 from reprokit.render.environment import render_template
 from reprokit.render.issue import rate, title
 from reprokit.render.outline import Range, outline
@@ -41,11 +41,14 @@ def write_report(
         reduction=reduction,
         explained=wording.explained(reduction, script.names) if reduction is not None else [],
         nearest=wording.nearest_words(reduction.nearest, script.names) if reduction and reduction.nearest else None,
+        whatif_programs=whatif.programs(reduction.whatif) if reduction is not None else [],
+        whatif_rows=whatif.rows(reduction.whatif) if reduction is not None else [],
         environment=_environment_rows(snapshot.environment),
         collect_env=redact_text(str(snapshot.environment.get("collect_env", ""))),
         source=_source_rows(snapshot),
         diff=redact_text(str(snapshot.source.get("diff") or "")),
         range_text=range_text,
+        with_code=with_code,
     )
 
 

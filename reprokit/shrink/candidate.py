@@ -22,10 +22,14 @@ _AUTOCAST_WEIGHT = 10
 
 @dataclass(frozen=True)
 class Candidate:
-    """A program and the tensors of its inputs by value number. Never changed in place."""
+    """A program and the tensors of its inputs by value number. Never changed in place.
+
+    ``variant`` names another way to run it (`reprokit.whatif`), and travels with it; empty in a reduction.
+    """
 
     program: Program
     tensors: Mapping[int, torch.Tensor]
+    variant: str = ""
 
     @property
     def num_calls(self) -> int:

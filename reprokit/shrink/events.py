@@ -142,6 +142,16 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class Comparing:
+    """The result is run in other precisions, compiled and so on, for so many seconds at most."""
+
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"running the result in other ways, for {self.seconds:g} s at most (--no-whatif leaves this out)"
+
+
+@dataclass(frozen=True, slots=True)
 class Writing:
     """The results are rendered and verified; ``is_early`` when the user stopped the search."""
 
@@ -164,6 +174,7 @@ Event = (
     | Varied
     | ContextChecked
     | Finished
+    | Comparing
     | Writing
 )
 

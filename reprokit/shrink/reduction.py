@@ -34,7 +34,8 @@ class Reduction:
     that took, and is not part of ``checks``. ``notes`` are sentences on how often it fails and under which settings of
     torch. ``origin`` tells which snapshot and torch this belongs to, and ``known``
     holds the verdicts by digest, from which a later run goes on. ``context`` is the piece of the model found beside it;
-    at ``level`` ``module`` it is the result itself.
+    at ``level`` ``module`` it is the result itself. ``whatif`` is the table of `reprokit.whatif`, empty
+    where none was made.
     """
 
     program: Program
@@ -60,6 +61,7 @@ class Reduction:
     known: dict[str, str] = field(default_factory=dict)
     level: str = "op"
     context: Context | None = None
+    whatif: dict[str, Any] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
         """What ``reprokit shrink --json`` prints, without what rendering adds."""
@@ -85,6 +87,7 @@ class Reduction:
             "untried": self.untried,
             "passes": self.passes,
             "notes": self.notes,
+            "whatif": self.whatif,
         }
 
     def save(self, path: Path | str) -> None:

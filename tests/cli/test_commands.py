@@ -14,7 +14,7 @@ import pytest
 from reprokit.cli import main
 from tests.conftest import Run
 
-COMMANDS = ["capture", "show", "shrink", "verify", "render", "demo"]
+COMMANDS = ["capture", "show", "shrink", "whatif", "verify", "render", "demo"]
 NAN_SCRIPT = """\
 import torch
 
@@ -81,7 +81,7 @@ def test_what_cannot_work_is_said_in_one_line(words: list[str], text: str, run_r
     assert_one_error(run_reprokit(*words), text)
 
 
-@pytest.mark.parametrize("command", ["show", "shrink", "render"])
+@pytest.mark.parametrize("command", ["show", "shrink", "whatif", "render"])
 def test_a_snapshot_that_is_missing(command: str, run_reprokit: Run, tmp_path: Path) -> None:
     assert_one_error(run_reprokit(command, "nowhere.pt"), "`nowhere.pt` does not exist", exit_code=1)
     assert list(tmp_path.iterdir()) == []
@@ -126,10 +126,12 @@ def test_a_failure_is_captured(run_reprokit: Run, tmp_path: Path) -> None:
     *printed, summary = result.stdout.splitlines()
     assert printed == ["0", "1", "2"]
     assert json.loads(summary)["path"] == str(tmp_path / "train-step3.repro.pt")
-    first, *_, captured, following = result.stderr.splitlines()
+    first, captured, place, losses, following = result.stderr.splitlines()
     assert first == "reprokit: watching `train.py`; a failing step goes to train-step<N>.repro.pt"
     assert captured.startswith("reprokit: captured ")
     assert captured.endswith(" -> train-step3.repro.pt")
+    assert place == "reprokit:   train.py:8: loss = (weight / scale * scale).sum()"
+    assert losses == "reprokit:   loss  3  2.7  2.4  nan"
     assert following == "reprokit: next: reprokit shrink train-step3.repro.pt"
 
 

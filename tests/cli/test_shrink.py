@@ -7,13 +7,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from reprokit.cli import main
 from reprokit.cli.shrink import default_folder
-from reprokit.errors import Flaky, NotReproduced
+from reprokit.errors import Flaky, NotReproduced, ReprokitError
 from reprokit.shrink.events import Checked, Improved, Replayed
 
 SUMMARY = {
@@ -33,6 +33,8 @@ SUMMARY = {
 class FakeReduction:
     """A reduction that can be summed up and saved."""
 
+    whatif: ClassVar[dict[str, Any]] = {}
+
     def summary(self) -> dict[str, Any]:
         return dict(SUMMARY)
 
@@ -44,7 +46,7 @@ class FakeReduction:
 def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """The reducer, renderer and snapshot replaced; ``reducer.shrink`` can be set."""
     monkeypatch.chdir(tmp_path)
-    fake = SimpleNamespace(shrink=lambda: FakeReduction(), options={}, context=None)
+    fake = SimpleNamespace(shrink=lambda: FakeReduction(), options={}, context=None, table=dict, compared=None)
 
     def shrink(snapshot: object, **options: Any) -> FakeReduction:
         fake.options = options
@@ -56,11 +58,17 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         (folder / "repro.py").write_text("")
         return {"path": str(folder / "repro.py"), "lines": 7, "files": ["repro.py"], "verified": "20/20"}
 
+    def of_reduction(reduction: object, settings: object, **options: Any) -> dict[str, Any]:
+        fake.compared = settings
+        return fake.table()
+
     modules = {
         "reprokit.shrink": {},
         "reprokit.shrink.reducer": {"shrink": shrink},
         "reprokit.shrink.reduction": {"load": lambda path: FakeReduction()},
-        "reprokit.snapshot.format": {"load": lambda path: object()},
+        "reprokit.snapshot.format": {"load": lambda path: SimpleNamespace(settings={"num_threads": 1})},
+        "reprokit.whatif": {},
+        "reprokit.whatif.table": {"of_reduction": of_reduction},
         "reprokit.render": {"render_all": render_all, "render_context": lambda *_: fake.context},
     }
     for name, content in modules.items():
@@ -70,8 +78,8 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     return fake
 
 
-def failing(error: BaseException) -> Callable[[], FakeReduction]:
-    def shrink() -> FakeReduction:
+def failing(error: BaseException) -> Callable[[], Any]:
+    def shrink() -> Any:
         raise error
 
     return shrink
@@ -99,6 +107,22 @@ def test_the_context_is_told(reducer: SimpleNamespace, capsys: pytest.CaptureFix
     said = capsys.readouterr()
     assert json.loads(said.out)["context"] == reducer.context
     assert "it comes from: 24 lines, verified 20/20 -> x/repro_module.py" in said.err
+def test_the_what_if_table_is_kept_or_left_out(reducer: SimpleNamespace) -> None:
+    found = FakeReduction()
+    reducer.shrink, reducer.table = lambda: found, lambda: {"tables": {}}
+    assert main(["shrink", "x.pt", "--no-whatif"]) == 0
+    assert reducer.compared is None and found.whatif == {}
+    assert main(["shrink", "-f", "x.pt"]) == 0
+    assert reducer.compared == {"num_threads": 1} and found.whatif == {"tables": {}}
+
+
+def test_a_what_if_table_that_fails_costs_nothing_else(
+    reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reducer.table = failing(ReprokitError("no worker can be started"))
+    assert main(["shrink", "x.pt"]) == 0
+    assert "there is no what-if table: no worker can be started" in capsys.readouterr().err
+    assert Path("x", "repro.py").is_file()
 
 
 def test_quiet(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,7 @@ def reduced(snapshot: Snapshot, **fields: Any) -> Any:
         "level": "op",
         "context": None,
         "notes": [],
+        "whatif": {},
         "passes": [{"name": "cut", "checks": 7, "successes": 1, "calls": 9, "elements": 23, "seconds": 0.25}],
         "stopped": None,
         "untried": [],

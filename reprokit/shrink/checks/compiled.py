@@ -6,7 +6,7 @@ Differentiation, optimizer steps and random calls run eagerly between them; grad
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,29 +30,48 @@ class _Stretch:
     is_compiled: bool
 
 
-def run_compiled(candidate: Candidate, keep: frozenset[int], backend: str) -> Outcome:
-    """Run on copies, like `program.run.run`, but raise what a call raises."""
-    program = candidate.program
-    values = {item.value: copy_of(candidate.tensors[item.value]) for item in program.inputs}
-    for item in program.inputs:
-        values[item.value].requires_grad_(item.requires_grad)
-    outcome = Outcome(inputs=dict(values))
-    try:
+class CompiledProgram:
+    """A program whose stretches are compiled when they first run, and kept for later runs."""
+
+    def __init__(self, program: Program, keep: frozenset[int], backend: str) -> None:
+        self._program, self._keep, self._backend = program, keep, backend
+        self._stretches = list(_stretches(program))
+        self._compiled: dict[int, _CompiledStretch] = {}
+
+    def run(self, tensors: Mapping[int, torch.Tensor]) -> Outcome:
+        """Run on copies, like `program.run.run`, but raise what a call raises."""
+        values = {item.value: copy_of(tensors[item.value]) for item in self._program.inputs}
+        for item in self._program.inputs:
+            values[item.value].requires_grad_(item.requires_grad)
+        outcome = Outcome(inputs=dict(values))
         with Modes() as modes:
-            for number, stretch in enumerate(stretches := list(_stretches(program))):
+            for number, stretch in enumerate(self._stretches):
                 mode = stretch.calls[0].mode
                 modes.enter(mode, values[mode.rng.value] if mode.rng is not None else None)
                 if stretch.is_compiled:
-                    _run_stretch(stretch.calls, _read_later(stretches[number + 1 :], keep), values, backend)
+                    self._run_stretch(number, values)
                 else:
                     _run_call(stretch.calls[0], values)
+        outcome.values = {value: values[value] for value in self._keep if value in values}
+        outcome.gradients = {
+            v: t.grad for v, t in outcome.inputs.items() if t.is_leaf and t.requires_grad and t.grad is not None
+        }
+        return outcome
+
+    def _run_stretch(self, number: int, values: dict[int, torch.Tensor]) -> None:
+        if number not in self._compiled:
+            later = _read_later(self._stretches[number + 1 :], self._keep)
+            calls = self._stretches[number].calls
+            self._compiled[number] = _CompiledStretch.of(calls, later, values, self._backend)
+        self._compiled[number].run(values)
+
+
+def run_compiled(candidate: Candidate, keep: frozenset[int], backend: str) -> Outcome:
+    """Compile and run once; the compiler forgets it afterwards."""
+    try:
+        return CompiledProgram(candidate.program, keep, backend).run(candidate.tensors)
     finally:
         torch._dynamo.reset()
-    outcome.values = {value: values[value] for value in keep if value in values}
-    outcome.gradients = {
-        v: t.grad for v, t in outcome.inputs.items() if t.is_leaf and t.requires_grad and t.grad is not None
-    }
-    return outcome
 
 
 def _stretches(program: Program) -> Iterator[_Stretch]:
@@ -85,13 +104,28 @@ def _run_call(call: Call, values: dict[int, torch.Tensor]) -> None:
     assign(call.outputs, execute(call, *bind_arguments(call, values)), values)
 
 
-def _run_stretch(calls: tuple[Call, ...], later: set[int], values: dict[int, torch.Tensor], backend: str) -> None:
-    made = dict.fromkeys(value for call in calls for value in call.output_refs())
-    given = [value for value in dict.fromkeys(v for call in calls for v in call.input_refs()) if value in values]
-    wanted = [value for value in made if value in later]
-    compiled = torch.compile(_graph(calls, given, wanted), backend=backend, dynamic=False)
-    results = compiled(*(values[value] for value in given))
-    values.update(zip(wanted, results, strict=True))
+@dataclass(frozen=True, slots=True)
+class _CompiledStretch:
+    """A compiled function of the values ``given`` that returns the values ``wanted``."""
+
+    function: Callable[..., tuple[torch.Tensor, ...]]
+    given: list[int]
+    wanted: list[int]
+
+    @classmethod
+    def of(
+        cls, calls: tuple[Call, ...], later: set[int], values: Mapping[int, torch.Tensor], backend: str
+    ) -> _CompiledStretch:
+        """Calls that return what is read later."""
+        made = dict.fromkeys(value for call in calls for value in call.output_refs())
+        given = [value for value in dict.fromkeys(v for call in calls for v in call.input_refs()) if value in values]
+        wanted = [value for value in made if value in later]
+        return cls(torch.compile(_graph(calls, given, wanted), backend=backend, dynamic=False), given, wanted)
+
+    def run(self, values: dict[int, torch.Tensor]) -> None:
+        """Run it on the values, and add what it returns."""
+        results = self.function(*(values[value] for value in self.given))
+        values.update(zip(self.wanted, results, strict=True))
 
 
 def _graph(calls: tuple[Call, ...], given: list[int], wanted: list[int]) -> fx.GraphModule:

@@ -20,11 +20,14 @@ from reprokit.program.run import Outcome, run
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.compiled import run_compiled
 
-_DOUBLES = {
-    **dict.fromkeys(("torch.float16", "torch.bfloat16", "torch.float32", "torch.half", "torch.float"), "torch.float64"),
-    **dict.fromkeys(("torch.complex32", "torch.complex64", "torch.cfloat"), "torch.complex128"),
+_REAL = frozenset({"float16", "bfloat16", "float32", "float64", "half", "float", "double"})
+_COMPLEX = frozenset({"complex32", "complex64", "complex128", "cfloat", "cdouble"})
+_CASTS = {
+    torch.float16: "torch.Tensor.half",
+    torch.bfloat16: "torch.Tensor.bfloat16",
+    torch.float32: "torch.Tensor.float",
+    torch.float64: "torch.Tensor.double",
 }
-_CASTS = frozenset({"torch.Tensor.float", "torch.Tensor.half", "torch.Tensor.bfloat16"})
 
 
 class Reference(Protocol):
@@ -56,8 +59,8 @@ class Double:
     def pair(self, candidate: Candidate, keep: frozenset[int]) -> tuple[Outcome, Outcome]:
         """As it is, and in float64."""
         actual = run(candidate.program, candidate.tensors, keep=keep)
-        other = in_double(candidate)
-        with _default_dtype(torch.float64):
+        other = in_dtype(candidate, torch.float64)
+        with default_dtype(torch.float64):
             return actual, run(other.program, other.tensors, keep=keep)
 
 
@@ -112,21 +115,24 @@ class OtherDevice:
         return run(first.program, first.tensors, keep=keep), run(second.program, second.tensors, keep=keep)
 
 
-def in_double(candidate: Candidate) -> Candidate:
-    """The candidate with everything that is a floating-point number in float64."""
+def in_dtype(candidate: Candidate, dtype: torch.dtype) -> Candidate:
+    """The candidate with everything that is a floating-point number in ``dtype``, and without autocast."""
     dtypes = _dtypes_read(candidate)
 
+    def convert(leaf: Any) -> Any:
+        return _converted_symbol(leaf, dtype) if isinstance(leaf, Symbol) else leaf
+
     def change(call: Call) -> Call:
-        target = "torch.Tensor.double" if call.target in _CASTS else call.target
-        args, kwargs = map_leaves((call.args, dict(call.kwargs)), _doubled)
+        target = _CASTS[dtype] if call.target in _CASTS.values() else call.target
+        args, kwargs = map_leaves((call.args, dict(call.kwargs)), convert)
         return replace(call, target=target, args=args, kwargs=kwargs, mode=replace(call.mode, autocast=()))
 
     def before(index: int, value: int) -> Symbol | None:
-        name = str(dtypes.get((index, value)))
-        return Symbol(name) if name in _DOUBLES else None
+        read = dtypes.get((index, value))
+        return Symbol(str(read)) if read is not None and read != _like(read, dtype) else None
 
-    program = _converted(candidate.program, change, before, Symbol("torch.float64"))
-    tensors = {value: tensor.to(_double_of(tensor.dtype)) for value, tensor in candidate.tensors.items()}
+    program = _converted(candidate.program, change, before, Symbol(str(dtype)))
+    tensors = {value: tensor.to(_like(tensor.dtype, dtype)) for value, tensor in candidate.tensors.items()}
     return Candidate(program, tensors)
 
 
@@ -180,14 +186,18 @@ def _cast(source: Ref, kind: Symbol | Device, target: Ref, mode: Mode) -> Call:
     return Call("torch.Tensor.to", (source, kind), outputs=target, mode=replace(mode, rng=None))
 
 
-def _doubled(leaf: Any) -> Any:
-    return Symbol(_DOUBLES[leaf.name]) if isinstance(leaf, Symbol) and leaf.name in _DOUBLES else leaf
+def _converted_symbol(symbol: Symbol, dtype: torch.dtype) -> Symbol:
+    name = symbol.name.removeprefix("torch.")
+    if name in _REAL | _COMPLEX:
+        return Symbol(str(_like(getattr(torch, name), dtype)))
+    return symbol
 
 
-def _double_of(dtype: torch.dtype) -> torch.dtype:
-    if dtype.is_complex:
-        return torch.complex128
-    return torch.float64 if dtype.is_floating_point else dtype
+def _like(found: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """What a number of dtype ``found`` becomes; raises `TypeError` where ``dtype`` has no complex numbers."""
+    if found.is_complex:
+        return dtype.to_complex()
+    return dtype if found.is_floating_point else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +224,8 @@ def _dtypes_read(candidate: Candidate) -> dict[tuple[int, int], torch.dtype]:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """New tensors have this dtype where nothing is said."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -29,6 +29,7 @@ def pack(candidate: Candidate, held: Mapping[int, torch.Tensor] | None = None) -
     used = used_tensors(candidate)
     content = {
         "program": plain.to_plain(candidate.program),
+        "variant": candidate.variant,
         "places": {item.value: id(candidate.tensors[item.value]) for item in candidate.program.inputs},
         "tensors": {key: _sendable(tensor) for key, tensor in used.items() if key not in held},
     }
@@ -43,7 +44,7 @@ def unpack(packed: bytes, held: Mapping[int, torch.Tensor] | None = None) -> tup
     known = {**(held or {}), **content["tensors"]}
     used = {key: known[key] for key in content["places"].values()}
     tensors = {value: used[key] for value, key in content["places"].items()}
-    return Candidate(plain.from_plain(content["program"]), tensors), used
+    return Candidate(plain.from_plain(content["program"]), tensors, str(content["variant"])), used
 
 
 def used_tensors(candidate: Candidate) -> Tensors:

@@ -1,0 +1,41 @@
+"""A captured failure in words: what the last lines of a capture and ``reprokit show`` both say. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+_STEPS = 6
+_NUMBERS = (("loss", "loss"), ("gradient norm", "grad_norm"), ("learning rate", "lr"), ("scale", "scale"))
+_FAST = 2.0  # how many times larger the last number is before it is worth a word
+
+
+def place_line(result: Mapping[str, Any]) -> str | None:
+    """Module, line and code of the origin: ``in layers.1, train.py:31: p = F.softmax(s, -1)``."""
+    failure = result["failure"]
+    site = failure["site"]
+    words = [f"in {failure['module']}"] if failure["module"] else []
+    if site is not None:
+        code = site["code"].strip()
+        words.append(f"{site['file']}:{site['line']}" + (f": {code}" if code else ""))
+    return ", ".join(words) or None
+
+
+def growth(timeline: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What the numbers of the training did in the last steps, by name; numbers that never changed are left out."""
+    for name, key in _NUMBERS:
+        values = [entry[key] for entry in timeline if entry.get(key) is not None]
+        if len(values) > 1 and (key == "loss" or len(set(values)) > 1):
+            yield name, "  ".join(f"{value:.4g}" for value in values[-_STEPS:]) + _trend(values)
+
+
+def _trend(values: Sequence[float]) -> str:
+    """How much the last finite number is above the typical one, where that says something."""
+    finite = [abs(value) for value in values if math.isfinite(value)]
+    if len(finite) < 3:
+        return ""
+    typical = sorted(finite[:-1])[len(finite[:-1]) // 2]
+    if typical == 0 or finite[-1] < _FAST * typical:
+        return ""
+    return f"  (the last finite one is {finite[-1] / typical:.3g} times the median)"

@@ -1,0 +1,94 @@
+"""``reprokit whatif``: a failing program in other precisions, on the other device, compiled, in anomaly mode."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from reprokit.cli.console import Verbosity, common_options, print_json, say
+from reprokit.errors import UsageError
+
+if TYPE_CHECKING:
+    from reprokit.render.sources import Source
+
+DEFAULT_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """A snapshot, a reduction or a folder of results to run in other ways, and for how long."""
+
+    source: Path
+    seconds: float
+    keep: bool
+    json: bool
+    verbosity: Verbosity
+
+    def execute(self) -> int:
+        """Make the table and print it."""
+        from reprokit.render.sources import REDUCTION_FILE, open_source
+
+        opened = open_source(self.source)
+        if self.keep and opened.reduction is None:
+            raise UsageError("a snapshot keeps no table", hint="leave out `--keep`, or name a folder of results")
+        table = _table(opened, self.seconds)
+        if self.keep and opened.reduction is not None:
+            opened.reduction.whatif = table
+            opened.reduction.save(self.source / REDUCTION_FILE if self.source.is_dir() else self.source)
+        if self.json:
+            print_json({"schema": 1, **table})
+        if self.verbosity is not Verbosity.QUIET:
+            print_table(table)
+        say(f"{table['seconds']:.1f} s" + (", kept in the reduction" if self.keep else ""), self.verbosity)
+        return 0
+
+
+@click.command("whatif", short_help="Run a failing program in other precisions, compiled and so on.")
+@click.argument("source", type=click.Path(path_type=Path), metavar="(FILE | DIR)")
+@click.option(
+    "--max-time",
+    "seconds",
+    type=click.FloatRange(min=0, min_open=True),
+    default=DEFAULT_SECONDS,
+    show_default=True,
+    metavar="S",
+    help="Stop after S seconds.",
+)
+@click.option("--keep", is_flag=True, help="Keep the table in the reduction, for `reprokit render`.")
+@common_options
+def command(source: Path, seconds: float, keep: bool, verbosity: str | None, json: bool) -> WhatIf:
+    """Run the program of a snapshot or a reduction in other ways.
+
+    Other precisions, the other device, torch.compile, deterministic algorithms, one thread, anomaly mode.
+    """
+    return WhatIf(source, seconds, keep, json, Verbosity(verbosity or "normal"))
+
+
+def print_table(table: dict[str, Any]) -> None:
+    """The table on stderr."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from reprokit.render.whatif import plain_rows
+
+    header, *body = plain_rows(table)
+    shown = Table(box=None, pad_edge=False)
+    for name in header:
+        shown.add_column(name, justify="right" if name == "time" else "left", overflow="fold")
+    for row in body:
+        shown.add_row(*map(Text, row))
+    Console(stderr=True, highlight=False).print(shown)
+
+
+def _table(opened: Source, seconds: float) -> dict[str, Any]:
+    from reprokit.whatif.table import of_reduction, of_snapshot
+
+    if opened.reduction is not None:
+        settings = opened.snapshot.settings if opened.snapshot is not None else {}
+        return of_reduction(opened.reduction, settings, seconds=seconds)
+    assert opened.snapshot is not None, "a source holds one or the other"
+    return of_snapshot(opened.snapshot, seconds=seconds)

@@ -1,0 +1,151 @@
+"""The table: every variant of a program, each in a process of its own, all of it within a budget of time.
+
+A variant that crashes, hangs or floods memory is a row like any other. Compilers, which take seconds, come last and at
+once; what the budget does not reach says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from reprokit.errors import UsageError
+from reprokit.locate.failure import Failure
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks.choice import choose_check
+from reprokit.shrink.checks.function import FUNCTION
+from reprokit.shrink.checks.protocol import SignatureCheck
+from reprokit.shrink.isolation.limits import Limits, peak_bytes
+from reprokit.shrink.isolation.runner import Isolation
+from reprokit.shrink.isolation.task import NotObserved, Observe, Report, Task
+from reprokit.snapshot.format import Snapshot
+from reprokit.whatif.trial import Answer, Trial, Trials, one_line
+from reprokit.whatif.variants import VARIANTS, Variant
+
+if TYPE_CHECKING:
+    from reprokit.shrink.reduction import Reduction
+
+MINIMUM, CONTEXT, SNAPSHOT = "minimum", "context", "snapshot"
+SECONDS = 10.0
+_LEAST_BYTES = 4 << 30
+_LEAST_SECONDS = 0.2  # less is not worth a process
+
+Subjects = Mapping[str, tuple[Candidate, SignatureCheck]]
+
+
+def of_reduction(
+    reduction: Reduction, settings: Mapping[str, Any], *, seconds: float = SECONDS, check: str | None = None
+) -> dict[str, Any]:
+    """The table of a reduction's minimum, and of its context where it has one.
+
+    ``check`` is the check that the reduction was made with, if that is a function of the user's: a file that names one
+    is no reason to run it, so without it such a reduction raises `UsageError`.
+    """
+    programs = {MINIMUM: (Candidate(reduction.program, reduction.tensors), reduction.failure)}
+    context = getattr(reduction, "context", None)
+    if context is not None:
+        programs[CONTEXT] = (Candidate(context.program, context.tensors), context.failure)
+    spec = check or reduction.signature.get("check")
+    return make_table(
+        {name: (made, _check(made, found, spec, check)) for name, (made, found) in programs.items()}, settings, seconds
+    )
+
+
+def of_snapshot(snapshot: Snapshot, *, seconds: float = SECONDS) -> dict[str, Any]:
+    """The table of a whole snapshot."""
+    whole = Candidate(snapshot.program, snapshot.tensors)
+    check = _check(whole, snapshot.failure, None, None)
+    return make_table({SNAPSHOT: (whole, check)}, snapshot.settings, seconds)
+
+
+def make_table(subjects: Subjects, settings: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    """Plain data: ``seconds`` used, ``budget``, and under ``tables`` the rows of every subject by its name."""
+    checks = {candidate.digest: check for candidate, check in subjects.values()}
+    # Reports carry any dataclass of reprokit's; the reducer's are failures.
+    task = Task.of(cast(Observe, Trials(checks)), settings)
+    with closing(Isolation(task, always_apart=True)) as places:
+        return _Table(subjects, places, seconds).make()
+
+
+class _Table:
+    """A table in the making."""
+
+    def __init__(self, subjects: Subjects, places: Isolation, seconds: float) -> None:
+        self._subjects, self._places, self._budget = subjects, places, seconds
+        self._started = time.monotonic()
+        self._memory = max(_LEAST_BYTES, 2 * peak_bytes())
+        self._trials: dict[tuple[str, str], Trial] = {}
+
+    def make(self) -> dict[str, Any]:
+        """Run everything that there is time for."""
+        quick = [job for job in self._jobs() if not job[1].is_slow]
+        slow = [job for job in self._jobs() if job[1].is_slow]
+        for job in quick:
+            self._run([job])
+        for name in self._subjects:
+            self._run([job for job in slow if job[0] == name])
+        return {
+            "budget": self._budget,
+            "seconds": round(time.monotonic() - self._started, 3),
+            "tables": {name: list(self._rows(name)) for name in self._subjects},
+        }
+
+    def _jobs(self) -> Iterator[tuple[str, Variant]]:
+        """What there is to run; the whole table of one subject comes before the next one's."""
+        for name, (candidate, _) in self._subjects.items():
+            yield from ((name, variant) for variant in VARIANTS if variant.is_of_interest(candidate))
+
+    def _run(self, jobs: Sequence[tuple[str, Variant]]) -> None:
+        """Run these at once."""
+        left = self._budget - (time.monotonic() - self._started)
+        if left < _LEAST_SECONDS:
+            self._note(jobs, [self._too_late()] * len(jobs))
+            return
+        self._places.limits = Limits(left, self._memory)
+        candidates = [replace(self._subjects[name][0], variant=variant.key) for name, variant in jobs]
+        with closing(self._places.reports(candidates)) as reports:
+            self._note(jobs, [self._trial(report) for report in reports])
+
+    def _note(self, jobs: Sequence[tuple[str, Variant]], trials: Sequence[Trial]) -> None:
+        for (name, variant), trial in zip(jobs, trials, strict=True):
+            self._trials[name, variant.key] = trial
+
+    def _trial(self, report: Report) -> Trial:
+        error = report.error
+        if error is None:
+            return cast(Trial, report.observation)
+        reason = error.reason if isinstance(error, NotObserved) else "error"
+        if reason == "crash":
+            return Trial(Answer.OTHER, f"crashes: {error}")
+        if reason == "time":
+            return self._too_late()
+        return Trial(Answer.CANNOT_RUN, str(error) if reason == "memory" else one_line(error))
+
+    def _too_late(self) -> Trial:
+        return Trial(Answer.CANNOT_RUN, f"not done within the {self._budget:g} s for this table")
+
+    def _rows(self, name: str) -> Iterator[dict[str, Any]]:
+        for variant in VARIANTS:
+            trial = self._trials.get((name, variant.key))
+            if trial is not None:
+                yield {
+                    "variant": variant.key,
+                    "name": variant.name,
+                    "answer": trial.answer.value,
+                    "detail": trial.detail,
+                    "seconds": trial.seconds,
+                }
+
+
+def _check(candidate: Candidate, failure: Failure, spec: str | None, given: str | None) -> SignatureCheck:
+    """The check that knows the failure of a program."""
+    if failure.kind == FUNCTION and given is None:
+        raise UsageError(
+            "this reduction was made with a check of your own, which a file is no reason to run",
+            hint="the table is made by `reprokit shrink --check`",
+        )
+    check = choose_check(spec, Snapshot(candidate.program, dict(candidate.tensors), failure, 0, 0, ""))
+    return check if check.is_settled else check.adopted(failure, candidate)

@@ -1,0 +1,116 @@
+"""The repro and the test beside it as git, pytest and CI use them: they end well exactly when the bug is gone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from reprokit.locate.blame import locate
+from reprokit.program.ir import Call, Input, Program, Ref
+from reprokit.render import render_one
+from reprokit.snapshot.format import Snapshot, save
+from tests.conftest import Run
+
+# What the interpreter loads at its start: the library of the repository replaces one function of torch.
+STARTUP = "import library\n"
+GOOD = """\
+import torch
+from torch.nn import functional
+
+builtin = functional.softmax
+
+
+def softmax(x, dim=None):
+    result = builtin(x, dim=dim)
+    return torch.where(torch.isneginf(x).all(dim, keepdim=True), torch.zeros_like(result), result)
+
+
+functional.softmax = softmax
+"""
+BAD = GOOD.replace("torch.where(torch.isneginf(x).all(dim, keepdim=True), torch.zeros_like(result), result)", "result")
+COMMITS, CULPRIT = 10, 6
+
+
+def masked_row() -> Snapshot:
+    """A softmax over a row of nothing but ``-inf``."""
+    call = Call("torch.nn.functional.softmax", (Ref(0),), {"dim": 0}, Ref(1))
+    program = Program((call,), (Input(0, "scores"),), (Ref(1),))
+    tensors = {0: torch.full((2,), float("-inf"))}
+    failure = locate(program, tensors)
+    assert failure is not None
+    return Snapshot(program, tensors, failure, 0, 0, "loss")
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """A folder with the repro, the test and nothing else."""
+    save(masked_row(), tmp_path / "snap.repro.pt")
+    folder = tmp_path / "results"
+    folder.mkdir()
+    for kind, name in (("repro", "repro.py"), ("test", "test_repro.py")):
+        render_one(tmp_path / "snap.repro.pt", kind, out=folder / name)
+    return folder
+
+
+def git(folder: Path, *words: str, **variables: str) -> str:
+    """Run git without anything of this machine's configuration."""
+    environment = {
+        **os.environ,
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_CONFIG_NOSYSTEM": "1",
+        **{f"GIT_{who}_{what}": "a@example.com" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")},
+        **variables,
+    }
+    done = subprocess.run(["git", *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def make_repository(folder: Path) -> list[str]:
+    """Ten commits to a library, the names of which are returned, oldest first; one of them brings the bug in."""
+    folder.mkdir()
+    git(folder, "init", "-q")
+    (folder / "sitecustomize.py").write_text(STARTUP)
+    commits = []
+    for number in range(COMMITS):
+        (folder / "library.py").write_text((BAD if number >= CULPRIT else GOOD) + f"VERSION = {number}\n")
+        git(folder, "add", "-A")
+        git(folder, "commit", "-q", "-m", f"version {number}")
+        commits.append(git(folder, "rev-parse", "HEAD").strip())
+    return commits
+
+
+def test_git_bisect_finds_the_commit(results: Path, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    commits = make_repository(repository)
+    git(repository, "bisect", "start", "HEAD", commits[0])
+    told = git(
+        repository, "bisect", "run", sys.executable, str(results / "repro.py"),
+        PYTHONPATH=str(repository), PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1",
+    )  # fmt: skip
+    assert f"{commits[CULPRIT]} is the first bad commit" in told
+
+
+@pytest.mark.parametrize(("library", "exit_code", "words"), [(BAD, 1, "1 failed"), (GOOD, 0, "1 passed")])
+def test_pytest_fails_while_the_bug_is_there(
+    library: str, exit_code: int, words: str, results: Path, run_python: Run
+) -> None:
+    (results / "library.py").write_text(library)
+    (results / "conftest.py").write_text(STARTUP)
+    told = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", str(results / "test_repro.py"))
+    assert told.returncode == exit_code, told.stdout
+    assert words in told.stdout
+
+
+def test_verify_tells_whether_it_is_fixed(run_reprokit: Run, tmp_path: Path) -> None:
+    for name, code in (("bad", "assert False"), ("good", "print('fine')")):
+        (tmp_path / f"{name}.py").write_text(code)
+    bad = run_reprokit("verify", "--expect-fixed", "--times", "2", "bad.py")
+    assert (bad.returncode, bad.stderr.splitlines()[-1]) == (1, "reprokit: the bug is still there")
+    assert run_reprokit("verify", "--expect-fixed", "--times", "2", "good.py").returncode == 0
+    assert run_reprokit("verify", "--times", "2", "bad.py").returncode == 0
