@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from reprokit.errors import NotASnapshot, NotReproduced, SnapshotError
 from reprokit.render.module import ModuleScript, write_module_script
 from reprokit.render.script import Script, write_script
+from reprokit.render.withhold import beyond_limit
 
 if TYPE_CHECKING:
     from reprokit.shrink.reduction import Reduction
@@ -27,10 +28,12 @@ class Source:
     reduction: Reduction | None
     snapshot: Snapshot | None
 
+    withheld: tuple[int, ...] = ()
+
     def script(self) -> Script:
         """The repro of the reduction, or of the whole snapshot when it was not reduced."""
         if self.reduction is not None:
-            return reduction_script(self.reduction, self.snapshot)
+            return reduction_script(self.reduction, self.snapshot, withheld=self.withheld)
         assert self.snapshot is not None
         return snapshot_script(self.snapshot)
 
@@ -72,8 +75,13 @@ def script_of(path: Path) -> Script:
     return open_source(path).script()
 
 
-def reduction_script(reduction: Reduction, snapshot: Snapshot | None = None) -> Script:
-    """The repro of a reduction; of one at the level of modules, its context."""
+def reduction_script(
+    reduction: Reduction, snapshot: Snapshot | None = None, *, withheld: tuple[int, ...] = ()
+) -> Script:
+    """The repro of a reduction; of one at the level of modules, its context.
+
+    The recorded values of the inputs in ``withheld`` are in no file.
+    """
     context = context_script(reduction, snapshot) if reduction.level == "module" else None
     if context is not None:
         return Script(context.text)
@@ -84,6 +92,8 @@ def reduction_script(reduction: Reduction, snapshot: Snapshot | None = None) -> 
         reduction.failure,
         num_calls_before=reduction.before.get("calls"),
         torch_version=version,
+        aside=beyond_limit(reduction.program, reduction.tensors),
+        withheld=withheld,
     )
 
 
@@ -103,5 +113,9 @@ def context_script(reduction: Reduction, snapshot: Snapshot | None = None) -> Mo
 def snapshot_script(snapshot: Snapshot) -> Script:
     """The repro of a whole snapshot."""
     return write_script(
-        snapshot.program, snapshot.tensors, snapshot.failure, torch_version=snapshot.environment.get("torch")
+        snapshot.program,
+        snapshot.tensors,
+        snapshot.failure,
+        torch_version=snapshot.environment.get("torch"),
+        aside=beyond_limit(snapshot.program, snapshot.tensors),
     )
