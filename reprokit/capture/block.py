@@ -40,8 +40,8 @@ def capture(
 
     Writes ``output``, or ``<name>-step<N>.repro.pt`` in the current folder. With ``after="stop"`` the block is left at
     the failure and the program goes on behind it; with ``"continue"`` the loop goes on unwatched. ``history``,
-    ``watch``, ``on`` and ``source`` are those of `Session`. Yields the session; its ``snapshots`` are the files written. Raises
-    `UsageError` when ``output`` exists and ``overwrite`` is false.
+    ``watch``, ``on`` and ``source`` are those of `Session`. Yields the session, whose ``snapshots`` are files.
+    Raises `UsageError` when ``output`` exists and ``overwrite`` is false.
     """
     from reprokit.capture.launch import peel
     from reprokit.capture.rank_name import rank_suffix

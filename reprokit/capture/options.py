@@ -19,9 +19,7 @@ WATCH: tuple[Watch, ...] = get_args(Watch)
 ON: tuple[On, ...] = get_args(On)
 
 
-def check_options(
-    after: str, history: int | None, watch: str, on: Collection[str], source: str = "traceback"
-) -> None:
+def check_options(after: str, history: int | None, watch: str, on: Collection[str], source: str = "traceback") -> None:
     """Raises `UsageError` for a value that no option has."""
     chosen = (("after", after, AFTER), ("watch", watch, WATCH), ("source", source, SOURCES))
     for name, value, known in (*chosen, *(("on", item, ON) for item in on)):

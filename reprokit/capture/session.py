@@ -45,8 +45,9 @@ class Session:
     ``history`` is the number of steps between copies of the training state (``None``: chosen by their cost; 0: no
     copies). ``watch``: ``sampled`` judges the loss, one early gradient and clipped norms in every step and everything
     when the copy is refreshed; ``every-step`` judges everything always; ``deferred`` never waits for a value. ``on``
-    says what is a failure, ``source`` how much of the user's code is kept. ``snapshots`` are the files written and ``results`` their summaries. ``stops`` says whether
-    the loop is to stop, ``is_watching`` whether the hooks are in place. Raises `UsageError` for a value that no option
+    says what is a failure, ``source`` how much of the user's code is kept. ``snapshots`` are the files
+    written and ``results`` their summaries. ``stops`` says whether the loop is to stop, ``is_watching`` whether the
+    hooks are in place. Raises `UsageError` for a value that no option
     has.
     """
 

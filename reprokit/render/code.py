@@ -77,7 +77,9 @@ def write_program(
     known = Names(frozenset(reserved))
     for value, name in (given or {}).items():
         known.adopt(value, name)
-    return _Writer(program, tensors, frozenset(keep), side_file, known, written or {}, nouns or {}, frozenset(aside)).write()
+    return _Writer(
+        program, tensors, frozenset(keep), side_file, known, written or {}, nouns or {}, frozenset(aside)
+    ).write()
 
 
 class _Writer:

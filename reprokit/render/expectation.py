@@ -13,7 +13,8 @@ from reprokit.locate.failure import EXCEPTION, Failure, module_of
 from reprokit.program.functions import display_name
 from reprokit.program.ir import Call, Input, Program, Site
 from reprokit.render import wording
-from reprokit.render.edges import Edge, find_edge
+from reprokit.render.domains import Edge
+from reprokit.render.edges import find_edge
 from reprokit.snapshot.redact import redact_source
 
 if TYPE_CHECKING:
@@ -23,11 +24,45 @@ if TYPE_CHECKING:
 OWN, TORCH = "own", "torch"
 _TEMPLATES = {"transformers": "transformers", "lightning": "lightning", "pytorch_lightning": "lightning"}
 _TEMPLATES |= {"lightning_fabric": "lightning", TORCH: "pytorch"}
-_INTERNAL = ("INTERNAL ASSERT", "internal error", "Please report", "file a bug", "InductorError", "BackendCompilerFailed")
+_INTERNAL = (
+    "INTERNAL ASSERT",
+    "internal error",
+    "Please report",
+    "file a bug",
+    "InductorError",
+    "BackendCompilerFailed",
+)
 # What passes a value on as it is: the step that made the value is the one before.
 _PASSING = frozenset(
-    "view reshape flatten unflatten transpose permute squeeze unsqueeze expand contiguous clone detach to float double half "
-    "bfloat16 type_as unbind split chunk select narrow __getitem__ movedim t dropout".split()
+    (
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "transpose",
+        "permute",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "contiguous",
+        "clone",
+        "detach",
+        "to",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "type_as",
+        "unbind",
+        "split",
+        "chunk",
+        "select",
+        "narrow",
+        "__getitem__",
+        "movedim",
+        "t",
+        "dropout",
+    )
 )
 _MAX_CODE = 160
 
@@ -85,8 +120,8 @@ def _remark(snapshot: Snapshot, edge: Edge | None, owner: str) -> str:
     if edge is None or not edge.is_by_definition:
         return ""
     origin = _made_by(snapshot, edge.value)
-    whom = {OWN: "the training code and not to PyTorch", TORCH: "PyTorch"}.get(owner, f"`{owner}`")
-    return f"{origin}Why its values are what they are belongs to {whom}."
+    whom = {OWN: "the training code rather than PyTorch", TORCH: "PyTorch"}.get(owner, f"`{owner}`")
+    return f"{origin}Why it has the values it has is a question about {whom}."
 
 
 def _made_by(snapshot: Snapshot, value: int | None) -> str:
@@ -139,7 +174,7 @@ def _owner(snapshot: Snapshot, failure: Failure, edge: Edge | None) -> str:
         message = failure.exception[1] if failure.exception is not None else ""
         kind = failure.exception[0] if failure.exception is not None else ""
         return TORCH if any(word in f"{kind} {message}" for word in _INTERNAL) else OWN
-    if failure.kind == "function" or failure.call is None and failure.kind != "mismatch":
+    if failure.kind == "function" or (failure.call is None and failure.kind != "mismatch"):
         return OWN
     return OWN if edge is not None and edge.is_by_definition else TORCH
 

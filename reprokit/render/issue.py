@@ -19,6 +19,7 @@ from reprokit.render.whatif import markdown
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
 
 if TYPE_CHECKING:
+    from reprokit.program.ir import Site
     from reprokit.render.verify import VerifyResult
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
@@ -95,14 +96,14 @@ def make_issue(
 def title(snapshot: Snapshot, reduction: Reduction | None = None, expectation: Expectation | None = None) -> str:
     """``softmax returns nan for a fully masked row in Attention (float32, CPU, 2.13.0)``.
 
-    The module is named where the failure is a matter of the model's code.
+    The module or the line is named where the failure is a matter of the model's code.
     """
     source = reduction if reduction is not None else snapshot
     found = expectation if expectation is not None else expect(snapshot, reduction)
     words = [wording.headline(source.failure), found.words]
     module = (snapshot.failure.module or "").strip("<>")
-    if found.owner == OWN and found.words and module:
-        words.append(f"in {module}")
+    if found.owner == OWN and found.words:
+        words.append(f"in {module}" if module else _at(snapshot.failure.site))
     version = str(snapshot.environment.get("torch", "")).partition("+")[0]
     device = next((item for item in snapshot.environment.get("devices", ()) if item), "CPU")
     details = ", ".join(part for part in (_dtype(source), device, version) if part)
@@ -172,6 +173,10 @@ def _origin(snapshot: Snapshot) -> str:
     if failure.site is not None:
         where += f", at {wording.code_span(f'{Path(failure.site.file).name}:{failure.site.line}')}"
     return where + code_of(failure.site)
+
+
+def _at(site: Site | None) -> str:
+    return f"at {Path(site.file).name}:{site.line}" if site is not None else ""
 
 
 def _size(snapshot: Snapshot, reduction: Reduction | None) -> str:

@@ -43,11 +43,12 @@ class Template:
         """The text; raises `UsageError` for what goes wrong inside a user's template."""
         try:
             template = jinja_environment(self.folder).get_template(self.file)
-            return template.render(fence=fence, **context)
+            text = template.render(fence=fence, **context)
         except Exception as error:
             if self.folder is None:
                 raise
             raise _complaint(error, self.folder, self.file) from error
+        return text if self.folder is not None else tidied(text)
 
 
 def template_names() -> list[str]:
@@ -79,12 +80,29 @@ def fence(text: str) -> str:
     return "`" * max(3, wording.longest_run(text, "`") + 1)
 
 
+def tidied(text: str) -> str:
+    """Markdown with one blank line where there are several; fenced code stays as it is."""
+    lines: list[str] = []
+    closing = ""
+    for line in text.strip().split("\n"):
+        if closing:
+            closing = "" if line == closing else closing
+        elif line.startswith("```"):
+            closing = "`" * (len(line) - len(line.lstrip("`")))
+        elif not line.strip() and lines and not lines[-1]:
+            continue
+        lines.append(line if closing or line.strip() else "")
+    return "\n".join(lines) + "\n"
+
+
 def _entry(folder: Path) -> Path:
     if (folder / ENTRY).is_file():
         return folder / ENTRY
     files = sorted(path for path in folder.glob("*.j2") if not path.name.startswith("_"))
     if len(files) != 1:
-        raise UsageError(f"the folder `{folder}` has no `{ENTRY}`", hint=f"name the template `{ENTRY}`, or give its path")
+        raise UsageError(
+            f"the folder `{folder}` has no `{ENTRY}`", hint=f"name the template `{ENTRY}`, or give its path"
+        )
     return files[0]
 
 

@@ -122,12 +122,11 @@ def _parts(program: Program, tensors: Tensors, failure: Failure, aside: Collecti
 
 def _withheld_lines(program: Program, tensors: Tensors, parts: Parts, withheld: Collection[int]) -> list[str]:
     names = parts.code.names
-    described = [
-        f"`{names[item.value]}` ({str(tensors[item.value].dtype).removeprefix('torch.')}, {tuple(tensors[item.value].shape)})"
-        for item in program.inputs
-        if item.value in withheld and item.value in names
-    ]
-    return [f"The recorded values of {', '.join(described)} are withheld: `{SIDE_FILE}` is not included."] * bool(described)
+    found = [item.value for item in program.inputs if item.value in withheld and item.value in names]
+    described = [f"`{names[value]}` ({tensors[value].dtype}, {tuple(tensors[value].shape)})" for value in found]
+    return [f"The recorded values of {', '.join(described)} are withheld: `{SIDE_FILE}` is not included."] * bool(
+        described
+    )
 
 
 def _header(program: Program, failure: Failure, num_calls_before: int | None, version: str) -> list[str]:

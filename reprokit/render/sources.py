@@ -5,18 +5,20 @@ A folder that `shrink` wrote stands for the reduction in it. Opening either kind
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reprokit.errors import NotASnapshot, NotReproduced, SnapshotError
+from reprokit.errors import NotASnapshot, NotReproduced, SnapshotError, UsageError
 from reprokit.render.module import ModuleScript, write_module_script
 from reprokit.render.script import Script, write_script
-from reprokit.render.withhold import beyond_limit
+from reprokit.render.withhold import beyond_limit, without_data
+from reprokit.snapshot.privacy import private
 
 if TYPE_CHECKING:
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
+    from reprokit.snapshot.privacy import Source as SourcePolicy
 
 REDUCTION_FILE = "reduction.pt"
 
@@ -36,6 +38,18 @@ class Source:
             return reduction_script(self.reduction, self.snapshot, withheld=self.withheld)
         assert self.snapshot is not None
         return snapshot_script(self.snapshot)
+
+    def private(self, policy: SourcePolicy, *, no_data: bool) -> Source:
+        """The same with no more of the user's source than the policy allows, and without recorded data."""
+        snapshot = private(self.snapshot, policy) if self.snapshot is not None else None
+        if not no_data:
+            return replace(self, snapshot=snapshot)
+        if self.reduction is None:
+            raise UsageError(
+                "a whole snapshot is made of recorded data", hint="shrink it with `reprokit shrink --no-data`"
+            )
+        reduction, withheld = without_data(self.reduction)
+        return Source(reduction, snapshot, withheld)
 
 
 def open_source(path: Path) -> Source:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from reprokit.errors import ReprokitError
+from reprokit.errors import ReprokitError, UsageError
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import EXCEPTION
 from reprokit.program.ir import Input, Program
@@ -35,6 +35,10 @@ def without_data(reduction: Reduction) -> tuple[Reduction, tuple[int, ...]]:
     context = reduction.context
     if context is not None and set(recorded_inputs(context.program, context.tensors)) - set(context.drawn):
         context = None
+    if recorded and reduction.failure.kind not in _KINDS:
+        raise UsageError(
+            "a reduction by such a check cannot be written without its recorded values", hint="leave out --no-data"
+        )
     if not recorded:
         return replace(reduction, context=context), ()
     tensors = _replaced(reduction, recorded)
@@ -48,7 +52,7 @@ def recorded_inputs(program: Program, tensors: Tensors) -> list[int]:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a person could have written the contents: one number of at most one digit, or a pattern such as ``eye``."""
+    """Whether the contents tell nothing: one number of at most one digit, or a pattern such as ``eye``."""
     if tensor.numel() == 0:
         return True
     constant = constant_of(tensor)
@@ -78,8 +82,6 @@ def _is_listed(tensor: torch.Tensor) -> bool:
 def _replaced(reduction: Reduction, recorded: Sequence[int]) -> dict[int, torch.Tensor]:
     """The tensors with plain contents wherever the failure stays the same; all together, then one by one, twice."""
     best = dict(reduction.tensors)
-    if reduction.failure.kind not in _KINDS:
-        return best
     items = {item.value: item for item in reduction.program.inputs if item.value in recorded}
     for together in zip(*(_fills(best[value], items[value]) for value in recorded), strict=False):
         proposal = {**best, **dict(zip(recorded, together, strict=True))}

@@ -99,7 +99,7 @@ def observed(failure: Failure, *, is_forward_finite: bool = True) -> str:
     if failure.phase == "optimizer" and failure.call.startswith("torch.optim."):
         return f"{name} turns a finite parameter with a finite gradient into {kind}."
     inside = ", called in the optimizer step," if failure.phase == "optimizer" else ""
-    return f"{name}{inside} returns {kind} although none of its inputs is {kind}."
+    return f"{name}{inside} returns {kind} although none of its inputs is {failure.way or kind}."
 
 
 def expected(failure: Failure) -> str:

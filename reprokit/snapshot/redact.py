@@ -54,7 +54,8 @@ _KEY = (
     rf"(?:(?P<strong>{_STRONG_WORDS})|(?<![A-Za-z])(?:{_WEAK_WORDS}|(?P<bare>{_BARE_WORD}))))"
 )
 _ASSIGNED = re.compile(
-    rf"{_KEY}(?P<between>[\"']?\]?\s*(?:=|:)\s*|[\"']\s*,\s*)(?P<quote>[\"']?)(?P<value>[^\s\"',;&)}}\]]+)", re.IGNORECASE
+    rf"{_KEY}(?P<between>[\"']?\]?\s*(?:=|:)\s*|[\"']\s*,\s*)(?P<quote>[\"']?)(?P<value>[^\s\"',;&)}}\]]+)",
+    re.IGNORECASE,
 )
 _FLAGGED = re.compile(rf"(?<!\S)--?{_KEY}(?P<between>\s+)(?P<quote>[\"']?)(?P<value>[^\s\"'-][^\s\"']*)", re.IGNORECASE)
 _FLAG = re.compile(rf"--?{_KEY}", re.IGNORECASE)
@@ -118,11 +119,7 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
     clean: list[str] = []
     flag: re.Match[str] | None = None
     for argument in argv:
-        if (
-            flag is not None
-            and not argument.startswith("-")
-            and _could_be_secret(argument, flag)
-        ):
+        if flag is not None and not argument.startswith("-") and _could_be_secret(argument, flag):
             clean.append(REDACTED)
         else:
             clean.append(redact_text(argument))

@@ -107,6 +107,8 @@ def test_the_context_is_told(reducer: SimpleNamespace, capsys: pytest.CaptureFix
     said = capsys.readouterr()
     assert json.loads(said.out)["context"] == reducer.context
     assert "it comes from: 24 lines, verified 20/20 -> x/repro_module.py" in said.err
+
+
 def test_the_what_if_table_is_kept_or_left_out(reducer: SimpleNamespace) -> None:
     found = FakeReduction()
     reducer.shrink, reducer.table = lambda: found, lambda: {"tables": {}}
