@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from reprokit.snapshot.privacy import Source
 
 ISSUE_FILE = "issue.md"
+REPRO_FILE = "repro.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +38,23 @@ class Render:
     verbosity: Verbosity
     policy: Source = "all"
     no_data: bool = False
+    snapshot: Path | None = None
 
     def execute(self) -> int:
-        """Write the text to the output, or to stdout when there is none."""
+        """Write the text to the output, or to stdout when there is none; a repro may go into a folder."""
         if self.output is not None:
-            check_file(self.output, overwrite=self.overwrite)
+            is_folder = self.kind == "repro" and self.output.is_dir()
+            check_file(self.output / REPRO_FILE if is_folder else self.output, overwrite=self.overwrite)
         from reprokit.render import render_one
 
         rendered = render_one(
-            self.source, self.kind, self.template, self.output, policy=self.policy, no_data=self.no_data
+            self.source,
+            self.kind,
+            self.template,
+            self.output,
+            snapshot=self.snapshot,
+            policy=self.policy,
+            no_data=self.no_data,
         )
         if isinstance(rendered, Path):
             say(f"wrote {shown_path(rendered)}", self.verbosity)
@@ -73,6 +82,7 @@ class RenderIssue:
     with_data: bool
     url: bool
     repository: str | None
+    snapshot: Path | None
 
     def execute(self) -> int:
         """Write it, and say how a person may send it."""
@@ -82,7 +92,9 @@ class RenderIssue:
         from reprokit.render import prepare_issue
         from reprokit.render.sharing import create_command, issue_url, write_zip
 
-        issue, script = prepare_issue(self.source, self.template, policy=self.policy, no_data=self.no_data)
+        issue, script = prepare_issue(
+            self.source, self.template, snapshot=self.snapshot, policy=self.policy, no_data=self.no_data
+        )
         url = issue_url(issue, self.repository) if self.url else None
         if self.zip and output is not None:
             write_zip(output, script, issue, with_data=self.with_data)
@@ -140,6 +152,9 @@ class RenderIssue:
 @click.option("--url", is_flag=True, help="Print a link to a new issue with the text filled in, if it fits.")
 @click.option("--repo", "repository", metavar="OWNER/NAME", help="Where the issue belongs.")
 @click.option(
+    "--snapshot", type=click.Path(path_type=Path), metavar="FILE", help="What DIR was made from, if not beside it."
+)
+@click.option(
     "--source",
     "policy",
     type=click.Choice(SOURCES),
@@ -160,6 +175,7 @@ def command(
     as_zip: bool,
     url: bool,
     repository: str | None,
+    snapshot: Path | None,
     policy: Source,
     no_data: bool,
     with_data: bool,
@@ -177,6 +193,6 @@ def command(
         raise UsageError("--no-data and --with-data exclude each other", hint="give one of them")
     if kind == "issue" or is_about_issue:
         return RenderIssue(
-            source, template, output, force, json, level, policy, no_data, as_zip, with_data, url, repository
+            source, template, output, force, json, level, policy, no_data, as_zip, with_data, url, repository, snapshot
         )
-    return Render(source, kind or "repro", template, output, force, json, level, policy, no_data)
+    return Render(source, kind or "repro", template, output, force, json, level, policy, no_data, snapshot)

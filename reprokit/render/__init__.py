@@ -99,13 +99,14 @@ def render_one(
     template: str | None = None,
     out: Path | None = None,
     *,
+    snapshot: Path | None = None,
     policy: SourcePolicy = "all",
     no_data: bool = False,
 ) -> Path | str:
     """One text from a snapshot, a reduction or a folder of results: its path if written to ``out``, else itself."""
     from reprokit.render.sources import open_source
 
-    opened = open_source(source).private(policy, no_data=no_data)
+    opened = open_source(source, snapshot).private(policy, no_data=no_data)
     script = opened.script()
     if kind == "repro":
         return _write_repro(script, source, out)
@@ -117,7 +118,12 @@ def render_one(
 
 
 def prepare_issue(
-    source: Path, template: str | None = None, *, policy: SourcePolicy = "all", no_data: bool = False
+    source: Path,
+    template: str | None = None,
+    *,
+    snapshot: Path | None = None,
+    policy: SourcePolicy = "all",
+    no_data: bool = False,
 ) -> tuple[Issue, Script]:
     """The issue about a snapshot, a reduction or a folder of results, and the repro that it shows."""
     from reprokit.render.issue import make_issue
@@ -126,10 +132,10 @@ def prepare_issue(
 
     if template is not None:
         find_template(template)  # a mistake in it is told before any work
-    opened = open_source(source).private(policy, no_data=no_data)
-    snapshot = _required(opened.snapshot, source)
+    opened = open_source(source, snapshot).private(policy, no_data=no_data)
+    whole = _required(opened.snapshot, source)
     script = opened.script()
-    return make_issue(snapshot, script, _verified(script), reduction=opened.reduction, template=template), script
+    return make_issue(whole, script, _verified(script), reduction=opened.reduction, template=template), script
 
 
 def write_test(subject: Reduction | Snapshot) -> str:
@@ -189,6 +195,6 @@ def _required(snapshot: Snapshot | None, source: Path) -> Snapshot:
     if snapshot is None:
         raise SnapshotError(
             f"`{source}` holds a reduction, and the snapshot it came from is not beside it",
-            hint="keep the snapshot next to the folder that `reprokit shrink` wrote",
+            hint="name it with --snapshot FILE",
         )
     return snapshot

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from reprokit.snapshot.privacy import Source as SourcePolicy
 
 REDUCTION_FILE = "reduction.pt"
+MAX_LOOKED_AT = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,15 @@ class Source:
         return Source(reduction, snapshot, withheld)
 
 
-def open_source(path: Path) -> Source:
-    """The reduction or snapshot at ``path``; raises `SnapshotError`."""
+def open_source(path: Path, snapshot: Path | None = None) -> Source:
+    """The reduction or snapshot at ``path``; raises `SnapshotError`.
+
+    ``snapshot`` is the file that a reduction was made from, where it is not beside it.
+    """
     from reprokit.snapshot import format as snapshots
 
+    if snapshot is not None:
+        return replace(open_source(path), snapshot=snapshots.load(snapshot))
     if path.is_dir():
         return _open_reduction(path / REDUCTION_FILE)
     try:
@@ -70,18 +76,25 @@ def open_source(path: Path) -> Source:
 def _open_reduction(file: Path) -> Source:
     from reprokit.shrink import reduction as reductions
 
-    return Source(reductions.load(file), _snapshot_beside(file.parent))
+    reduction = reductions.load(file)
+    return Source(reduction, _snapshot_beside(file.parent, reduction))
 
 
-def _snapshot_beside(folder: Path) -> Snapshot | None:
-    """The snapshot that a folder of results is named after, if it is still there."""
+def _snapshot_beside(folder: Path, reduction: Reduction) -> Snapshot | None:
+    """The snapshot that a reduction was made from: in the folder around, by its name or as another of that kind."""
+    from reprokit.shrink.resume import fingerprint
     from reprokit.snapshot import format as snapshots
 
-    file = folder.resolve().with_name(f"{folder.resolve().name}.pt")
-    try:
-        return snapshots.load(file) if file.is_file() else None
-    except SnapshotError:
-        return None
+    name, around = folder.resolve().name, folder.resolve().parent
+    named = [around / f"{name}.repro.pt", around / f"{name}.pt"]
+    for file in dict.fromkeys([*named, *sorted(around.glob("*.repro.pt"))[:MAX_LOOKED_AT]]):
+        try:
+            found = snapshots.load(file) if file.is_file() else None
+        except SnapshotError:
+            continue
+        if found is not None and reduction.origin.get("snapshot", fingerprint(found)) == fingerprint(found):
+            return found
+    return None
 
 
 def script_of(path: Path) -> Script:

@@ -18,7 +18,7 @@ from reprokit.locate.failure import EXCEPTION
 from reprokit.program.ir import Input, Program
 from reprokit.program.run import Tensors
 from reprokit.render.literals import MAX_LITERALS, literal
-from reprokit.shrink.constants import filled, is_number
+from reprokit.shrink.constants import filled, is_number, ladder
 from reprokit.shrink.plainness import constant_of, contents, num_digits
 from reprokit.shrink.reduction import Reduction
 from reprokit.shrink.signature import Signature, same
@@ -52,14 +52,26 @@ def recorded_inputs(program: Program, tensors: Tensors) -> list[int]:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the contents tell nothing: one number of at most one digit, or a pattern such as ``eye``."""
+    """Whether the contents tell nothing: a power of ten, zero, infinity, a number the reducer chose."""
     if tensor.numel() == 0:
         return True
     constant = constant_of(tensor)
     if constant is not None:
-        return num_digits(constant, tensor.dtype) <= 1
+        return _is_round(constant, tensor.dtype)
     found = literal(tensor, max_literals=0)
     return found is not None and found.function in ("arange", "eye")
+
+
+def _is_round(number: float | complex | int | bool, dtype: torch.dtype) -> bool:
+    if isinstance(number, bool):
+        return True
+    if isinstance(number, complex):
+        return number in (0, 1)
+    if number == 0 or not math.isfinite(number):
+        return True
+    if dtype.is_floating_point and abs(number) in ladder(dtype):
+        return True
+    return num_digits(number, dtype) == 1 and f"{abs(number):.0e}".startswith("1")
 
 
 def beyond_limit(program: Program, tensors: Tensors) -> tuple[int, ...]:
@@ -113,7 +125,7 @@ def _fills(tensor: torch.Tensor, item: Input) -> Iterator[torch.Tensor]:
         yield from _counted(tensor)
         return
     numbers = (1.0, 0.0, -1.0) if item.role == "gradient" else (0.0, 1.0, -1.0)
-    for number in (*numbers, *_round_numbers(tensor)):
+    for number in (*numbers, *_round_numbers(tensor), *ladder(tensor.dtype)):
         yield filled(tensor, number)
     yield from _counted(tensor)
     for way in (float("-inf"), float("inf")):
