@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reprokit.capture.options import ON, After, Watch
+from reprokit.capture.options import ON, After, Source, Watch
 from reprokit.capture.words import growth, place_line
 from reprokit.errors import UsageError
 
@@ -34,13 +34,14 @@ def capture(
     history: int | None = None,
     watch: Watch = "sampled",
     on: Collection[str] = ON,
+    source: Source = "traceback",
 ) -> Iterator[Session]:
     """Watch the training loop in this block and save its first failing step.
 
     Writes ``output``, or ``<name>-step<N>.repro.pt`` in the current folder. With ``after="stop"`` the block is left at
     the failure and the program goes on behind it; with ``"continue"`` the loop goes on unwatched. ``history``,
-    ``watch`` and ``on`` are those of `Session`. Yields the session; its ``snapshots`` are the files written. Raises
-    `UsageError` when ``output`` exists and ``overwrite`` is false.
+    ``watch``, ``on`` and ``source`` are those of `Session`. Yields the session, whose ``snapshots`` are files.
+    Raises `UsageError` when ``output`` exists and ``overwrite`` is false.
     """
     from reprokit.capture.launch import peel
     from reprokit.capture.rank_name import rank_suffix
@@ -60,6 +61,7 @@ def capture(
         history=history,
         watch=watch,
         on=on,
+        source=source,
     )
     try:
         with session:

@@ -146,6 +146,7 @@ class Failures:
                 snapshot = snapshot_of(self._training, noticed, self._command, {"watch": self._judge.watch})
                 if is_wanted is not None and not is_wanted(snapshot):
                     return None
+                snapshot = self._place.private(snapshot)
                 path = self._place.write(snapshot)
             except Exception as error:
                 self._session.complain("could not save the failing step", error)

@@ -6,6 +6,9 @@ from collections.abc import Collection
 from typing import Literal, get_args
 
 from reprokit.errors import UsageError
+from reprokit.snapshot.privacy import SOURCES, Source
+
+__all__ = ["AFTER", "ON", "SOURCES", "WATCH", "After", "On", "Source", "Watch", "check_options"]
 
 After = Literal["stop", "continue"]
 Watch = Literal["sampled", "every-step", "deferred"]
@@ -16,9 +19,10 @@ WATCH: tuple[Watch, ...] = get_args(Watch)
 ON: tuple[On, ...] = get_args(On)
 
 
-def check_options(after: str, history: int | None, watch: str, on: Collection[str]) -> None:
+def check_options(after: str, history: int | None, watch: str, on: Collection[str], source: str = "traceback") -> None:
     """Raises `UsageError` for a value that no option has."""
-    for name, value, known in (("after", after, AFTER), ("watch", watch, WATCH), *(("on", item, ON) for item in on)):
+    chosen = (("after", after, AFTER), ("watch", watch, WATCH), ("source", source, SOURCES))
+    for name, value, known in (*chosen, *(("on", item, ON) for item in on)):
         if value not in known:
             raise UsageError(f"`{name}` cannot be {value!r}", hint=f"it is one of {', '.join(map(repr, known))}")
     if history is not None and history < 0:

@@ -24,6 +24,7 @@ from reprokit.capture.timeline import number_of
 from reprokit.capture.training import Training
 from reprokit.program.ir import AUTOGRAD_GRAD
 from reprokit.snapshot.format import Snapshot, save
+from reprokit.snapshot.privacy import Source, private
 
 NOT_KEPT = "the state from before the step was not kept, so there was no going back"
 NOT_REPLAYED = (
@@ -49,12 +50,20 @@ class Noticed:
 
 @dataclass(frozen=True)
 class Place:
-    """Where snapshots go: the file that was asked for, or a name made of ``name`` and the step inside ``directory``."""
+    """Where snapshots go: the file that was asked for, or a name made of ``name`` and the step inside ``directory``.
+
+    ``source`` says how much of the user's code goes with them.
+    """
 
     output: Path | None
     directory: Path
     name: str
     overwrite: bool
+    source: Source = "traceback"
+
+    def private(self, snapshot: Snapshot) -> Snapshot:
+        """What may be written and told of a snapshot."""
+        return private(snapshot, self.source)
 
     def write(self, snapshot: Snapshot) -> Path:
         """Write the file; another name is found when it is taken and may not be overwritten."""

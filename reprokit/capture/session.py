@@ -18,7 +18,7 @@ from reprokit.capture.failures import Failures
 from reprokit.capture.history import History
 from reprokit.capture.hooks import Hooks
 from reprokit.capture.judge import Judge
-from reprokit.capture.options import ON, After, Watch, check_options
+from reprokit.capture.options import ON, After, Source, Watch, check_options
 from reprokit.capture.saving import Place
 from reprokit.capture.stepping import Stepping
 from reprokit.capture.tape import Tape
@@ -45,8 +45,9 @@ class Session:
     ``history`` is the number of steps between copies of the training state (``None``: chosen by their cost; 0: no
     copies). ``watch``: ``sampled`` judges the loss, one early gradient and clipped norms in every step and everything
     when the copy is refreshed; ``every-step`` judges everything always; ``deferred`` never waits for a value. ``on``
-    says what is a failure. ``snapshots`` are the files written and ``results`` their summaries. ``stops`` says whether
-    the loop is to stop, ``is_watching`` whether the hooks are in place. Raises `UsageError` for a value that no option
+    says what is a failure, ``source`` how much of the user's code is kept. ``snapshots`` are the files
+    written and ``results`` their summaries. ``stops`` says whether the loop is to stop, ``is_watching`` whether the
+    hooks are in place. Raises `UsageError` for a value that no option
     has.
     """
 
@@ -66,8 +67,9 @@ class Session:
         history: int | None = None,
         watch: Watch = "sampled",
         on: Collection[str] = ON,
+        source: Source = "traceback",
     ) -> None:
-        check_options(after, history, watch, on)
+        check_options(after, history, watch, on, source)
         self.stops = after == "stop"
         self.is_watching = False
         self._is_over = False
@@ -81,7 +83,7 @@ class Session:
             self,
             self._training,
             self._judge,
-            Place(output, directory or Path.cwd(), name, overwrite),
+            Place(output, directory or Path.cwd(), name, overwrite, source),
             command,
             takes_exceptions="exception" in on,
         )

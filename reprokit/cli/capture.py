@@ -42,6 +42,7 @@ class Capture:
     history: int | None
     watch: options.Watch
     on: tuple[str, ...]
+    source: options.Source
     json: bool
     verbosity: Verbosity
 
@@ -136,6 +137,7 @@ class Watch:
                 history=plan.history,
                 watch=plan.watch,
                 on=plan.on,
+                source=plan.source,
             )
             self._session = stack.enter_context(session)
         except Exception as error:
@@ -185,6 +187,13 @@ class Watch:
     callback=lambda context, option, value: _history(value),
     help="Steps between copies of the training state, with which a failure found late is traced back.",
 )
+@click.option(
+    "--source",
+    type=click.Choice(options.SOURCES),
+    default="traceback",
+    show_default=True,
+    help="How much of your code the snapshot holds: the lines that a traceback shows, none, or all that is known.",
+)
 @click.option("-m", "--module", is_flag=True, help="Run a module, as `python -m` does.")
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="(SCRIPT | -m MODULE) [ARGS]...")
 @common_options
@@ -195,6 +204,7 @@ def command(
     on: tuple[str, ...],
     watch: options.Watch,
     history: int | None,
+    source: options.Source,
     module: bool,
     target: tuple[str, ...],
     verbosity: str | None,
@@ -208,7 +218,7 @@ def command(
         kind = "module" if module else "script"
         raise UsageError(f"no {kind} given", hint="reprokit capture train.py [ARGS]...")
     level = Verbosity(verbosity or "normal")
-    return Capture(target[0], module, target[1:], output, force, after_capture, history, watch, on, json, level)
+    return Capture(target[0], module, target[1:], output, force, after_capture, history, watch, on, source, json, level)
 
 
 def _history(value: str) -> int | None:

@@ -1,15 +1,28 @@
-"""``reprokit render``: one text out of a snapshot or a reduction: the repro, the issue, the report, the test."""
+"""``reprokit render``: one text out of a snapshot or a reduction: the repro, the issue, the report, the test.
+
+An issue can also become a zip for attaching or a link to a form that is filled in. Nothing is ever sent.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from reprokit.capture.block import shown_path
 from reprokit.cli.console import Verbosity, common_options, print_json, say
 from reprokit.cli.outputs import check_file
+from reprokit.errors import UsageError
+from reprokit.snapshot.privacy import SOURCES
+
+if TYPE_CHECKING:
+    from reprokit.render.issue import Issue
+    from reprokit.snapshot.privacy import Source
+
+ISSUE_FILE = "issue.md"
+REPRO_FILE = "repro.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +36,26 @@ class Render:
     overwrite: bool
     json: bool
     verbosity: Verbosity
+    policy: Source = "all"
+    no_data: bool = False
+    snapshot: Path | None = None
 
     def execute(self) -> int:
-        """Write the text to the output, or to stdout when there is none."""
+        """Write the text to the output, or to stdout when there is none; a repro may go into a folder."""
         if self.output is not None:
-            check_file(self.output, overwrite=self.overwrite)
+            is_folder = self.kind == "repro" and self.output.is_dir()
+            check_file(self.output / REPRO_FILE if is_folder else self.output, overwrite=self.overwrite)
         from reprokit.render import render_one
 
-        rendered = render_one(self.source, self.kind, self.template, self.output)
+        rendered = render_one(
+            self.source,
+            self.kind,
+            self.template,
+            self.output,
+            snapshot=self.snapshot,
+            policy=self.policy,
+            no_data=self.no_data,
+        )
         if isinstance(rendered, Path):
             say(f"wrote {shown_path(rendered)}", self.verbosity)
         if self.json:
@@ -41,24 +66,133 @@ class Render:
         return 0
 
 
+@dataclass(frozen=True, slots=True)
+class RenderIssue:
+    """An issue to render: as text, as a zip with the repro, or as a link."""
+
+    source: Path
+    template: str | None
+    output: Path | None
+    overwrite: bool
+    json: bool
+    verbosity: Verbosity
+    policy: Source
+    no_data: bool
+    zip: bool
+    with_data: bool
+    url: bool
+    repository: str | None
+    snapshot: Path | None
+
+    def execute(self) -> int:
+        """Write it, and say how a person may send it."""
+        output = self._output()
+        if output is not None:
+            check_file(output, overwrite=self.overwrite)
+        from reprokit.render import prepare_issue
+        from reprokit.render.sharing import create_command, issue_url, write_zip
+
+        issue, script = prepare_issue(
+            self.source, self.template, snapshot=self.snapshot, policy=self.policy, no_data=self.no_data
+        )
+        url = issue_url(issue, self.repository) if self.url else None
+        if self.zip and output is not None:
+            write_zip(output, script, issue, with_data=self.with_data)
+        elif output is not None:
+            output.write_text(issue.text, encoding="utf-8")
+        body = output if output is not None and not self.zip else Path(ISSUE_FILE)
+        command = create_command(issue, shown_path(body), self.repository)
+        self._tell(issue, output, url, command)
+        return 0
+
+    def _output(self) -> Path | None:
+        if self.output is not None or not self.zip:
+            return self.output
+        name = self.source.resolve().name.removesuffix(".pt").removesuffix(".repro")
+        return Path(f"{name}.zip")
+
+    def _tell(self, issue: Issue, output: Path | None, url: str | None, command: str) -> None:
+        if output is not None:
+            say(f"wrote {shown_path(output)}", self.verbosity)
+        if self.json:
+            print_json(self._summary(issue, output, url, command))
+            return
+        if output is None and not self.url:
+            click.echo(issue.text, nl=False)
+        if url is not None:
+            click.echo(url)
+        elif self.url:
+            say("the text is too long for a link, even without its folded parts; use the command", Verbosity.NORMAL)
+        say("nothing was sent; add your own words to the text, and then:", self.verbosity)
+        if self.verbosity is not Verbosity.QUIET:
+            click.echo(command, err=True)
+
+    def _summary(self, issue: Issue, output: Path | None, url: str | None, command: str) -> dict[str, Any]:
+        where = {"path": str(output)} if output is not None else {"text": issue.text}
+        link = {"url": url} if self.url else {}
+        named = {"title": issue.title, "template": issue.template, "command": command}
+        return {"schema": 1, "as": "zip" if self.zip else "issue", **where, **link, **named}
+
+
 @click.command("render", short_help="Write the repro, issue, report or test of a file.")
 @click.argument("source", type=click.Path(path_type=Path), metavar="(FILE | DIR)")
 @click.option(
     "--as",
     "kind",
     type=click.Choice(["repro", "issue", "report", "test"]),
-    default="repro",
-    show_default=True,
-    help="What to write.",
+    help="What to write: the repro, unless an option below is about an issue.",
 )
-@click.option("--template", metavar="NAME", help="pytorch, transformers, lightning, generic, or a template's path.")
+@click.option(
+    "--template",
+    metavar="NAME",
+    help="Of the issue: pytorch, transformers, lightning, generic, or the path of a Jinja file or folder. "
+    "Default: the one of whose code the failure is about.",
+)
+@click.option("--zip", "as_zip", is_flag=True, help="Pack the repro, its side files and the issue for attaching.")
+@click.option("--url", is_flag=True, help="Print a link to a new issue with the text filled in, if it fits.")
+@click.option("--repo", "repository", metavar="OWNER/NAME", help="Where the issue belongs.")
+@click.option(
+    "--snapshot", type=click.Path(path_type=Path), metavar="FILE", help="What DIR was made from, if not beside it."
+)
+@click.option(
+    "--source",
+    "policy",
+    type=click.Choice(SOURCES),
+    default="all",
+    help="How much of your code is shown: the lines that a traceback shows, none, or all that was captured.",
+)
+@click.option("--no-data", is_flag=True, help="Put plain values in the place of recorded ones, or withhold them.")
+@click.option("--with-data", is_flag=True, help="Pack recorded values even if there are many.")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="OUT", help="Where to write; stdout without it."
 )
 @click.option("-f", "--force", is_flag=True, help="Overwrite OUT if it exists.")
 @common_options
 def command(
-    source: Path, kind: str, template: str | None, output: Path | None, force: bool, verbosity: str | None, json: bool
-) -> Render:
-    """Render a snapshot or a reduction as a text."""
-    return Render(source, kind, template, output, force, json, Verbosity(verbosity or "normal"))
+    source: Path,
+    kind: str | None,
+    template: str | None,
+    as_zip: bool,
+    url: bool,
+    repository: str | None,
+    snapshot: Path | None,
+    policy: Source,
+    no_data: bool,
+    with_data: bool,
+    output: Path | None,
+    force: bool,
+    verbosity: str | None,
+    json: bool,
+) -> Render | RenderIssue:
+    """Render a snapshot or a reduction as a text. Nothing is ever sent."""
+    level = Verbosity(verbosity or "normal")
+    is_about_issue = template is not None or as_zip or url or repository is not None
+    if is_about_issue and kind not in (None, "issue"):
+        raise UsageError(f"an option is about an issue, but --as says `{kind}`", hint="leave out --as")
+    if no_data and with_data:
+        raise UsageError("--no-data and --with-data exclude each other", hint="give one of them")
+    if kind == "issue" or is_about_issue:
+        return RenderIssue(
+            source, template, output, force, json, level, policy, no_data, as_zip, with_data, url, repository, snapshot
+        )
+    return Render(source, kind or "repro", template, output, force, json, level, policy, no_data, snapshot)

@@ -20,6 +20,7 @@ from reprokit.errors import Flaky, Interrupted, NotReproduced, ReprokitError
 from reprokit.render.wording import nearest_words
 from reprokit.shrink.checks.spec import SYNTAX, Spec, parse
 from reprokit.shrink.events import Comparing, Event, Improved, Resumed, Writing
+from reprokit.snapshot.privacy import SOURCES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
+    from reprokit.snapshot.privacy import Source as SourcePolicy
 
 REDUCTION = "reduction.pt"
 WHATIF_SECONDS = 10.0
@@ -51,6 +53,8 @@ class Shrink:
     verbosity: Verbosity
     check: Spec | None = None
     whatif: bool = True
+    source: SourcePolicy = "all"
+    no_data: bool = False
 
     @property
     def folder(self) -> Path:
@@ -156,10 +160,15 @@ class _Work:
         """Render beside the results, and put everything in place at once when it is verified."""
         from reprokit.render import render_all, render_context
 
+        withheld: tuple[int, ...] = ()
+        if self._plan.no_data:
+            from reprokit.render.withhold import without_data
+
+            reduction, withheld = without_data(reduction)
         with tempfile.TemporaryDirectory(prefix=STAGING, dir=self._folder) as staging:
             if self._plan.check is not None and self._plan.check.file is not None:
                 shutil.copy(self._plan.check.file, staging)  # the repro runs it
-            repro = render_all(reduction, self._snapshot, Path(staging))
+            repro = render_all(reduction, self._snapshot, Path(staging), source=self._plan.source, withheld=withheld)
             context = render_context(reduction, self._snapshot, Path(staging))
             with self._interrupts.held():
                 put_in_place(Path(staging), self._folder)
@@ -215,6 +224,13 @@ def _interrupted(summary: dict[str, Any], folder: Path) -> Interrupted:
 @click.option("--resume", is_flag=True, help="Go on from the reduction that is in DIR.")
 @click.option("--no-whatif", is_flag=True, help="Do not run the result in other precisions, compiled and so on.")
 @click.option(
+    "--source",
+    type=click.Choice(SOURCES),
+    default="all",
+    help="How much of your code the texts show: the lines that a traceback shows, none, or all that was captured.",
+)
+@click.option("--no-data", is_flag=True, help="Put plain values in the place of recorded ones, or withhold them.")
+@click.option(
     "--progress",
     type=click.Choice(CHOICES),
     default="auto",
@@ -233,6 +249,8 @@ def command(
     jobs: int,
     resume: bool,
     no_whatif: bool,
+    source: SourcePolicy,
+    no_data: bool,
     progress: str,
     verbosity: str | None,
     json: bool,
@@ -257,6 +275,8 @@ def command(
         shown,
         spec,
         whatif=not no_whatif,
+        source=source,
+        no_data=no_data,
     )
 
 

@@ -391,15 +391,16 @@ def _no_checkpointing() -> Iterator[None]:
 
 def note_of(module: torch.nn.Module) -> ModuleNote:
     """What a context repro needs to know of a module: torch's own layers by their constructor arguments, user
-    classes by place."""
+    classes by place and text."""
     cls = type(module)
     if cls.__module__.startswith("torch.nn.modules"):
         return ModuleNote(cls.__name__, module.training, _constructor_arguments(module))
     try:
-        file, line = inspect.getsourcefile(cls) or "", inspect.getsourcelines(cls)[1]
+        file, (lines, line) = inspect.getsourcefile(cls) or "", inspect.getsourcelines(cls)
     except (OSError, TypeError):
-        file, line = "", 0
-    return ModuleNote(cls.__qualname__, module.training, {}, relative_path(file) if file else "", line)
+        file, lines, line = "", [], 0
+    place = relative_path(file) if file else ""
+    return ModuleNote(cls.__qualname__, module.training, {}, place, line, "".join(lines))
 
 
 def _constructor_arguments(module: torch.nn.Module) -> dict[str, Any]:

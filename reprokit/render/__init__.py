@@ -13,28 +13,44 @@ from typing import TYPE_CHECKING, Any
 from reprokit.errors import SnapshotError, UsageError
 
 if TYPE_CHECKING:
+    from reprokit.render.issue import Issue
     from reprokit.render.script import Script
     from reprokit.render.sources import Source
     from reprokit.render.verify import VerifyResult
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
+    from reprokit.snapshot.privacy import Source as SourcePolicy
 
-__all__ = ["KINDS", "render_all", "render_context", "render_one"]
+__all__ = ["KINDS", "prepare_issue", "render_all", "render_context", "render_one"]
 
 KINDS = ("repro", "issue", "report", "test")
 TIMES = 20
 
 
-def render_all(reduction: Reduction, snapshot: Snapshot, out_dir: Path, *, times: int = TIMES) -> dict[str, Any]:
-    """Write ``repro.py``, verify it, write issue, report and test beside it; a summary of the repro."""
+def render_all(
+    reduction: Reduction,
+    snapshot: Snapshot,
+    out_dir: Path,
+    *,
+    times: int = TIMES,
+    source: SourcePolicy = "all",
+    withheld: tuple[int, ...] = (),
+) -> dict[str, Any]:
+    """Write ``repro.py``, verify it, write issue, report and test beside it; a summary of the repro.
+
+    ``source`` says how much of the snapshot's source text is shown. The values of the inputs in ``withheld`` are in no
+    file.
+    """
     from reprokit.render.issue import write_issue
     from reprokit.render.report import write_report
     from reprokit.render.sources import reduction_script
     from reprokit.render.verify import verify
+    from reprokit.snapshot.privacy import private
 
-    script = reduction_script(reduction, snapshot)
+    snapshot = private(snapshot, source)
+    script = reduction_script(reduction, snapshot, withheld=withheld)
     path = script.write(out_dir)
-    result = verify(path, times)
+    result = _verified(script, times) if script.is_withheld else verify(path, times)
     texts = {
         "issue.md": write_issue(snapshot, script, result, reduction=reduction),
         "report.html": write_report(snapshot, script, result, reduction=reduction),
@@ -77,11 +93,20 @@ def render_context(
     }
 
 
-def render_one(source: Path, kind: str, template: str | None = None, out: Path | None = None) -> Path | str:
+def render_one(
+    source: Path,
+    kind: str,
+    template: str | None = None,
+    out: Path | None = None,
+    *,
+    snapshot: Path | None = None,
+    policy: SourcePolicy = "all",
+    no_data: bool = False,
+) -> Path | str:
     """One text from a snapshot, a reduction or a folder of results: its path if written to ``out``, else itself."""
     from reprokit.render.sources import open_source
 
-    opened = open_source(source)
+    opened = open_source(source, snapshot).private(policy, no_data=no_data)
     script = opened.script()
     if kind == "repro":
         return _write_repro(script, source, out)
@@ -90,6 +115,27 @@ def render_one(source: Path, kind: str, template: str | None = None, out: Path |
         return text
     out.write_text(text, encoding="utf-8")
     return out
+
+
+def prepare_issue(
+    source: Path,
+    template: str | None = None,
+    *,
+    snapshot: Path | None = None,
+    policy: SourcePolicy = "all",
+    no_data: bool = False,
+) -> tuple[Issue, Script]:
+    """The issue about a snapshot, a reduction or a folder of results, and the repro that it shows."""
+    from reprokit.render.issue import make_issue
+    from reprokit.render.issue_templates import find_template
+    from reprokit.render.sources import open_source
+
+    if template is not None:
+        find_template(template)  # a mistake in it is told before any work
+    opened = open_source(source, snapshot).private(policy, no_data=no_data)
+    whole = _required(opened.snapshot, source)
+    script = opened.script()
+    return make_issue(whole, script, _verified(script), reduction=opened.reduction, template=template), script
 
 
 def write_test(subject: Reduction | Snapshot) -> str:
@@ -105,7 +151,7 @@ def write_test(subject: Reduction | Snapshot) -> str:
 
 def _write_repro(script: Script, source: Path, out: Path | None) -> Path | str:
     if out is None:
-        if script.side:
+        if script.side and not script.is_withheld:
             raise UsageError(
                 f"the repro of `{source}` needs a file of tensors beside it",
                 hint="choose a folder with -o, to write both there",
@@ -113,7 +159,7 @@ def _write_repro(script: Script, source: Path, out: Path | None) -> Path | str:
         return script.text
     if out.is_dir():
         return script.write(out)
-    if script.side:
+    if script.side and not script.is_withheld:
         raise UsageError(
             f"the repro of `{source}` needs a file of tensors beside it", hint="name an existing folder with -o"
         )
@@ -133,24 +179,22 @@ def _text(opened: Source, script: Script, kind: str, template: str | None, sourc
     result = _verified(script)
     if kind == "report":
         return write_report(_required(snapshot, source), script, result, reduction=opened.reduction)
-    return write_issue(
-        _required(snapshot, source), script, result, reduction=opened.reduction, template=template or "pytorch"
-    )
+    return write_issue(_required(snapshot, source), script, result, reduction=opened.reduction, template=template)
 
 
-def _verified(script: Script) -> VerifyResult:
+def _verified(script: Script, times: int = TIMES) -> VerifyResult:
     from reprokit.render.script import require_whole
     from reprokit.render.verify import verify
 
     require_whole(script)
     with tempfile.TemporaryDirectory(prefix="reprokit-") as folder:
-        return verify(script.write(Path(folder)), TIMES)
+        return verify(script.write(Path(folder), is_private=True), times)
 
 
 def _required(snapshot: Snapshot | None, source: Path) -> Snapshot:
     if snapshot is None:
         raise SnapshotError(
             f"`{source}` holds a reduction, and the snapshot it came from is not beside it",
-            hint="keep the snapshot next to the folder that `reprokit shrink` wrote",
+            hint="name it with --snapshot FILE",
         )
     return snapshot

@@ -65,17 +65,21 @@ def write_program(
     written: Mapping[int, Literal] | None = None,
     nouns: Mapping[int, str] | None = None,
     reserved: Iterable[str] = (),
+    aside: Iterable[int] = (),
 ) -> Code:
     """The program in Python; ``keep`` lists values that must have a variable at the end.
 
     Inputs in ``given`` are there already under some name and get no line, those in ``written`` are made by another
     expression than their numbers. ``nouns`` are variables that values had in the user's code; one is used again once
-    the value before is done with. ``reserved`` are names to stay away from.
+    the value before is done with. ``reserved`` are names to stay away from, inputs in ``aside`` go to the side file
+    whatever they are.
     """
     known = Names(frozenset(reserved))
     for value, name in (given or {}).items():
         known.adopt(value, name)
-    return _Writer(program, tensors, frozenset(keep), side_file, known, written or {}, nouns or {}).write()
+    return _Writer(
+        program, tensors, frozenset(keep), side_file, known, written or {}, nouns or {}, frozenset(aside)
+    ).write()
 
 
 class _Writer:
@@ -88,6 +92,7 @@ class _Writer:
         known: Names,
         written: Mapping[int, Literal],
         nouns: Mapping[int, str],
+        aside: frozenset[int],
     ) -> None:
         self._program = program
         self._tensors = tensors
@@ -96,6 +101,7 @@ class _Writer:
         self._names = known
         self._written = written
         self._nouns = nouns
+        self._aside = aside
         self._last_uses = _last_uses(program)
         self._side: dict[str, torch.Tensor] = {}
         self._inlined: dict[int, Expr] = {}
@@ -139,7 +145,9 @@ class _Writer:
                 self._side[name] = self._tensors[item.value].detach().cpu()
 
     def _write_input(self, item: Input) -> list[str]:
-        found = self._written.get(item.value) or literal(self._tensors[item.value])
+        found = self._written.get(item.value)
+        if found is None and item.value not in self._aside:
+            found = literal(self._tensors[item.value])
         if found is not None and self._is_inlinable_input(item, found):
             self._inlined[item.value] = Expr(found.text)
             return []

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.sandbox
 
 from reprokit.errors import UsageError
 from reprokit.snapshot.redact import redact_text
@@ -26,8 +27,12 @@ def template_folder() -> Path:
 
 @functools.cache
 def jinja_environment(folder: Path | None = None) -> jinja2.Environment:
-    """An environment for the templates in ``folder`` and the tool's own; HTML is escaped, a missing name an error."""
-    environment = jinja2.Environment(
+    """An environment for the templates in ``folder`` and the tool's own; HTML is escaped, a missing name an error.
+
+    What is in ``folder`` is somebody else's, and runs in a sandbox.
+    """
+    kind = jinja2.Environment if folder is None else jinja2.sandbox.ImmutableSandboxedEnvironment
+    environment = kind(
         loader=jinja2.FileSystemLoader([folder, template_folder()] if folder is not None else [template_folder()]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

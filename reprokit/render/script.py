@@ -5,7 +5,7 @@ It needs torch and nothing of reprokit. It ends with exit code 1 while the bug i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,12 +30,14 @@ class Script:
     """The text of a repro, the tensors that its side file holds, and its variables by the names of the inputs.
 
     ``beside`` names the file of the user's that it runs, which has to be put beside it by whoever knows where it is.
+    ``is_withheld``: the side file is not to be handed out.
     """
 
     text: str
     side: Mapping[str, torch.Tensor] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     beside: str | None = None
+    is_withheld: bool = False
 
     @property
     def num_lines(self) -> int:
@@ -44,16 +46,24 @@ class Script:
         return sum(bool(line) and not line.startswith("#") for line in lines)
 
     @property
+    def num_shown_lines(self) -> int:
+        """All lines."""
+        return self.text.rstrip().count("\n") + 1
+
+    @property
     def files(self) -> list[str]:
         """The files that running it takes."""
         own = [REPRO_FILE, SIDE_FILE] if self.side else [REPRO_FILE]
         return [*own, self.beside] if self.beside is not None else own
 
-    def write(self, folder: Path) -> Path:
-        """Write the script and its side file into ``folder``; the path of the script."""
+    def write(self, folder: Path, *, is_private: bool = False) -> Path:
+        """Write the script and its side file into ``folder``; the path of the script.
+
+        A side file that is withheld is written only into a folder that ``is_private``, to run the script there.
+        """
         path = folder / REPRO_FILE
         path.write_text(self.text, encoding="utf-8")
-        if self.side:
+        if self.side and (is_private or not self.is_withheld):
             torch.save(dict(self.side), folder / SIDE_FILE)
         else:
             (folder / SIDE_FILE).unlink(missing_ok=True)
@@ -76,10 +86,16 @@ def write_script(
     *,
     num_calls_before: int | None = None,
     torch_version: str | None = None,
+    aside: Collection[int] = (),
+    withheld: Collection[int] = (),
 ) -> Script:
-    """The repro of a program that fails; raises `NotReproduced` when it does not."""
+    """The repro of a program that fails; raises `NotReproduced` when it does not.
+
+    Inputs in ``aside`` go to the side file, and with inputs in ``withheld`` that file is not handed out.
+    """
     header = _header(program, failure, num_calls_before, torch_version or torch.__version__)
-    parts = _parts(program, tensors, failure)
+    parts = _parts(program, tensors, failure, (*aside, *withheld))
+    header += _withheld_lines(program, tensors, parts, withheld)
     text = render_template(
         "repro.py.j2",
         header=header,
@@ -89,19 +105,28 @@ def write_script(
         check=parts.check,
     )
     names = {item.name: parts.code.names[item.value] for item in program.inputs if item.value in parts.code.names}
-    return Script(text, parts.code.side, names, parts.beside)
+    return Script(text, parts.code.side, names, parts.beside, bool(withheld))
 
 
-def _parts(program: Program, tensors: Tensors, failure: Failure) -> Parts:
+def _parts(program: Program, tensors: Tensors, failure: Failure, aside: Collection[int]) -> Parts:
     """The sections of the script; what a repro asserts depends on the kind of the failure."""
     if failure.kind == MISMATCH:
         return mismatch_parts(program, tensors, failure)
     if failure.kind == FUNCTION:
         return function_parts(program, tensors, failure)
     subject = find_subject(program, tensors, failure)
-    code = write_program(program, tensors, keep=[subject.value] if subject is not None else [])
+    code = write_program(program, tensors, keep=[subject.value] if subject is not None else [], aside=aside)
     check = write_check(subject, failure, code) if subject is not None else []
     return Parts(code, code.body, check)
+
+
+def _withheld_lines(program: Program, tensors: Tensors, parts: Parts, withheld: Collection[int]) -> list[str]:
+    names = parts.code.names
+    found = [item.value for item in program.inputs if item.value in withheld and item.value in names]
+    described = [f"`{names[value]}` ({tensors[value].dtype}, {tuple(tensors[value].shape)})" for value in found]
+    return [f"The recorded values of {', '.join(described)} are withheld: `{SIDE_FILE}` is not included."] * bool(
+        described
+    )
 
 
 def _header(program: Program, failure: Failure, num_calls_before: int | None, version: str) -> list[str]:

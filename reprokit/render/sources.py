@@ -5,19 +5,23 @@ A folder that `shrink` wrote stands for the reduction in it. Opening either kind
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reprokit.errors import NotASnapshot, NotReproduced, SnapshotError
+from reprokit.errors import NotASnapshot, NotReproduced, SnapshotError, UsageError
 from reprokit.render.module import ModuleScript, write_module_script
 from reprokit.render.script import Script, write_script
+from reprokit.render.withhold import beyond_limit, without_data
+from reprokit.snapshot.privacy import private
 
 if TYPE_CHECKING:
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
+    from reprokit.snapshot.privacy import Source as SourcePolicy
 
 REDUCTION_FILE = "reduction.pt"
+MAX_LOOKED_AT = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +31,37 @@ class Source:
     reduction: Reduction | None
     snapshot: Snapshot | None
 
+    withheld: tuple[int, ...] = ()
+
     def script(self) -> Script:
         """The repro of the reduction, or of the whole snapshot when it was not reduced."""
         if self.reduction is not None:
-            return reduction_script(self.reduction, self.snapshot)
+            return reduction_script(self.reduction, self.snapshot, withheld=self.withheld)
         assert self.snapshot is not None
         return snapshot_script(self.snapshot)
 
+    def private(self, policy: SourcePolicy, *, no_data: bool) -> Source:
+        """The same with no more of the user's source than the policy allows, and without recorded data."""
+        snapshot = private(self.snapshot, policy) if self.snapshot is not None else None
+        if not no_data:
+            return replace(self, snapshot=snapshot)
+        if self.reduction is None:
+            raise UsageError(
+                "a whole snapshot is made of recorded data", hint="shrink it with `reprokit shrink --no-data`"
+            )
+        reduction, withheld = without_data(self.reduction)
+        return Source(reduction, snapshot, withheld)
 
-def open_source(path: Path) -> Source:
-    """The reduction or snapshot at ``path``; raises `SnapshotError`."""
+
+def open_source(path: Path, snapshot: Path | None = None) -> Source:
+    """The reduction or snapshot at ``path``; raises `SnapshotError`.
+
+    ``snapshot`` is the file that a reduction was made from, where it is not beside it.
+    """
     from reprokit.snapshot import format as snapshots
 
+    if snapshot is not None:
+        return replace(open_source(path), snapshot=snapshots.load(snapshot))
     if path.is_dir():
         return _open_reduction(path / REDUCTION_FILE)
     try:
@@ -53,18 +76,25 @@ def open_source(path: Path) -> Source:
 def _open_reduction(file: Path) -> Source:
     from reprokit.shrink import reduction as reductions
 
-    return Source(reductions.load(file), _snapshot_beside(file.parent))
+    reduction = reductions.load(file)
+    return Source(reduction, _snapshot_beside(file.parent, reduction))
 
 
-def _snapshot_beside(folder: Path) -> Snapshot | None:
-    """The snapshot that a folder of results is named after, if it is still there."""
+def _snapshot_beside(folder: Path, reduction: Reduction) -> Snapshot | None:
+    """The snapshot that a reduction was made from: in the folder around, by its name or as another of that kind."""
+    from reprokit.shrink.resume import fingerprint
     from reprokit.snapshot import format as snapshots
 
-    file = folder.resolve().with_name(f"{folder.resolve().name}.pt")
-    try:
-        return snapshots.load(file) if file.is_file() else None
-    except SnapshotError:
-        return None
+    name, around = folder.resolve().name, folder.resolve().parent
+    named = [around / f"{name}.repro.pt", around / f"{name}.pt"]
+    for file in dict.fromkeys([*named, *sorted(around.glob("*.repro.pt"))[:MAX_LOOKED_AT]]):
+        try:
+            found = snapshots.load(file) if file.is_file() else None
+        except SnapshotError:
+            continue
+        if found is not None and reduction.origin.get("snapshot", fingerprint(found)) == fingerprint(found):
+            return found
+    return None
 
 
 def script_of(path: Path) -> Script:
@@ -72,8 +102,13 @@ def script_of(path: Path) -> Script:
     return open_source(path).script()
 
 
-def reduction_script(reduction: Reduction, snapshot: Snapshot | None = None) -> Script:
-    """The repro of a reduction; of one at the level of modules, its context."""
+def reduction_script(
+    reduction: Reduction, snapshot: Snapshot | None = None, *, withheld: tuple[int, ...] = ()
+) -> Script:
+    """The repro of a reduction; of one at the level of modules, its context.
+
+    The recorded values of the inputs in ``withheld`` are in no file.
+    """
     context = context_script(reduction, snapshot) if reduction.level == "module" else None
     if context is not None:
         return Script(context.text)
@@ -84,6 +119,8 @@ def reduction_script(reduction: Reduction, snapshot: Snapshot | None = None) -> 
         reduction.failure,
         num_calls_before=reduction.before.get("calls"),
         torch_version=version,
+        aside=beyond_limit(reduction.program, reduction.tensors),
+        withheld=withheld,
     )
 
 
@@ -103,5 +140,9 @@ def context_script(reduction: Reduction, snapshot: Snapshot | None = None) -> Mo
 def snapshot_script(snapshot: Snapshot) -> Script:
     """The repro of a whole snapshot."""
     return write_script(
-        snapshot.program, snapshot.tensors, snapshot.failure, torch_version=snapshot.environment.get("torch")
+        snapshot.program,
+        snapshot.tensors,
+        snapshot.failure,
+        torch_version=snapshot.environment.get("torch"),
+        aside=beyond_limit(snapshot.program, snapshot.tensors),
     )

@@ -56,7 +56,7 @@ def short_call(failure: Failure) -> str:
     if failure.call.startswith("torch.optim."):
         return ".".join(parts[2:])
     name = parts[-2] if parts[-1] in ("__get__", "__set__") else parts[-1]
-    return _OPERATORS.get(name.strip("_"), name)
+    return _OPERATORS.get(name.strip("_"), name.lstrip("_"))
 
 
 def headline(failure: Failure) -> str:
@@ -78,8 +78,8 @@ def headline(failure: Failure) -> str:
     return f"{call} returns {kind}"
 
 
-def observed(failure: Failure) -> str:
-    """What happens, as a sentence."""
+def observed(failure: Failure, *, is_forward_finite: bool = True) -> str:
+    """What happens, as a sentence. ``is_forward_finite``: whether a gradient went bad behind a good forward result."""
     name, kind = f"`{failure.call or short_call(failure)}`", kind_words(failure)
     if failure.kind == "function":
         return f"The check `{failure.way.rpartition(':')[2]}` holds for what the program leaves behind."
@@ -94,10 +94,12 @@ def observed(failure: Failure) -> str:
         return f"The input {name} is already {kind} before the first call reads it."
     if failure.phase == "backward":
         node = f" ({failure.backward_node})" if failure.backward_node else ""
-        return f"The backward pass of {name}{node} turns a good gradient into {kind}, while its forward result is fine."
-    if failure.phase == "optimizer":
+        fine = ", while its forward result is finite" if is_forward_finite else ""
+        return f"The backward pass of {name}{node} turns a finite gradient into {kind}{fine}."
+    if failure.phase == "optimizer" and failure.call.startswith("torch.optim."):
         return f"{name} turns a finite parameter with a finite gradient into {kind}."
-    return f"{name} returns {kind} although none of its inputs is {failure.way or kind}."
+    inside = ", called in the optimizer step," if failure.phase == "optimizer" else ""
+    return f"{name}{inside} returns {kind} although none of its inputs is {failure.way or kind}."
 
 
 def expected(failure: Failure) -> str:
@@ -111,10 +113,10 @@ def expected(failure: Failure) -> str:
     if failure.call is None:
         return "Inputs are free of such values, or are rejected where they enter."
     if failure.phase == "backward":
-        return "A finite gradient, as the forward result is finite."
+        return "A finite gradient."
     if failure.phase == "optimizer":
         return "A finite parameter after the step."
-    return "A finite result, or an error that says why there is none."
+    return f"A finite result: nothing that it is given is {kind_words(failure)}."
 
 
 def explained(reduction: Reduction, names: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -1,7 +1,8 @@
 """Taking secrets and personal names out of what is stored or printed: text, command lines, remotes, variables.
 
 A value is a secret when its own shape says so (a known key format), or when the word before it names a secret *and* the
-value could be one: ``--max-tokens 512``, ``pad_token_id`` and a git hash look like one only at a glance.
+value could be one: ``--max-tokens 512``, ``pad_token_id`` and a git hash look like one only at a glance. In source code
+only literals and comments can be secrets, so a variable may be called ``token``, ``key`` or ``secret``.
 Home folders become ``~``. Redacting twice gives the same as once.
 """
 
@@ -28,7 +29,7 @@ ALLOWED_VARIABLES = (
 _KNOWN_SECRET = re.compile(
     r"""
       \bhf_[A-Za-z0-9]{16,}                                  # Hugging Face
-    | \b(?:sk|rk|pk)-[A-Za-z0-9_-]{20,}                      # OpenAI, Anthropic and alike
+    | \b(?:sk|rk|pk)-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{20,}  # OpenAI, Anthropic and alike
     | \b(?:sk|rk)_(?:live|test)_[A-Za-z0-9]{16,}             # Stripe
     | \bgh[pousr]_[A-Za-z0-9]{20,} | \bgithub_pat_[A-Za-z0-9_]{20,}
     | \bgl(?:pat|dt|rt|cbt)-[A-Za-z0-9_.-]{16,}              # GitLab
@@ -47,29 +48,70 @@ _USERINFO = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*://)[^\s/@'\"]*:?[^\s/@'\"]*@
 _KEY_OWNERS = r"api|access|account|auth|private|secret|signing|encryption|license|wandb"
 _STRONG_WORDS = rf"password|passwd|passphrase|secret|credentials?|(?:{_KEY_OWNERS})[_-]?key"
 _WEAK_WORDS = r"token|auth|authorization|signature|sig|pat"
-_KEY = rf"(?<![A-Za-z0-9])(?P<key>[A-Za-z0-9_.\-]*?(?:(?P<strong>{_STRONG_WORDS})|(?<![A-Za-z])(?:{_WEAK_WORDS})))"
+_BARE_WORD = r"key"  # of a dictionary as often as of a service
+_KEY = (
+    rf"(?<![A-Za-z0-9])(?P<key>[A-Za-z0-9_.\-]*?"
+    rf"(?:(?P<strong>{_STRONG_WORDS})|(?<![A-Za-z])(?:{_WEAK_WORDS}|(?P<bare>{_BARE_WORD}))))"
+)
 _ASSIGNED = re.compile(
-    rf"{_KEY}(?P<between>[\"']?\s*(?:=|:)\s*|[\"']\s*,\s*)(?P<quote>[\"']?)(?P<value>[^\s\"',;&)}}\]]+)", re.IGNORECASE
+    rf"{_KEY}(?P<between>[\"']?\]?\s*(?:=|:)\s*|[\"']\s*,\s*)(?P<quote>[\"']?)(?P<value>[^\s\"',;&)}}\]]+)",
+    re.IGNORECASE,
 )
 _FLAGGED = re.compile(rf"(?<!\S)--?{_KEY}(?P<between>\s+)(?P<quote>[\"']?)(?P<value>[^\s\"'-][^\s\"']*)", re.IGNORECASE)
 _FLAG = re.compile(rf"--?{_KEY}", re.IGNORECASE)
 _NOT_SECRET = re.compile(
     r"(?i)none|null|true|false|yes|no|auto|\*+|[-+]?[0-9.]{1,5}(?:e[-+]?[0-9]+)?|<[^>]*>|\[[^\]]*\]?|\$.*"
+    r"|(?:self|torch|np|os|F|nn)\..*|[A-Za-z_][\w.]*[(\[].*"  # an expression: `tensor(nan`, `q[:`
 )
 _TOKEN_SHAPE = re.compile(r"(?=[^0-9]*[0-9])(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9_\-+/=.~%]{12,}")
+_KEY_SHAPE = re.compile(r"(?=[^0-9]*[0-9])(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9]{20,}")
+_LITERAL = re.compile(
+    r"""(?P<ticks>\"{3}|'{3}).*?(?:(?P=ticks)|\Z) | "(?:\\.|[^"\\\n])*"? | '(?:\\.|[^'\\\n])*'? | \#[^\n]*""",
+    re.DOTALL | re.VERBOSE,
+)
+_QUOTED_CODE = re.compile(r"(?m)^(?P<place>\s*File \"[^\"\n]*\", line [0-9]+.*\n)(?P<code>[ \t]+\S.*)$")
 
+_LIBRARIES = re.compile(r"(?<![\w.~-])(?:[A-Za-z]:)?[/\\][^\s\"':;,)>\]]*[/\\](?:site|dist)-packages[/\\]")
+_ABSOLUTE = re.compile(r"(?<![\w.~:/*%<)\]-])/(?:[\w.+@-]+/)+(?P<last>[\w.+@-]+)")
+_PUBLIC_FOLDERS = ("/usr/", "/lib/", "/lib64/", "/bin/", "/opt/", "/proc/", "/sys/", "/etc/", "/dev/")
 _HOMES = re.compile(r"(?<![\w.~-])(?:/home/|/Users/|[A-Za-z]:\\+Users\\+)(?!\.)[^/\\\s\"':;,)>\]]+")
 
 
 def redact_text(text: str) -> str:
-    """Free text without credentials, home folders and this machine's name."""
+    """Free text without credentials, home folders and this machine's name; lines of code in a traceback are source."""
+    pieces, end = [], 0
+    for match in _QUOTED_CODE.finditer(text):
+        pieces += [_redact_words(text[end : match.start("code")]), redact_source(match["code"])]
+        end = match.end("code")
+    return "".join((*pieces, _redact_words(text[end:])))
+
+
+def redact_source(code: str) -> str:
+    """Python source without credentials: names stay whatever they are, literals and comments are redacted."""
+    code = _ASSIGNED.sub(lambda match: _hide_value(match) if match["quote"] else match[0], _hide_known(code))
+    return _hide_places(_LITERAL.sub(lambda match: _redact_words(match[0]), code))
+
+
+def shorten_paths(text: str) -> str:
+    """Text whose absolute paths are cut to their last part, those of the system's own folders left as they are."""
+
+    def short(match: re.Match[str]) -> str:
+        return match[0] if match[0].startswith(_PUBLIC_FOLDERS) else match["last"]
+
+    return _ABSOLUTE.sub(short, text)
+
+
+def _redact_words(text: str) -> str:
+    text = _ASSIGNED.sub(_hide_value, _hide_known(text))
+    return _hide_places(_FLAGGED.sub(_hide_value, text))
+
+
+def _hide_known(text: str) -> str:
+    """Hide what its own shape gives away."""
     text = _PRIVATE_KEY.sub(REDACTED, text)
     text = _USERINFO.sub(rf"\g<1>{REDACTED}@", text)
     text = _KNOWN_SECRET.sub(REDACTED, text)
-    text = _BEARER.sub(rf"\g<1> {REDACTED}", text)
-    text = _ASSIGNED.sub(_hide_value, text)
-    text = _FLAGGED.sub(_hide_value, text)
-    return _hide_places(text)
+    return _BEARER.sub(rf"\g<1> {REDACTED}", text)
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:
@@ -77,11 +119,7 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
     clean: list[str] = []
     flag: re.Match[str] | None = None
     for argument in argv:
-        if (
-            flag is not None
-            and not argument.startswith("-")
-            and _could_be_secret(argument, strong=bool(flag["strong"]))
-        ):
+        if flag is not None and not argument.startswith("-") and _could_be_secret(argument, flag):
             clean.append(REDACTED)
         else:
             clean.append(redact_text(argument))
@@ -110,20 +148,22 @@ def select_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _hide_value(match: re.Match[str]) -> str:
-    if not _could_be_secret(match["value"], strong=bool(match["strong"])):
+    if not _could_be_secret(match["value"], match):
         return match[0]
     return match[0][: match.start("value") - match.start()] + REDACTED
 
 
-def _could_be_secret(value: str, *, strong: bool) -> bool:
+def _could_be_secret(value: str, name: re.Match[str]) -> bool:
     """Whether ``value`` may be what its name promises; after a weak word such as ``token`` it must look like a key."""
     if _NOT_SECRET.fullmatch(value) or value.startswith(REDACTED):
         return False
-    return strong or _TOKEN_SHAPE.fullmatch(value) is not None
+    shape = _KEY_SHAPE if name["bare"] else _TOKEN_SHAPE
+    return bool(name["strong"]) or shape.fullmatch(value) is not None
 
 
 def _hide_places(text: str) -> str:
-    """Home folders as ``~``, the machine's name as ``localhost``."""
+    """Home folders as ``~``, the machine's name as ``localhost``, files of libraries below their folder."""
+    text = _LIBRARIES.sub("", text)
     home = str(Path.home())
     if len(home) > 1:
         text = re.sub(rf"(?<![\w.~/\\-]){re.escape(home)}(?![\w.-])", "~", text)

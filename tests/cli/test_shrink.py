@@ -64,7 +64,7 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         options["on_event"](Checked(1, 2, 5, "same", "all sizes 1"))
         return fake.shrink()
 
-    def render_all(reduction: object, snapshot: object, folder: Path) -> dict[str, Any]:
+    def render_all(reduction: object, snapshot: object, folder: Path, **options: Any) -> dict[str, Any]:
         (folder / "repro.py").write_text("")
         return {"path": str(folder / "repro.py"), "lines": 7, "files": ["repro.py"], "verified": "20/20"}
 
@@ -79,7 +79,7 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         "reprokit.snapshot.format": {"load": lambda path: SimpleNamespace(settings={"num_threads": 1})},
         "reprokit.whatif": {},
         "reprokit.whatif.table": {"of_reduction": of_reduction},
-        "reprokit.render": {"render_all": render_all, "render_context": lambda *_: fake.context},
+        "reprokit.render": {"render_all": render_all, "render_context": lambda *_, **__: fake.context},
         "reprokit.locate.diagnose": {"diagnose": lambda snapshot: fake.diagnose()},
     }
     for name, content in modules.items():

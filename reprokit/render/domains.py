@@ -1,0 +1,363 @@
+"""What functions are defined to return at the edges of their domain, as rules over the values that a call was given.
+
+Elementwise functions are data, the rest one short function each. A rule answers with an `Edge` or ``None``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reprokit.locate.failure import Failure
+from reprokit.program.ir import Call, Ref, iter_refs
+
+Test = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """What explains a failure.
+
+    ``words`` go into a title, behind "log returns nan". ``fact`` is a sentence about the function without its
+    ends, ``wanted`` what a finite result takes. ``value`` is the operand in question. When not ``is_by_definition``,
+    the function could have done better. ``is_forward_finite``: whether a gradient went bad behind a finite result.
+    """
+
+    words: str
+    fact: str
+    wanted: str
+    value: int | None = None
+    is_by_definition: bool = True
+    is_forward_finite: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The origin with what it was given and gave: ``args`` and ``refs`` run in parallel."""
+
+    name: str
+    call: Call
+    failure: Failure
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[torch.Tensor, ...]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the arguments."""
+        return [tensor for tensor in _tensors((self.args, dict(self.kwargs))) if tensor.numel()]
+
+    @property
+    def result(self) -> torch.Tensor | None:
+        """The first floating-point result."""
+        return next((tensor for tensor in self.results if tensor.is_floating_point()), None)
+
+    def value(self, position: int) -> int | None:
+        """The value number of an argument, ``None`` for a number."""
+        argument = self.call.args[position] if position < len(self.call.args) else None
+        return argument.value if isinstance(argument, Ref) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A place where an elementwise function, or its derivative, is not finite. ``ways`` are what it gives there."""
+
+    test: Test
+    ways: tuple[str, ...]
+    words: str
+    fact: str
+    wanted: str
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value if value.layout is torch.strided else value.to_dense()
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+
+
+# -- elementwise functions ---------------------------------------------------------------------------------------------
+
+_NEGATIVE_ROOT = _Point(
+    lambda x: x < 0,
+    ("nan",),
+    "for a negative number",
+    "a square root is not defined below zero",
+    "an argument that is never negative",
+)
+_LOG = (
+    _Point(
+        lambda x: x < 0,
+        ("nan",),
+        "for a negative number",
+        "a logarithm is not defined below zero",
+        "an argument above zero",
+    ),
+    _Point(lambda x: x == 0, ("-inf",), "for zero", "the logarithm of zero is -inf", "an argument above zero"),
+)
+_OUTSIDE_ONE = _Point(
+    lambda x: x.abs() > 1,
+    ("nan",),
+    "outside of [-1, 1]",
+    "it is not defined outside of [-1, 1]",
+    "an argument within [-1, 1]",
+)
+_FORWARD_POINTS: dict[str, tuple[_Point, ...]] = {
+    "log": _LOG,
+    "log2": _LOG,
+    "log10": _LOG,
+    "log1p": (
+        _Point(
+            lambda x: x < -1,
+            ("nan",),
+            "for a number below -1",
+            "log(1 + x) is not defined below -1",
+            "an argument above -1",
+        ),
+        _Point(lambda x: x == -1, ("-inf",), "for -1", "log(1 + x) is -inf at -1", "an argument above -1"),
+    ),
+    "sqrt": (_NEGATIVE_ROOT,),
+    "rsqrt": (
+        _NEGATIVE_ROOT,
+        _Point(lambda x: x == 0, ("+inf",), "for zero", "1 / sqrt(0) is infinite", "an argument above zero"),
+    ),
+    "reciprocal": (
+        _Point(lambda x: x == 0, ("+inf", "-inf"), "for zero", "1 / 0 is infinite", "an argument that is never zero"),
+    ),
+    "acos": (_OUTSIDE_ONE,),
+    "asin": (_OUTSIDE_ONE,),
+    "acosh": (
+        _Point(
+            lambda x: x < 1, ("nan",), "for a number below 1", "it is not defined below 1", "an argument of at least 1"
+        ),
+    ),
+    "atanh": (
+        _OUTSIDE_ONE,
+        _Point(
+            lambda x: x.abs() == 1,
+            ("+inf", "-inf"),
+            "at the edge of [-1, 1]",
+            "it is infinite there",
+            "an argument inside (-1, 1)",
+        ),
+    ),
+    "logit": (
+        _Point(
+            lambda x: (x < 0) | (x > 1),
+            ("nan",),
+            "outside of [0, 1]",
+            "it is not defined there",
+            "an argument within (0, 1)",
+        ),
+        _Point(
+            lambda x: (x == 0) | (x == 1),
+            ("+inf", "-inf"),
+            "for 0 or 1",
+            "it is infinite there",
+            "an argument within (0, 1)",
+        ),
+    ),
+}
+_ANY_WAY = ("nan", "+inf", "-inf")
+_EDGE_OF_ONE = _Point(
+    lambda x: x.abs() == 1,
+    _ANY_WAY,
+    "at the edge of [-1, 1]",
+    "its derivative is infinite at -1 and 1",
+    "an argument inside (-1, 1)",
+)
+_AT_ZERO = _Point(
+    lambda x: x == 0, _ANY_WAY, "at zero", "its derivative is infinite at zero", "an argument away from zero"
+)
+_OVERFLOWING = _Point(
+    lambda x: x.exp().isinf(),
+    _ANY_WAY,
+    "where it overflows",
+    "where it overflows its derivative is infinite too",
+    "an argument small enough for the dtype, also where the result is not used",
+)
+_BACKWARD_POINTS: dict[str, tuple[_Point, ...]] = {
+    **dict.fromkeys(("sqrt", "rsqrt", "log", "log2", "log10", "reciprocal"), (_AT_ZERO,)),
+    **dict.fromkeys(("acos", "asin", "atanh"), (_EDGE_OF_ONE,)),
+    **dict.fromkeys(("exp", "expm1"), (_OVERFLOWING,)),
+}
+
+
+def _elementwise(given: Given) -> Edge | None:
+    points = _BACKWARD_POINTS if given.failure.phase == "backward" else _FORWARD_POINTS
+    if not given.args or not isinstance(given.args[0], torch.Tensor) or given.args[0].is_complex():
+        return None
+    for point in points.get(given.name, ()):
+        if given.failure.way in point.ways and bool(point.test(given.args[0]).any()):
+            return Edge(point.words, _with_zero(point.fact, given), point.wanted, given.value(0))
+    return None
+
+
+def _with_zero(fact: str, given: Given) -> str:
+    """What a derivative that is infinite makes of a gradient of zero."""
+    return f"{fact}, and 0 * inf is NaN" if given.failure.phase == "backward" and given.failure.way == "nan" else fact
+
+
+def _operands(given: Given) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Both operands of a function of two, in a common shape."""
+    if len(given.args) < 2 or not all(isinstance(item, (torch.Tensor, int, float)) for item in given.args[:2]):
+        return None
+    one, other = (torch.as_tensor(item) for item in given.args[:2])
+    return tuple(torch.broadcast_tensors(one, other))  # type: ignore[no-untyped-call]
+
+
+def _quotient(given: Given) -> Edge | None:
+    operands = _operands(given) if given.name == "div" else None
+    if operands is None:
+        return None
+    above, below = operands
+    value = given.value(1)
+    if given.failure.phase == "backward":
+        at_zero = bool((below == 0).any())
+        return (
+            Edge(
+                "for a divisor of zero",
+                _with_zero("its derivatives are infinite", given),
+                "a divisor that is never zero",
+                value,
+            )
+            if at_zero
+            else None
+        )
+    if given.failure.way == "nan" and bool(((above == 0) & (below == 0)).any()):
+        return Edge("for 0 / 0", "0 / 0 is NaN", "a divisor that is never zero", value)
+    if given.failure.way == "nan" and bool((above.isinf() & below.isinf()).any()):
+        return Edge("for inf / inf", "inf / inf is NaN", "finite operands", value)
+    if given.failure.kind == "inf" and bool(((above != 0) & (below == 0)).any()):
+        return Edge(
+            "for a divisor of zero", "a number divided by zero is infinite", "a divisor that is never zero", value
+        )
+    return None
+
+
+def _power(given: Given) -> Edge | None:
+    operands = _operands(given) if given.name == "pow" else None
+    if operands is None:
+        return None
+    base, exponent = operands
+    value = given.value(0)
+    if given.failure.phase == "backward":
+        if bool(((base == 0) & (exponent < 1) & (exponent != 0)).any()):
+            return Edge("at zero", _with_zero(_AT_ZERO.fact, given), "a base away from zero", value)
+        return None
+    if given.failure.way == "nan" and bool(((base < 0) & (exponent != exponent.round())).any()):
+        fact = "a negative number has no real power with a fractional exponent"
+        return Edge("for a negative base", fact, "a base that is never negative", value)
+    if given.failure.kind == "inf" and bool(((base == 0) & (exponent < 0)).any()):
+        return Edge(
+            "for zero with a negative exponent", "0 to a negative power is infinite", "a base that is never zero", value
+        )
+    return None
+
+
+# -- functions of rows and matrices ------------------------------------------------------------------------------------
+
+_OVER_ROWS = frozenset(("softmax", "log_softmax", "logsumexp", "softmin", "_safe_softmax"))
+_DEVIATIONS = frozenset(("std", "var", "std_mean", "var_mean"))
+
+
+def _masked_row(given: Given) -> Edge | None:
+    if given.name not in _OVER_ROWS or not given.tensors:
+        return None
+    scores = given.tensors[0]
+    dim = given.kwargs.get("dim", given.args[1] if len(given.args) > 1 else -1)
+    if not scores.dim():
+        is_masked = bool(scores == float("-inf"))
+    else:
+        is_masked = bool((scores == float("-inf")).all(dim if isinstance(dim, (int, tuple)) else -1).any())
+    if not is_masked:
+        return None
+    fact = "a row in which every score is -inf holds nothing to normalise, so exp(-inf) / sum is 0 / 0"
+    return Edge("for a fully masked row", fact, "a finite score in every row", given.value(0))
+
+
+def _deviation(given: Given) -> Edge | None:
+    if given.name not in _DEVIATIONS or not given.tensors:
+        return None
+    values, value = given.tensors[0], given.value(0)
+    if given.failure.phase == "backward":
+        is_constant = bool((values == values.reshape(-1)[0]).all())
+        fact = _with_zero("its derivative is infinite where the deviation is zero", given)
+        return Edge("for constant values", fact, "values that differ", value) if is_constant else None
+    dims = given.kwargs.get("dim", given.args[1] if len(given.args) > 1 else None)
+    chosen = [dims] if type(dims) is int else dims if isinstance(dims, (list, tuple)) else range(values.dim())
+    count = 1
+    for dim in chosen:
+        count *= values.shape[dim]
+    fact = "with the default correction it divides by n - 1, which is zero for one element"
+    return Edge("for a single element", fact, "two elements or more", value) if count == 1 else None
+
+
+def _empty(given: Given) -> Edge | None:
+    first = next((item for item in given.args if isinstance(item, torch.Tensor)), None)
+    if first is None or first.numel() or given.name not in ("mean", "nanmean", "std", "var", "logsumexp", "softmax"):
+        return None
+    return Edge("for an empty tensor", "a mean over no elements is 0 / 0", "at least one element", given.value(0))
+
+
+def _losses(given: Given) -> Edge | None:
+    if given.name not in ("cross_entropy", "nll_loss", "kl_div", "binary_cross_entropy_with_logits"):
+        return None
+    if given.tensors and bool(given.tensors[0].isinf().any()):
+        fact = "a class whose logit is -inf has probability zero, and giving it any weight makes the loss infinite"
+        return Edge("with a logit of -inf", fact, "finite logits wherever the target has weight", given.value(0))
+    targets = given.args[1] if len(given.args) > 1 else None
+    ignored = given.kwargs.get("ignore_index", -100)
+    if isinstance(targets, torch.Tensor) and not targets.is_floating_point() and bool((targets == ignored).all()):
+        return Edge(
+            "when every target is ignored",
+            "a mean over no targets is 0 / 0",
+            "at least one target that counts",
+            given.value(1),
+        )
+    return None
+
+
+def _weight_norm(given: Given) -> Edge | None:
+    if given.name != "weight_norm" or not given.tensors:
+        return None
+    weight = given.tensors[0]
+    if not bool((weight.reshape(weight.shape[0], -1) == 0).all(dim=1).any() if weight.dim() else weight == 0):
+        return None
+    return Edge(
+        "for a row of zeros", "g * v / ||v|| is 0 / 0 where v is zero", "a weight without rows of zeros", given.value(0)
+    )
+
+
+def _repeated_eigenvalues(given: Given) -> Edge | None:
+    if given.name not in ("eigh", "eig", "svd", "svd_lowrank") or not given.tensors:
+        return None
+    matrix = given.tensors[0]
+    values = torch.linalg.svdvals(matrix) if given.name.startswith("svd") else torch.linalg.eigvals(matrix).abs()
+    gaps = values.sort(dim=-1).values.diff(dim=-1)
+    if not bool((gaps <= 1e-5 * values.abs().max().clamp(min=1e-30)).any()) and not bool((values == 0).all()):
+        return None
+    what = "singular values" if given.name.startswith("svd") else "eigenvalues"
+    fact = f"its derivative divides by the differences of {what}, and is documented to be unstable when two agree"
+    return Edge(f"for repeated {what}", fact, f"a matrix with distinct {what}", given.value(0))
+
+
+def _infinite_operand(given: Given) -> Edge | None:
+    """The last rule before those that need another run."""
+    has_infinity = any(tensor.is_floating_point() and bool(tensor.isinf().any()) for tensor in given.tensors)
+    if given.failure.way != "nan" or not has_infinity:
+        return None
+    value = next((ref.value for ref in iter_refs((given.call.args, dict(given.call.kwargs)))), None)
+    return Edge("with an infinite operand", "inf - inf and 0 * inf are NaN", "finite operands", value)
+
+
+FORWARD_RULES = (
+    _elementwise, _quotient, _power, _masked_row, _empty, _deviation, _losses, _weight_norm, _infinite_operand,
+)  # fmt: skip
+BACKWARD_RULES = (_elementwise, _quotient, _power, _masked_row, _deviation, _repeated_eigenvalues)

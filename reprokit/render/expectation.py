@@ -1,0 +1,190 @@
+"""What should have happened instead, whose code it belongs to, and so which template an issue about it begins with.
+
+A NaN that a function is defined to return is no defect of the function: then the text says so, names the step that made
+the operand, and does not send the reader upstream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reprokit.locate.failure import EXCEPTION, Failure, module_of
+from reprokit.program.functions import display_name
+from reprokit.program.ir import Call, Input, Program, Site
+from reprokit.render import wording
+from reprokit.render.domains import Edge
+from reprokit.render.edges import find_edge
+from reprokit.snapshot.redact import redact_source
+
+if TYPE_CHECKING:
+    from reprokit.shrink.reduction import Reduction
+    from reprokit.snapshot.format import Snapshot
+
+OWN, TORCH = "own", "torch"
+_TEMPLATES = {"transformers": "transformers", "lightning": "lightning", "pytorch_lightning": "lightning"}
+_TEMPLATES |= {"lightning_fabric": "lightning", TORCH: "pytorch"}
+_INTERNAL = (
+    "INTERNAL ASSERT",
+    "internal error",
+    "Please report",
+    "file a bug",
+    "InductorError",
+    "BackendCompilerFailed",
+)
+# What passes a value on as it is: the step that made the value is the one before.
+_PASSING = frozenset(
+    (
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "transpose",
+        "permute",
+        "squeeze",
+        "unsqueeze",
+        "expand",
+        "contiguous",
+        "clone",
+        "detach",
+        "to",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "type_as",
+        "unbind",
+        "split",
+        "chunk",
+        "select",
+        "narrow",
+        "__getitem__",
+        "movedim",
+        "t",
+        "dropout",
+    )
+)
+_MAX_CODE = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """``words`` are for the title, the rest are sentences; ``owner`` is whose code it belongs to.
+
+    That is ``torch``, the name of a library, or ``own`` for the model's.
+    """
+
+    words: str
+    observed: str
+    expected: str
+    remark: str
+    owner: str
+
+    @property
+    def template(self) -> str:
+        """The template that an issue for the owner begins with."""
+        return _TEMPLATES.get(self.owner, "generic")
+
+
+def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectation:
+    """What to say of a failure: judged by the smallest program there is, told with the places of the snapshot."""
+    source = reduction if reduction is not None else snapshot
+    edge = find_edge(source.program, source.tensors, source.failure)
+    failure = source.failure
+    owner = _owner(snapshot, failure, edge)
+    return Expectation(
+        edge.words if edge is not None else "",
+        wording.observed(failure, is_forward_finite=edge is None or edge.is_forward_finite),
+        _expected(failure, edge),
+        _remark(snapshot, edge, owner),
+        owner,
+    )
+
+
+def _expected(failure: Failure, edge: Edge | None) -> str:
+    if edge is None:
+        return wording.expected(failure)
+    about = "a finite gradient" if failure.phase == "backward" else "a finite result"
+    about = "a finite parameter after the step" if failure.call and failure.call.startswith("torch.optim.") else about
+    if not edge.is_by_definition:
+        return f"{about[0].upper()}{about[1:]}: {edge.fact}."
+    name = wording.code_span(wording.short_call(failure))
+    return (
+        f"{about[0].upper()}{about[1:]}, which takes {edge.wanted}. "
+        f"For what it is given, {name} does what it is defined to do: {edge.fact}."
+    )
+
+
+def _remark(snapshot: Snapshot, edge: Edge | None, owner: str) -> str:
+    """Where the operand came from, and whom that concerns."""
+    if edge is None or not edge.is_by_definition:
+        return ""
+    origin = _made_by(snapshot, edge.value)
+    whom = {OWN: "the training code rather than PyTorch", TORCH: "PyTorch"}.get(owner, f"`{owner}`")
+    return f"{origin}Why it has the values it has is a question about {whom}."
+
+
+def _made_by(snapshot: Snapshot, value: int | None) -> str:
+    """How the training step came by a value, as a sentence with a space behind it."""
+    failing = snapshot.failure.call_index
+    if value is None or failing is None:
+        return ""
+    made = _maker(snapshot.program, value, failing)
+    if isinstance(made, Input):
+        role = {"parameter": "the parameter", "buffer": "the buffer", "state": "the optimizer state"}.get(
+            made.role, "an input of the step,"
+        )
+        return f"In the training step this operand is {role} {wording.code_span(made.name)}. "
+    if made is None:
+        return ""
+    return f"In the training step this operand is made by {wording.code_span(display_name(made.target))}{place(made)}. "
+
+
+def place(call: Call) -> str:
+    """Where a call was written: `` at `train.py:17` in `Net`: `x = a - b` ``, with a space in front."""
+    words = f" at {wording.code_span(f'{call.site.file}:{call.site.line}')}" if call.site is not None else ""
+    module = module_of(call)
+    words += f" in {wording.code_span(module.strip('<>'))}" if module else ""
+    return words + code_of(call.site)
+
+
+def code_of(site: Site | None) -> str:
+    """``: `x = a - b` ``, shortened, or nothing."""
+    code = redact_source(site.code.strip()) if site is not None else ""
+    short = code if len(code) <= _MAX_CODE else f"{code[:_MAX_CODE]} ..."
+    return f": {wording.code_span(short)}" if short else ""
+
+
+def _maker(program: Program, value: int, before: int) -> Call | Input | None:
+    """The call that computed a value, or the input that it is, behind what only passes it on."""
+    for call in reversed(program.calls[:before]):
+        if value in call.output_refs():
+            operands = call.input_refs()
+            if call.name not in _PASSING or not operands:
+                return call
+            value = operands[0]
+    return next((item for item in program.inputs if item.value == value), None)
+
+
+def _owner(snapshot: Snapshot, failure: Failure, edge: Edge | None) -> str:
+    library = _library(snapshot)
+    if library is not None and not (failure.call or "").startswith("torch.optim."):
+        return library
+    if failure.kind == EXCEPTION:
+        message = failure.exception[1] if failure.exception is not None else ""
+        kind = failure.exception[0] if failure.exception is not None else ""
+        return TORCH if any(word in f"{kind} {message}" for word in _INTERNAL) else OWN
+    if failure.kind == "function" or (failure.call is None and failure.kind != "mismatch"):
+        return OWN
+    return OWN if edge is not None and edge.is_by_definition else TORCH
+
+
+def _library(snapshot: Snapshot) -> str | None:
+    """The library whose line called the origin, by the name of its package."""
+    failure = snapshot.failure
+    site = failure.site
+    if site is None and failure.call_index is not None:
+        site = snapshot.program.calls[failure.call_index].site
+    file = site.library[0] if site is not None and site.library is not None else ""
+    top = file.partition("/")[0].removesuffix(".py")
+    return top if top and top != "torch" else None

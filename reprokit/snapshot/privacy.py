@@ -1,0 +1,88 @@
+"""What of the user's code and words a snapshot keeps, and taking credentials out of everything that it does keep.
+
+A `Source` policy says how much source text stays: none, the lines that a traceback would show, or all that is known.
+Done before a snapshot is written, and again when something is rendered from it, as it may come from elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from reprokit.snapshot.redact import redact_argv, redact_source, redact_text
+
+if TYPE_CHECKING:
+    from reprokit.locate.failure import Failure
+    from reprokit.program.ir import Call, ModuleNote, Program, Site
+    from reprokit.snapshot.format import Snapshot
+
+Source = Literal["traceback", "none", "all"]
+SOURCES: tuple[Source, ...] = get_args(Source)
+_OF_DIFF = ("diff", "diff_truncated")
+
+
+def private(snapshot: Snapshot, source: Source = "all") -> Snapshot:
+    """The snapshot without credentials, personal paths and source text that the policy leaves out."""
+    return replace(
+        snapshot,
+        program=_program(snapshot.program, snapshot.failure, source),
+        failure=private_failure(snapshot.failure, source),
+        fidelity_note=redact_text(snapshot.fidelity_note) if snapshot.fidelity_note else snapshot.fidelity_note,
+        environment=_redacted(snapshot.environment),
+        source=_described(snapshot.source, source),
+        command=redact_argv(snapshot.command),
+    )
+
+
+def private_failure(failure: Failure, source: Source = "all") -> Failure:
+    """The failure with its line of source and its message made private."""
+    raised = failure.exception
+    return replace(
+        failure,
+        site=_site(failure.site, source),
+        exception=(raised[0], redact_text(raised[1])) if raised is not None else None,
+    )
+
+
+def _program(program: Program, failure: Failure, source: Source) -> Program:
+    calls = tuple(_call(call, source, index == failure.call_index) for index, call in enumerate(program.calls))
+    return replace(program, calls=calls, modules={path: _note(note, source) for path, note in program.modules.items()})
+
+
+def _call(call: Call, source: Source, is_origin: bool) -> Call:
+    site = _site(call.site, source)
+    text = call.kwargs.get("source") if call.target == "opaque" else None
+    if isinstance(text, str):
+        kept = source == "all" or (source == "traceback" and is_origin)
+        return replace(call, site=site, kwargs={**call.kwargs, "source": redact_source(text) if kept else ""})
+    return call if site is call.site else replace(call, site=site)
+
+
+def _site(site: Site | None, source: Source) -> Site | None:
+    if site is None or not site.code:
+        return site
+    code = "" if source == "none" else redact_source(site.code)
+    return site if code == site.code else replace(site, code=code)
+
+
+def _note(note: ModuleNote, source: Source) -> ModuleNote:
+    return replace(note, source=redact_source(note.source) if source == "all" else "") if note.source else note
+
+
+def _described(described: Mapping[str, Any], source: Source) -> dict[str, Any]:
+    """Git and command line: uncommitted changes only with all source."""
+    kept = {name: value for name, value in described.items() if source == "all" or name not in _OF_DIFF}
+    command = kept.pop("command", None)
+    return {**({"command": redact_argv(command)} if command is not None else {}), **_redacted(kept)}
+
+
+def _redacted(value: Any) -> Any:
+    """Nested plain data with every text redacted; what is named by a commit's hash stays."""
+    if isinstance(value, str):
+        return redact_text(value)
+    if isinstance(value, Mapping):
+        return {name: item if name == "commit" else _redacted(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_redacted(item) for item in value)
+    return value

@@ -1,0 +1,349 @@
+"""The issue: what it expects, whose code it blames, every template, its limits, and how it is handed over."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+import torch
+from markdown_it import MarkdownIt
+
+from reprokit.cli import main
+from reprokit.errors import UsageError
+from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
+from reprokit.render.edges import find_edge
+from reprokit.render.expectation import expect
+from reprokit.render.issue import MAX_CHARACTERS, Issue, make_issue
+from reprokit.render.issue_templates import find_template, template_names, tidied
+from reprokit.render.script import Script
+from reprokit.render.sharing import MAX_URL, create_command, issue_url, write_zip
+from reprokit.render.sources import snapshot_script
+from reprokit.render.verify import VerifyResult
+from reprokit.snapshot.format import Snapshot, save
+from tests.render.programs import (
+    failing_cholesky,
+    half_precision_adam,
+    masked_softmax,
+    snapshot_of,
+    square_root_at_zero,
+)
+
+INF = float("inf")
+F = "torch.nn.functional"
+VERIFIED = VerifyResult(
+    20, 20, 1, "exit code 1: AssertionError", "out = tensor(nan)\n", "Traceback\nAssertionError\n", 1.0
+)
+HEADINGS = {
+    "generic": [],
+    "pytorch": ["### 🐛 Describe the bug", "### Versions"],
+    "transformers": [
+        "### System Info",
+        "### Who can help?",
+        "### Information",
+        "### Tasks",
+        "### Reproduction",
+        "### Expected behavior",
+    ],
+    "lightning": [
+        "### Bug description",
+        "### How to reproduce the bug",
+        "### Error messages and logs",
+        "### Environment",
+        "### More info",
+    ],
+}
+
+
+def one_call(
+    target: str, *values: Any, dtype: torch.dtype = torch.float32, gradient: Any = None, **kwargs: Any
+) -> Snapshot:
+    """A step of one call on tensors (lists) and constants, with a backward pass when a gradient is given."""
+    tensors: dict[int, torch.Tensor] = {}
+    arguments: list[Any] = []
+    for value in values:
+        is_tensor = isinstance(value, (list, torch.Tensor))
+        arguments.append(Ref(len(tensors)) if is_tensor else value)
+        if is_tensor:
+            tensors[len(tensors)] = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)
+    inputs = [Input(number, f"x{number}", requires_grad=gradient is not None) for number in tensors]
+    calls = [Call(target, tuple(arguments), kwargs, Ref(50), site=Site("train.py", 7, "y = f(x)"))]
+    if gradient is not None:
+        tensors[60] = torch.tensor(gradient, dtype=dtype)
+        inputs.append(Input(60, "gradient", role="gradient"))
+        calls.append(Call("torch.Tensor.backward", (Ref(50), Ref(60)), phase="backward"))
+    return snapshot_of((Program(tuple(calls), tuple(inputs), (Ref(50),)), tensors))
+
+
+# -- what is expected --------------------------------------------------------------------------------------------------
+
+LAST = {"dim": -1}
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "words"),
+    [
+        (lambda: one_call("torch.log", [-1.0]), "for a negative number"),
+        (lambda: one_call("torch.log", [0.0]), "for zero"),
+        (lambda: one_call("torch.log1p", [-2.0]), "for a number below -1"),
+        (lambda: one_call("torch.sqrt", [-1e-9]), "for a negative number"),
+        (lambda: one_call("torch.rsqrt", [0.0]), "for zero"),
+        (lambda: one_call("torch.acos", [1.0000001]), "outside of [-1, 1]"),
+        (lambda: one_call("torch.Tensor.div", [0.0], [0.0]), "for 0 / 0"),
+        (lambda: one_call("torch.Tensor.__rtruediv__", [0.0], 2.0), "for a divisor of zero"),
+        (lambda: one_call("torch.Tensor.pow", [-1.0], 0.5), "for a negative base"),
+        (lambda: one_call("torch.Tensor.pow", [0.0], -1.0), "for zero with a negative exponent"),
+        (lambda: one_call("torch.nn.functional.softmax", [[0.0, 1.0], [-INF, -INF]], **LAST), "for a fully masked row"),
+        (lambda: one_call("torch.std", [[1.0], [2.0]], **LAST), "for a single element"),
+        (lambda: one_call("torch.mean", torch.zeros(0)), "for an empty tensor"),
+        (lambda: one_call(f"{F}.cross_entropy", [[0.0, 1.0]], torch.tensor([-100])), "when every target is ignored"),
+        (lambda: one_call("torch.matmul", [300.0], [300.0], dtype=torch.float16), "for a result above 65504"),
+        (lambda: one_call("torch.exp", [100.0]), "for a result above 3.4028e+38"),
+        (lambda: one_call("torch.matmul", [3e20, 3e20], [3e20, -3e20]), "where products overflow float32"),
+        (lambda: one_call("torch.sqrt", [0.0], gradient=[0.0]), "at zero"),
+        (lambda: one_call("torch.acos", [1.0], gradient=[1.0]), "at the edge of [-1, 1]"),
+        (lambda: one_call("torch.exp", [100.0], gradient=[0.0]), "where it overflows"),
+        (lambda: one_call("torch.Tensor.pow", [0.0], 0.5, gradient=[1.0]), "at zero"),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:std")
+def test_an_edge_is_seen_in_the_values(snapshot: Any, words: str) -> None:
+    made = snapshot()
+    edge = find_edge(made.program, made.tensors, made.failure)
+    assert edge is not None and (edge.words, edge.is_by_definition) == (words, True)
+    found = expect(made)
+    assert (found.owner, found.template) == ("own", "generic")
+    assert "does what it is defined to do" in found.expected
+    assert "rather than PyTorch" in found.remark
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "words"),
+    [
+        (lambda: one_call(f"{F}.normalize", [[0.0]], dtype=torch.float16), "because eps=1e-12 is 0 in float16"),
+        (lambda: snapshot_of(half_precision_adam()), "because eps=1e-08 is 0 in float16"),
+    ],
+)  # fmt: skip
+def test_what_the_function_could_do_better_goes_upstream(snapshot: Any, words: str) -> None:
+    found = expect(snapshot())
+    assert (found.words, found.owner, found.template) == (words, "torch", "pytorch")
+    assert "rounds to zero in float16" in found.expected and found.remark == ""
+
+
+def test_a_result_that_the_dtype_could_hold_is_no_overflow() -> None:
+    found = expect(one_call("torch.lerp", [-3e38], [3e38], 0.5))
+    assert (found.words, found.owner) == ("although float64 gives 0", "torch")
+    assert found.expected == "A finite result: float64 gives about 0, which float32 can hold."
+
+
+def test_where_nothing_is_known_nothing_is_claimed() -> None:
+    snapshot = one_call("torch.log", [-1.0])
+    snapshot = replace(snapshot, tensors={0: torch.ones(1)})  # as on a machine whose log is wrong
+    found = expect(snapshot)
+    assert (found.words, found.owner) == ("", "torch")
+    assert found.expected == "A finite result: nothing that it is given is nan."
+
+
+def test_the_text_says_what_made_the_operand() -> None:
+    scope = (Scope("", "Net"), Scope("head", "Head"))
+    calls = (
+        Call("torch.Tensor.sub", (Ref(0), 2.0), {}, Ref(1), scope, Site("train.py", 12, "margin = x - 2  # key=abc")),
+        Call("torch.Tensor.view", (Ref(1), -1), {}, Ref(2), scope, Site("train.py", 13)),
+        Call("torch.log", (Ref(2),), {}, Ref(3), (), Site("train.py", 14)),
+    )
+    program = Program(calls, (Input(0, "x"),), (Ref(3),))
+    found = expect(snapshot_of((program, {0: torch.ones(2)})))
+    assert "made by `torch.Tensor.sub` at `train.py:12` in `head`: `margin = x - 2  # key=abc`" not in found.remark
+    assert "made by `torch.Tensor.sub` at `train.py:12` in `head`: `margin = x - 2 # key=abc`" in found.remark
+
+
+@pytest.mark.parametrize(
+    ("file", "template"),
+    [
+        ("transformers/models/t5/modeling_t5.py", "transformers"),
+        ("lightning/pytorch/loops/fit.py", "lightning"),
+        ("pytorch_lightning/loops.py", "lightning"),
+        ("torch_geometric/nn/conv.py", "generic"),
+    ],
+)
+def test_code_of_a_library_goes_to_the_library(file: str, template: str) -> None:
+    snapshot = one_call("torch.log", [-1.0])
+    site = Site("train.py", 7, "model(x)", "main", (file, 99))
+    found = expect(replace(snapshot, failure=replace(snapshot.failure, site=site)))
+    assert found.template == template and f"`{file.split('/')[0]}`" in found.remark
+
+
+def test_a_forward_result_is_called_finite_only_if_it_is() -> None:
+    assert "forward result is finite" in expect(snapshot_of(square_root_at_zero())).observed
+    assert "forward result" not in expect(one_call("torch.log", [0.0], gradient=[0.0])).observed
+
+
+def test_exceptions_are_the_callers_unless_torch_says_otherwise() -> None:
+    snapshot = snapshot_of(failing_cholesky())
+    assert expect(snapshot).template == "generic"
+    internal = replace(snapshot.failure, exception=("RuntimeError", "x INTERNAL ASSERT FAILED at y"))
+    assert expect(replace(snapshot, failure=internal)).template == "pytorch"
+
+
+# -- templates ---------------------------------------------------------------------------------------------------------
+
+
+def issue_of(snapshot: Snapshot, template: str | None = None, **fields: Any) -> Issue:
+    return make_issue(snapshot, snapshot_script(snapshot), replace(VERIFIED, **fields), template=template)
+
+
+def test_every_template_has_its_headings_and_all_sections() -> None:
+    assert sorted(HEADINGS) == template_names()
+    snapshot = snapshot_of(masked_softmax(), environment={"torch": "2.13.0+cpu", "collect_env": "OS: Linux"})
+    for template, headings in HEADINGS.items():
+        text = issue_of(snapshot, template).text
+        assert re.findall(r"(?m)^### .*$", text) == headings
+        assert text.startswith("<!-- Title: softmax returns nan for a fully masked row (float32, CPU, 2.13.0) -->\n")
+        for part in (
+            "**Observed:**",
+            "```python",
+            "python repro.py",
+            "failed 20 of 20",
+            "own words",
+            "mechanically",
+            "OS: Linux",
+        ):
+            assert part in text, (template, part)
+        assert "A finite result, which takes" in text and "\n\n\n" not in text
+        assert text.count("<details>") == text.count("</details>") >= 1
+
+
+def test_the_markdown_is_what_it_looks_like() -> None:
+    hostile = "out = '```'\n</details>\n| a | b |\n````"
+    text = issue_of(snapshot_of(masked_softmax()), "pytorch", output=hostile, error_output=hostile).text
+    tokens = MarkdownIt("commonmark", {"html": True}).parse(text)
+    fences = [token for token in tokens if token.type == "fence"]
+    assert [token.info for token in fences][:2] == ["python", "text"]
+    assert fences[1].content == hostile + "\n"
+    blocks = "".join(token.content for token in tokens if token.type == "html_block")
+    assert blocks.count("<details>") == blocks.count("</details>") == 2
+
+
+def test_a_long_script_is_folded() -> None:
+    snapshot = snapshot_of(masked_softmax())
+    script = replace(snapshot_script(snapshot), text="import torch\n" + "x = 1\n" * 50)
+    screen = make_issue(snapshot, script, VERIFIED).text.partition("<details>")[0]
+    assert "x = 1" not in screen and "longer than a screen" in screen
+
+
+@pytest.mark.parametrize("template", sorted(HEADINGS))
+def test_the_limit_holds_and_the_cut_shows(template: str) -> None:
+    snapshot = snapshot_of(masked_softmax(), environment={"torch": "2.13.0", "collect_env": "y" * 80_000})
+    text = issue_of(snapshot, template, error_output="`" * 90_000).text
+    assert len(text) <= MAX_CHARACTERS
+    assert "... cut here" in text and text.count("<details>") == text.count("</details>")
+
+
+def test_blank_lines_in_code_stay() -> None:
+    assert tidied("a\n\n\n\nb\n```py\nx\n\n\ny\n```\n\n\nc") == "a\n\nb\n```py\nx\n\n\ny\n```\n\nc\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("fine\n{% if %}\n", r"error in the template `mine.j2`, line 2: Expected an expression"),
+        ("fine\n\n{{ nothing }}\n", r"error in the template `mine.j2`, line 3: 'nothing' is undefined"),
+        ("{{ 1 / 0 }}", r"error in the template `mine.j2`, line 1: division by zero"),
+        ("a\n{% include 'gone.j2' %}", r"error in the template `mine.j2`, line 2: there is no template `gone.j2`"),
+        ("{{ title.__class__.__mro__ }}", r"error in the template `mine.j2`, line 1: access to attribute '__class__'"),
+        (b"\xff\xfe", r"error in the template `mine.j2`: it is not UTF-8 text"),
+    ],
+)
+def test_an_error_in_a_users_template_is_one_line(
+    tmp_path: Path, content: str | bytes, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = tmp_path / "mine.j2", tmp_path / "issue.md"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    save(snapshot_of(masked_softmax()), tmp_path / "snap.pt")
+    assert main(["render", str(tmp_path / "snap.pt"), "--template", str(file), "-o", str(out)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and re.match(f"reprokit: error: {complaint}", said[0]) and not out.exists()
+
+
+def test_a_folder_of_templates(tmp_path: Path) -> None:
+    (tmp_path / "_part.j2").write_text("{{ observed }}")
+    snapshot = snapshot_of(masked_softmax())
+    with pytest.raises(UsageError, match="has no `issue"):
+        find_template(str(tmp_path))
+    (tmp_path / "ours.j2").write_text("{% include '_part.j2' %}|{% include 'issue/generic.md.j2' %}")
+    text = issue_of(snapshot, str(tmp_path)).text
+    assert text.startswith("`torch.nn.functional.softmax` returns nan") and "**Expected:**" in text
+    (tmp_path / "issue.md.j2").write_text("mine: {{ title }}")
+    assert issue_of(snapshot, str(tmp_path)).text.startswith("mine: softmax returns nan for a fully masked row")
+
+
+# -- handing over ------------------------------------------------------------------------------------------------------
+
+
+def test_a_link_that_fits_holds_title_and_text() -> None:
+    issue = issue_of(snapshot_of(masked_softmax()), "pytorch")
+    url = issue_url(issue)
+    assert url is not None and len(url) <= MAX_URL
+    parts = urlsplit(url)
+    assert parts.path == "/pytorch/pytorch/issues/new"
+    assert parse_qs(parts.query) == {"title": [issue.title], "body": [issue.text]}
+
+
+def test_a_link_leaves_out_what_is_folded_and_gives_up_in_the_end() -> None:
+    snapshot = snapshot_of(masked_softmax(), environment={"torch": "2.13.0", "collect_env": "y" * 9_000})
+    issue = issue_of(snapshot, "pytorch")
+    url = issue_url(issue)
+    assert url is not None and parse_qs(urlsplit(url).query)["body"] == [issue.short] and "yyy" not in issue.short
+    assert issue_url(replace(issue, short="z" * 9_000)) is None
+    with pytest.raises(UsageError, match="which repository"):
+        issue_url(replace(issue, repository=None))
+
+
+def test_the_users_own_repository_is_known_from_its_remote() -> None:
+    for remote in ("https://github.com/ada/engine.git", "git@github.com:ada/engine.git"):
+        snapshot = replace(one_call("torch.log", [-1.0]), source={"remote": remote})
+        assert issue_of(snapshot).repository == "ada/engine"
+    assert issue_of(replace(snapshot, source={"remote": "https://example.org/ada/engine"})).repository is None
+
+
+def test_the_command_is_quoted_for_a_shell() -> None:
+    issue = replace(issue_of(snapshot_of(masked_softmax()), "pytorch"), title="it's $HOME; `rm`")
+    words = shlex.split(create_command(issue, "my folder/issue.md"))
+    assert words == [
+        "gh", "issue", "create", "--repo", "pytorch/pytorch",
+        "--title", "it's $HOME; `rm`", "--body-file", "my folder/issue.md",
+    ]  # fmt: skip
+
+
+def test_a_zip_has_the_same_bytes_every_time(tmp_path: Path) -> None:
+    issue = issue_of(snapshot_of(masked_softmax()))
+    script = Script("import torch\n", {"x": torch.arange(8.0)})
+    first, second = (write_zip(tmp_path / name, script, issue).read_bytes() for name in ("a.zip", "b.zip"))
+    assert first == second and b"repro_inputs.pt" in first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.zip", "b.zip"]
+
+
+def test_the_command_line_writes_and_tells(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(one_call("torch.log", [-1.0]), Path("snap.repro.pt"))
+    assert main(["render", "snap.repro.pt", "--zip", "--repo", "ada/engine"]) == 0
+    assert Path("snap.zip").is_file()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert shlex.split(last)[:5] == ["gh", "issue", "create", "--repo", "ada/engine"]
+    assert main(["render", "snap.repro.pt", "--zip"]) == 2  # it exists
+    capsys.readouterr()
+    assert main(["render", "snap.repro.pt", "--url", "--repo", "ada/engine", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["url"].startswith("https://github.com/ada/engine/issues/new?title=log+returns+nan")
+    assert summary["title"] == "log returns nan for a negative number at train.py:7 (float32, CPU, 2.13.0)"
+    assert main(["render", "snap.repro.pt", "--url"]) == 2
+    assert "--repo OWNER/NAME" in capsys.readouterr().err
+    assert main(["render", "snap.repro.pt", "--as", "report", "--zip"]) == 2
+    assert main(["render", "snap.repro.pt", "--zip", "--no-data", "--with-data"]) == 2

@@ -1,0 +1,292 @@
+"""Nothing private gets into a snapshot or out of it: credentials from anywhere, source beyond the policy, data unasked.
+
+Secrets are made at run time, so that no file of the project looks as if it held one.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reprokit.cli import main
+from reprokit.program.ir import OPAQUE, Call, Input, ModuleNote, Program, Ref, Site
+from reprokit.shrink.reducer import shrink
+from reprokit.shrink.reduction import Reduction
+from reprokit.snapshot.format import Snapshot, load, save
+from reprokit.snapshot.privacy import private
+from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
+from tests.render.programs import snapshot_of
+
+ALPHANUMERIC = string.ascii_letters + string.digits
+SCRIPT = """\
+import os
+import torch
+
+{line}
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for step in range(3):
+    secret = weight - step
+    loss = torch.log(secret).sum()  # password: {password}
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def made(prefix: str = "", count: int = 36, alphabet: str = ALPHANUMERIC) -> str:
+    """A random key with at least one letter and one digit."""
+    return prefix + "a1" + "".join(secrets.choice(alphabet) for _ in range(count - 2))
+
+
+def contents_of(path: Path) -> str:
+    """Everything that a snapshot says, as one text."""
+    snapshot = load(path)
+    return repr([getattr(snapshot, name) for name in Snapshot.__dataclass_fields__ if name != "tensors"])
+
+
+# -- source and text ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "secret = attn[:, 0]",
+        "token = hidden_states2.mean",
+        "key = self.key(x2).view(b, n, 16)",
+        "secret: torch.Tensor = query2",
+        "scores = query @ key.transpose(-2, -1) + auth",
+        'batch["token"], batch["key"], batch["secret"] = token_embedding12, key_states34, secret_share56',
+        "password = self.password_head(features12)",
+        "from sklearn.linear_model import Ridge  # sk-learn-compatible-estimators-only",
+        "def forward(self, token, key=None, secret=None, *, signature=layer_norm_eps12):",
+        'tokenizer.add_special_tokens({"pad_token": "<pad>"})',
+        "pad_token_id = 50256; max_tokens = 512; eos_token = '</s>'",
+    ],
+)
+def test_words_of_machine_learning_survive_in_source(code: str) -> None:
+    assert redact_source(code) == code
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        'wandb.login(key="{}")',
+        'os.environ["WANDB_API_KEY"] = "{}"',
+        'os.environ.setdefault("MY_PASSWORD", "{}")',
+        'config = {{"token": "{}"}}',
+        'subprocess.run("train.py --api-key {}")',
+        "x = a @ b  # password: {}",
+        'connect("postgres://me:{}@db.example.org/x")',
+    ],
+)
+def test_secrets_in_source_go(pattern: str) -> None:
+    key = made()
+    clean = redact_source(pattern.format(key))
+    assert key not in clean and "***" in clean
+    assert redact_source(clean) == clean
+
+
+def test_code_inside_a_traceback_is_source() -> None:
+    key = made()
+    library = "/srv/project-x/venv/lib/python3.11/site-packages/torch/nn/functional.py"
+    text = (
+        f'  File "{library}", line 3, in f\n    secret = query12 + token_states34\n'
+        f'  File "train.py", line 9\n    login(password="{key}")\nValueError: password={key}'
+    )
+    clean = redact_text(text)
+    assert "secret = query12 + token_states34" in clean
+    assert key not in clean and "project-x" not in clean and 'File "torch/nn/functional.py"' in clean
+
+
+def test_absolute_paths_become_short() -> None:
+    text = 'open("/mnt/customers/acme/x.pt"), a/b/c, https://example.org/a/b, /usr/lib/libc.so.6, N/A'
+    assert shorten_paths(text) == 'open("x.pt"), a/b/c, https://example.org/a/b, /usr/lib/libc.so.6, N/A'
+
+
+# -- a whole capture ---------------------------------------------------------------------------------------------------
+
+
+def test_no_secret_reaches_a_snapshot_or_an_issue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import git
+
+    flag, variable, password = made("hf_"), made(), made()
+    remote, literal, quoted = made("ghp_"), made(), made()
+    with git.Repo.init(tmp_path, initial_branch="trunk") as repository:
+        repository.create_remote("origin", f"https://me:{remote}@github.com/org/project.git")
+        with repository.config_writer() as config:
+            config.set_value("user", "name", "Ada Lovelace")
+            config.set_value("user", "email", "ada@example.org")
+        script = tmp_path / "train.py"
+        script.write_text(SCRIPT.format(line="", password="none"))
+        repository.index.add(["train.py"])
+        commit = repository.index.commit("first").hexsha
+    script.write_text(SCRIPT.format(line=f'api_key = "{literal}"', password=password))
+    monkeypatch.setenv("WANDB_API_KEY", variable)
+    monkeypatch.setenv("TORCH_EXTRA", f"token={quoted}")
+    options = ["--json", "-f", "-o", "snap.repro.pt"]
+    data = f"--data=https://u:{password}@example.org/d"
+    script_and_arguments = ["train.py", "--hub-token", flag, "--max-tokens", "512", data]
+    for policy in ("traceback", "all"):
+        done = subprocess.run(
+            [sys.executable, "-m", "reprokit", "capture", "--source", policy, *options, *script_and_arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 3, done.stderr
+        said = contents_of(tmp_path / "snap.repro.pt") + done.stdout + done.stderr
+        for secret in (flag, variable, password, remote, literal, quoted, "ada@example.org", "Lovelace"):
+            assert secret not in said
+        assert commit in said and "'--max-tokens', '512'" in said
+        assert "loss = torch.log(secret).sum()  # password: ***" in said
+        assert ("+api_key = " in said) is (policy == "all")
+    issue = tmp_path / "issue.md"
+    assert main(["render", str(tmp_path / "snap.repro.pt"), "--as", "issue", "-o", str(issue)]) == 0
+    text = issue.read_text()
+    assert "torch.log(secret).sum()" in text and str(tmp_path) not in text
+    for secret in (flag, variable, password, remote, literal, quoted):
+        assert secret not in text
+
+
+# -- how much source ---------------------------------------------------------------------------------------------------
+
+
+def with_source() -> Snapshot:
+    """A snapshot with source text of every kind."""
+    calls = (
+        Call(
+            OPAQUE, (), {"name": "Mine", "source": "class Mine: ..."}, Ref(2), site=Site("train.py", 1, "Mine.apply(x)")
+        ),
+        Call("torch.log", (Ref(0),), {}, Ref(1), (), Site("train.py", 2, "torch.log(x)")),
+    )
+    note = ModuleNote("Net", file="train.py", line=1, source="class Net(nn.Module): ...")
+    program = Program(calls, (Input(0, "x"), Input(2, "mine", role="opaque")), (Ref(1),), {"net": note})
+    snapshot = snapshot_of((program, {0: torch.tensor([-1.0]), 2: torch.ones(1)}))
+    return replace(snapshot, source={"command": ["train.py"], "commit": "0" * 40, "diff": "+x = 1"})
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept", "gone"),
+    [
+        ("all", ["torch.log(x)", "Mine.apply(x)", "class Mine", "class Net", "+x = 1"], []),
+        ("traceback", ["torch.log(x)", "Mine.apply(x)"], ["class Mine", "class Net", "+x = 1"]),
+        ("none", [], ["torch.log(x)", "Mine.apply(x)", "class Mine", "class Net", "+x = 1"]),
+    ],
+)
+def test_the_policy_decides_what_is_kept(tmp_path: Path, policy: Any, kept: list[str], gone: list[str]) -> None:
+    save(private(with_source(), policy), tmp_path / "snap.pt")
+    said = contents_of(tmp_path / "snap.pt")
+    assert all(text in said for text in kept) and not any(text in said for text in gone)
+    assert "train.py" in said and "0" * 40 in said  # places and the commit stay
+
+
+def test_a_text_shows_no_more_source_than_asked(tmp_path: Path) -> None:
+    save(with_source(), tmp_path / "snap.pt")
+    out = tmp_path / "issue.md"
+    assert main(["render", str(tmp_path / "snap.pt"), "--as", "issue", "--source", "none", "-o", str(out)]) == 0
+    assert "`train.py:2`" in out.read_text() and "torch.log(x)`" not in out.read_text()
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+VALUES = [0.1234567, -2.7182818, 3.1415926]
+
+
+def reduction_of(program: Program, tensors: dict[int, torch.Tensor], snapshot: Snapshot) -> Reduction:
+    """An unreduced reduction, so that recorded values are still in it."""
+    found = shrink(snapshot, max_checks=1)
+    return replace(found, program=program, tensors=tensors, failure=snapshot.failure, nearest=None)
+
+
+def written(tmp_path: Path, program: Program, tensors: dict[int, torch.Tensor]) -> Path:
+    """A snapshot and a reduction that kept its recorded values, beside each other."""
+    snapshot = snapshot_of((program, tensors))
+    save(snapshot, tmp_path / "snap.repro.pt")
+    folder = tmp_path / "snap"
+    folder.mkdir()
+    reduction_of(program, tensors, snapshot).save(folder / "reduction.pt")
+    return folder
+
+
+def test_recorded_values_give_way_to_plain_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = Program((Call("torch.log", (Ref(0),), {}, Ref(1)),), (Input(0, "x"),), (Ref(1),))
+    folder = written(tmp_path, program, {0: torch.tensor(VALUES)})
+    assert main(["render", str(folder)]) == 0
+    assert "-2.718" in capsys.readouterr().out
+    assert main(["render", str(folder), "--no-data"]) == 0
+    text = capsys.readouterr().out
+    assert "2.718" not in text and "torch.full((3,), -1.0)" in text
+    out = tmp_path / "issue.md"
+    assert main(["render", str(folder), "--no-data", "--as", "issue", "-o", str(out)]) == 0
+    assert "2.718" not in out.read_text() and "failed 20 of 20" in out.read_text()
+
+
+def needs_its_values() -> tuple[Program, dict[int, torch.Tensor]]:
+    """A program that fails only if one element is next to one that nobody would think of."""
+    calls = (
+        Call("torch.Tensor.sub", (Ref(0), 0.1234567), {}, Ref(1)),
+        Call("torch.Tensor.__getitem__", (Ref(1), 1), {}, Ref(2)),
+        Call("torch.Tensor.mul", (Ref(2), 0.0), {}, Ref(3)),
+        Call("torch.Tensor.div", (Ref(3), Ref(2)), {}, Ref(4)),
+    )
+    return Program(calls, (Input(0, "x"),), (Ref(4),)), {0: torch.tensor([VALUES[1], VALUES[0], VALUES[2]])}
+
+
+def test_values_that_are_needed_are_withheld(tmp_path: Path) -> None:
+    folder = written(tmp_path, *needs_its_values())
+    archive = tmp_path / "x.zip"
+    assert main(["render", str(folder), "--zip", "--no-data", "-o", str(archive)]) == 0
+    import zipfile
+
+    with zipfile.ZipFile(archive) as found:
+        assert found.namelist() == ["issue.md", "repro.py"]
+        texts = {name: found.read(name).decode() for name in found.namelist()}
+    for text in texts.values():
+        assert "2.718" not in text and "3.14" not in text
+    assert "are withheld" in texts["repro.py"] and "withheld" in texts["issue.md"]
+    assert "failed 20 of 20" in texts["issue.md"]  # it was run with them
+
+
+def test_many_recorded_numbers_are_not_packed_unasked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = Program((Call("torch.log", (Ref(0),), {}, Ref(1)),), (Input(0, "x"),), (Ref(1),))
+    folder = written(tmp_path, program, {0: -torch.rand(100)})
+    archive = tmp_path / "x.zip"
+    assert main(["render", str(folder), "--zip", "-o", str(archive)]) == 2
+    assert "100 recorded numbers" in capsys.readouterr().err and not archive.exists()
+    assert main(["render", str(folder), "--zip", "--with-data", "-o", str(archive)]) == 0
+    assert main(["render", str(folder), "--zip", "--no-data", "-f", "-o", str(archive)]) == 0
+
+
+def test_a_script_spells_out_a_handful_of_numbers_in_all(tmp_path: Path) -> None:
+    calls = (
+        Call("torch.Tensor.mul", (Ref(0), Ref(1)), {}, Ref(2)),
+        Call("torch.log", (Ref(2),), {}, Ref(3)),
+    )
+    program = Program(calls, (Input(0, "x"), Input(1, "y")), (Ref(3),))
+    folder = written(tmp_path, program, {0: -torch.rand(40), 1: torch.rand(40)})
+    assert main(["render", str(folder), "-o", str(tmp_path / "snap")]) == 0
+    text = (folder / "repro.py").read_text()
+    assert text.count("torch.tensor(") == 1 and 'saved["' in text
+
+
+def test_shrinking_without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    program, tensors = needs_its_values()
+    save(snapshot_of((program, tensors)), tmp_path / "snap.repro.pt")
+    assert main(["shrink", "snap.repro.pt", "--no-data", "--no-whatif", "--json", "-q"]) == 0
+    said = capsys.readouterr().out
+    assert json.loads(said)["repro"]["verified"] == "20/20" and "2.718" not in said
+    for file in Path("snap").glob("*.*"):
+        if file.suffix != ".pt":
+            assert "2.718" not in file.read_text(encoding="utf-8")
