@@ -42,7 +42,21 @@ CHECKS = {
     "elements_ok": "elems",
     "one_minimal": "1-min",
     "no_side_file": "alone",
+    "issue_ok": "issue",
 }
+MAX_ISSUE_CHARACTERS = 65_536
+ISSUE_PARTS = (
+    "<!-- Title: ",
+    "**Observed:**",
+    "**Expected:**",
+    "```python",
+    "python repro.py",
+    " of 20 runs in the same way",
+    "In your own words",
+    "mechanically",
+    "<summary>Reduction log</summary>",
+    "PyTorch version",
+)
 
 
 @dataclass
@@ -62,6 +76,7 @@ class Row:
     elements_ok: bool = False
     one_minimal: bool = False
     no_side_file: bool = False
+    issue_ok: bool = False
     calls: int | None = None
     elements: int | None = None
     lines: int | None = None
@@ -125,6 +140,7 @@ def run_case(folder: Path, work: Path, timeout: float) -> Row:
     shrunk = _reprokit(["shrink", "--json", "--no-whatif", "-o", "out", "snap.pt"], work, timeout)
     repros = _run_repro(work / "out", shrunk.json(), timeout)
     row = score(folder.name, case, shown.json(), shrunk.json(), repros)
+    row.issue_ok = is_whole_issue(work / "out" / "issue.md")
     row.capture_seconds, row.shrink_seconds = round(captured.seconds, 2), round(shrunk.seconds, 2)
     commands = {"show": shown, "shrink": shrunk}
     row.errors += [f"{name}: {_last(done)}" for name, done in commands.items() if done.code != 0]
@@ -164,6 +180,14 @@ def _score_reduction(row: Row, case: JSON, shrunk: JSON) -> None:
     repro = shrunk.get("repro") or {}
     row.lines = repro.get("lines")
     row.no_side_file = len(repro.get("files", ())) == 1
+
+
+def is_whole_issue(path: Path) -> bool:
+    """Whether an issue text is within the limit, has all its parts, and names no folder of this machine."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    is_closed = text.count("<details>") == text.count("</details>") > 0
+    is_private = str(path.parent) not in text and str(Path.home()) not in text
+    return len(text) <= MAX_ISSUE_CHARACTERS and is_closed and is_private and all(part in text for part in ISSUE_PARTS)
 
 
 def is_accepted(call: str | None, accepted: Sequence[str]) -> bool:

@@ -125,14 +125,13 @@ def reduction_script(
 
 
 def context_script(reduction: Reduction, snapshot: Snapshot | None = None) -> ModuleScript | None:
-    """The context of a reduction as modules; ``None`` without one, or when it would need a side file."""
-    if reduction.context is None:
+    """The context of a reduction as modules; ``None`` without one, when it would need a side file, or many numbers."""
+    context = reduction.context
+    if context is None or set(beyond_limit(context.program, context.tensors)) - set(context.drawn):
         return None
     version = snapshot.environment.get("torch") if snapshot is not None else None
     try:
-        return write_module_script(
-            reduction.context, num_calls_before=reduction.before.get("calls"), torch_version=version
-        )
+        return write_module_script(context, num_calls_before=reduction.before.get("calls"), torch_version=version)
     except NotReproduced:
         return None
 
