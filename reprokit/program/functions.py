@@ -213,6 +213,11 @@ def function_named(name: str) -> Callable[..., Any]:
         raise UnknownFunction(f"`{name}` is not a torch function that a program may call") from None
 
 
+def is_torch_function(name: str) -> bool:
+    """Whether a program may name this function."""
+    return name in _by_name()
+
+
 def name_of(function: Callable[..., Any]) -> str | None:
     """The public name of a torch function, or ``None`` when a program may not hold it.
 

@@ -19,7 +19,8 @@ from reprokit.render import expression, names
 from reprokit.render.check import Subject, find_subject, write_check
 from reprokit.render.code import Code, needed_mode, write_program
 from reprokit.render.environment import render_template
-from reprokit.render.expression import Expr, fold
+from reprokit.render.expression import Expr
+from reprokit.render.layout import WIDTH, fold
 from reprokit.render.literals import Literal, is_same, literal
 from reprokit.render.module_names import ROOT_KEY, ModuleNames, class_name
 from reprokit.render.wording import headline, phase_words
@@ -242,11 +243,15 @@ class _Writer:
         arguments = {value: name for value, name in self._argument_names(block)}
         program = self._statements(block, block.key, [], block.makes)
         given = {**({} if block.is_function else self._paths(block.key)), **arguments}
-        code = write_program(program, {}, keep=block.makes, given=given, nouns=self._nouns, reserved=_RESERVED)
+        indent = 4 if block.is_function else 8
+        code = write_program(
+            program, {}, keep=block.makes, given=given, nouns=self._nouns, reserved=_RESERVED, indent=indent
+        )
         body = list(code.body)
         returned = ", ".join(code.names[value] for value in block.makes)
         if body and returned and body[-1].startswith(f"{returned} = ") and len(block.makes) == 1:
-            body[-1] = f"return {body[-1].removeprefix(f'{returned} = ')}"
+            shorter = f"return {body[-1].removeprefix(f'{returned} = ')}"
+            body[-1:] = fold(shorter, WIDTH - indent)
         elif returned:
             body.append(f"return {returned}")
         head = f"def {function}({', '.join((*first, *arguments.values()))}):"
