@@ -16,7 +16,7 @@ from reprokit.render import expression
 from reprokit.render.expression import Expr
 from reprokit.render.names import exact_signature_of, schemas_of, signature_of
 from reprokit.render.operators import AUGMENTED, BINARY, REFLECTED, UNARY
-from reprokit.render.spelling import spelling_of
+from reprokit.render.spelling import is_written_as_method
 
 _METHOD = "torch.Tensor."
 _FUNCTIONAL = "torch.nn.functional."
@@ -34,7 +34,7 @@ def write_call(call: Call, leaf: Leaf) -> Expr | Statement:
     """The call in Python; ``leaf`` writes a `Ref`."""
     call = as_method(call)
     if call.target.startswith(_METHOD) and call.args:
-        short = (None if spelling_of(call).is_method else _operator(call, leaf)) or _access(call, leaf)
+        short = (None if is_written_as_method(call) else _operator(call, leaf)) or _access(call, leaf)
         if short is not None:
             return short
     arguments, keywords = _flags_by_name(call, *_needed_arguments(call))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -34,6 +34,7 @@ _MAX_INLINE_IN_LINE = 64
 _MAX_PARTS = 6
 MAX_INPUT_LINES = 24
 SIDE_FILE = "repro_inputs.pt"
+_CONVERSIONS = frozenset(["bool", "contiguous", "double", "float", "half", "int", "long", "to", "type", "type_as"])
 _DTYPE = re.compile(r"\bdtype=(torch\.(?:b?float\d*|float8\w+|complex\d+))")
 
 
@@ -79,6 +80,7 @@ def write_program(
     expression than their numbers. ``nouns`` are variables that values had in the user's code; one is used again once
     the value before is done with. ``reserved`` are names to stay away from. The body will be indented by ``indent``.
     """
+    program = replace(program, calls=tuple(call for call in program.calls if not _changes_nothing(call)))
     known = Names(frozenset(reserved))
     for value, name in (given or {}).items():
         known.adopt(value, name)
@@ -326,20 +328,20 @@ class _Writer:
             return None if is_in_place(call.target) else self._names[outputs.value]
         if not call.output_refs() or not isinstance(outputs, (list, tuple)):
             return None
-        if self._is_indexable(outputs):
-            return self._indexed(outputs, names.names_for_parts(call, len(outputs))[0])
+        if self._is_indexable(call, outputs):
+            return self._indexed(outputs, names.name_for_list(call))
         return self._unpacked(outputs, iter(names.names_for_parts(call, len(outputs))), index)
 
-    def _is_indexable(self, outputs: Any) -> bool:
+    def _is_indexable(self, call: Call, outputs: Any) -> bool:
         """Whether there are too many parts for a name each, and none is written in place."""
-        written = {ref for call in self._program.calls if is_in_place(call.target) for ref in iter_refs(call.args[:1])}
+        written = {ref for c in self._program.calls if is_in_place(c.target) for ref in iter_refs(c.args[:1])}
         is_plain = all(isinstance(part, Ref) and part.value not in self._names for part in outputs)
-        named = any(ref.value in self._nouns for ref in iter_refs(outputs))
-        return len(outputs) > _MAX_PARTS and is_plain and not named and not written.intersection(outputs)
+        is_named = any(ref.value in self._nouns for ref in iter_refs(outputs)) or not _is_alike(call, outputs)
+        return len(outputs) > (_MAX_PARTS if is_named else 2) and is_plain and not written.intersection(outputs)
 
     def _indexed(self, outputs: Any, noun: str) -> str:
         """One variable for all parts, which go by their places in it."""
-        name = self._names.unique(noun if noun.endswith("s") else f"{noun}s")
+        name = self._names.unique(noun)
         for place, part in enumerate(outputs):
             self._names.adopt(part.value, f"{name}[{place}]")
         return name
@@ -369,6 +371,16 @@ class _Writer:
 
     def _noun(self, value: int, noun: str) -> str:
         return "out" if value in self._keep and not self._uses[value] else noun
+
+
+def _changes_nothing(call: Call) -> bool:
+    """Whether a conversion returned the very tensor that it was given."""
+    return call.name in _CONVERSIONS and bool(call.args) and call.outputs == call.args[0]
+
+
+def _is_alike(call: Call, outputs: Sequence[Any]) -> bool:
+    """Whether the parts of a result have no names of their own."""
+    return len(set(names.names_for_parts(call, len(outputs)))) == 1
 
 
 def _is_one_line(one: Call, other: Call) -> bool:

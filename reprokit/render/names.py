@@ -80,7 +80,30 @@ _NOUNS = {
     "round": "rounded",
     "all": "every",
     "any": "some",
+    "baddbmm": "product",
+    "bmm": "product",
+    "cat": "joined",
+    "contiguous": "copy",
+    "clone": "copy",
+    "expand": "expanded",
+    "flatten": "flat",
+    "full_like": "filled",
+    "gather": "picked",
+    "masked_fill": "masked",
+    "mm": "product",
+    "nonzero": "index",
+    "ones_like": "ones",
+    "permute": "permuted",
+    "reshape": "reshaped",
+    "squeeze": "squeezed",
+    "stack": "stacked",
+    "transpose": "transposed",
+    "t": "transposed",
+    "unsqueeze": "unsqueezed",
+    "view": "reshaped",
+    "zeros_like": "zeros",
 }
+_PART_NOUNS = {"where": "index", "nonzero": "index", "chunk": "chunk", "split": "part", "unbind": "part"}
 
 
 class Names:
@@ -120,7 +143,7 @@ class Names:
 
     def unique(self, base: str) -> str:
         """An identifier like ``base`` that nothing has yet."""
-        candidates = _ORDINARY if base == _ORDINARY[0] else ()
+        candidates: tuple[str, ...] = _ORDINARY if base == _ORDINARY[0] else ()
         for candidate in (*candidates, *self._numbered(base)):
             if candidate not in self._taken:
                 self._taken.add(candidate)
@@ -156,6 +179,8 @@ def _with_owner(path: str) -> str | None:
 
 def name_for_input(item: Input, program: Program, word: str | None = None) -> str:
     """A word for an input: its own name if that says anything, the user's ``word``, the parameter that takes it."""
+    if item.role == "gradient":
+        return "grad"
     own, users = _own_name(item), identifier(word) if word is not None else None
     if own is not None and item.role in ("parameter", "buffer"):
         return own
@@ -170,7 +195,7 @@ def _own_name(item: Input) -> str | None:
     """What is left of an input's own name, if it says anything."""
     parametrized = _PARAMETRIZED.search(item.name)
     if parametrized is not None:
-        return identifier(parametrized[1]) if not parametrized[2] else None
+        return None if parametrized[2] else identifier(str(parametrized[1]))
     own = identifier(item.name)
     return None if own is None or own in _ROLE_WORDS or _GENERIC.fullmatch(own) else own
 
@@ -225,7 +250,8 @@ def names_for_parts(call: Call, count: int) -> list[str]:
     fields = _return_fields(call.target)
     if len(fields) == count:
         return fields
-    return [identifier(call.name.strip("_")) or "part"] * count
+    word = call.name.strip("_")
+    return [_PART_NOUNS.get(word) or identifier(word) or "part"] * count
 
 
 @functools.cache
@@ -286,6 +312,11 @@ def _parameter_at(target: str, position: int) -> str:
 def _readable(parameter: str) -> str:
     word = identifier(parameter)
     return "x" if word is None or parameter in _PLAIN_PARAMETERS or word in _PLAIN_PARAMETERS else word
+
+
+def name_for_list(call: Call) -> str:
+    """A noun for all parts of a result together."""
+    return {"where": "places", "nonzero": "places", "chunk": "chunks"}.get(call.name, "parts")
 
 
 def _return_fields(target: str) -> list[str]:

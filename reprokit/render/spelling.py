@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from reprokit.program.functions import is_torch_function
 from reprokit.program.ir import Call, Program, Ref
@@ -33,45 +35,109 @@ _MODULES = frozenset(["torch", "F", "nn", "functional", "np"])
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """What a line says of a call: a name per value, and whether an operator was written as a method."""
+    """What a line says of a call: names by value.
+
+    ``operands`` is what it was given, ``variables`` those of them that are plain variables there, ``results`` what it
+    was assigned to.
+    """
 
     operands: Mapping[int, str] = field(default_factory=dict)
+    variables: Mapping[int, str] = field(default_factory=dict)
     results: Mapping[int, str] = field(default_factory=dict)
-    is_method: bool = False
 
 
-def spelling_of(call: Call) -> Spelling:
-    """What the line that the call was written on says of it."""
-    code = call.site.code if call.site is not None else ""
-    tree = _parsed(code)
-    if tree is None:
-        return Spelling()
-    found = [(node, operands) for node in ast.walk(tree) if (operands := _operands(node, call)) is not None]
-    if not found:
-        return Spelling({}, _results_of_a_module(call, tree))
-    names: dict[int, str] = {}
-    for position, argument in enumerate(call.args):
-        words = {_name(operands[position]) if position < len(operands) else None for _, operands in found}
-        if isinstance(argument, Ref) and len(words) == 1 and (word := words.pop()) is not None:
-            names.setdefault(argument.value, word)
-    return Spelling(names, _results(call, tree, [node for node, _ in found]), _is_only_method(found))
+def is_written_as_method(call: Call) -> bool:
+    """Whether the user wrote ``x.add(y)`` where ``x + y`` would do."""
+    matches = _matches(call)
+    return bool(matches) and all(isinstance(node, ast.Call) for node, _ in matches)
 
 
 def input_words(program: Program) -> dict[int, str]:
-    """For inputs the variables that they had on the first line that says so."""
-    words: dict[int, str] = {}
-    for call in program.calls:
-        for value, word in spelling_of(call).operands.items():
-            words.setdefault(value, word)
+    """For inputs the names that they have on the first line that says so."""
     inputs = {item.value for item in program.inputs}
-    return {value: word for value, word in words.items() if value in inputs}
+    return {value: word for value, word in operand_words(program.calls).items() if value in inputs}
+
+
+def operand_words(calls: Sequence[Call]) -> dict[int, str]:
+    """For whatever calls read the names on the first line that says so."""
+    words: dict[int, str] = {}
+    for spelling in spellings(calls):
+        for value, word in spelling.operands.items():
+            words.setdefault(value, word)
+    return words
 
 
 def result_words(program: Program) -> dict[int, str]:
-    """For results the variables that the user's lines assign them to."""
+    """For results the variables that the user's lines assign them to, or read them from."""
     inputs = {item.value for item in program.inputs}
-    found = (pair for call in program.calls for pair in spelling_of(call).results.items())
-    return {value: word for value, word in found if value not in inputs}
+    words: dict[int, str] = {}
+    found = spellings(program.calls)
+    for names in (*(spelling.results for spelling in found), *(spelling.variables for spelling in found)):
+        for value, word in names.items():
+            words.setdefault(value, word)
+    return {value: word for value, word in words.items() if value not in inputs}
+
+
+def spellings(calls: Sequence[Call]) -> list[Spelling]:
+    """What the lines say of calls in order.
+
+    Where a line has several parts that could be a call, they are told apart if the program has all of them, in a loop
+    as often as it goes round.
+    """
+    last = {_line(call): call for call in calls}
+    return [
+        s for _, run in groupby(calls, key=_line) for s in _spellings_of_run(list(run), set(map(id, last.values())))
+    ]
+
+
+def _line(call: Call) -> tuple[object, ...] | None:
+    site = call.site
+    return (site.file, site.line, site.function) if site is not None else None
+
+
+def _spellings_of_run(run: Sequence[Call], last: Container[int]) -> Iterator[Spelling]:
+    """The same for calls of one line; ``last`` are the ids of calls that no other on their line follows."""
+    total, seen = Counter(call.target for call in run), Counter[str]()
+    for call in run:
+        matches = _matches(call)
+        if matches and total[call.target] % len(matches) == 0:
+            matches = [matches[seen[call.target] % len(matches)]]
+        seen[call.target] += 1
+        if matches:
+            yield _read(call, matches)
+        else:
+            yield Spelling(results=_results_of_a_module(call)) if id(call) in last else Spelling()
+
+
+Match = tuple[ast.AST, Sequence[ast.expr]]
+
+
+def _read(call: Call, matches: Sequence[Match]) -> Spelling:
+    """What all parts of the line agree on."""
+    operands: dict[int, str] = {}
+    variables: dict[int, str] = {}
+    for position, argument in enumerate(call.args):
+        nodes = [given[position] if position < len(given) else None for _, given in matches]
+        words = {_name(node) if node is not None else None for node in nodes}
+        if isinstance(argument, Ref) and len(words) == 1 and (word := words.pop()) is not None:
+            operands.setdefault(argument.value, word)
+            if all(isinstance(node, ast.Name) for node in nodes):
+                variables.setdefault(argument.value, word)
+    return Spelling(operands, variables, _results(call, matches[0][0]) if len(matches) == 1 else {})
+
+
+def _matches(call: Call) -> list[Match]:
+    """The parts of the line that can be the call, in the order of their evaluation."""
+    tree = _parsed(call.site.code) if call.site is not None else None
+    if tree is None:
+        return []
+    return [(node, given) for node in _evaluated(tree) if (given := _operands(node, call)) is not None]
+
+
+def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        yield from _evaluated(child)
+    yield node
 
 
 @functools.lru_cache(maxsize=256)
@@ -164,10 +230,6 @@ def _is_method(call: Call) -> bool:
     return call.target.startswith(_METHOD)
 
 
-def _is_only_method(found: Sequence[tuple[ast.AST, Sequence[ast.expr]]]) -> bool:
-    return all(isinstance(node, ast.Call) for node, _ in found)
-
-
 def _name(node: ast.expr) -> str | None:
     """What an operand is called: a variable, an attribute, a key, or what a function of it still goes by."""
     if isinstance(node, ast.Name):
@@ -184,21 +246,18 @@ def _name(node: ast.expr) -> str | None:
     return None
 
 
-def _results(call: Call, tree: ast.Module, nodes: Sequence[ast.AST]) -> dict[int, str]:
+def _results(call: Call, node: ast.AST) -> dict[int, str]:
     """The variables that the line assigns exactly what the call returned to."""
-    return {
-        value: name
-        for targets, assigned in _assignments(tree)
-        if assigned in nodes
-        for value, name in _matched(call, targets)
-    }
+    tree = _parsed(call.site.code) if call.site is not None else None
+    assignments = _assignments(tree) if tree is not None else ()
+    return {v: name for targets, assigned in assignments if assigned is node for v, name in _matched(call, targets)}
 
 
-def _results_of_a_module(call: Call, tree: ast.Module) -> dict[int, str]:
+def _results_of_a_module(call: Call) -> dict[int, str]:
     """The same for a call that the line makes through a module, such as ``loss = criterion(x, y)``."""
-    for targets, assigned in _assignments(tree):
-        calls = [node for node in ast.walk(assigned) if isinstance(node, ast.Call)]
-        if isinstance(assigned, ast.Call) and not _is_torch(assigned) and len(calls) >= 1:
+    tree = _parsed(call.site.code) if call.site is not None else None
+    for targets, assigned in _assignments(tree) if tree is not None else ():
+        if isinstance(assigned, ast.Call) and not _is_torch(assigned):
             return dict(_matched(call, targets))
     return {}
 
