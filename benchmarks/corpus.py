@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import importlib.util
 import json
 import os
 import shutil
@@ -42,6 +43,7 @@ CHECKS = {
     "elements_ok": "elems",
     "one_minimal": "1-min",
     "no_side_file": "alone",
+    "ruff_ok": "ruff",
 }
 
 
@@ -62,6 +64,7 @@ class Row:
     elements_ok: bool = False
     one_minimal: bool = False
     no_side_file: bool = False
+    ruff_ok: bool | None = None
     calls: int | None = None
     elements: int | None = None
     lines: int | None = None
@@ -125,6 +128,7 @@ def run_case(folder: Path, work: Path, timeout: float) -> Row:
     shrunk = _reprokit(["shrink", "--json", "-o", "out", "snap.pt"], work, timeout)
     repros = _run_repro(work / "out", shrunk.json(), timeout)
     row = score(folder.name, case, shown.json(), shrunk.json(), repros)
+    row.ruff_ok = is_clean_code(sorted((work / "out").glob("repro*.py")))
     row.capture_seconds, row.shrink_seconds = round(captured.seconds, 2), round(shrunk.seconds, 2)
     commands = {"show": shown, "shrink": shrunk}
     row.errors += [f"{name}: {_last(done)}" for name, done in commands.items() if done.code != 0]
@@ -164,6 +168,16 @@ def _score_reduction(row: Row, case: JSON, shrunk: JSON) -> None:
     repro = shrunk.get("repro") or {}
     row.lines = repro.get("lines")
     row.no_side_file = len(repro.get("files", ())) == 1
+
+
+def is_clean_code(files: Sequence[Path]) -> bool | None:
+    """Whether ruff's default rules and layout have nothing to say; ``None`` where ruff is not installed."""
+    if not files or importlib.util.find_spec("ruff") is None:
+        return None
+    ruff = [sys.executable, "-m", "ruff"]
+    paths = [str(file) for file in files]
+    checks = (["check", "--isolated", "--no-cache"], ["format", "--check", "--isolated", "--no-cache"])
+    return all(subprocess.run([*ruff, *check, *paths], capture_output=True).returncode == 0 for check in checks)
 
 
 def is_accepted(call: str | None, accepted: Sequence[str]) -> bool:

@@ -128,8 +128,16 @@ def _needed_arguments(call: Call) -> tuple[list[Any], dict[str, Any]]:
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in positional):
         return arguments, keywords
     while 0 < len(arguments) <= len(positional) and _is_default(arguments[-1], positional[len(arguments) - 1]):
+        if not _means_the_same(call.target, len(arguments) - 1):
+            break
         arguments.pop()
     return arguments, keywords
+
+
+def _means_the_same(target: str, count: int) -> bool:
+    """Whether ``count`` arguments by position are the same ones for every overload: ``random_(1, None)`` is not
+    ``random_(1)``."""
+    return len({tuple(n for n, _ in schema[:count]) for schema in schemas_of(target) if len(schema) >= count}) <= 1
 
 
 def _flags_by_name(call: Call, arguments: list[Any], keywords: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -152,7 +160,7 @@ def _parameter_names(call: Call, arguments: list[Any]) -> list[str] | None:
         return plain[:count] if len(plain) >= count else None
     fitting = {
         tuple(name for name, _ in schema[:count])
-        for schema in schemas_of(call.name)
+        for schema in schemas_of(call.target)
         if len(schema) >= count and all(isinstance(v, bool) == t for v, (_, t) in zip(arguments, schema, strict=False))
     }
     return list(fitting.pop()) if len(fitting) == 1 else None

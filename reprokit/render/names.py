@@ -31,6 +31,7 @@ _RESERVED = (
 _ROLE_WORDS = frozenset(
     {"batch", "buffer", "gradient", "input", "opaque", "parameter", "random", "rng", "state", "tensor", "value"}
 )
+_NAMESPACES = {"torch.linalg": "linalg_", "torch.fft": "fft_", "torch.special": "special_"}
 _ORDINARY = ("x", "y", "z", "w")
 _GENERIC = re.compile(r"[xyzw]\d*|v\d+")
 _LAYER_LIST = re.compile(r"\.(\d+)(?=\.|$)")
@@ -287,10 +288,11 @@ def exact_signature_of(target: str) -> Mapping[str, inspect.Parameter]:
 
 
 @functools.cache
-def schemas_of(name: str) -> tuple[tuple[tuple[str, bool], ...], ...]:
+def schemas_of(target: str) -> tuple[tuple[tuple[str, bool], ...], ...]:
     """For every overload of a builtin its positional parameters: the name, and whether it is a flag."""
-    packet = getattr(torch.ops.aten, name, None)
-    overloads = packet.overloads() if packet is not None else ()
+    namespace, _, name = target.rpartition(".")
+    packet = getattr(torch.ops.aten, f"{_NAMESPACES.get(namespace, '')}{name}", None)
+    overloads: list[str] = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []  # type: ignore[no-untyped-call]
     return tuple(
         tuple((item.name, str(item.type) == "bool") for item in arguments if not item.kwarg_only)
         for arguments in (getattr(packet, overload)._schema.arguments for overload in overloads)
@@ -305,7 +307,7 @@ def _parameter_at(target: str, position: int) -> str:
     parameters = list(signature_of(target))
     if position < len(parameters):
         return parameters[position]
-    schemas = [[name for name, _ in schema] for schema in schemas_of(target.rpartition(".")[2])]
+    schemas = [[name for name, _ in schema] for schema in schemas_of(target)]
     return next((names[position] for names in schemas if position < len(names)), "x")
 
 
