@@ -60,9 +60,11 @@ def _snapshot_beside(folder: Path) -> Snapshot | None:
     """The snapshot that a folder of results is named after, if it is still there."""
     from reprokit.snapshot import format as snapshots
 
-    file = folder.resolve().with_name(f"{folder.resolve().name}.pt")
+    place = folder.resolve()
+    files = (place.with_name(f"{place.name}{ending}") for ending in (".repro.pt", ".pt"))
+    file = next((file for file in files if file.is_file()), None)
     try:
-        return snapshots.load(file) if file.is_file() else None
+        return snapshots.load(file) if file is not None else None
     except SnapshotError:
         return None
 
