@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types tests clean
+.PHONY: demo test lint types tests gallery clean
 
 demo: $(VENV)/.installed
 	$(BIN)/reprokit demo
@@ -20,6 +20,9 @@ types: $(VENV)/.installed-dev
 
 tests: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+gallery: $(VENV)/.installed
+	$(BIN)/python examples/gallery/make.py
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import importlib.util
 import json
 import os
 import shutil
@@ -43,6 +44,7 @@ CHECKS = {
     "one_minimal": "1-min",
     "no_side_file": "alone",
     "issue_ok": "issue",
+    "ruff_ok": "ruff",
 }
 MAX_ISSUE_CHARACTERS = 65_536
 ISSUE_PARTS = (
@@ -77,6 +79,7 @@ class Row:
     one_minimal: bool = False
     no_side_file: bool = False
     issue_ok: bool = False
+    ruff_ok: bool | None = None
     calls: int | None = None
     elements: int | None = None
     lines: int | None = None
@@ -141,6 +144,7 @@ def run_case(folder: Path, work: Path, timeout: float) -> Row:
     repros = _run_repro(work / "out", shrunk.json(), timeout)
     row = score(folder.name, case, shown.json(), shrunk.json(), repros)
     row.issue_ok = is_whole_issue(work / "out" / "issue.md")
+    row.ruff_ok = is_clean_code(sorted((work / "out").glob("repro*.py")))
     row.capture_seconds, row.shrink_seconds = round(captured.seconds, 2), round(shrunk.seconds, 2)
     commands = {"show": shown, "shrink": shrunk}
     row.errors += [f"{name}: {_last(done)}" for name, done in commands.items() if done.code != 0]
@@ -188,6 +192,16 @@ def is_whole_issue(path: Path) -> bool:
     is_closed = text.count("<details>") == text.count("</details>") > 0
     is_private = str(path.parent) not in text and str(Path.home()) not in text
     return len(text) <= MAX_ISSUE_CHARACTERS and is_closed and is_private and all(part in text for part in ISSUE_PARTS)
+
+
+def is_clean_code(files: Sequence[Path]) -> bool | None:
+    """Whether ruff's default rules and layout have nothing to say; ``None`` where ruff is not installed."""
+    if not files or importlib.util.find_spec("ruff") is None:
+        return None
+    ruff = [sys.executable, "-m", "ruff"]
+    paths = [str(file) for file in files]
+    checks = (["check", "--isolated", "--no-cache"], ["format", "--check", "--isolated", "--no-cache"])
+    return all(subprocess.run([*ruff, *check, *paths], capture_output=True).returncode == 0 for check in checks)
 
 
 def is_accepted(call: str | None, accepted: Sequence[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -42,7 +43,7 @@ def repro(corpus: ModuleType, code: int = 1, stdout: str = "y = nan") -> Any:
 
 def test_a_perfect_row(corpus: ModuleType) -> None:
     row = corpus.score("case", CASE, shown(), shrunk(), [repro(corpus)] * 3)
-    assert all(getattr(row, name) for name in corpus.CHECKS)
+    assert all(getattr(row, name) for name in corpus.CHECKS if name != "ruff_ok")  # files are looked at elsewhere
     assert (row.lines, row.checks, row.calls, row.elements) == (6, 5, 1, 2)
 
 
@@ -54,7 +55,7 @@ def test_a_perfect_row(corpus: ModuleType) -> None:
 )  # fmt: skip
 def test_what_is_wrong_in_show(corpus: ModuleType, changed: dict[str, Any], field: str) -> None:
     row = corpus.score("case", CASE, shown(**changed), shrunk(), [repro(corpus)] * 3)
-    assert [name for name in corpus.CHECKS if not getattr(row, name)] == [field]
+    assert [name for name in corpus.CHECKS if getattr(row, name) is False] == [field]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_what_is_wrong_in_show(corpus: ModuleType, changed: dict[str, Any], fiel
 )  # fmt: skip
 def test_what_is_wrong_in_shrink(corpus: ModuleType, changed: dict[str, Any], field: str) -> None:
     row = corpus.score("case", CASE, shown(), shrunk(**changed), [repro(corpus)] * 3)
-    assert [name for name in corpus.CHECKS if not getattr(row, name)] == [field]
+    assert [name for name in corpus.CHECKS if getattr(row, name) is False] == [field]
 
 
 def test_a_repro_must_fail_alike_every_time(corpus: ModuleType) -> None:
@@ -98,3 +99,14 @@ def test_the_last_json_line_counts(corpus: ModuleType) -> None:
     done = corpus.Finished(3, '{"script": "prints"}\nstep 1\n{"schema": 1}\n', "", 0.1)
     assert done.json() == {"schema": 1}
     assert corpus.Finished(1, "no json", "", 0.1).json() is None
+
+
+def test_code_is_judged_by_ruff(corpus: ModuleType, tmp_path: Path) -> None:
+    good, unused, wide = tmp_path / "good.py", tmp_path / "unused.py", tmp_path / "wide.py"
+    good.write_text("import torch\n\nx = torch.zeros(1)\n")
+    unused.write_text("import os\n")
+    wide.write_text("x = [1,2]\n")
+    assert corpus.is_clean_code([good]) is True
+    assert corpus.is_clean_code([good, unused]) is False
+    assert corpus.is_clean_code([wide]) is False
+    assert corpus.is_clean_code([]) is None

@@ -87,6 +87,7 @@ _FORBIDDEN = frozenset(
         "data_ptr",
         "from_file",
         "frombuffer",
+        "_from_blob",
         "from_numpy",
         "map2_",
         "map_",
@@ -123,6 +124,9 @@ _FORBIDDEN = frozenset(
 
 RANDOM = frozenset(
     [
+        "_fused_dropout",
+        "_sample_dirichlet",
+        "_standard_gamma",
         "alpha_dropout",
         "alpha_dropout_",
         "bernoulli",
@@ -161,6 +165,8 @@ RANDOM = frozenset(
         "random_",
         "rrelu",
         "rrelu_",
+        "rrelu_with_noise",
+        "rrelu_with_noise_",
         "uniform_",
         "kaiming_normal_",
         "kaiming_uniform_",
@@ -211,6 +217,11 @@ def function_named(name: str) -> Callable[..., Any]:
         return _by_name()[name]
     except KeyError:
         raise UnknownFunction(f"`{name}` is not a torch function that a program may call") from None
+
+
+def is_torch_function(name: str) -> bool:
+    """Whether a program may name this function."""
+    return name in _by_name()
 
 
 def name_of(function: Callable[..., Any]) -> str | None:

@@ -14,75 +14,12 @@ from typing import Any
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Ref
 from reprokit.render import expression
 from reprokit.render.expression import Expr
-from reprokit.render.names import exact_signature_of, signature_of
+from reprokit.render.names import exact_signature_of, schemas_of, signature_of
+from reprokit.render.operators import AUGMENTED, BINARY, REFLECTED, UNARY
+from reprokit.render.spelling import is_written_as_method
 
 _METHOD = "torch.Tensor."
 _FUNCTIONAL = "torch.nn.functional."
-_BINARY = {
-    "add": "+",
-    "__add__": "+",
-    "sub": "-",
-    "__sub__": "-",
-    "mul": "*",
-    "__mul__": "*",
-    "div": "/",
-    "__truediv__": "/",
-    "__floordiv__": "//",
-    "remainder": "%",
-    "__mod__": "%",
-    "matmul": "@",
-    "__matmul__": "@",
-    "__pow__": "**",
-    "__lshift__": "<<",
-    "__rshift__": ">>",
-    "__and__": "&",
-    "__or__": "|",
-    "__xor__": "^",
-    "lt": "<",
-    "__lt__": "<",
-    "le": "<=",
-    "__le__": "<=",
-    "gt": ">",
-    "__gt__": ">",
-    "ge": ">=",
-    "__ge__": ">=",
-    "__eq__": "==",
-    "eq": "==",
-    "ne": "!=",
-    "__ne__": "!=",
-}
-_REFLECTED = {
-    "__radd__": "+",
-    "__rsub__": "-",
-    "__rmul__": "*",
-    "__rtruediv__": "/",
-    "__rfloordiv__": "//",
-    "__rmod__": "%",
-    "__rpow__": "**",
-    "__rmatmul__": "@",
-}
-_UNARY = {"neg": "-", "positive": "+", "__invert__": "~"}
-_AUGMENTED = {
-    "add_": "+=",
-    "__iadd__": "+=",
-    "sub_": "-=",
-    "__isub__": "-=",
-    "mul_": "*=",
-    "__imul__": "*=",
-    "div_": "/=",
-    "__itruediv__": "/=",
-    "floor_divide_": "//=",
-    "__ifloordiv__": "//=",
-    "remainder_": "%=",
-    "__imod__": "%=",
-    "__ipow__": "**=",
-    "__ilshift__": "<<=",
-    "__irshift__": ">>=",
-    "__iand__": "&=",
-    "__ior__": "|=",
-    "__ixor__": "^=",
-}
-
 Leaf = Callable[[Any], Expr]
 
 
@@ -97,10 +34,10 @@ def write_call(call: Call, leaf: Leaf) -> Expr | Statement:
     """The call in Python; ``leaf`` writes a `Ref`."""
     call = as_method(call)
     if call.target.startswith(_METHOD) and call.args:
-        short = _operator(call, leaf) or _access(call, leaf)
+        short = (None if is_written_as_method(call) else _operator(call, leaf)) or _access(call, leaf)
         if short is not None:
             return short
-    arguments, keywords = _needed_arguments(call)
+    arguments, keywords = _flags_by_name(call, *_needed_arguments(call))
     args = [expression.argument(value, leaf) for value in arguments]
     kwargs = {name: expression.argument(value, leaf) for name, value in keywords.items()}
     if call.target.startswith(_METHOD) and args and isinstance(call.args[0], Ref):
@@ -140,18 +77,18 @@ def _operator(call: Call, leaf: Leaf) -> Expr | Statement | None:
     owner = call.args[0]
     if not isinstance(owner, Ref):
         return None
-    if name in _UNARY and len(call.args) == 1 and not call.kwargs:
-        return expression.unary(_UNARY[name], leaf(owner))
+    if name in UNARY and len(call.args) == 1 and not call.kwargs:
+        return expression.unary(UNARY[name], leaf(owner))
     operand = _operand(call)
     if operand is None:
         return None
     written = expression.argument(operand, leaf)
-    if name in _BINARY:
-        return expression.binary(_BINARY[name], leaf(owner), written)
-    if name in _REFLECTED and not isinstance(operand, Ref):
-        return expression.binary(_REFLECTED[name], written, leaf(owner))
-    if name in _AUGMENTED and call.outputs in (None, owner):
-        return Statement(f"{leaf(owner).text} {_AUGMENTED[name]} {written.text}")
+    if name in BINARY:
+        return expression.binary(BINARY[name], leaf(owner), written)
+    if name in REFLECTED and not isinstance(operand, Ref):
+        return expression.binary(REFLECTED[name], written, leaf(owner))
+    if name in AUGMENTED and call.outputs in (None, owner):
+        return Statement(f"{leaf(owner).text} {AUGMENTED[name]} {written.text}")
     return None
 
 
@@ -191,8 +128,42 @@ def _needed_arguments(call: Call) -> tuple[list[Any], dict[str, Any]]:
     if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in positional):
         return arguments, keywords
     while 0 < len(arguments) <= len(positional) and _is_default(arguments[-1], positional[len(arguments) - 1]):
+        if not _means_the_same(call.target, len(arguments) - 1):
+            break
         arguments.pop()
     return arguments, keywords
+
+
+def _means_the_same(target: str, count: int) -> bool:
+    """Whether ``count`` arguments by position are the same ones for every overload: ``random_(1, None)`` is not
+    ``random_(1)``."""
+    return len({tuple(n for n, _ in schema[:count]) for schema in schemas_of(target) if len(schema) >= count}) <= 1
+
+
+def _flags_by_name(call: Call, arguments: list[Any], keywords: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """``True`` and ``False`` say nothing by themselves: the first one, and what follows it, becomes a keyword."""
+    first = next((place for place, value in enumerate(arguments) if place and isinstance(value, bool)), None)
+    if first is None:
+        return arguments, keywords
+    names = _parameter_names(call, arguments)
+    if names is None or set(names[first:]) & keywords.keys():
+        return arguments, keywords
+    return arguments[:first], {**dict(zip(names[first:], arguments[first:], strict=True)), **keywords}
+
+
+def _parameter_names(call: Call, arguments: list[Any]) -> list[str] | None:
+    """What the function calls the parameters that take these arguments, if that is known for certain."""
+    count = len(arguments)
+    exact = exact_signature_of(call.target)
+    if exact:
+        plain = [name for name, item in exact.items() if item.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        return plain[:count] if len(plain) >= count else None
+    fitting = {
+        tuple(name for name, _ in schema[:count])
+        for schema in schemas_of(call.target)
+        if len(schema) >= count and all(isinstance(v, bool) == t for v, (_, t) in zip(arguments, schema, strict=False))
+    }
+    return list(fitting.pop()) if len(fitting) == 1 else None
 
 
 def _optional_parameters(target: str) -> Mapping[str, inspect.Parameter]:

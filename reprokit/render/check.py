@@ -17,6 +17,7 @@ from reprokit.program.ir import AUTOGRAD_GRAD, Program, iter_refs
 from reprokit.program.run import Outcome, Tensors, run
 from reprokit.render.code import Code
 from reprokit.render.expression import quoted
+from reprokit.render.layout import fold
 
 _MAX_MESSAGE = 70
 _WORDS = {"nan": "nan", "+inf": "inf", "-inf": "-inf"}
@@ -64,10 +65,12 @@ def write_check(subject: Subject, failure: Failure, code: Code) -> list[str]:
     """The print and the assertion."""
     name = code.names[subject.value]
     text = f"{name}.grad" if subject.is_gradient else name
-    shown = f"{name}.data" if failure.phase == "optimizer" and not subject.is_gradient else text
+    is_leaf = not subject.is_gradient and subject.tensor.requires_grad and subject.tensor.is_leaf
+    shown = f"{name}.data" if is_leaf else text
+    condition = f"not {_question(subject.tensor, subject.way)}({text}).any()"
     return [
-        f'print("{text} =", {shown})',
-        f"assert not {_question(subject.tensor, subject.way)}({text}).any(), {message(subject, failure, code)}",
+        *fold(f'print("{text} =", {shown})'),
+        *fold(f"assert {condition}, {message(subject, failure, code)}"),
     ]
 
 

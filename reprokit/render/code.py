@@ -1,14 +1,15 @@
 """A program as Python source: inputs as literals, then one statement per call, grouped under the modes they ran in.
 
-What runs is exactly what `program.run` runs. A value that only the very next call reads is written into that call
-when the line stays short. Tensors that no short expression describes are listed for a side file.
+What runs is exactly what `program.run` runs. A value that only one later call reads is written into that call where the
+user wrote both on one line, or one right after the other. Tensors that no short expression describes are listed for a
+side file.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -16,19 +17,25 @@ from typing import Any
 import torch
 
 from reprokit.program.functions import is_in_place
-from reprokit.program.ir import OPAQUE, ZERO_GRAD, Call, Input, Mode, Program, Ref, iter_refs
+from reprokit.program.ir import BACKWARD, OPAQUE, ZERO_GRAD, Call, Input, Mode, Program, Ref, iter_refs
 from reprokit.program.run import Tensors
 from reprokit.render import calls, names
 from reprokit.render.calls import Statement
-from reprokit.render.expression import Expr, fold
+from reprokit.render.expression import Expr
+from reprokit.render.layout import WIDTH, fold
 from reprokit.render.literals import Literal, as_given, literal
 from reprokit.render.names import Names
 from reprokit.render.optimizers import write_step
+from reprokit.render.spelling import input_words, result_words
 from reprokit.shrink.plainness import seed_of
 
 MAX_INLINE = 48
+_MAX_INLINE_IN_LINE = 64
+_MAX_PARTS = 6
 MAX_INPUT_LINES = 24
 SIDE_FILE = "repro_inputs.pt"
+_CONVERSIONS = frozenset(["bool", "contiguous", "double", "float", "half", "int", "long", "to", "type", "type_as"])
+_DTYPE = re.compile(r"\bdtype=(torch\.(?:b?float\d*|float8\w+|complex\d+))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +73,30 @@ def write_program(
     nouns: Mapping[int, str] | None = None,
     reserved: Iterable[str] = (),
     aside: Iterable[int] = (),
+    indent: int = 0,
 ) -> Code:
     """The program in Python; ``keep`` lists values that must have a variable at the end.
 
     Inputs in ``given`` are there already under some name and get no line, those in ``written`` are made by another
     expression than their numbers. ``nouns`` are variables that values had in the user's code; one is used again once
     the value before is done with. ``reserved`` are names to stay away from, inputs in ``aside`` go to the side file
-    whatever they are.
+    whatever they are. The body will be indented by ``indent``.
     """
+    program = replace(program, calls=tuple(call for call in program.calls if not _changes_nothing(call)))
     known = Names(frozenset(reserved))
     for value, name in (given or {}).items():
         known.adopt(value, name)
+    words = {**result_words(program), **(nouns or {})}
     return _Writer(
-        program, tensors, frozenset(keep), side_file, known, written or {}, nouns or {}, frozenset(aside)
+        program,
+        tensors,
+        frozenset(keep),
+        side_file,
+        known,
+        written or {},
+        words,
+        frozenset(aside),
+        WIDTH - indent,
     ).write()
 
 
@@ -93,6 +111,7 @@ class _Writer:
         written: Mapping[int, Literal],
         nouns: Mapping[int, str],
         aside: frozenset[int],
+        width: int,
     ) -> None:
         self._program = program
         self._tensors = tensors
@@ -102,9 +121,12 @@ class _Writer:
         self._written = written
         self._nouns = nouns
         self._aside = aside
+        self._width = width
+        self._input_words = names.names_for_inputs(program, input_words(program))
         self._last_uses = _last_uses(program)
         self._side: dict[str, torch.Tensor] = {}
         self._inlined: dict[int, Expr] = {}
+        self._waiting: dict[int, tuple[int, Call]] = {}
         self._lines: list[_Line] = []
         self._expressions: dict[int, str] = {}
         self._uses = _count_uses(program)
@@ -112,12 +134,13 @@ class _Writer:
 
     def write(self) -> Code:
         self._name_random_states()
-        inputs = [line for item in self._needed_inputs() for line in self._write_input(item)]
+        inputs = _with_one_dtype([self._write_input(item) for item in self._needed_inputs()])
         for index, call in enumerate(self._program.calls):
             self._write_call(index, call)
-        body = [piece for line in _under_modes(self._lines) for piece in fold(line)]
+        body = [piece for line in _under_modes(self._lines) for piece in fold(line, self._width)]
         head, imports = self._head([*inputs, *body])
-        return Code(imports, (*head, *inputs), tuple(body), self._names.as_dict(), self._expressions, self._side)
+        lines = [piece for line in inputs for piece in fold(line)]
+        return Code(imports, (*head, *lines), tuple(body), self._names.as_dict(), self._expressions, self._side)
 
     def _head(self, lines: list[str]) -> tuple[list[str], tuple[str, ...]]:
         imports = ["import torch"]
@@ -144,19 +167,19 @@ class _Writer:
                 name = self._names.give(item.value, "rng")
                 self._side[name] = self._tensors[item.value].detach().cpu()
 
-    def _write_input(self, item: Input) -> list[str]:
+    def _write_input(self, item: Input) -> str:
+        """The line that makes an input, empty when it reads best where it is used."""
         found = self._written.get(item.value)
         if found is None and item.value not in self._aside:
             found = literal(self._tensors[item.value])
         if found is not None and self._is_inlinable_input(item, found):
             self._inlined[item.value] = Expr(found.text)
-            return []
-        name = self._names.give(item.value, names.name_for_input(item, self._program))
-        text = self._input_text(item, found, name)
-        lines = fold(f"{name} = {text}")
-        if found is not None and len(lines) > MAX_INPUT_LINES:
-            return [f"{name} = {self._input_text(item, None, name)}"]
-        return lines
+            return ""
+        name = self._names.give(item.value, self._input_words[item.value])
+        line = f"{name} = {self._input_text(item, found, name)}"
+        if found is not None and len(fold(line)) > MAX_INPUT_LINES:
+            return f"{name} = {self._input_text(item, None, name)}"
+        return line
 
     def _input_text(self, item: Input, found: Literal | None, name: str) -> str:
         if found is None:
@@ -195,7 +218,7 @@ class _Writer:
         if call.target == ZERO_GRAD:
             self._write_zero_grad(call, mode)
             return
-        written = calls.write_call(call, self._leaf)
+        written = self._written_to_fit(call, mode)
         if is_in_place(call.target):
             for value in call.input_refs()[:1]:
                 self._expressions.pop(value, None)
@@ -203,8 +226,38 @@ class _Writer:
             self._expressions[call.outputs.value] = written.text
         if isinstance(written, Expr) and self._is_inlinable(index, call, written):
             self._inlined[call.output_refs()[0]] = written
+            self._waiting[call.output_refs()[0]] = (index, call)
             return
+        for value in call.input_refs():
+            self._waiting.pop(value, None)
         self._assign(index, call, written, mode)
+
+    def _written_to_fit(self, call: Call, mode: Mode) -> Expr | Statement:
+        """The call, with what was to be written into it in lines of its own as long as the line is too long."""
+        call = self._without_unit_gradient(call)
+        while True:
+            written = calls.write_call(call, self._leaf)
+            waiting = [value for value in call.input_refs() if value in self._waiting]
+            if not waiting or self._length(call, written, mode) <= self._width:
+                return written
+            longest = max(waiting, key=lambda value: len(self._inlined[value].text))
+            index, made = self._waiting.pop(longest)
+            self._assign(index, made, self._inlined.pop(longest), mode)
+
+    def _length(self, call: Call, written: Expr | Statement, mode: Mode) -> int:
+        """How long the line gets, about."""
+        noun = self._nouns.get(call.outputs.value) if isinstance(call.outputs, Ref) else None
+        name = len(noun or names.name_for_output(call)) + len(" = ") if isinstance(written, Expr) else 0
+        return name + len(written.text) + 4 * (bool(mode.autocast or mode.inference) + (mode.grad == mode.inference))
+
+    def _without_unit_gradient(self, call: Call) -> Call:
+        """``backward`` of a scalar without the gradient that it starts from by itself."""
+        given = calls.as_method(call)
+        if given.target != BACKWARD or len(given.args) != 2 or not isinstance(given.args[1], Ref):
+            return call
+        gradient = self._tensors.get(given.args[1].value)
+        is_unit = gradient is not None and gradient.numel() == 1 and bool((gradient == 1).all())
+        return replace(given, args=given.args[:1]) if is_unit else call
 
     def _write_random_state(self, value: int, mode: Mode) -> None:
         """Start the generator from a seed, or from a state in the side file."""
@@ -233,36 +286,52 @@ class _Writer:
         self._add(f"for parameter in [{', '.join(owners)}]:\n    parameter.grad = None", mode)
 
     def _is_inlinable(self, index: int, call: Call, written: Expr) -> bool:
-        """Whether only the next call reads the result, so that it can be written there."""
-        following = self._program.calls[index + 1] if index + 1 < len(self._program.calls) else None
-        if (
-            following is None
-            or not isinstance(call.outputs, Ref)
-            or len(written.text) > MAX_INLINE
-            or is_in_place(call.target)
-        ):
+        """Whether only one later call reads the result, so that it can be written there."""
+        if not isinstance(call.outputs, Ref) or is_in_place(call.target) or call.mode.rng is not None:
             return False
         value = call.outputs.value
-        is_special = (
-            following.target in (OPAQUE, ZERO_GRAD) or following.is_differentiation or following.is_optimizer_step
-        )
-        return (
-            not is_special
-            and not is_in_place(following.target)
-            and "inplace" not in {**call.kwargs, **following.kwargs}
-            and value not in self._keep
-            and value not in self._names
-            and self._uses[value] == 1
-            and value in following.input_refs()
-            and value not in following.output_refs()
-            and (call.mode.rng, following.mode.rng) == (None, None)
-            and needed_mode(call) == needed_mode(following)
-        )
+        if value in self._keep or value in self._names or self._uses[value] != 1:
+            return False
+        reader = self._reader(value, index)
+        if reader is None or not self._may_hold(reader, value) or needed_mode(call) != needed_mode(reader):
+            return False
+        limit = _MAX_INLINE_IN_LINE if _is_one_line(call, reader) else MAX_INLINE
+        if value in self._nouns and not reader.is_differentiation:
+            return False
+        return len(written.text) <= limit and "inplace" not in {**call.kwargs, **reader.kwargs}
+
+    def _reader(self, value: int, index: int) -> Call | None:
+        """The call that reads a value: the next one, or a later one on the same line if all between go into it."""
+        calls = self._program.calls
+        made = calls[index]
+        for call in calls[index + 1 :]:
+            if value in call.input_refs():
+                return call
+            is_whole_value = isinstance(call.outputs, Ref) and self._uses[call.outputs.value] == 1
+            if not (_is_one_line(made, call) and is_whole_value and self._is_pure(call)):
+                return None
+        return None
+
+    def _is_pure(self, call: Call) -> bool:
+        is_special = call.target in (OPAQUE, ZERO_GRAD) or call.is_differentiation or call.is_optimizer_step
+        return not (is_special or is_in_place(call.target) or call.mode.rng is not None or "inplace" in call.kwargs)
+
+    def _may_hold(self, reader: Call, value: int) -> bool:
+        """Whether the expression of a value can stand in the call that reads it."""
+        if reader.is_differentiation:
+            owner = calls.as_method(reader)
+            return owner.target == BACKWARD and owner.args[0] == Ref(value)
+        if reader.target in (OPAQUE, ZERO_GRAD) or reader.is_optimizer_step or reader.mode.rng is not None:
+            return False
+        is_written = is_in_place(reader.target) and Ref(value) in (*reader.args[:1], *reader.kwargs.values())
+        return not is_written and value not in reader.output_refs()
 
     def _assign(self, index: int, call: Call, written: Expr | Statement, mode: Mode) -> None:
         target = self._target(index, call)
-        if isinstance(written, Statement) or target is None:
+        if isinstance(written, Statement) or (target is None and written.text.endswith(")")):
             self._add(written.text, mode)
+        elif target is None:  # an expression that raises, or whose result is nothing
+            self._add(f"{self._names.unique('out')} = {written.text}", mode)
         else:
             self._add(f"{target} = {written.text}", mode)
 
@@ -275,7 +344,23 @@ class _Writer:
             return None if is_in_place(call.target) else self._names[outputs.value]
         if not call.output_refs() or not isinstance(outputs, (list, tuple)):
             return None
+        if self._is_indexable(call, outputs):
+            return self._indexed(outputs, names.name_for_list(call))
         return self._unpacked(outputs, iter(names.names_for_parts(call, len(outputs))), index)
+
+    def _is_indexable(self, call: Call, outputs: Any) -> bool:
+        """Whether there are too many parts for a name each, and none is written in place."""
+        written = {ref for c in self._program.calls if is_in_place(c.target) for ref in iter_refs(c.args[:1])}
+        is_plain = all(isinstance(part, Ref) and part.value not in self._names for part in outputs)
+        is_named = any(ref.value in self._nouns for ref in iter_refs(outputs)) or not _is_alike(call, outputs)
+        return len(outputs) > (_MAX_PARTS if is_named else 2) and is_plain and not written.intersection(outputs)
+
+    def _indexed(self, outputs: Any, noun: str) -> str:
+        """One variable for all parts, which go by their places in it."""
+        name = self._names.unique(noun)
+        for place, part in enumerate(outputs):
+            self._names.adopt(part.value, f"{name}[{place}]")
+        return name
 
     def _unpacked(self, outputs: Any, nouns: Iterator[str], index: int) -> str:
         parts = []
@@ -302,6 +387,34 @@ class _Writer:
 
     def _noun(self, value: int, noun: str) -> str:
         return "out" if value in self._keep and not self._uses[value] else noun
+
+
+def _changes_nothing(call: Call) -> bool:
+    """Whether a conversion returned the very tensor that it was given."""
+    return call.name in _CONVERSIONS and bool(call.args) and call.outputs == call.args[0]
+
+
+def _is_alike(call: Call, outputs: Sequence[Any]) -> bool:
+    """Whether the parts of a result have no names of their own."""
+    return len(set(names.names_for_parts(call, len(outputs)))) == 1
+
+
+def _is_one_line(one: Call, other: Call) -> bool:
+    """Whether the user wrote both calls on one line of one function."""
+    if one.site is None or other.site is None:
+        return False
+    lines = [(site.file, site.line, site.function) for site in (one.site, other.site)]
+    return lines[0] == lines[1] and one.scope == other.scope
+
+
+def _with_one_dtype(lines: Iterable[str]) -> list[str]:
+    """The lines, with a dtype that several of them name said once."""
+    written = [line for line in lines if line]
+    dtypes = Counter(found for line in written for found in set(_DTYPE.findall(line)))
+    (dtype, count), *_ = [*dtypes.most_common(1), ("", 0)]
+    if count < 2:
+        return written
+    return [f"dtype = {dtype}", *(line.replace(f"dtype={dtype}", "dtype=dtype") for line in written)]
 
 
 def _count_uses(program: Program) -> Counter[int]:

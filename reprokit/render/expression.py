@@ -1,14 +1,15 @@
 """Python expressions as text that knows how tightly it binds, so that parentheses appear exactly where they must.
 
-The precedence table is the one of the language reference, section 6.17. Also here: how plain arguments (numbers,
-slices, dtypes) are written, and how a line that is too long is folded. Needs no torch.
+The precedence table is the one of the language reference, section 6.17, the spacing that of `ruff format`. Also here:
+how plain arguments (numbers, slices, dtypes) are written. Needs no torch.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -47,6 +48,8 @@ class Expr:
         return self.text if self.rank >= rank else f"({self.text})"
 
 
+_SIMPLE = re.compile(r"-?\d[\w.]*(?:-\d+)?|[A-Za-z_][\w.]*")  # powers of such operands are written without spaces
+_BOUND = re.compile(r"-?\w+")  # slices with other bounds get spaces around their colons
 _BINARY = {
     "+": Rank.ADD,
     "-": Rank.ADD,
@@ -74,14 +77,16 @@ def binary(operator: str, left: Expr, right: Expr) -> Expr:
     """``left operator right``."""
     rank = _BINARY[operator]
     if operator == "**":  # binds less tightly than a sign on its right, more tightly than one on its left
-        return Expr(f"{left.at_least(Rank.ATOM)} ** {right.at_least(Rank.UNARY)}", rank)
+        base, exponent = left.at_least(Rank.ATOM), right.at_least(Rank.UNARY)
+        space = "" if _SIMPLE.fullmatch(base) and _SIMPLE.fullmatch(exponent) else " "
+        return Expr(f"{base}{space}**{space}{exponent}", rank)
     loosest_left = Rank(rank + 1) if rank is Rank.COMPARE else rank  # comparisons would chain
     return Expr(f"{left.at_least(loosest_left)} {operator} {right.at_least(Rank(rank + 1))}", rank)
 
 
 def unary(operator: str, operand: Expr) -> Expr:
     """``-x``, ``+x`` or ``~x``."""
-    return Expr(f"{operator}{operand.at_least(Rank.UNARY)}", Rank.UNARY)
+    return Expr(f"{operator}{operand.at_least(Rank.ATOM)}", Rank.UNARY)
 
 
 def attribute(owner: Expr, name: str) -> Expr:
@@ -116,7 +121,9 @@ def _index(item: Any, leaf: Callable[[Any], Expr]) -> str:
         start, stop, step = (
             "" if part is None else argument(part, leaf).text for part in (item.start, item.stop, item.step)
         )
-        return f"{start}:{stop}:{step}" if step else f"{start}:{stop}"
+        is_simple = all(not part or _BOUND.fullmatch(part) for part in (start, stop, step))
+        parts = (start, stop, step) if step else (start, stop)
+        return ":".join(parts) if is_simple else " : ".join(parts).replace(" :  : ", " :: ").strip()
     return argument(item, leaf).text
 
 
@@ -170,9 +177,15 @@ def _complex(value: complex) -> Expr:
         and str(value.real) != "-0.0"
         and str(value.imag) != "-0.0"
     ):
-        text = repr(value)
-        return Expr(text, Rank.UNARY if text.startswith("-") else Rank.ATOM)
+        text = _spaced(repr(value))
+        if not text.startswith("-"):  # `-2j` has a negative zero for its real part
+            return Expr(text)
     return call("complex", [Expr(float_text(value.real)), Expr(float_text(value.imag))])
+
+
+def _spaced(text: str) -> str:
+    """``(2+1j)`` as ``(2 + 1j)``."""
+    return re.sub(r"(?<=[\d.])([+-])(?=[\d.]+(?:e[+-]?\d+)?j)", r" \1 ", text)
 
 
 def sequence(parts: Sequence[str], *, is_tuple: bool) -> Expr:
@@ -185,65 +198,3 @@ def sequence(parts: Sequence[str], *, is_tuple: bool) -> Expr:
 def quoted(text: str) -> str:
     """A string literal in double quotes."""
     return json.dumps(text, ensure_ascii=True)
-
-
-def fold(line: str, width: int = 100) -> list[str]:
-    """A statement over several lines, broken at the commas of its largest bracket when it is longer than ``width``."""
-    span = _largest_bracket(line) if len(line) > width else None
-    if span is None:
-        return [line]
-    start, end = span
-    head, inside, tail = line[: start + 1], line[start + 1 : end], line[end:]
-    indent = " " * (len(line) - len(line.lstrip()) + 4)
-    parts = [f"{part}," for part in _split(inside)]
-    if len(parts) == 1:
-        parts[0] = inside
-    lines: list[str] = []
-    for part in parts:
-        if lines and len(lines[-1]) + 1 + len(part) <= width:
-            lines[-1] += f" {part}"
-        else:
-            lines.append(indent + part)
-    folded = [piece for item in lines for piece in fold(item, width)]
-    return [head, *folded, indent[4:] + tail.lstrip()]
-
-
-def _largest_bracket(line: str) -> tuple[int, int] | None:
-    best: tuple[int, int] | None = None
-    depth, start = 0, 0
-    for position, character in _code_characters(line):
-        if character in "([{":
-            if depth == 0:
-                start = position
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-            if depth == 0 and position - start > 1 and (best is None or position - start > best[1] - best[0]):
-                best = (start, position)
-    return best
-
-
-def _split(inside: str) -> list[str]:
-    """The parts between the commas that are in no inner bracket."""
-    cuts, depth = [-1], 0
-    for position, character in _code_characters(inside):
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            cuts.append(position)
-    ends = [*cuts[1:], len(inside)]
-    parts = (inside[start + 1 : end].strip() for start, end in zip(cuts, ends, strict=True))
-    return [part for part in parts if part]
-
-
-def _code_characters(line: str) -> Iterable[tuple[int, str]]:
-    """Positions and characters outside of string literals."""
-    in_string = escaped = False
-    for position, character in enumerate(line):
-        if escaped:
-            escaped = False
-        elif in_string and character == "\\":
-            escaped = True
-        elif character == '"':
-            in_string = not in_string
-        elif not in_string:
-            yield position, character

@@ -16,6 +16,7 @@ from reprokit.render.expression import constant, float_text
 
 MAX_LITERALS = 64
 _LARGE = 65_536
+_FEW = 4
 
 _INFERRED = {bool: torch.bool, int: torch.int64, float: torch.float32, complex: torch.complex64}
 
@@ -108,6 +109,9 @@ def _permuted(tensor: torch.Tensor, max_literals: int) -> Literal | None:
 
 def _contiguous(tensor: torch.Tensor, max_literals: int) -> Literal | None:
     best: Literal | None = None
+    plain = _plain(tensor) if tensor.numel() > _FEW else None
+    if plain is not None:
+        return plain
     for proposal, build in _proposals(tensor, max_literals):
         if best is not None and len(proposal.text) >= len(best.text):
             continue
@@ -118,6 +122,12 @@ def _contiguous(tensor: torch.Tensor, max_literals: int) -> Literal | None:
         if agrees:
             best = proposal
     return best
+
+
+def _plain(tensor: torch.Tensor) -> Literal | None:
+    """``zeros`` or ``ones``, which say more than anything shorter."""
+    proposals = (_factory(function, tensor) for function in ("zeros", "ones"))
+    return next((found for found, build in proposals if is_same(build(), tensor)), None)
 
 
 def _proposals(tensor: torch.Tensor, max_literals: int) -> Iterator[Proposal]:

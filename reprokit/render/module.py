@@ -19,16 +19,17 @@ from reprokit.render import expression, names
 from reprokit.render.check import Subject, find_subject, write_check
 from reprokit.render.code import Code, needed_mode, write_program
 from reprokit.render.environment import render_template
-from reprokit.render.expression import Expr, fold
+from reprokit.render.expression import Expr
+from reprokit.render.layout import WIDTH, fold
 from reprokit.render.literals import Literal, is_same, literal
 from reprokit.render.module_names import ROOT_KEY, ModuleNames, class_name
+from reprokit.render.spelling import operand_words, result_words
 from reprokit.render.wording import headline, phase_words
 from reprokit.shrink.context.defaults import SEED, initial, modules_in_order, own_values
 from reprokit.shrink.context.layers import Layer
 from reprokit.shrink.context.piece import Context
 from reprokit.shrink.context.slices import is_container
 from reprokit.shrink.context.tree import Block, Key, Tree, calls_of
-from reprokit.shrink.context.variables import variables
 from reprokit.shrink.plainness import seed_of
 from reprokit.snapshot.redact import redact_text
 
@@ -73,7 +74,7 @@ class _Writer:
         self._names = ModuleNames(tree)
         self._start = initial(tree, context.tensors, context.drawn)
         self._inputs = {item.value: item for item in context.program.inputs}
-        self._nouns = variables(context.program.calls)
+        self._nouns = result_words(context.program)
         self._classes: dict[Key, str] = {}
         self._texts: dict[str, list[str]] = {}
 
@@ -242,11 +243,15 @@ class _Writer:
         arguments = {value: name for value, name in self._argument_names(block)}
         program = self._statements(block, block.key, [], block.makes)
         given = {**({} if block.is_function else self._paths(block.key)), **arguments}
-        code = write_program(program, {}, keep=block.makes, given=given, nouns=self._nouns, reserved=_RESERVED)
+        indent = 4 if block.is_function else 8
+        code = write_program(
+            program, {}, keep=block.makes, given=given, nouns=self._nouns, reserved=_RESERVED, indent=indent
+        )
         body = list(code.body)
         returned = ", ".join(code.names[value] for value in block.makes)
         if body and returned and body[-1].startswith(f"{returned} = ") and len(block.makes) == 1:
-            body[-1] = f"return {body[-1].removeprefix(f'{returned} = ')}"
+            shorter = f"return {body[-1].removeprefix(f'{returned} = ')}"
+            body[-1:] = fold(shorter, WIDTH - indent)
         elif returned:
             body.append(f"return {returned}")
         head = f"def {function}({', '.join((*first, *arguments.values()))}):"
@@ -255,11 +260,12 @@ class _Writer:
     def _argument_names(self, block: Block) -> Iterator[tuple[int, str]]:
         known = names.Names(_RESERVED)
         inner = replace(self._context.program, calls=tuple(calls_of(block)))
+        words = {value: word for value, word in operand_words(inner.calls).items() if names.identifier(word)}
         makers = {v: call for call in self._context.program.calls for v in call.output_refs()}
         for value in block.reads:
             noun = self._nouns.get(value)
             item = self._inputs.get(value) or Input(value, noun or names.name_for_output(makers[value]))
-            yield value, known.give(value, names.name_for_input(item, inner))
+            yield value, known.give(value, words.get(value) or names.name_for_input(item, inner))
 
     def _statements(self, block: Block, inside: Key, inputs: Any, ends: tuple[int, ...]) -> Program:
         """A block as a program: its own calls, and one call for every child."""

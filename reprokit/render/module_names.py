@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeGuard
 
 from reprokit.program.ir import Call
-from reprokit.render.names import identifier
+from reprokit.render.names import identifier, name_for_input
 from reprokit.shrink.context.defaults import modules_in_order, own_values
 from reprokit.shrink.context.slices import is_container
 from reprokit.shrink.context.tree import ROOT, Block, Key, Tree
@@ -65,7 +65,7 @@ class ModuleNames:
     def _name_own(self, key: Key) -> set[str]:
         taken: set[str] = set()
         for value in own_values(self.tree, key):
-            base = identifier(self.tree.program.input(value).name) or "weight"
+            base = name_for_input(self.tree.program.input(value), self.tree.program)
             name = _unique(base, taken)
             taken.add(name)
             self.own[value] = name

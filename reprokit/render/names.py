@@ -11,25 +11,31 @@ import functools
 import inspect
 import keyword
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import overrides
 
-from reprokit.program.functions import UnknownFunction, function_named
+from reprokit.program.functions import UnknownFunction, function_named, is_torch_function
 from reprokit.program.ir import Call, Input, Program, Ref, iter_refs
 
 _RESERVED = (
     frozenset(keyword.kwlist)
     | frozenset(keyword.softkwlist)
     | frozenset(dir(builtins))
-    | {"torch", "F", "Path", "saved"}
+    | {"torch", "nn", "F", "Path", "saved", "dtype", "self"}
+    | {"l", "I", "O"}  # hard to tell from digits
 )
 _ROLE_WORDS = frozenset(
     {"batch", "buffer", "gradient", "input", "opaque", "parameter", "random", "rng", "state", "tensor", "value"}
 )
+_NAMESPACES = {"torch.linalg": "linalg_", "torch.fft": "fft_", "torch.special": "special_"}
 _ORDINARY = ("x", "y", "z", "w")
+_GENERIC = re.compile(r"[xyzw]\d*|v\d+")
+_LAYER_LIST = re.compile(r"\.(\d+)(?=\.|$)")
+_PARAMETRIZED = re.compile(r"(?:^|\.)parametrizations\.(\w+)\.original(\d*)$")
 # fmt: off
 _PLAIN_PARAMETERS = frozenset((
     "self", "instance", "obj", "input", "inputs", "tensor", "tensors", "other", "args", "operands", "a", "b", "A", "B",
@@ -75,7 +81,30 @@ _NOUNS = {
     "round": "rounded",
     "all": "every",
     "any": "some",
+    "baddbmm": "product",
+    "bmm": "product",
+    "cat": "joined",
+    "contiguous": "copy",
+    "clone": "copy",
+    "expand": "expanded",
+    "flatten": "flat",
+    "full_like": "filled",
+    "gather": "picked",
+    "masked_fill": "masked",
+    "mm": "product",
+    "nonzero": "index",
+    "ones_like": "ones",
+    "permute": "permuted",
+    "reshape": "reshaped",
+    "squeeze": "squeezed",
+    "stack": "stacked",
+    "transpose": "transposed",
+    "t": "transposed",
+    "unsqueeze": "unsqueezed",
+    "view": "reshaped",
+    "zeros_like": "zeros",
 }
+_PART_NOUNS = {"where": "index", "nonzero": "index", "chunk": "chunk", "split": "part", "unbind": "part"}
 
 
 class Names:
@@ -115,7 +144,7 @@ class Names:
 
     def unique(self, base: str) -> str:
         """An identifier like ``base`` that nothing has yet."""
-        candidates = iter(_ORDINARY) if base in _ORDINARY else iter(())
+        candidates: tuple[str, ...] = _ORDINARY if base == _ORDINARY[0] else ()
         for candidate in (*candidates, *self._numbered(base)):
             if candidate not in self._taken:
                 self._taken.add(candidate)
@@ -130,27 +159,57 @@ class Names:
         yield f"{base}{number}"
 
 
-def name_for_input(item: Input, program: Program) -> str:
-    """A word for an input: its own name if that says anything, else the parameter that first takes it."""
-    own = identifier(item.name)
-    if own is not None and own not in _ROLE_WORDS:
+def names_for_inputs(program: Program, words: Mapping[int, str]) -> dict[int, str]:
+    """A word for every input; ``words`` are the variables that the user's lines give some of them.
+
+    Parameters that share the last part of their name get the part before as well: ``fc1_weight``, ``fc2_weight``.
+    """
+    found = {item.value: name_for_input(item, program, words.get(item.value)) for item in program.inputs}
+    clashing = Counter(found.values())
+    for item in program.inputs:
+        if clashing[found[item.value]] > 1 and item.name.endswith(f".{found[item.value]}"):
+            found[item.value] = _with_owner(item.name) or found[item.value]
+    return found
+
+
+def _with_owner(path: str) -> str | None:
+    """``layers3_weight`` for ``encoder.layers.3.weight``."""
+    *owners, last = _LAYER_LIST.sub(r"\1", path).split(".")
+    return identifier(f"{owners[-1]}_{last}") if owners else None
+
+
+def name_for_input(item: Input, program: Program, word: str | None = None) -> str:
+    """A word for an input: its own name if that says anything, the user's ``word``, the parameter that takes it."""
+    if item.role == "gradient":
+        return "grad"
+    own, users = _own_name(item), identifier(word) if word is not None else None
+    if own is not None and item.role in ("parameter", "buffer"):
         return own
-    for call in program.calls:
-        parameter = parameter_taking(call, item.value)
-        if parameter is not None:
-            return parameter
-    return "x"
+    taking = (parameter_taking(call, item.value) for call in program.calls)
+    parameter = next((name for name in taking if name is not None), "x")
+    if own is not None and (own != parameter or users is None):  # names that reductions give are those of parameters
+        return re.sub(r"_\d+$", "", own)
+    return users or parameter
+
+
+def _own_name(item: Input) -> str | None:
+    """What is left of an input's own name, if it says anything."""
+    parametrized = _PARAMETRIZED.search(item.name)
+    if parametrized is not None:
+        return None if parametrized[2] else identifier(str(parametrized[1]))
+    own = identifier(item.name)
+    return None if own is None or own in _ROLE_WORDS or _GENERIC.fullmatch(own) else own
 
 
 def identifier(text: str) -> str | None:
     """The last part of a dotted name as an identifier, or ``None`` when nothing readable is left."""
     last = text.rpartition(".")[2]
-    word = re.sub(r"\W+", "_", last, flags=re.ASCII).strip("_").lower()
+    word = re.sub(r"\W+", "_", last, flags=re.ASCII).strip("_")
     word = re.sub(r"^\d+_*", "", word)
     if not word or re.fullmatch(r"v\d+", word) or (len(word) > 24):
         return None
     base = re.sub(r"_\d+$", "", word)
-    return None if base in _ROLE_WORDS else word
+    return None if base.lower() in _ROLE_WORDS else word
 
 
 def parameter_taking(call: Call, value: int) -> str | None:
@@ -166,6 +225,8 @@ def parameter_taking(call: Call, value: int) -> str | None:
 
 def name_for_output(call: Call) -> str:
     """A noun for the result of a call."""
+    if not is_torch_function(call.target):  # a module, or a function of the user's
+        return "out"
     word = call.name.strip("_")
     if word.endswith("loss") or word in (
         "cross_entropy",
@@ -176,6 +237,8 @@ def name_for_output(call: Call) -> str:
         return "loss"
     if word in _NOUNS:
         return _NOUNS[word]
+    if call.target.endswith(".__get__"):
+        return "view"
     if word.startswith("is") or word.startswith("logical"):
         return "mask"
     return identifier(word) or "out"
@@ -183,10 +246,13 @@ def name_for_output(call: Call) -> str:
 
 def names_for_parts(call: Call, count: int) -> list[str]:
     """Nouns for the parts of a result with several tensors."""
+    if not is_torch_function(call.target):
+        return ["out"] * count
     fields = _return_fields(call.target)
     if len(fields) == count:
         return fields
-    return [identifier(call.name.strip("_")) or "part"] * count
+    word = call.name.strip("_")
+    return [_PART_NOUNS.get(word) or identifier(word) or "part"] * count
 
 
 @functools.cache
@@ -221,18 +287,38 @@ def exact_signature_of(target: str) -> Mapping[str, inspect.Parameter]:
     return parameters
 
 
+@functools.cache
+def schemas_of(target: str) -> tuple[tuple[tuple[str, bool], ...], ...]:
+    """For every overload of a builtin its positional parameters: the name, and whether it is a flag."""
+    namespace, _, name = target.rpartition(".")
+    packet = getattr(torch.ops.aten, f"{_NAMESPACES.get(namespace, '')}{name}", None)
+    overloads: list[str] = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else []  # type: ignore[no-untyped-call]
+    return tuple(
+        tuple((item.name, str(item.type) == "bool") for item in arguments if not item.kwarg_only)
+        for arguments in (getattr(packet, overload)._schema.arguments for overload in overloads)
+    )
+
+
 def _override(function: Any) -> Any:
     return overrides.get_testing_overrides().get(function)
 
 
 def _parameter_at(target: str, position: int) -> str:
     parameters = list(signature_of(target))
-    return parameters[position] if position < len(parameters) else "x"
+    if position < len(parameters):
+        return parameters[position]
+    schemas = [[name for name, _ in schema] for schema in schemas_of(target)]
+    return next((names[position] for names in schemas if position < len(names)), "x")
 
 
 def _readable(parameter: str) -> str:
     word = identifier(parameter)
     return "x" if word is None or parameter in _PLAIN_PARAMETERS or word in _PLAIN_PARAMETERS else word
+
+
+def name_for_list(call: Call) -> str:
+    """A noun for all parts of a result together."""
+    return {"where": "places", "nonzero": "places", "chunk": "chunks"}.get(call.name, "parts")
 
 
 def _return_fields(target: str) -> list[str]:

@@ -12,7 +12,7 @@ from reprokit.program.ir import Call, Ref
 from reprokit.program.run import Tensors
 from reprokit.render import expression
 from reprokit.render.expression import Expr
-from reprokit.render.literals import as_given, is_same
+from reprokit.render.literals import as_given, is_same, number_text
 from reprokit.render.names import Names
 
 Leaf = Callable[[Any], Expr]
@@ -45,6 +45,9 @@ def _gradient_text(param: Ref, grad: Ref, leaf: Leaf, tensors: Tensors) -> str:
     for function in (torch.zeros_like, torch.ones_like):
         if is_same(function(like), value):
             return f"torch.{function.__name__}({leaf(param).text})"
+    first = value.reshape(-1)[0].item() if value.numel() else 0.0
+    if value.is_floating_point() and is_same(torch.full_like(like, first), value):
+        return f"torch.full_like({leaf(param).text}, {number_text(first, value.dtype)})"
     return written.text
 
 

@@ -34,13 +34,15 @@ def assert_same_bits(case: Case, folder: Path) -> None:
     program, tensors = case
     keep = frozenset(ref.value for ref in program.outputs)
     expected = run(program, tensors, keep=keep)
-    code = write_program(program, tensors, keep=keep)
+    leaves = {item.value for item in program.inputs if item.requires_grad}
+    code = write_program(program, tensors, keep=keep | leaves)
     state = torch.get_rng_state()
     variables = execute(code, folder)
     torch.set_rng_state(state)
     assert expected.error is None
     for value, tensor in expected.values.items():
-        assert is_same(variables[code.names[value]].detach(), tensor.detach()), (code.names[value], code.body)
+        found = eval(code.names[value], variables)
+        assert is_same(found.detach(), tensor.detach()), (code.names[value], code.body)
     for value, gradient in expected.gradients.items():
         assert is_same(variables[code.names[value]].grad, gradient), code.body
 
@@ -271,4 +273,4 @@ def test_names_come_from_the_user_and_are_unique() -> None:
         Call("torch.nn.functional.linear", (Ref(3), Ref(1)), {}, Ref(4)),
     )
     code = write_program(Program(calls, inputs, (Ref(4),)), {n: torch.ones(1, 1) for n in range(3)}, keep=[3, 4])
-    assert code.names == {0: "weight", 1: "weight2", 2: "x", 3: "hidden", 4: "out"}
+    assert code.names == {0: "layers3_weight", 1: "decoder_weight", 2: "x", 3: "hidden", 4: "out"}

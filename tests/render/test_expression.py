@@ -1,4 +1,4 @@
-"""Expressions: parentheses exactly where Python needs them, constants that read back, lines that fold."""
+"""Expressions: parentheses exactly where Python needs them, constants that read back, spaces as ruff has them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from reprokit.render.expression import (
     binary,
     constant,
     float_text,
-    fold,
     method,
     subscript,
     unary,
@@ -61,9 +60,12 @@ def test_parentheses_keep_the_meaning(pair: tuple[Expr, str]) -> None:
         (binary("**", binary("-", Expr("1"), X), Expr("0.5")), "(1 - x) ** 0.5"),
         (binary("-", X, binary("-", Y, X)), "x - (y - x)"),
         (binary("-", binary("-", X, Y), X), "x - y - x"),
-        (unary("-", binary("**", X, Expr("2"))), "-x ** 2"),
+        (unary("-", binary("**", X, Expr("2"))), "-(x**2)"),
         (binary("**", unary("-", X), Expr("2")), "(-x) ** 2"),
         (binary("<", binary("<", X, Y), X), "(x < y) < x"),
+        (binary("**", attribute(X, "scale"), constant(-1)), "x.scale**-1"),
+        (binary("**", method(X, "sum", []), Y), "x.sum() ** y"),
+        (unary("-", unary("-", X)), "-(-x)"),
         (attribute(binary("@", X, Y), "T"), "(x @ y).T"),
         (method(constant(-1), "f", []), "(-1).f()"),
     ],
@@ -83,6 +85,7 @@ def test_shape(made: Expr, text: str) -> None:
         ((None, True), "x[None, True]"),
         ((), "x[()]"),
         ((0,), "x[0,]"),
+        (Slice(Ref(3), -1, None), "x[v3:-1]"),
         ([0, 2], "x[[0, 2]]"),
     ],
 )
@@ -103,7 +106,7 @@ def test_subscript(index: Any, text: str) -> None:
         ([Ref(1), None], "[v1, None]"),
         ({"a": Ref(2)}, '{"a": v2}'),
         (Slice(0, 2, None), "slice(0, 2, None)"),
-        (2 + 1j, "(2+1j)"),
+        (2 + 1j, "(2 + 1j)"),
         (complex(0, float("inf")), 'complex(0.0, float("inf"))'),
     ],
 )
@@ -122,12 +125,6 @@ def test_complex_numbers_read_back(value: complex) -> None:
     assert repr(eval(constant(value).text)) == repr(value)
 
 
-@given(st.lists(st.one_of(st.integers(), st.text(max_size=30), st.lists(st.floats(), max_size=30)), max_size=20))
-def test_folding_keeps_the_meaning(values: list[Any]) -> None:
-    line = f"x = f({argument(values, leaf).text}, dtype={argument('a,(b', leaf).text})"
-    lines = fold(line, 60)
-    assert ast.dump(ast.parse("\n".join(lines))) == ast.dump(ast.parse(line))
-
-
-def test_a_short_line_is_left_alone() -> None:
-    assert fold("x = f(1, 2)") == ["x = f(1, 2)"]
+def test_slices_between_expressions_have_spaces() -> None:
+    index = Slice(Ref(1), None, Ref(2))
+    assert subscript(X, index, lambda ref: method(Expr(f"v{ref.value}"), "sum", [])).text == "x[v1.sum() :: v2.sum()]"

@@ -1,0 +1,28 @@
+# softmax returns nan in the forward pass (torch 2.13.0+cpu).
+# The part of the model that shows how: cut mechanically by reprokit from 23 torch calls of a training step.
+# Ends with exit code 1 while the bug is there, and with 0 once it is gone.
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query = nn.Linear(1, 1)
+        self.key = nn.Linear(1, 1)
+
+    def forward(self, hidden, padding):
+        out = self.query(hidden)
+        scores = out @ self.key(hidden).transpose(1, 1) / 4.898979485566356
+        scores = scores.masked_fill(padding[:, None, :], float("-inf"))
+        return torch.softmax(scores, dim=-1)
+
+
+torch.manual_seed(0)
+model = Attention()
+hidden = torch.zeros(1, 1, 1)
+padding = torch.tensor([[True]])
+weights = model(hidden, padding)
+
+print("weights =", weights)
+assert not torch.isnan(weights).any(), "model(hidden, padding) is nan"

@@ -1,0 +1,285 @@
+"""What the user's own line says of a call: the names of what it was given, of what it returned, operator or method.
+
+The line is parsed, the part of it that is the call is found by the function's name or operator, and its operands are
+read off. Where a line is not whole, or two parts of it say different things, it says nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from reprokit.program.functions import is_torch_function
+from reprokit.program.ir import Call, Program, Ref
+from reprokit.render.operators import AUGMENTED, BINARY, REFLECTED, UNARY
+
+_METHOD = "torch.Tensor."
+_SYMBOLS: Mapping[type[ast.AST], str] = {
+    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.MatMult: "@",
+    ast.Pow: "**", ast.LShift: "<<", ast.RShift: ">>", ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^", ast.Lt: "<",
+    ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.USub: "-", ast.UAdd: "+",
+    ast.Invert: "~",
+}  # fmt: skip
+# What these return is still called what they were given.
+_SAME_THING = frozenset(
+    ["abs", "bool", "clamp", "clone", "contiguous", "detach", "double", "expand", "flatten", "float", "half", "long",
+     "permute", "repeat", "requires_grad_", "reshape", "squeeze", "t", "to", "transpose", "type", "unsqueeze", "view"]
+)  # fmt: skip
+_SAME_ATTRIBUTES = frozenset(["T", "mT", "H", "mH", "data", "real"])
+_MODULES = frozenset(["torch", "F", "nn", "functional", "np"])
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """What a line says of a call: names by value.
+
+    ``operands`` is what it was given, ``variables`` those of them that are plain variables there, ``results`` what it
+    was assigned to.
+    """
+
+    operands: Mapping[int, str] = field(default_factory=dict)
+    variables: Mapping[int, str] = field(default_factory=dict)
+    results: Mapping[int, str] = field(default_factory=dict)
+
+
+def is_written_as_method(call: Call) -> bool:
+    """Whether the user wrote ``x.add(y)`` where ``x + y`` would do."""
+    matches = _matches(call)
+    return bool(matches) and all(isinstance(node, ast.Call) for node, _ in matches)
+
+
+def input_words(program: Program) -> dict[int, str]:
+    """For inputs the names that they have on the first line that says so."""
+    inputs = {item.value for item in program.inputs}
+    return {value: word for value, word in operand_words(program.calls).items() if value in inputs}
+
+
+def operand_words(calls: Sequence[Call]) -> dict[int, str]:
+    """For whatever calls read the names on the first line that says so."""
+    words: dict[int, str] = {}
+    for spelling in spellings(calls):
+        for value, word in spelling.operands.items():
+            words.setdefault(value, word)
+    return words
+
+
+def result_words(program: Program) -> dict[int, str]:
+    """For results the variables that the user's lines assign them to, or read them from."""
+    inputs = {item.value for item in program.inputs}
+    words: dict[int, str] = {}
+    found = spellings(program.calls)
+    for names in (*(spelling.results for spelling in found), *(spelling.variables for spelling in found)):
+        for value, word in names.items():
+            words.setdefault(value, word)
+    return {value: word for value, word in words.items() if value not in inputs}
+
+
+def spellings(calls: Sequence[Call]) -> list[Spelling]:
+    """What the lines say of calls in order.
+
+    Where a line has several parts that could be a call, they are told apart if the program has all of them, in a loop
+    as often as it goes round.
+    """
+    last = {_line(call): call for call in calls}
+    return [
+        s for _, run in groupby(calls, key=_line) for s in _spellings_of_run(list(run), set(map(id, last.values())))
+    ]
+
+
+def _line(call: Call) -> tuple[object, ...] | None:
+    site = call.site
+    return (site.file, site.line, site.function) if site is not None else None
+
+
+def _spellings_of_run(run: Sequence[Call], last: Container[int]) -> Iterator[Spelling]:
+    """The same for calls of one line; ``last`` are the ids of calls that no other on their line follows."""
+    total, seen = Counter(call.target for call in run), Counter[str]()
+    for call in run:
+        matches = _matches(call)
+        if matches and total[call.target] % len(matches) == 0:
+            matches = [matches[seen[call.target] % len(matches)]]
+        seen[call.target] += 1
+        if matches:
+            yield _read(call, matches)
+        else:
+            yield Spelling(results=_results_of_a_module(call)) if id(call) in last else Spelling()
+
+
+Match = tuple[ast.AST, Sequence[ast.expr]]
+
+
+def _read(call: Call, matches: Sequence[Match]) -> Spelling:
+    """What all parts of the line agree on."""
+    operands: dict[int, str] = {}
+    variables: dict[int, str] = {}
+    for position, argument in enumerate(call.args):
+        nodes = [given[position] if position < len(given) else None for _, given in matches]
+        words = {_name(node) if node is not None else None for node in nodes}
+        if isinstance(argument, Ref) and len(words) == 1 and (word := words.pop()) is not None:
+            operands.setdefault(argument.value, word)
+            if all(isinstance(node, ast.Name) for node in nodes):
+                variables.setdefault(argument.value, word)
+    return Spelling(operands, variables, _results(call, matches[0][0]) if len(matches) == 1 else {})
+
+
+def _matches(call: Call) -> list[Match]:
+    """The parts of the line that can be the call, in the order of their evaluation."""
+    tree = _parsed(call.site.code) if call.site is not None else None
+    if tree is None:
+        return []
+    return [(node, given) for node in _evaluated(tree) if (given := _operands(node, call)) is not None]
+
+
+def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        yield from _evaluated(child)
+    yield node
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(code: str) -> ast.Module | None:
+    """The line as a tree; of a compound statement only its head."""
+    line = code.strip()
+    line = line[2:] if line.startswith("elif ") else line
+    body = f"{line} pass" if line.endswith(":") else line
+    try:
+        return ast.parse(f"async def line():\n    {body}\n") if body else None
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _operands(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
+    """What a part of the line operates on in the order of the call's arguments, if it is this call."""
+    reader = _READERS.get(type(node))
+    return reader(node, call) if reader is not None else None
+
+
+def _of_binary(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
+    assert isinstance(node, ast.BinOp)
+    symbol = _SYMBOLS[type(node.op)]
+    if not _is_method(call):
+        return None
+    if BINARY.get(call.name) == symbol:
+        return node.left, node.right
+    return (node.right, node.left) if REFLECTED.get(call.name) == symbol else None
+
+
+def _of_augmented(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
+    assert isinstance(node, ast.AugAssign)
+    is_it = _is_method(call) and AUGMENTED.get(call.name) == f"{_SYMBOLS[type(node.op)]}="
+    return (node.target, node.value) if is_it else None
+
+
+def _of_comparison(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
+    assert isinstance(node, ast.Compare)
+    is_it = _is_method(call) and len(node.ops) == 1 and BINARY.get(call.name) == _SYMBOLS.get(type(node.ops[0]))
+    return (node.left, node.comparators[0]) if is_it else None
+
+
+def _of_unary(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
+    assert isinstance(node, ast.UnaryOp)
+    is_it = _is_method(call) and UNARY.get(call.name) == _SYMBOLS.get(type(node.op))
+    return (node.operand,) if is_it else None
+
+
+def _of_subscript(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
+    assert isinstance(node, ast.Subscript)
+    return (node.value,) if call.target == f"{_METHOD}__getitem__" else None
+
+
+def _of_attribute(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
+    assert isinstance(node, ast.Attribute)
+    return (node.value,) if call.target == f"{_METHOD}{node.attr}.__get__" else None
+
+
+def _of_call(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
+    assert isinstance(node, ast.Call)
+    if any(isinstance(argument, ast.Starred) for argument in node.args):
+        return None
+    function = node.func
+    if isinstance(function, ast.Name):
+        return None if _is_method(call) or function.id != call.name else node.args
+    if not isinstance(function, ast.Attribute) or function.attr != call.name:
+        return None
+    is_of_module = isinstance(function.value, (ast.Name, ast.Attribute)) and _word(function.value) in _MODULES
+    if _is_method(call) == is_of_module:
+        return None
+    return [function.value, *node.args] if _is_method(call) else node.args
+
+
+def _word(node: ast.Name | ast.Attribute) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr
+
+
+_READERS: Mapping[type[ast.AST], Callable[[ast.AST, Call], Sequence[ast.expr] | None]] = {
+    ast.BinOp: _of_binary,
+    ast.AugAssign: _of_augmented,
+    ast.Compare: _of_comparison,
+    ast.UnaryOp: _of_unary,
+    ast.Subscript: _of_subscript,
+    ast.Attribute: _of_attribute,
+    ast.Call: _of_call,
+}
+
+
+def _is_method(call: Call) -> bool:
+    return call.target.startswith(_METHOD)
+
+
+def _name(node: ast.expr) -> str | None:
+    """What an operand is called: a variable, an attribute, a key, or what a function of it still goes by."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return _name(node.value) if node.attr in _SAME_ATTRIBUTES else node.attr
+    if isinstance(node, ast.Subscript):
+        key = node.slice
+        return key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else _name(node.value)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SAME_THING:
+        is_of_module = isinstance(node.func.value, ast.Name) and node.func.value.id in _MODULES
+        owner = next(iter(node.args), None) if is_of_module else node.func.value
+        return _name(owner) if owner is not None else None
+    return None
+
+
+def _results(call: Call, node: ast.AST) -> dict[int, str]:
+    """The variables that the line assigns exactly what the call returned to."""
+    tree = _parsed(call.site.code) if call.site is not None else None
+    assignments = _assignments(tree) if tree is not None else ()
+    return {v: name for targets, assigned in assignments if assigned is node for v, name in _matched(call, targets)}
+
+
+def _results_of_a_module(call: Call) -> dict[int, str]:
+    """The same for a call that the line makes through a module, such as ``loss = criterion(x, y)``."""
+    tree = _parsed(call.site.code) if call.site is not None else None
+    for targets, assigned in _assignments(tree) if tree is not None else ():
+        if isinstance(assigned, ast.Call) and not _is_torch(assigned):
+            return dict(_matched(call, targets))
+    return {}
+
+
+def _is_torch(node: ast.Call) -> bool:
+    """Whether a call on the line is one of torch's functions, and not of a module or of the user's."""
+    name = _word(node.func) if isinstance(node.func, (ast.Name, ast.Attribute)) else ""
+    return any(is_torch_function(f"{place}{name}") for place in (_METHOD, "torch.", "torch.nn.functional."))
+
+
+def _assignments(tree: ast.Module) -> Iterator[tuple[list[str], ast.expr]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target = node.targets[0]
+            parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
+            if all(isinstance(part, ast.Name) for part in parts):
+                yield [part.id for part in parts if isinstance(part, ast.Name)], node.value
+
+
+def _matched(call: Call, names: Sequence[str]) -> Iterator[tuple[int, str]]:
+    if isinstance(call.outputs, Ref):
+        if len(names) == 1:
+            yield call.outputs.value, names[0]
+    elif isinstance(call.outputs, (tuple, list)) and len(call.outputs) == len(names):
+        yield from ((ref.value, name) for ref, name in zip(call.outputs, names, strict=True) if isinstance(ref, Ref))
