@@ -139,7 +139,8 @@ def test_the_path_is_the_last_thing_said(run_reprokit: Run, tmp_path: Path) -> N
     ending = "import atexit, os, sys\natexit.register(lambda: print('bye', file=sys.stderr))\n"
     (tmp_path / "train.py").write_text(ending + NAN_SCRIPT + "os.chdir('/')\n")
     result = run_reprokit("capture", "train.py")
-    assert [line.split(":")[0] for line in result.stderr.splitlines()] == ["reprokit", "bye", "reprokit", "reprokit"]
+    first, bye, *told = [line.split(":")[0] for line in result.stderr.splitlines()]
+    assert (first, bye, set(told)) == ("reprokit", "bye", {"reprokit"})
 
 
 def test_going_on_after_a_capture(run_reprokit: Run, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         options["on_event"](Checked(1, 2, 5, "same", "all sizes 1"))
         return fake.shrink()
 
-    def render_all(reduction: object, snapshot: object, folder: Path) -> dict[str, Any]:
+    def render_all(reduction: object, snapshot: object, folder: Path, **options: Any) -> dict[str, Any]:
         (folder / "repro.py").write_text("")
         return {"path": str(folder / "repro.py"), "lines": 7, "files": ["repro.py"], "verified": "20/20"}
 
