@@ -75,7 +75,7 @@ def test_what_is_wrong_in_shrink(corpus: ModuleType, changed: dict[str, Any], fi
 def test_a_repro_must_fail_alike_every_time(corpus: ModuleType) -> None:
     one = repro(corpus)
     for runs in ([], [one, one], [one, one, repro(corpus, code=0)], [one, one, repro(corpus, stdout="y = inf")]):
-        assert not corpus.score("case", CASE, shown(), shrunk(), runs).repro
+        assert not corpus.score("case", CASE, shown(), shrunk(), runs, issue(corpus)).repro
 
 
 def test_nothing_captured(corpus: ModuleType) -> None:
