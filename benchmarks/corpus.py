@@ -142,8 +142,7 @@ def run_case(folder: Path, work: Path, timeout: float) -> Row:
     shown = _reprokit(["show", "--json", "snap.pt"], work, timeout)
     shrunk = _reprokit(["shrink", "--json", "--no-whatif", "-o", "out", "snap.pt"], work, timeout)
     repros = _run_repro(work / "out", shrunk.json(), timeout)
-    row = score(folder.name, case, shown.json(), shrunk.json(), repros)
-    row.issue_ok = is_whole_issue(work / "out" / "issue.md")
+    row = score(folder.name, case, shown.json(), shrunk.json(), repros, _text_of(work / "out" / "issue.md"))
     row.ruff_ok = is_clean_code(sorted((work / "out").glob("repro*.py")))
     row.capture_seconds, row.shrink_seconds = round(captured.seconds, 2), round(shrunk.seconds, 2)
     commands = {"show": shown, "shrink": shrunk}
@@ -151,14 +150,17 @@ def run_case(folder: Path, work: Path, timeout: float) -> Row:
     return row
 
 
-def score(case_id: str, case: JSON, shown: JSON | None, shrunk: JSON | None, repros: Sequence[Finished]) -> Row:
-    """The row of a case, from what the commands printed."""
+def score(
+    case_id: str, case: JSON, shown: JSON | None, shrunk: JSON | None, repros: Sequence[Finished], issue: str
+) -> Row:
+    """The row of a case, from what the commands printed and the text of the issue."""
     row = Row(case_id)
     if shown is not None:
         _score_failure(row, case, shown)
     if shrunk is not None:
         _score_reduction(row, case, shrunk)
     is_stable = len({(done.stdout, done.code) for done in repros}) == 1
+    row.issue_ok = is_whole_issue(issue)
     row.repro = len(repros) == REPRO_RUNS and is_stable and all(done.code == 1 for done in repros)
     return row
 
@@ -186,11 +188,10 @@ def _score_reduction(row: Row, case: JSON, shrunk: JSON) -> None:
     row.no_side_file = len(repro.get("files", ())) == 1
 
 
-def is_whole_issue(path: Path) -> bool:
-    """Whether an issue text is within the limit, has all its parts, and names no folder of this machine."""
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+def is_whole_issue(text: str) -> bool:
+    """Whether an issue text is within the limit, has all its parts, and names no home folder."""
     is_closed = text.count("<details>") == text.count("</details>") > 0
-    is_private = str(path.parent) not in text and str(Path.home()) not in text
+    is_private = f"{Path.home()}/" not in text
     return len(text) <= MAX_ISSUE_CHARACTERS and is_closed and is_private and all(part in text for part in ISSUE_PARTS)
 
 
@@ -296,6 +297,10 @@ def _execute(command: Sequence[str], folder: Path, timeout: float) -> Finished:
     except subprocess.TimeoutExpired:
         return Finished(124, "", f"no end within {timeout:.0f} s", timeout)
     return Finished(done.returncode, done.stdout, done.stderr, time.perf_counter() - started)
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
 def _last(done: Finished) -> str:

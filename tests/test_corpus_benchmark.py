@@ -41,8 +41,12 @@ def repro(corpus: ModuleType, code: int = 1, stdout: str = "y = nan") -> Any:
     return corpus.Finished(code, stdout, "", 1.0)
 
 
+def issue(corpus: ModuleType) -> str:
+    return "\n".join((*corpus.ISSUE_PARTS, "<details>", "</details>"))
+
+
 def test_a_perfect_row(corpus: ModuleType) -> None:
-    row = corpus.score("case", CASE, shown(), shrunk(), [repro(corpus)] * 3)
+    row = corpus.score("case", CASE, shown(), shrunk(), [repro(corpus)] * 3, issue(corpus))
     assert all(getattr(row, name) for name in corpus.CHECKS if name != "ruff_ok")  # files are looked at elsewhere
     assert (row.lines, row.checks, row.calls, row.elements) == (6, 5, 1, 2)
 
@@ -54,7 +58,7 @@ def test_a_perfect_row(corpus: ModuleType) -> None:
      ({"kind": "inf"}, "kind")],
 )  # fmt: skip
 def test_what_is_wrong_in_show(corpus: ModuleType, changed: dict[str, Any], field: str) -> None:
-    row = corpus.score("case", CASE, shown(**changed), shrunk(), [repro(corpus)] * 3)
+    row = corpus.score("case", CASE, shown(**changed), shrunk(), [repro(corpus)] * 3, issue(corpus))
     assert [name for name in corpus.CHECKS if getattr(row, name) is False] == [field]
 
 
@@ -64,18 +68,18 @@ def test_what_is_wrong_in_show(corpus: ModuleType, changed: dict[str, Any], fiel
      ({"repro": {"lines": 6, "files": ["repro.py", "inputs.pt"]}}, "no_side_file")],
 )  # fmt: skip
 def test_what_is_wrong_in_shrink(corpus: ModuleType, changed: dict[str, Any], field: str) -> None:
-    row = corpus.score("case", CASE, shown(), shrunk(**changed), [repro(corpus)] * 3)
+    row = corpus.score("case", CASE, shown(), shrunk(**changed), [repro(corpus)] * 3, issue(corpus))
     assert [name for name in corpus.CHECKS if getattr(row, name) is False] == [field]
 
 
 def test_a_repro_must_fail_alike_every_time(corpus: ModuleType) -> None:
     one = repro(corpus)
     for runs in ([], [one, one], [one, one, repro(corpus, code=0)], [one, one, repro(corpus, stdout="y = inf")]):
-        assert not corpus.score("case", CASE, shown(), shrunk(), runs).repro
+        assert not corpus.score("case", CASE, shown(), shrunk(), runs, issue(corpus)).repro
 
 
 def test_nothing_captured(corpus: ModuleType) -> None:
-    row = corpus.score("case", CASE, None, None, [])
+    row = corpus.score("case", CASE, None, None, [], issue(corpus))
     assert not row.captured and not row.repro
     assert corpus.summarise([row])["counts"]["captured"] == "0/1"
     assert "case" in corpus.table([row])
@@ -88,8 +92,12 @@ def test_the_optimizer_and_the_root_module(corpus: ModuleType) -> None:
 
 
 def test_comparison_names_what_changed(corpus: ModuleType) -> None:
-    good = corpus.summarise([corpus.score("case", CASE, shown(), shrunk(), [repro(corpus)] * 3)])
-    bad = corpus.summarise([corpus.score("case", CASE, shown(step=9), shrunk(), [repro(corpus)] * 3)])
+    good = corpus.summarise(
+        [corpus.score("case", CASE, shown(), shrunk(), [repro(corpus)] * 3, issue(corpus))], issue(corpus)
+    )
+    bad = corpus.summarise(
+        [corpus.score("case", CASE, shown(step=9), shrunk(), [repro(corpus)] * 3, issue(corpus))], issue(corpus)
+    )
     assert corpus.compare(good, good) == "no case changed"
     assert corpus.compare(good, bad) == "worse   case: step"
     assert corpus.compare(bad, good) == "better  case: step"
@@ -110,3 +118,12 @@ def test_code_is_judged_by_ruff(corpus: ModuleType, tmp_path: Path) -> None:
     assert corpus.is_clean_code([good, unused]) is False
     assert corpus.is_clean_code([wide]) is False
     assert corpus.is_clean_code([]) is None
+
+
+def test_an_issue_is_whole_within_the_limit_and_private(corpus: ModuleType) -> None:
+    text = issue(corpus)
+    assert corpus.is_whole_issue(text)
+    assert not corpus.is_whole_issue(text.replace("**Expected:**", ""))
+    assert not corpus.is_whole_issue(text + "<details>")
+    assert not corpus.is_whole_issue(text + "x" * 65_536)
+    assert not corpus.is_whole_issue(f"{text} {Path.home()}/train.py")

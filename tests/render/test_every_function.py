@@ -49,6 +49,7 @@ LAYOUTS = {
 # Differentiation: `test_code.py` has programs with it.
 COVERED_ELSEWHERE = {"torch.Tensor.backward", "torch.Tensor.retain_grad", "torch.autograd.grad", *SLOW}
 UNINITIALISED = re.compile(r"empty|resize|_fill_mem_eff|_make_dep_token")
+ROUNDED = re.compile(r"lstsq")  # the library underneath rounds by where its arguments lie in memory
 
 make_weight, make_image = make_float(2, 2, 2, 2), make_float(1, 2, 4, 4)
 make_gates = make_float(12, 3)
@@ -195,9 +196,10 @@ def differences(case: Case, folder: Path) -> list[str]:
         torch.set_rng_state(generator)
     if any(UNINITIALISED.search(call.target) for call in program.calls):
         return []
+    agree = torch.allclose if any(ROUNDED.search(call.target) for call in program.calls) else is_same
     pairs = ((name, eval(name, dict(variables)), expected.values[value]) for value, name in code.names.items()
              if value in expected.values)  # fmt: skip
-    return [f"{name} in {code.body}" for name, made, wanted in pairs if not is_same(plain(made), plain(wanted))]
+    return [f"{name} in {code.body}" for name, made, wanted in pairs if not agree(plain(made), plain(wanted))]
 
 
 @pytest.mark.parametrize("part", range(8))

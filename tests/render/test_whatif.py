@@ -80,7 +80,7 @@ def test_the_report_has_the_table_where_there_is_one() -> None:
     snapshot = attention_step()
     for table in (TABLE, {}):
         text = write_report(snapshot, snapshot_script(snapshot), VERIFIED, reduction=reduced(snapshot, whatif=table))
-        assert ("<h2>What if</h2>" in text) == bool(table)
+        assert ('<h2 id="whatif">What if</h2>' in text) == bool(table)
         assert ('<td class="answer other">fails otherwise: inf from <code>exp</code></td><td>2 s</td>' in text) == bool(
             table
         )
