@@ -241,7 +241,7 @@ def test_the_outline_measures_around_the_origin() -> None:
     assert (found.num_before, found.num_after) == (2, 0)
     assert [row.index for row in found.rows if row.is_origin] == [8]
     row = next(row for row in found.rows if row.is_origin)
-    assert row.text == "weights = F.softmax(masked_fill, dim=-1)"
+    assert row.text == "weights = F.softmax(masked, dim=-1)"
     (_, measured), *_ = row.results
     assert measured is not None and (measured.num_nan, measured.shape, measured.low, measured.high) == (
         2,
@@ -250,7 +250,7 @@ def test_the_outline_measures_around_the_origin() -> None:
         1.0,
     )
     (name, operand), *_ = found.operands
-    assert (name, operand.num_inf) == ("masked_fill", 3)
+    assert (name, operand.num_inf) == ("masked", 3)
 
 
 def test_the_chart_skips_what_is_not_finite() -> None:
