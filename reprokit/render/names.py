@@ -206,7 +206,7 @@ def identifier(text: str) -> str | None:
     last = text.rpartition(".")[2]
     word = re.sub(r"\W+", "_", last, flags=re.ASCII).strip("_")
     word = re.sub(r"^\d+_*", "", word)
-    if not word or re.fullmatch(r"v\d+", word) or (len(word) > 24):
+    if not word or word in _RESERVED or re.fullmatch(r"v\d+", word) or (len(word) > 24):
         return None
     base = re.sub(r"_\d+$", "", word)
     return None if base.lower() in _ROLE_WORDS else word

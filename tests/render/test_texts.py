@@ -190,7 +190,7 @@ def test_the_outline_measures_around_the_origin() -> None:
         1.0,
     )
     (name, operand), *_ = found.operands
-    assert (name, operand.num_inf) == ("masked_fill", 3)
+    assert (name, operand.num_inf) == ("masked", 3)
 
 
 # -- everything ----------------------------------------------------------------------------------------------------

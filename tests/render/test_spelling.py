@@ -1,0 +1,71 @@
+"""Names and spelling are those of the line that a call was written on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from reprokit.program.ir import Call, Input, Program, Ref, Site
+from reprokit.render.code import write_program
+
+
+def body(code: str, *calls: tuple[str, tuple[Any, ...]], inputs: int = 2) -> list[str]:
+    """The printed calls of one line of a user's; results are numbered from 10."""
+    made = [
+        Call(target, args, {}, Ref(10 + n), site=Site("train.py", 3, code)) for n, (target, args) in enumerate(calls)
+    ]
+    given = tuple(Input(value, "xyz"[value]) for value in range(inputs))
+    program = Program(tuple(made), given, (Ref(9 + len(calls)),))
+    tensors = {value: torch.ones(2, 2) for value in range(inputs)}
+    return list(write_program(program, tensors, keep=[9 + len(calls)]).body)
+
+
+DIV = ("torch.Tensor.div", (Ref(0), Ref(1)))
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("weight = snr / self.scale", "weight = snr / scale"),
+        ("return acc / total", "out = acc / total"),
+        ("return acc.div(total)", "out = acc.div(total)"),
+        ("loss = (acc / total).mean()", "out = acc / total"),
+        ('g = state["avg"] / p.grad', "g = avg / grad"),
+        ("ratio = logits.flatten(0, 1) / (a + b)", "ratio = logits / x"),
+        ("x = a / b + c / d", "out = x / y"),
+        ("y = model(x", "out = x / y"),
+        ("l = I / O", "out = x / y"),
+    ],
+)
+def test_one_call(code: str, text: str) -> None:
+    assert body(code, DIV) == [text]
+
+
+def test_calls_of_one_line_stay_on_it() -> None:
+    code = "scores = (q @ k.transpose(0, 1)).softmax(-1)"
+    calls = [
+        ("torch.Tensor.transpose", (Ref(1), 0, 1)),
+        ("torch.Tensor.matmul", (Ref(0), Ref(10))),
+        ("torch.Tensor.softmax", (Ref(11), -1)),
+    ]
+    assert body(code, *calls) == ["scores = (q @ k.transpose(0, 1)).softmax(-1)"]
+
+
+def test_parts_of_a_line_that_look_alike_are_told_apart() -> None:
+    calls = [
+        ("torch.Tensor.div", (Ref(0), Ref(1))),
+        ("torch.Tensor.div", (Ref(1), Ref(2))),
+        ("torch.Tensor.add", (Ref(10), Ref(11))),
+    ]
+    assert body("total = hit / seen + seen / asked", *calls, inputs=3) == ["total = hit / seen + seen / asked"]
+
+
+def test_flags_are_named() -> None:
+    call = ("torch.rnn_relu", (Ref(0), Ref(1), [Ref(0)], False, 1, 0.0, False, False, False))
+    assert "has_biases=False, num_layers=1" in " ".join(line.strip() for line in body("return self.rnn(x)", call))
+
+
+def test_an_argument_that_chooses_the_overload_stays() -> None:
+    assert body("x.random_(1, None)", ("torch.Tensor.random_", (Ref(0), 1, None)))[-1].endswith("random_(1, None)")
