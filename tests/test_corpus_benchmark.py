@@ -92,11 +92,9 @@ def test_the_optimizer_and_the_root_module(corpus: ModuleType) -> None:
 
 
 def test_comparison_names_what_changed(corpus: ModuleType) -> None:
-    good = corpus.summarise(
-        [corpus.score("case", CASE, shown(), shrunk(), [repro(corpus)] * 3, issue(corpus))], issue(corpus)
-    )
-    bad = corpus.summarise(
-        [corpus.score("case", CASE, shown(step=9), shrunk(), [repro(corpus)] * 3, issue(corpus))], issue(corpus)
+    good, bad = (
+        corpus.summarise([corpus.score("case", CASE, shown(step=step), shrunk(), [repro(corpus)] * 3, issue(corpus))])
+        for step in (3, 9)
     )
     assert corpus.compare(good, good) == "no case changed"
     assert corpus.compare(good, bad) == "worse   case: step"
