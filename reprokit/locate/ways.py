@@ -6,7 +6,7 @@ element, because a sum of finite values may overflow by itself.
 
 from __future__ import annotations
 
-import math
+import cmath
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -60,7 +60,7 @@ def bad_mask(values: torch.Tensor, way: str) -> torch.Tensor:
 def is_finite_sum(values: torch.Tensor) -> bool:
     """Whether the float32 sum is finite, which means that every element is."""
     dtype = torch.float32 if values.dtype in _HALVES else None
-    return math.isfinite(values.sum(dtype=dtype).item())
+    return cmath.isfinite(values.sum(dtype=dtype).item())
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

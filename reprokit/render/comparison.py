@@ -66,7 +66,8 @@ def function_parts(program: Program, tensors: Tensors, failure: Failure) -> Part
     graded = outcome_of(given).gradients
     leaves = [item for item in program.inputs if item.name in graded]
     outputs = [ref.value for ref in program.outputs]
-    code = write_program(program, tensors, keep=[*outputs, *([loss] if loss is not None else [])])
+    keep = [*outputs, *([loss] if loss is not None else []), *(item.value for item in leaves)]
+    code = write_program(program, tensors, keep=keep)
     raises = failure.exception is not None
     tuple_of = "".join(f"{code.names[value]}, " for value in outputs).rstrip()
     gradients = ", ".join(f"{quoted(item.name)}: {code.names[item.value]}.grad" for item in leaves)
