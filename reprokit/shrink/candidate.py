@@ -12,7 +12,7 @@ import torch
 
 from reprokit.program import plain
 from reprokit.program.ir import Input, Program, iter_refs
-from reprokit.shrink.plainness import ONES, ZEROS, contents, plainness, seed_of
+from reprokit.shrink.plainness import ONES, ZEROS, contents, plainness, raw_bytes, seed_of
 from reprokit.snapshot.format import count_elements
 
 Key = tuple[int, int, int, int, float]
@@ -136,4 +136,4 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
     if values.numel() == 0:
         return b""
     plain = values.clone(memory_format=torch.contiguous_format)  # a stride of one, which a single element may not have
-    return bytes(plain.view(torch.uint8).numpy().tobytes())
+    return raw_bytes(plain)

@@ -6,6 +6,7 @@ digits win, then the magnitude closer to one.
 
 from __future__ import annotations
 
+import ctypes
 import math
 
 import torch
@@ -96,3 +97,8 @@ def _plainness_of_constant(number: float | complex | int | bool, dtype: torch.dt
     exponent = min(abs(math.log10(size)), 400.0) if math.isfinite(size) else 0.0
     sign = 0.0001 if not isinstance(number, complex) and number < 0 else 0.0
     return CONSTANT + num_digits(number, dtype) / 20 + exponent / 10_000 + sign
+
+
+def raw_bytes(tensor: torch.Tensor) -> bytes:
+    """What a contiguous tensor on the CPU holds, byte for byte; without NumPy, which torch can do without."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())

@@ -16,7 +16,7 @@ from reprokit.errors import SnapshotError, UsageError
 from reprokit.program import plain
 from reprokit.shrink.ledger import PassRow
 from reprokit.shrink.oracle import Verdict
-from reprokit.shrink.plainness import contents
+from reprokit.shrink.plainness import contents, raw_bytes
 from reprokit.shrink.reduction import Reduction, load
 from reprokit.snapshot.format import Snapshot
 
@@ -39,7 +39,7 @@ def fingerprint(snapshot: Snapshot) -> str:
         values = contents(tensor)
         sample = values[:: max(1, values.numel() // _MAX_SAMPLES)].cpu().contiguous()
         if sample.numel():
-            found.update(bytes(sample.view(torch.uint8).numpy().tobytes()))
+            found.update(raw_bytes(sample))
     return found.hexdigest()
 
 

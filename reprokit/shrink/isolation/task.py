@@ -12,6 +12,7 @@ from reprokit.errors import ReprokitError
 from reprokit.locate.failure import Failure
 from reprokit.program.run import determinism
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.plainness import raw_bytes
 
 Observation: TypeAlias = Failure | None
 Observe: TypeAlias = Callable[[Candidate], Observation]
@@ -59,7 +60,7 @@ class Task:
     @classmethod
     def of(cls, observe: Observe, settings: Mapping[str, Any]) -> Task:
         """A task with this process's number of threads, where none was recorded, and its generator."""
-        rng = bytes(torch.get_rng_state().numpy().tobytes())
+        rng = raw_bytes(torch.get_rng_state())
         return cls(observe, {"num_threads": torch.get_num_threads(), **settings}, rng)
 
     def __call__(self, candidate: Candidate) -> Observation:
