@@ -424,8 +424,3 @@ def _is_float(scene: Scene, value: int) -> bool:
     writer: Mapping[int, Any] = scene.peaks
     index = scene.writer(value, len(scene.program.calls))
     return index is None or index in writer
-
-
-def edited_program(scene: Scene, name: str, parameters: Mapping[str, Any]) -> Edited | None:
-    """The step after the rewrite with this name; ``None`` where it does not apply."""
-    return REWRITES[name](scene, **parameters)

@@ -76,8 +76,8 @@ def write_report(
     found = survey(snapshot.program, snapshot.tensors, failure, _bad_name(failure, names), snapshot.settings)
     shown_frames, frames_left_out = frames(found)
     texts = _long_texts(snapshot, verified, reduction)
-    tables = getattr(reduction, "whatif", None) or {}
-    reason = getattr(reduction, "diagnosis", None)
+    tables = reduction.whatif if reduction is not None else {}
+    reason = reduction.diagnosis if reduction is not None else None
     environment, source = _environment_rows(snapshot.environment), _source_rows(snapshot)
     return render_template(
         "report.html.j2",

@@ -45,7 +45,7 @@ def of_reduction(
     is no reason to run it, so without it such a reduction raises `UsageError`.
     """
     programs = {MINIMUM: (Candidate(reduction.program, reduction.tensors), reduction.failure)}
-    context = getattr(reduction, "context", None)
+    context = reduction.context
     if context is not None:
         programs[CONTEXT] = (Candidate(context.program, context.tensors), context.failure)
     spec = check or reduction.signature.get("check")
