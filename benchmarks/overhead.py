@@ -38,6 +38,7 @@ TRIM = 0.01  # of the quadruples, at either end, left out of the mean
 COLLECT_EVERY = 0.5  # seconds between garbage collections, outside of what is timed
 SETTLE_BELOW = 0.2  # seconds: after every switch, a step shorter than this is first run once without being timed
 WARM_COPIES = 3
+LONGEST_STRETCH = 3000  # steps one after another, for the work of the garbage collector
 
 
 class Noticed(Exception):
@@ -316,6 +317,7 @@ class Race:
         self.variant = variant
         self.cpu = Quadruples()
         self.wall = Quadruples()
+        self.collector_us = 0.0
         self._cpu_clock = cpu_clock
         self._settles = settles
 
@@ -344,14 +346,46 @@ class Race:
         step()
         return self._cpu_clock() - cpu, time.perf_counter() - wall
 
+    def run_stretch(self, steps: int) -> None:
+        """That many steps one after another with Python's garbage collector on, which alone is timed."""
+        with _Collections() as collections:
+            self.variant.on()
+            for _ in range(steps):
+                self.variant.step()
+            self.variant.off()
+        self.collector_us = collections.seconds / steps * 1e6
+
     def summary(self) -> JSON:
         """Everything that is reported of this variant."""
         return {
             "quadruples": len(self.cpu.plain),
             "cpu": self.cpu.summary(),
             "wall": self.wall.summary(),
+            "collector_us": self.collector_us,
             **self.variant.describe(),
         }
+
+
+class _Collections:
+    """The seconds that Python's garbage collector takes while this context lasts; it starts with nothing to collect."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._started = 0.0
+
+    def __enter__(self) -> _Collections:
+        gc.collect()
+        gc.callbacks.append(self._note)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        gc.callbacks.remove(self._note)
+
+    def _note(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._started = time.thread_time()
+        else:
+            self.seconds += time.thread_time() - self._started
 
 
 @dataclass(frozen=True)
@@ -385,6 +419,9 @@ def measure(
     for race in races.values():
         race.variant.warm_up(budget.seconds * 0.1)
     _race(races, budget, time.perf_counter() - started, keeps_gc)
+    stretch = 3 if budget.rounds else min(LONGEST_STRETCH, int(budget.seconds / 2 / len(races) / step_seconds) + 1)
+    for race in races.values():
+        race.run_stretch(stretch)
     model = trainings[names[0]].model
     return {
         "step_ms": step_seconds * 1e3,
@@ -392,6 +429,7 @@ def measure(
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "state_bytes": trainings[names[0]].state_bytes(),
         "settled": settles,
+        "stretch": stretch,
         "seconds": time.perf_counter() - started,
         "variants": {name: race.summary() for name, race in races.items()},
     }
@@ -498,14 +536,15 @@ def table(shape: str, result: JSON) -> str:
     """The results of one shape as text: medians of paired ratios with their intervals, and means."""
     lines = [
         f"{shape}: step {result['step_ms']:.2f} ms, {result['modules']} modules, {result['parameters']:,} parameters",
-        f"  {'variant':20} {'cpu median':>10} {'95% interval':>15} {'cpu mean':>9} {'wall median':>11} {'n':>4} copies",
+        f"  {'variant':20} {'cpu median':>10} {'95% interval':>15} {'cpu mean':>9} {'wall median':>11} {'n':>4}"
+        f" {'gc us':>6} copies",
     ]
     for name, row in result["variants"].items():
         cpu, interval = row["cpu"], f"{row['cpu']['low']:.3f}-{row['cpu']['high']:.3f}"
         copies = f"{row['copies']} in {row['watched_steps']} steps" if "copies" in row else ""
         lines.append(
             f"  {name:20} {cpu['median']:10.4f} {interval:>15} {cpu['mean']:9.4f} {row['wall']['median']:11.4f}"
-            f" {row['quadruples']:4} {copies}"
+            f" {row['quadruples']:4} {row['collector_us']:6.1f} {copies}"
         )
     return "\n".join(lines)
 

@@ -1,14 +1,7 @@
-"""One thing the training loop did, as the tape notes it, and the light form in which past steps are kept.
-
-While a step runs its entries hold the very tensors the loop had. When it is over, `Freezer` replaces what the step made
-itself by empty stand-ins, so that only what came from outside (the batch, small states) stays alive until the next
-copy.
-"""
+"""One thing the training loop did, as the tape notes it: it holds the very tensors the loop had."""
 
 from __future__ import annotations
 
-import copy
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
@@ -16,7 +9,7 @@ from typing import Any
 
 import torch
 
-from reprokit.capture.structure import ATOMS, iter_tensors, map_tensors
+from reprokit.capture.structure import ATOMS, iter_tensors
 from reprokit.program.ir import AUTOGRAD_GRAD, Mode
 
 
@@ -108,135 +101,3 @@ def new_tensors(entry: Entry, made: set[int]) -> list[torch.Tensor]:
     outputs = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
     given = [id(tensor) for tensor, _ in entry.versions]
     return [tensor for tensor in outputs if id(tensor) in made or id(tensor) not in given]
-
-
-def size_of(entries: list[Entry]) -> int:
-    """The memory of what a step was given and made, in bytes."""
-    tensors = {id(t): t for entry in entries for t in iter_tensors((entry.args, entry.kwargs, entry.output))}
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-_VALUE_READS = frozenset({"torch.Tensor.detach", "torch.Tensor.data.__get__"})  # take a tensor without its graph
-_WITHOUT_RESULTS = frozenset({"zero_grad", "clip", "unscale", "optimizer"})  # are not given what the step made
-
-
-class Freezer:
-    """Turns finished steps into light ones.
-
-    A tensor that one step made and a later one uses with its graph (a generator's output that the next optimizer's loss
-    starts from) keeps its stand-in: ``_carried`` knows it as long as the tensor lives.
-    """
-
-    def __init__(self) -> None:
-        self._carried: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
-        self._pool: list[torch.Tensor] = []  # stand-ins that nobody has used yet
-
-    def forget(self) -> None:
-        """No step before now can be played again."""
-        self._carried = {}
-
-    def freeze(self, entries: list[Entry], saved: dict[int, torch.Tensor], *, in_place: bool = False) -> Frozen:
-        """The entries of a finished step without what the step made; ``in_place`` changes the entries themselves."""
-        work = _Freezing(self._carried, self._pool)
-        made = work.made
-        for entry in entries:
-            made.update(map(id, new_tensors(entry, made)))
-        light = entries if in_place else [copy.copy(entry) for entry in entries]
-        for entry in light:
-            work.freeze(entry)
-        kept = {}
-        for key, content in saved.items():
-            if key in work.stand_ins:
-                kept[id(work.stand_ins[key][1])] = content
-            elif key in work.outside:
-                kept[key] = content
-        for tensor, stand_in in work.stand_ins.values():
-            if tensor.requires_grad:
-                self._carried[id(tensor)] = (weakref.ref(tensor), stand_in)
-        num_bytes = 0
-        for tensor in (*work.outside.values(), *kept.values()):
-            num_bytes += tensor.numel() * tensor.element_size()
-        return Frozen(light, kept, num_bytes, work.is_cut)
-
-
-@dataclass(slots=True)
-class Frozen:
-    """A light step. ``is_cut``: it uses a graph that began before anything that is remembered."""
-
-    entries: list[Entry]
-    saved: dict[int, torch.Tensor]
-    num_bytes: int
-    is_cut: bool
-
-
-class _Freezing:
-    """Maps tensors that a step ``made`` to stand-ins; keeps the originals alive while ids are compared."""
-
-    def __init__(
-        self, carried: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]], pool: list[torch.Tensor]
-    ) -> None:
-        self._carried = carried
-        self._pool = pool
-        self.made: set[int] = set()
-        self.stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.outside: dict[int, torch.Tensor] = {}
-        self.is_cut = False
-        self._reads_values = False
-
-    def freeze(self, entry: Entry) -> None:
-        light = self._light
-        self._reads_values = not entry.mode.grad or entry.name in _VALUE_READS
-        if entry.kind not in _WITHOUT_RESULTS:
-            entry.args = tuple([light(v) if isinstance(v, torch.Tensor) else self._map(v) for v in entry.args])
-            if entry.kwargs:
-                entry.kwargs = {name: self._map(value) for name, value in entry.kwargs.items()}
-        output = entry.output
-        if output is not None:
-            tensors = (output,) if isinstance(output, torch.Tensor) else iter_tensors(output)
-            entry.output = [light(tensor) for tensor in tensors]
-        if entry.versions:
-            entry.versions = [pair for pair in entry.versions if id(pair[0]) in self.outside]
-
-    def _map(self, value: Any) -> Any:
-        return value if type(value) in ATOMS else map_tensors(value, self._light)
-
-    def _light(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = id(tensor)
-        known = self.stand_ins.get(key)
-        if known is not None:
-            return known[1]
-        if key in self.made:
-            if not self._pool:
-                self._pool.extend(torch.empty(256, 0).unbind())
-            light = self._pool.pop()
-        elif tensor.grad_fn is not None and tensor.requires_grad:
-            light = self._carried_from_before(tensor)
-        else:
-            if type(tensor) is not torch.nn.Parameter:
-                self.outside[key] = tensor
-            return tensor
-        self.stand_ins[key] = (tensor, light)
-        return light
-
-    def _carried_from_before(self, tensor: torch.Tensor) -> torch.Tensor:
-        reference, light = self._carried.get(id(tensor), (None, None))
-        if reference is not None and light is not None and reference() is tensor:
-            return light
-        if self._reads_values:  # such as the last loss, which many loops add to a sum
-            return tensor.detach()
-        self.is_cut = True
-        return tensor.detach().requires_grad_()
-
-
-def with_makers(entries: list[Entry], earlier: list[list[Entry]]) -> list[Entry]:
-    """``entries`` of a step with those of earlier steps that made the graphs it goes on with."""
-    result = list(entries)
-    made = {id(tensor) for entry in entries for tensor in iter_tensors(entry.output)}
-    needed = {id(tensor) for entry in entries for tensor in iter_tensors((entry.args, entry.kwargs))} - made
-    for step in reversed(earlier):
-        for entry in reversed(step):
-            outputs = {id(tensor) for tensor in iter_tensors(entry.output)}
-            if entry.kind in ("module", "function") and not entry.writes_state and outputs & needed:
-                result.insert(0, entry)
-                needed = (needed - outputs) | {id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs))}
-    return result

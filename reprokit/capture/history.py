@@ -9,13 +9,11 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from reprokit.capture.entry import Entry
+from reprokit.capture.past import PastStep
 from reprokit.capture.state import State, num_bytes, parameters_of, state_tensors
 from reprokit.capture.watch import bad_tensor
 from reprokit.locate.ways import NAN, ways_of
@@ -26,18 +24,6 @@ MOST_STEPS = 1000
 _STATISTICS = ("running_mean", "running_var")
 _SHORT = 0.005  # seconds: in a step that short every microsecond counts
 _SHARE = 0.003  # of the training time, for copying and checking together
-
-
-@dataclass(slots=True, eq=False)
-class PastStep:
-    """A finished step: what the loop did in it, and what was true when it began or ended."""
-
-    entries: list[Entry]
-    saved: dict[int, torch.Tensor]
-    completed: int
-    micro_step: int
-    loss: torch.Tensor | float | None
-    generators: dict[str, Any] | None
 
 
 class History:
@@ -187,11 +173,10 @@ class History:
         """The steps that still hold everything they made."""
         return self.steps[self._num_frozen :]
 
-    def freeze(self, step: PastStep, saved: dict[int, torch.Tensor], size: int) -> None:
-        """A step, the next of those waiting, holds only what came from outside now: ``size`` bytes."""
-        step.saved = saved
+    def frozen(self, step: PastStep) -> None:
+        """A step, the next of those waiting, holds only what came from outside now."""
         self._num_frozen += 1
-        self._step_bytes += size
+        self._step_bytes += step.num_bytes
 
     def is_due(self, now: float) -> bool:
         """Whether it is time to check everything and to take the next copy."""

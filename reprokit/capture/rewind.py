@@ -16,7 +16,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from reprokit.capture.entry import Entry
 from reprokit.capture.generators import python_generators_restored
-from reprokit.capture.history import History, PastStep
+from reprokit.capture.history import History
+from reprokit.capture.past import PastStep
 from reprokit.capture.player import Player, describe_mismatch, is_same
 from reprokit.capture.state import State, give_gradients, parameters_of
 from reprokit.capture.structure import is_leaf, iter_tensors

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from reprokit.capture.entry import Entry, with_makers
+from reprokit.capture.entry import Entry
 from reprokit.capture.exceptions import Raised
-from reprokit.capture.history import PastStep
+from reprokit.capture.past import PastStep, with_makers
 from reprokit.capture.rescue import FailedStep, make_snapshot, snapshot_without_replay
 from reprokit.capture.rewind import Found, Rewind
 from reprokit.capture.state import CannotGoBack
@@ -114,8 +114,7 @@ class _Describing:
         training, pending = self._training, self._noticed.pending
         if not training.history.is_complete:
             return None, [NOT_KEPT]
-        light = training.freezer.freeze([*step.entries, *([pending] if pending is not None else [])], step.saved)
-        steps = [*training.history.steps, replace(step, entries=light.entries, saved=light.saved)]
+        steps = [*training.past(), training.freezer.lightened(step, pending)]
         rewind = Rewind(training.history, steps)
         try:
             with rewind.going_back():
@@ -149,9 +148,9 @@ class _Describing:
     def _with_graphs_from_before(self, step: PastStep) -> tuple[list[Entry], dict[int, torch.Tensor], Entry | None]:
         """The running step, begun with what earlier steps made with a graph that it goes on with."""
         pending = self._noticed.pending
-        earlier = [past.entries for past in self._training.history.steps]
+        earlier = [past.entries for past in self._training.past()]
         if earlier:
-            light = self._training.freezer.freeze([*step.entries, *([pending] if pending else [])], step.saved)
+            light = self._training.freezer.lightened(step, pending)
             entries = with_makers(light.entries, earlier)
             if len(entries) > len(light.entries):
                 return (entries[:-1], light.saved, entries[-1]) if pending else (entries, light.saved, None)

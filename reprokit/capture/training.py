@@ -10,18 +10,17 @@ import time
 import torch
 
 from reprokit.capture.counting import Iterations
-from reprokit.capture.entry import Entry, Freezer, size_of
+from reprokit.capture.entry import Entry
 from reprokit.capture.generators import GeneratorWatch
-from reprokit.capture.history import History, PastStep, is_unmade
+from reprokit.capture.history import History, is_unmade
+from reprokit.capture.past import Freezer, PastStep
 from reprokit.capture.ranks import Ranks
 from reprokit.capture.scaling import ScalerWatch
 from reprokit.capture.state import BufferCopies
 from reprokit.capture.tape import Tape
 from reprokit.capture.timeline import Timeline
 
-_LOOK_EVERY = 16  # short steps after which the size of what waits is looked at
-_MOST_WAITING = 256  # short steps that are frozen together
-_MOST_BYTES = 32 * 2**20  # that these may hold
+_FROZEN_TOGETHER = 8  # short steps, because work that is done in one go is done faster
 SETTLED_AFTER = 2  # optimizer steps after which every root module is taken to be known
 
 
@@ -104,28 +103,27 @@ class Training:
         self.restart()
 
     def _keep_step(self) -> None:
-        """Let the step become the past; short steps wait, because work that is done in one go is done faster."""
+        """Let the step become the past."""
         history, running = self.history, self.running
-        steps = history.steps
-        steps.append(self.step_of(running.entries, running.memory.saved))
-        if not history.is_short:
+        history.steps.append(self.step_of(running.entries, running.memory.saved))
+        if not history.is_short or len(history.steps) % _FROZEN_TOGETHER == 0:
             self.freeze_past()
-        elif len(steps) % _LOOK_EVERY == 0:
-            num_waiting, last = len(history.waiting()), steps[-1]
-            if num_waiting >= _MOST_WAITING or num_waiting * size_of(last.entries) > _MOST_BYTES:
-                self.freeze_past()
 
     def freeze_past(self) -> None:
         """Let go of what past steps made and nobody needs any more."""
         try:
             for step in self.history.waiting():
-                light = self.freezer.freeze(step.entries, step.saved, in_place=True)
-                self.history.freeze(step, light.saved, light.num_bytes)
-                if light.is_cut:
+                self.freezer.freeze(step)
+                self.history.frozen(step)
+                if step.is_cut:
                     self.history.interrupt()
                     return
         except Exception:  # an argument that cannot be copied: then there is no going back behind this step
             self.history.interrupt()
+
+    def past(self) -> list[PastStep]:
+        """The steps since the last copy, with entries."""
+        return [self.freezer.thaw(step) for step in self.history.steps]
 
     def step_of(self, entries: list[Entry], saved: dict[int, torch.Tensor]) -> PastStep:
         """The running step with these entries."""
@@ -160,6 +158,7 @@ class Training:
         """Let go of everything that belongs to the user."""
         self.running.memory.forget()
         self.history.forget()
+        self.freezer.forget()
         self.buffers.clear()
 
     def _convert(self) -> None:

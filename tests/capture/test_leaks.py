@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import optimizer as optimizers
 
 from reprokit.capture.session import Session
-from tests.capture.traps_checks import batches, classify, described_once, net, rooted_loss, update
+from tests.capture.traps_checks import batches, classify, described_once, net, plain_net, rooted_loss, update
 
 CAPTURES = 200
 
@@ -144,3 +144,19 @@ def test_the_model_is_let_go(tmp_path: Path) -> None:
     gc.collect()
     assert session.snapshots == []
     assert [reference() is None for reference in watched] == [True, True, True]
+
+
+def test_a_remembered_step_is_a_handful_of_objects(tmp_path: Path) -> None:
+    """Python's garbage collector walks through every container that stays alive, so steps must not pile them up."""
+    model = plain_net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    (_, x, y), steps = next(batches(1)), 160
+    with Session(directory=tmp_path, quiet=True, history=1000):
+        for _ in range(8):
+            update(optimizer, classify(model, x, y))
+        gc.collect()
+        before = len(gc.get_objects())
+        for _ in range(steps):
+            update(optimizer, classify(model, x, y))
+        gc.collect()
+        assert len(gc.get_objects()) - before < 8 * steps

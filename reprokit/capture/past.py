@@ -1,0 +1,267 @@
+"""The steps since the last copy of the state, kept so that they can be played again and cost next to nothing meanwhile.
+
+What a finished step made itself is let go of: a number stands for each such tensor, and only what came from outside
+(the batch, small states) stays alive. All entries of a step become one flat list, because every container that stays
+alive is one more for Python's garbage collector to walk through, again and again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from reprokit.capture.entry import Entry, new_tensors
+from reprokit.capture.structure import ATOMS, iter_tensors, map_tensors
+
+
+@dataclass(slots=True, eq=False)
+class PastStep:
+    """A finished step: what the loop did in it, and what was true when it began or ended.
+
+    Either ``entries`` and ``saved`` tell, or, once it is frozen, ``flat`` does, and ``kept`` in the place of ``saved``.
+    ``is_cut``: it uses a graph that began before anything that is remembered.
+    """
+
+    entries: list[Entry]
+    saved: dict[int, torch.Tensor]
+    completed: int
+    micro_step: int
+    loss: torch.Tensor | float | None
+    generators: dict[str, Any] | None
+    flat: list[Any] | None = None
+    kept: list[Any] | None = None
+    num_bytes: int = 0
+    is_cut: bool = False
+
+
+class Made(int):
+    """The number of a tensor that a remembered step made: it stands for the tensor in a frozen step."""
+
+    __slots__ = ()
+
+
+class Freezer:
+    """Turns finished steps into frozen ones and, when somebody goes back, into entries again.
+
+    A tensor that one step made and a later one uses with its graph (a generator's output that the next optimizer's loss
+    starts from) keeps its number: ``_carried`` knows it as long as the tensor lives. Entries that are made again hold
+    empty ``_stand_ins`` for tensors that steps made.
+    """
+
+    def __init__(self) -> None:
+        self._carried: dict[int, tuple[weakref.ref[torch.Tensor], Made]] = {}
+        self._stand_ins: dict[Made, torch.Tensor] = {}
+        self._num_made = 0
+        self._last_rng: torch.Tensor | None = None
+
+    def forget(self) -> None:
+        """No step before now can be played again."""
+        self._carried, self._stand_ins, self._last_rng = {}, {}, None
+
+    def freeze(self, step: PastStep) -> None:
+        """Let go of what the step made."""
+        entries = step.entries
+        made: set[int] = set()
+        for entry in entries:
+            made.update(map(id, new_tensors(entry, made)))
+        work = _Freezing(self, made)
+        for entry in entries:
+            work.add(entry)
+        kept: list[Any] = []
+        for key, content in step.saved.items():
+            if key in work.numbers:
+                kept += (work.numbers[key], content)
+            elif key in work.outside:
+                kept += (work.outside[key], content)
+        step.flat, step.kept, step.entries, step.saved = work.flat, kept or None, _NO_ENTRIES, _NOTHING_SAVED
+        num_bytes = 0
+        for tensor in (*work.outside.values(), *kept[1::2]):
+            num_bytes += tensor.numel() * tensor.element_size()
+        step.num_bytes, step.is_cut = num_bytes, work.is_cut
+
+    def thaw(self, step: PastStep) -> PastStep:
+        """The same step with entries."""
+        if step.flat is None:
+            return step
+        kept = step.kept or []
+        saved = {id(self._thawed(kept[n])): kept[n + 1] for n in range(0, len(kept), 2)}
+        return replace(step, entries=self._entries(step.flat), saved=saved, flat=None, kept=None)
+
+    def lightened(self, step: PastStep, pending: Entry | None = None) -> PastStep:
+        """The step, ``pending`` added to its entries, with stand-ins for what it made. The step itself stays as it is."""
+        entries = [*step.entries, pending] if pending is not None else step.entries
+        frozen = replace(step, entries=entries)
+        self.freeze(frozen)
+        return self.thaw(frozen)
+
+    def _entries(self, flat: list[Any]) -> list[Entry]:
+        entries, position, thawed = [], 0, self._thawed
+        while position < len(flat):
+            head = flat[position : position + _HEAD]
+            kind, target, mode, name, code, line, rng, cuda_rng, outcome, settings, flags, names, num_args = head[:13]
+            num_outputs, num_versions = head[13:]
+            ends = [position + _HEAD + num_args]
+            for length in (len(names), max(num_outputs, 0), 2 * num_versions):
+                ends.append(ends[-1] + length)
+            args = tuple(map(thawed, flat[position + _HEAD : ends[0]]))
+            kwargs = dict(zip(names, map(thawed, flat[ends[0] : ends[1]]), strict=True))
+            entry = Entry(kind, target, args, kwargs, mode, None, name, code, line)
+            entry.rng = None if rng is None else (rng, cuda_rng)
+            entry.outcome, entry.settings = outcome, settings
+            entry.writes_state, entry.writes_view, entry.has_stepped = flags
+            if num_outputs >= 0:
+                entry.output = list(map(thawed, flat[ends[1] : ends[2]]))
+            entry.versions = list(zip(flat[ends[2] : ends[3] : 2], flat[ends[2] + 1 : ends[3] : 2], strict=True))
+            entries.append(entry)
+            position = ends[3]
+        return entries
+
+    def _thawed(self, value: Any) -> Any:
+        return self.stand_in(value) if type(value) is Made else value
+
+    def stand_in(self, number: Made) -> torch.Tensor:
+        """The empty tensor that stands for one that a step made."""
+        known = self._stand_ins.get(number)
+        if known is None:
+            known = self._stand_ins[number] = torch.empty(0)
+        return known
+
+    def number(self, tensor: torch.Tensor) -> Made:
+        """A number for a tensor that a step made."""
+        self._num_made += 1
+        number = Made(self._num_made)
+        if tensor.requires_grad:
+            self._carried[id(tensor)] = (weakref.ref(tensor), number)
+        return number
+
+    def carried(self, tensor: torch.Tensor) -> Made | None:
+        """The number of a tensor that an earlier step made."""
+        reference, number = self._carried.get(id(tensor), (None, None))
+        return number if reference is not None and reference() is tensor else None
+
+    def shared(self, rng: torch.Tensor) -> torch.Tensor:
+        """The state of a generator, or the last one that was kept if that is the same."""
+        if self._last_rng is None or not torch.equal(self._last_rng, rng):
+            self._last_rng = rng
+        return self._last_rng
+
+
+class _Freezing:
+    """One step on its way into a flat list; ``made`` are the ids of the tensors that it made.
+
+    Of an entry the list holds ``_HEAD`` values, the last of which say how many arguments, results and pairs of tensors
+    and versions follow; a number of results of -1 stands for none at all.
+    """
+
+    def __init__(self, freezer: Freezer, made: set[int]) -> None:
+        self._freezer = freezer
+        self._made = made
+        self.numbers: dict[int, Made] = {}
+        self.outside: dict[int, torch.Tensor] = {}
+        self.flat: list[Any] = []
+        self.is_cut = False
+        self._reads_values = False
+
+    def add(self, entry: Entry) -> None:
+        """Append an entry."""
+        frozen, outside = self._frozen, self.outside
+        self._reads_values = not entry.mode.grad or entry.name in _VALUE_READS
+        args: Any = entry.args
+        kwargs = entry.kwargs
+        values: Any = kwargs.values()
+        if entry.kind not in _WITHOUT_RESULTS:
+            args = [value if type(value) in ATOMS else frozen(value) for value in args]
+            if kwargs:
+                values = [value if type(value) in ATOMS else frozen(value) for value in values]
+        output = entry.output
+        outputs: Any = () if output is None else (output,) if isinstance(output, torch.Tensor) else iter_tensors(output)
+        results = [frozen(tensor) for tensor in outputs]
+        versions = [item for pair in entry.versions if id(pair[0]) in outside for item in pair]
+        rng, cuda_rng = entry.rng or _NO_RNG
+        self.flat += (
+            entry.kind,
+            entry.target,
+            entry.mode,
+            entry.name,
+            entry.code,
+            entry.line,
+            None if rng is None else self._freezer.shared(rng),
+            cuda_rng,
+            entry.outcome,
+            entry.settings,
+            _FLAGS[entry.writes_state, entry.writes_view, entry.has_stepped],
+            _names_of(kwargs) if kwargs else (),
+            len(args),
+            -1 if output is None else len(results),
+            len(versions) // 2,
+            *args,
+            *values,
+            *results,
+            *versions,
+        )
+
+    def _frozen(self, value: Any) -> Any:
+        """What stands for an argument or a result."""
+        if isinstance(value, torch.Tensor):
+            return self._frozen_tensor(value)
+        return map_tensors(value, self._light)
+
+    def _light(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Like `_frozen_tensor`, for a tensor inside of something else, where only a tensor can stand."""
+        frozen = self._frozen_tensor(tensor)
+        return frozen if isinstance(frozen, torch.Tensor) else self._freezer.stand_in(frozen)
+
+    def _frozen_tensor(self, tensor: torch.Tensor) -> torch.Tensor | Made:
+        key = id(tensor)
+        known = self.numbers.get(key)
+        if known is not None:
+            return known
+        if key in self._made:
+            known = self._freezer.number(tensor)
+        elif tensor.grad_fn is not None and tensor.requires_grad:
+            known = self._freezer.carried(tensor)
+            if known is None:
+                if self._reads_values:  # such as the last loss, which many loops add to a sum
+                    return tensor.detach()
+                self.is_cut = True
+                return tensor.detach().requires_grad_()
+        else:
+            if type(tensor) is not torch.nn.Parameter:
+                self.outside[key] = tensor
+            return tensor
+        self.numbers[key] = known
+        return known
+
+
+def _names_of(kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """The names of keyword arguments, as one tuple for all calls that give the same ones."""
+    names = tuple(kwargs)
+    return _NAMES.setdefault(names, names)
+
+
+def with_makers(entries: list[Entry], earlier: list[list[Entry]]) -> list[Entry]:
+    """``entries`` of a step with those of earlier steps that made the graphs it goes on with."""
+    result = list(entries)
+    made = {id(tensor) for entry in entries for tensor in iter_tensors(entry.output)}
+    needed = {id(tensor) for entry in entries for tensor in iter_tensors((entry.args, entry.kwargs))} - made
+    for step in reversed(earlier):
+        for entry in reversed(step):
+            outputs = {id(tensor) for tensor in iter_tensors(entry.output)}
+            if entry.kind in ("module", "function") and not entry.writes_state and outputs & needed:
+                result.insert(0, entry)
+                needed = (needed - outputs) | {id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs))}
+    return result
+
+
+_HEAD = 15  # values in a flat list before an entry's arguments
+_NAMES: dict[tuple[str, ...], tuple[str, ...]] = {}
+_FLAGS = {flags: flags for flags in itertools.product((False, True), repeat=3)}
+_NO_RNG = (None, None)
+_NO_ENTRIES: list[Entry] = []
+_NOTHING_SAVED: dict[int, torch.Tensor] = {}
+_VALUE_READS = frozenset({"torch.Tensor.detach", "torch.Tensor.data.__get__"})  # take a tensor without its graph
+_WITHOUT_RESULTS = frozenset({"zero_grad", "clip", "unscale", "optimizer"})  # are not given what the step made
