@@ -92,7 +92,7 @@ class Freezer:
         return replace(step, entries=self._entries(step.flat), saved=saved, flat=None, kept=None)
 
     def lightened(self, step: PastStep, pending: Entry | None = None) -> PastStep:
-        """The step, ``pending`` added to its entries, with stand-ins for what it made. The step itself stays as it is."""
+        """The step and ``pending`` with stand-ins for what was made; the step itself stays as it is."""
         entries = [*step.entries, pending] if pending is not None else step.entries
         frozen = replace(step, entries=entries)
         self.freeze(frozen)
