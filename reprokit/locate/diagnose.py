@@ -12,12 +12,15 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from reprokit.locate.blame import locate
+from reprokit.locate.calls import short_name
 from reprokit.locate.catalogue import CONFIDENCES, TIERS, Entry, Remedy, entries
 from reprokit.locate.diagnosis import UNKNOWN, Diagnosis, Fix
 from reprokit.locate.failure import EXCEPTION, module_of
-from reprokit.locate.scene import Scene, Step, observe, short_name
+from reprokit.locate.observe import observe
+from reprokit.locate.scene import Scene, Step
 from reprokit.locate.signs import SIGNS, Numbers
 from reprokit.locate.trials import Budget, attempt
+from reprokit.locate.underflow import find_underflow
 from reprokit.program.functions import display_name
 from reprokit.program.run import determinism
 
@@ -79,13 +82,15 @@ def _at_root(scene: Scene) -> Scene:
 
     Something divided by an infinity is zero: the infinity is gone, and a later division finds 0 / 0.
     """
-    index = scene.hidden_overflow()
-    if index is None:
+    if scene.call is None or short_name(scene.call) != "div" or scene.failure.kind != "nan":
         return scene
-    call = scene.program.calls[index]
-    moved = replace(scene.failure, call_index=index, call=display_name(call.target), kind="inf", way="+inf",
-                    phase=call.phase, value=None, module=module_of(call), site=call.site)  # fmt: skip
-    return observe(replace(scene, failure=moved, seen={}, peaks={}, branches=[], infinite={}))
+    found = find_underflow(scene, "denominator")
+    if found is None or found.loss.overflow is None:
+        return scene
+    call = scene.program.calls[found.loss.overflow]
+    moved = replace(scene.failure, call_index=found.loss.overflow, call=display_name(call.target), kind="inf",
+                    way="+inf", phase=call.phase, value=None, module=module_of(call), site=call.site)  # fmt: skip
+    return observe(replace(scene, failure=moved))
 
 
 def _briefly(entry: Entry, numbers: Numbers) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from reprokit.locate.scene import Scene, short_name
+from reprokit.locate.calls import short_name
+from reprokit.locate.scene import Scene
 
 CONFIDENCES = ("certain", "likely", "possible")
 TIERS = ("origin", "context", "general")
