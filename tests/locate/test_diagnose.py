@@ -175,6 +175,19 @@ def test_growth_is_told_only_where_most_layers_grow() -> None:
     assert found.id == "overflow" and found.also == ()
 
 
+def test_every_mean_of_a_line_is_guarded() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x[x > bound].mean() for bound in (0.0, 5.0, 9.0)]).sum()
+
+    found = diagnose(record(step, x=torch.tensor([1.0, 2.0])))
+    assert found.id == "mean-of-nothing" and found.fix is not None and len(found.fix.text) == 1
+
+
+def test_a_spread_over_one_keeps_its_dimension() -> None:
+    found = diagnose(record(lambda x: (x - x.std(1, True, True)).view(3), x=torch.ones(3, 1)))
+    assert found.fix is not None and found.fix.text == ("divide by n in place of n - 1",)
+
+
 def test_a_bad_hyperparameter_goes_before_an_eps() -> None:
     assert diagnose(adam(torch.float16, grad=1.0, second=1.0, eps=1e-8, lr=NAN)()).id == "bad-hyperparameter"
 

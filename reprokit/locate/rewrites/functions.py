@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from reprokit.locate.calls import argument_at, short_name, slot_of
 from reprokit.locate.edits import Edited, Editor
-from reprokit.locate.rewrites.registry import Change, everywhere, rewrite
+from reprokit.locate.rewrites.registry import everywhere, rewrite
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs.registry import number_named
 from reprokit.program.ir import Call, Ref, iter_refs
@@ -18,7 +18,9 @@ def biased(scene: Scene) -> Edited | None:
 
     def change(_: Editor, call: Call) -> list[Call]:
         args = tuple(item for item in call.args if not isinstance(item, bool))
+        flags = [item for item in call.args if isinstance(item, bool)]  # unbiased, keepdim
         kwargs = {name: item for name, item in call.kwargs.items() if name != "unbiased"}
+        kwargs |= {"keepdim": flags[1]} if len(flags) > 1 else {}
         return [replace(call, args=args, kwargs={**kwargs, "correction": 0})]
 
     return everywhere(scene, change)
@@ -64,21 +66,18 @@ def xlogy(scene: Scene) -> Edited | None:
 @rewrite
 def sum_over_count(scene: Scene) -> Edited | None:
     """A mean as the sum over the number of elements, at least one."""
-    x = scene.tensor("x")
-    result = scene.origin.result if scene.origin is not None else None
-    if x is None or result is None:
-        return None
-    count = max(1, x.numel() // max(1, result.numel()))
 
     def change(editor: Editor, call: Call) -> list[Call] | None:
-        if not isinstance(call.outputs, Ref):
+        if not isinstance(call.outputs, Ref) or not isinstance(call.args[0], Ref):
             return None
-        total = editor.value()
-        divide, _ = editor.call(call, "torch.Tensor.div", total, count, to=call.outputs)
-        return [replace(call, target=call.target.replace("nanmean", "sum").replace("mean", "sum"), outputs=total),
-                divide]  # fmt: skip
+        function, total = call.target.replace("mean", "sum"), editor.value()
+        ones, each = editor.call(call, "torch.ones_like", call.args[0])
+        number, count = editor.call(call, function, each, *call.args[1:], **call.kwargs)
+        one, divisor = editor.call(call, "torch.Tensor.clamp", count, min=1)
+        divide, _ = editor.call(call, "torch.Tensor.div", total, divisor, to=call.outputs)
+        return [replace(call, target=function, outputs=total), ones, number, one, divide]
 
-    return _at_origin(scene, change)
+    return everywhere(scene, change)
 
 
 @rewrite
@@ -124,12 +123,3 @@ def guarded_weight_norm(scene: Scene) -> Edited | None:
         return [norm, bound, unit, scaled]
 
     return everywhere(scene, change)
-
-
-def _at_origin(scene: Scene, change: Change) -> Edited | None:
-    editor, index = Editor(scene.program), scene.failure.call_index
-    made = change(editor, scene.call) if scene.call is not None else None
-    if made is None or index is None:
-        return None
-    editor.put(index, made)
-    return Edited(editor.finish(), scene.tensors)
