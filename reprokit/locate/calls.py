@@ -23,6 +23,7 @@ _ROLES = {
     "remainder": ("numerator", "denominator"),
     "xlogy": ("factor", "logarithm"),
     "kl_div": ("input", "logarithm"),
+    **dict.fromkeys(("norm", "vector_norm"), ("input", "order")),
     **dict.fromkeys(("log", "log2", "log10", "entr"), ("logarithm",)),
 }
 _FIRST = ("input", "self", "tensor", "x", "A")
@@ -57,7 +58,7 @@ def slot_of(call: Call, role: Slot) -> Slot:
     position = _position(call, role)
     if position < len(call.args):
         return position
-    names = (*_FIRST, *call.kwargs) if position == 0 else ("other", "target") if position == 1 else ()
+    names = (*_FIRST, *call.kwargs) if position == 0 else ("other", "target", "ord", "p") if position == 1 else ()
     for name in names:
         if name in call.kwargs:
             return name

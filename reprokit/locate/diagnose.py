@@ -122,7 +122,7 @@ def numbers_of(entry: Entry, scene: Scene) -> Numbers | None:
     for condition in entry.when:
         try:
             seen = SIGNS[condition.sign](scene, **condition.parameters)
-        except (RuntimeError, IndexError, TypeError, ValueError):
+        except (RuntimeError, LookupError, TypeError, ValueError):
             seen = None  # arguments of a form that the sign does not know, say shapes that do not go together
         if seen is None:
             return None

@@ -47,12 +47,9 @@ def is_negative_to_a_fraction(scene: Scene) -> Numbers | None:
 
 
 @sign
-def option(scene: Scene, name: str, **wanted: str | float) -> Numbers | None:
+def option(scene: Scene, name: str, **wanted: float) -> Numbers | None:
     """Whether an argument of the origin that is a number or flag is as wanted, given or by default."""
-    try:
-        value = scene.operand(name)
-    except KeyError:
-        return None
+    value = scene.operand(name)
     return {name: value} if is_wanted(value, wanted) else None
 
 

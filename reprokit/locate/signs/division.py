@@ -9,7 +9,7 @@ import torch
 
 from reprokit.locate.calls import Slot, short_name
 from reprokit.locate.scene import Scene
-from reprokit.locate.signs.registry import Numbers, dtype_name, places, sign, smallest
+from reprokit.locate.signs.registry import Numbers, dtype_name, places, sign
 from reprokit.locate.underflow import find_underflow
 from reprokit.program.functions import function_named
 
@@ -45,8 +45,7 @@ def underflowed(scene: Scene, operand: Slot = "x", makers: Sequence[str] | None 
     maker = short_name(scene.program.calls[found.loss.maker])
     if makers is not None and maker not in makers:
         return None
-    return places(found.lost, maker=maker, zeros=found.loss.num_zeros, dtype=dtype_name(values),
-                  smallest=smallest(values.dtype))  # fmt: skip
+    return places(found.lost, maker=maker, zeros=found.loss.num_zeros, dtype=dtype_name(values))
 
 
 @sign

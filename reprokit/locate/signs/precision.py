@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from reprokit.locate.calls import Slot, short_name
@@ -9,15 +11,13 @@ from reprokit.locate.scene import Scene, recompute
 from reprokit.locate.signs.registry import (
     Numbers,
     dtype_name,
-    floats_given,
     is_half,
     is_lost,
     places,
     sign,
     smallest,
-    tensors_in,
 )  # fmt: skip
-from reprokit.program.ir import Call
+from reprokit.program.ir import Call, map_leaves
 
 
 @sign
@@ -46,21 +46,31 @@ def overflows(scene: Scene, halves: bool | None = None) -> Numbers | None:
 @sign
 def turns_bad(scene: Scene) -> Numbers | None:
     """Whether everything the origin is given is finite, and its result is not."""
-    seen, result = scene.origin, scene.tensor("result")
-    if seen is None or result is None or not result.is_floating_point() or bool(result.isfinite().all()):
+    result, largest = scene.tensor("result"), _largest_if_finite(scene)
+    if largest is None or result is None or not result.is_floating_point() or bool(result.isfinite().all()):
         return None
-    given = floats_given(seen)
-    if not given or not all(bool(t.isfinite().all()) for t in given):
-        return None
-    return {"largest": max(float(t.abs().max()) for t in given), "limit": torch.finfo(result.dtype).max,
-            "dtype": dtype_name(result)}  # fmt: skip
+    return {"largest": largest, "limit": torch.finfo(result.dtype).max, "dtype": dtype_name(result)}
+
+
+def _largest_if_finite(scene: Scene) -> float | None:
+    """The largest magnitude in what the origin is given, ``None`` when that is not all finite."""
+    given = [tensor for tensor in _given(scene) if tensor.is_floating_point() and tensor.numel()]
+    sizes = [float(tensor.abs().max()) for tensor in given]  # NaN if there is one in it
+    return max(sizes) if sizes and all(map(math.isfinite, sizes)) else None
+
+
+def _given(scene: Scene) -> list[torch.Tensor]:
+    """All tensors that the origin is given."""
+    found: list[torch.Tensor] = []
+    arguments = (scene.origin.args, dict(scene.origin.kwargs)) if scene.origin is not None else ()
+    map_leaves(arguments, lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None)
+    return found
 
 
 @sign
 def computes_in_half(scene: Scene) -> Numbers | None:
     """Whether anything the origin is given is in half precision, the parameters of an optimizer included."""
-    seen = scene.origin
-    halves = list(filter(is_half, tensors_in((seen.args, dict(seen.kwargs))))) if seen is not None else []
+    halves = list(filter(is_half, _given(scene)))
     return {"dtype": dtype_name(halves[0]), "smallest": smallest(halves[0].dtype)} if halves else None
 
 
@@ -81,14 +91,8 @@ def loses_eps(scene: Scene, operand: Slot = "denominator", depth: int = 3) -> Nu
 @sign
 def loses_eps_argument(scene: Scene) -> Numbers | None:
     """Whether the call's own ``eps`` is rounded to zero by half precision."""
-    x = scene.tensor("x")
-    if x is None or not is_half(x):
-        return None
-    try:
-        eps = scene.operand("eps")
-    except KeyError:
-        return None
-    return _lost(eps, x) if is_lost(eps, x.dtype) else None
+    x, eps = scene.tensor("x"), scene.operand("eps")
+    return _lost(eps, x) if x is not None and is_half(x) and is_lost(eps, x.dtype) else None
 
 
 @sign
@@ -114,13 +118,8 @@ def _numbers(call: Call) -> list[float]:
 @sign
 def gradients_explode(scene: Scene) -> Numbers | None:
     """Whether a gradient went bad although everything its call was given is finite."""
-    seen = scene.origin
-    if scene.failure.phase != "backward" or seen is None:
-        return None
-    given = floats_given(seen)
-    if not given or not all(bool(t.isfinite().all()) for t in given):
-        return None
-    return {"largest": max(float(t.abs().max()) for t in given), "dtype": dtype_name(given[0])}
+    largest = _largest_if_finite(scene)
+    return {"largest": largest} if scene.failure.phase == "backward" and largest is not None else None
 
 
 @sign
@@ -134,19 +133,10 @@ def gradient_overflows_half(scene: Scene) -> Numbers | None:
 
 @sign
 def divides_by_power_of_result(scene: Scene) -> Numbers | None:
-    """Whether the gradient of a norm divides by a power of its result that is too small to divide by."""
-    result = scene.tensor("result")
-    order = next((value for name in ("ord", "p") if isinstance(value := _option(scene, name), (int, float))), 2.0)
-    if result is None or not result.is_floating_point():
+    """Whether the gradient of a p-norm divides by a power of the norm that is too small to divide by."""
+    result, order = scene.tensor("result"), scene.tensor("order")
+    if result is None or order is None:
         return None
-    found = result[(result > 0) & (result ** (order - 1)).reciprocal().isinf()]
-    if not found.numel():
-        return None
-    return {"lowest": float(found.min()), "power": order - 1, "dtype": dtype_name(result)}
-
-
-def _option(scene: Scene, name: str) -> object:
-    try:
-        return scene.operand(name)
-    except KeyError:
-        return None
+    power = float(order) - 1
+    found = result[(result > 0) & (result**power).reciprocal().isinf()]
+    return {"lowest": float(found.min()), "power": power, "dtype": dtype_name(result)} if found.numel() else None

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from reprokit.locate.scene import Seen
-from reprokit.program.ir import map_leaves
-
 Numbers = dict[str, Any]
 Sign = Callable[..., Numbers | None]
 SIGNS: dict[str, Sign] = {}
-COMPARISONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
-    "below": torch.lt, "at_most": torch.le, "above": torch.gt, "at_least": torch.ge, "equal": torch.eq,
+_COMPARISONS: dict[str, Callable[[Any, float], Any]] = {
+    "below": operator.lt, "at_most": operator.le, "above": operator.gt, "at_least": operator.ge, "equal": operator.eq,
 }  # fmt: skip
 
 
@@ -48,26 +46,13 @@ def compare(values: torch.Tensor, wanted: dict[str, Any]) -> torch.Tensor:
     dtype = values.dtype if values.is_floating_point() else torch.float32
     mask = torch.ones_like(values, dtype=torch.bool)
     for name, bound in wanted.items():
-        mask &= COMPARISONS[name](values, number_named(bound, dtype))
+        mask &= _COMPARISONS[name](values, number_named(bound, dtype))
     return mask
 
 
-def is_wanted(number: Any, wanted: dict[str, Any]) -> bool:
+def is_wanted(number: Any, wanted: dict[str, float]) -> bool:
     """Whether a plain number compares as wanted."""
-    is_number = isinstance(number, (int, float))
-    return is_number and bool(compare(torch.tensor(float(number), dtype=torch.float64), wanted))
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors in nested arguments."""
-    found: list[torch.Tensor] = []
-    map_leaves(value, lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None)
-    return found
-
-
-def floats_given(seen: Seen) -> list[torch.Tensor]:
-    """The tensors of floating point numbers that a call was given."""
-    return [t for t in tensors_in((seen.args, dict(seen.kwargs))) if t.is_floating_point() and t.numel()]
+    return isinstance(number, (int, float)) and all(_COMPARISONS[name](number, wanted[name]) for name in wanted)
 
 
 def is_half(tensor: torch.Tensor) -> bool:

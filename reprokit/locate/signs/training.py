@@ -20,7 +20,7 @@ _TAIL = 20  # steps before the failure that are looked at
 
 
 @sign
-def optimizer_option(scene: Scene, name: str, **wanted: str | float) -> Numbers | None:
+def optimizer_option(scene: Scene, name: str, **wanted: float) -> Numbers | None:
     """Whether an option of the optimizer's step is as wanted in any group."""
     values = (group.get(name) for group in _groups(scene))
     found = next((value for value in values if is_wanted(value, wanted)), None)
