@@ -11,24 +11,20 @@ from reprokit.locate.scene import Scene
 from reprokit.locate.signs.edges import EDGES
 from reprokit.program.ir import Call, Device, Ref, Symbol
 
-_SAFE = {"acos": 0.0, "asin": 0.0, "atanh": 0.0, "acosh": 2.0, "exp": 0.0, "expm1": 0.0, "exp2": 0.0, "sinh": 0.0,
-         "cosh": 0.0}  # fmt: skip
+_TESTS = {"at_most": "torch.le", "above": "torch.gt", "at_least": "torch.ge", "equal": "torch.eq"}
 
 
 @rewrite
-def at_least(scene: Scene, operand: Slot = "x", value: str | float = "eps") -> Edited | None:
-    """Clamp an argument from below. Does not apply to a divisor that is rightly negative somewhere."""
+def clamp(
+    scene: Scene, operand: Slot = "x", min: str | float | None = None, max: str | float | None = None
+) -> Edited | None:
+    """Clamp an argument. From below only, it does not apply to a divisor that is rightly negative somewhere."""
     x = scene.tensor(operand)
-    if x is None or (operand == "denominator" and bool((x < 0).any())):
+    if x is None or (max is None and operand == "denominator" and bool((x < 0).any())):
         return None
-    return guard(scene, operand, [("torch.Tensor.clamp", (), {"min": number_for(scene, operand, value)})])
-
-
-@rewrite
-def between(scene: Scene, low: str | float, high: str | float, operand: Slot = "x") -> Edited | None:
-    """Clamp an argument on both sides."""
-    bounds: dict[str, Any] = {"min": number_for(scene, operand, low), "max": number_for(scene, operand, high)}
-    return guard(scene, operand, [("torch.Tensor.clamp", (), bounds)])
+    bounds = {name: value for name, value in (("min", min), ("max", max)) if value is not None}
+    numbers = {name: number_for(scene, operand, value) for name, value in bounds.items()}
+    return guard(scene, operand, [("torch.Tensor.clamp", (), numbers)])
 
 
 @rewrite
@@ -50,12 +46,6 @@ def finite_arguments(scene: Scene, bound: float = 1e4) -> Edited | None:
         return [*made, changed] if made else None
 
     return everywhere(scene, change)
-
-
-@rewrite
-def at_most(scene: Scene, operand: Slot = "x", value: str | float = "log_max") -> Edited | None:
-    """Clamp an argument from above."""
-    return guard(scene, operand, [("torch.Tensor.clamp", (), {"max": number_for(scene, operand, value)})])
 
 
 @rewrite
@@ -87,31 +77,21 @@ def away_from_zero(scene: Scene, operand: Slot = "denominator", value: str | flo
 @rewrite
 def inside(scene: Scene) -> Edited | None:
     """The other half of a safe ``where``: give the origin a harmless argument where its result is dropped anyway."""
-    call = scene.call
-    if call is None or short_name(call) not in EDGES:
+    edge = EDGES.get(short_name(scene.call)) if scene.call is not None else None
+    if edge is None:
         return None
-    operand, _ = EDGES[short_name(call)]
-    tests = {
-        **dict.fromkeys(("acos", "asin", "atanh"), ("torch.ge", 1.0)),
-        **dict.fromkeys(("exp", "expm1", "exp2", "sinh", "cosh"), ("torch.ge", number_for(scene, operand, "log_max"))),
-        **dict.fromkeys(("div", "reciprocal"), ("torch.eq", 0.0)),
-        "log1p": ("torch.le", -1.0),
-        "acosh": ("torch.le", 1.0),
-    }
-    test, bound = tests.get(short_name(call), ("torch.le", 0.0))
+    bound = number_for(scene, edge.operand, edge.bound)
 
     def change(editor: Editor, call: Call) -> list[Call] | None:
-        slot = slot_of(call, operand)
-        argument = argument_at(call, slot)
-        if not isinstance(argument, Ref):
+        slot = slot_of(call, edge.operand)
+        tested, before = argument_at(call, slot), list[Call]()
+        if not isinstance(tested, Ref):
             return None
-        before, tested = [], argument
-        if short_name(call) in ("acos", "asin", "atanh"):
-            size, tested = editor.call(call, "torch.abs", argument)
+        if edge.size:
+            size, tested = editor.call(call, "torch.abs", tested)
             before.append(size)
-        found, mask = editor.call(call, test, tested, bound)
-        fill: Chain = [("torch.Tensor.masked_fill", (mask, _SAFE.get(short_name(call), 1.0)), {})]
-        made = guarded(editor, call, slot, fill)
+        found, mask = editor.call(call, _TESTS[edge.test], tested, bound)
+        made = guarded(editor, call, slot, [("torch.Tensor.masked_fill", (mask, edge.harmless), {})])
         return [*before, found, *made] if made is not None else None
 
     return everywhere(scene, change)

@@ -2,43 +2,49 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from reprokit.locate.calls import short_name
 from reprokit.locate.scene import Branch, Scene
-from reprokit.locate.signs.registry import Numbers, places, sign
+from reprokit.locate.signs.registry import Numbers, compare, places, sign
 
 
-def _too_large(base: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Beyond the logarithm of the largest number of the dtype."""
-    return lambda x: x.abs() > math.log(torch.finfo(x.dtype).max, base)
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Where an argument is at or beyond what a function, or its derivative, is defined for; and a harmless value.
+
+    ``test`` and ``bound`` are as in the catalogue; ``size``: of the magnitude.
+    """
+
+    operand: str
+    test: str
+    bound: str | float
+    harmless: float
+    size: bool = False
 
 
-EDGES: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
-    **dict.fromkeys(("log", "log2", "log10", "sqrt", "rsqrt"), ("x", lambda x: x <= 0)),
-    "log1p": ("x", lambda x: x <= -1),
-    **dict.fromkeys(("acos", "asin", "atanh"), ("x", lambda x: x.abs() >= 1)),
-    "acosh": ("x", lambda x: x <= 1),
-    **dict.fromkeys(("div", "reciprocal"), ("denominator", lambda x: x == 0)),
-    "pow": ("base", lambda x: x <= 0),
-    **dict.fromkeys(("exp", "expm1"), ("x", lambda x: (x > 0) & _too_large(math.e)(x))),
-    "exp2": ("x", lambda x: (x > 0) & _too_large(2.0)(x)),
-    **dict.fromkeys(("sinh", "cosh"), ("x", _too_large(math.e))),
+EDGES = {
+    **dict.fromkeys(("log", "log2", "log10", "sqrt", "rsqrt"), Edge("x", "at_most", 0.0, 1.0)),
+    "log1p": Edge("x", "at_most", -1.0, 1.0),
+    **dict.fromkeys(("acos", "asin", "atanh"), Edge("x", "at_least", 1.0, 0.0, size=True)),
+    "acosh": Edge("x", "at_most", 1.0, 2.0),
+    **dict.fromkeys(("div", "reciprocal"), Edge("denominator", "equal", 0.0, 1.0)),
+    "pow": Edge("base", "at_most", 0.0, 1.0),
+    **dict.fromkeys(("exp", "expm1"), Edge("x", "above", "log_limit", 0.0)),
+    "exp2": Edge("x", "above", "log2_limit", 0.0),
+    **dict.fromkeys(("sinh", "cosh"), Edge("x", "above", "log_limit", 0.0, size=True)),
 }
 
 
 def danger(scene: Scene) -> torch.Tensor | None:
     """Where the origin's argument is at or beyond the edge of what it, or its derivative, is defined for."""
-    call = scene.call
-    bounds = EDGES.get(short_name(call)) if call is not None else None
-    if bounds is None:
+    edge = EDGES.get(short_name(scene.call)) if scene.call is not None else None
+    values = scene.tensor(edge.operand) if edge is not None else None
+    if edge is None or values is None or not values.is_floating_point():
         return None
-    role, test = bounds
-    values = scene.tensor(role)
-    return test(values) if values is not None and values.is_floating_point() else None
+    return compare(values.abs() if edge.size else values, {edge.test: edge.bound})
 
 
 @sign

@@ -37,7 +37,8 @@ def number_named(name: str | float, dtype: torch.dtype) -> float:
     return {
         "eps": float(limits.eps), "tiny": float(limits.tiny), "min": float(limits.min), "max": float(limits.max),
         "below_one": 1.0 - 4 * float(limits.eps), "above_minus_one": 4 * float(limits.eps) - 1.0,
-        "log_max": math.log(float(limits.max)) - 1.0, "small": 1e-3 if limits.bits == 16 else 1e-6,
+        "log_max": math.log(limits.max) - 1.0, "log_limit": math.log(limits.max), "log2_limit": math.log2(limits.max),
+        "small": 1e-3 if limits.bits == 16 else 1e-6,
     }[name]  # fmt: skip
 
 
