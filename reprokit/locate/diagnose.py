@@ -7,7 +7,7 @@ step: no names of files, models or users have a say.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -57,7 +57,7 @@ def diagnose(step: Step, reduction: Reduced | None = None, *, budget: Budget | N
         entry.confidence,
         entry.advice,
         entry.links,
-        tuple(_briefly(other, seen) for other, seen in others if _says_more(other, entry))[:MAX_ALSO],
+        tuple(_also(entry, others))[:MAX_ALSO],
         fix,
         tuple(item for item in tried if not item.helped),
         note,
@@ -93,13 +93,14 @@ def _at_root(scene: Scene) -> Scene:
     return observe(replace(scene, failure=moved))
 
 
-def _briefly(entry: Entry, numbers: Numbers) -> dict[str, Any]:
-    return {"id": entry.id, "title": entry.title, "evidence": [line.format(**numbers) for line in entry.evidence]}
-
-
-def _says_more(other: Entry, entry: Entry) -> bool:
-    """Whether another entry that applies looked at something that the best one did not."""
-    return other.tier != "general" and not {c.sign for c in other.when} <= {c.sign for c in entry.when}
+def _also(entry: Entry, others: list[tuple[Entry, Numbers]]) -> Iterator[dict[str, Any]]:
+    """The other entries that apply and looked at something that those before them did not."""
+    known = {condition.sign for condition in entry.when}
+    for other, numbers in others:
+        signs = {condition.sign for condition in other.when}
+        if other.tier != "general" and not signs <= known:
+            known |= signs
+            yield {"id": other.id, "title": other.title, "evidence": [line.format(**numbers) for line in other.evidence]}
 
 
 def _rank(entry: Entry) -> tuple[Any, ...]:

@@ -188,6 +188,11 @@ def test_a_spread_over_one_keeps_its_dimension() -> None:
     assert found.fix is not None and found.fix.text == ("divide by n in place of n - 1",)
 
 
+def test_a_cast_to_half_is_replaced_where_the_inputs_are_not_half() -> None:
+    fix = diagnosis_of("half-cast-overflow").fix
+    assert fix is not None and fix.text == ("use bfloat16 in place of float16",)
+
+
 def test_a_bad_hyperparameter_goes_before_an_eps() -> None:
     assert diagnose(adam(torch.float16, grad=1.0, second=1.0, eps=1e-8, lr=NAN)()).id == "bad-hyperparameter"
 

@@ -38,10 +38,9 @@ def call_in_float32(scene: Scene) -> Edited | None:
 @rewrite
 def step_in(scene: Scene, dtype: str) -> Edited | None:
     """Do the whole step in another dtype than float16."""
-    kinds = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-    has_half = any(t.dtype is torch.float16 for t in scene.tensors.values())
-    has_autocast = any("torch.float16" in dict(call.mode.autocast).values() for call in scene.program.calls)
-    return converted(scene.program, scene.tensors, kinds[dtype]) if has_half or has_autocast else None
+    edited = converted(scene.program, scene.tensors, {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype])
+    has_half = any(tensor.dtype is torch.float16 for tensor in scene.tensors.values())
+    return edited if has_half or edited.program != scene.program else None
 
 
 @rewrite
