@@ -100,7 +100,8 @@ def _also(entry: Entry, others: list[tuple[Entry, Numbers]]) -> Iterator[dict[st
         signs = {condition.sign for condition in other.when}
         if other.tier != "general" and not signs <= known:
             known |= signs
-            yield {"id": other.id, "title": other.title, "evidence": [line.format(**numbers) for line in other.evidence]}
+            evidence = [line.format(**numbers) for line in other.evidence]
+            yield {"id": other.id, "title": other.title, "evidence": evidence}
 
 
 def _rank(entry: Entry) -> tuple[Any, ...]:

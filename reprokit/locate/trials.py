@@ -83,11 +83,11 @@ def attempt(scene: Scene, remedy: Remedy, budget: Budget, next_remedies: NextRem
 
 
 def _fix(changes: list[tuple[Remedy, Scene]], helped: bool, outcome: str) -> Fix:
-    codes = dict.fromkeys(remedy.code for remedy, _ in changes if remedy.code)
+    texts, codes = zip(*(remedy.words_for(scene) for remedy, scene in changes), strict=True)
     return Fix(
         changes[0][0].rewrite,
-        tuple(remedy.text_for(scene) for remedy, scene in changes),
-        "\n".join(codes),
+        texts,
+        "\n".join(dict.fromkeys(filter(None, codes))),
         tuple(_place(scene) for _, scene in changes),
         helped,
         outcome,

@@ -99,6 +99,12 @@ def test_a_fix_changes_nothing_but_what_it_says() -> None:
     assert locate(snapshot.program, snapshot.tensors) is not None
 
 
+def test_the_code_of_a_fix_names_the_call_that_was_changed() -> None:
+    found = diagnose(record(lambda x: x.log2(), x=torch.tensor([-1.0, 1.0])))
+    assert found.fix is not None and found.fix.code == "torch.log2(x.clamp(min=eps))"
+    assert all("{" not in item for name in CASES for fix in [diagnosis_of(name).fix] if fix for item in fix.code)
+
+
 def test_a_rewrite_that_does_not_help_is_said_not_to() -> None:
     scene = observe(CASES["division-by-zero"]())
     remedy = Remedy("away_from_zero", {"operand": "numerator"}, "replace zeros in the numerator")
