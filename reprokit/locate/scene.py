@@ -84,7 +84,7 @@ class Branch:
 class Scene:
     """What one run showed. ``call`` and ``origin`` are ``None`` when an input was bad before the first call.
 
-    ``peaks`` has the largest finite magnitude in what each call made.
+    ``peaks`` has the largest finite magnitude in what each call made, ``found_out`` what took another run to find out.
     """
 
     program: Program
@@ -95,6 +95,7 @@ class Scene:
     seen: dict[int, Seen] = field(default_factory=dict)
     peaks: dict[int, float] = field(default_factory=dict)
     branches: list[Branch] = field(default_factory=list)
+    found_out: dict[Slot, Any] = field(default_factory=dict)
 
     @property
     def call(self) -> Call | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -47,6 +47,13 @@ class Underflow:
 
 def find_underflow(scene: Scene, role: Slot) -> Underflow | None:
     """The zeros in an argument of the origin that exact arithmetic would not have made; ``None`` if there are none."""
+    if role not in scene.found_out:
+        scene.found_out[role] = _find(scene, role)
+    found: Underflow | None = scene.found_out[role]
+    return found
+
+
+def _find(scene: Scene, role: Slot) -> Underflow | None:
     call = scene.call
     try:
         argument = argument_at(call, slot_of(call, role)) if call is not None else None
@@ -55,8 +62,11 @@ def find_underflow(scene: Scene, role: Slot) -> Underflow | None:
     values = scene.tensor(role)
     if not isinstance(argument, Ref) or values is None:
         return None
+    if not bool((values == 0).any()):
+        return None
     watch = _Watch(frozenset(scene.behind()[-REACH:]))
-    run(scene.program, scene.tensors, observer=watch)
+    before = replace(scene.program, calls=scene.program.calls[: scene.failure.call_index], outputs=())
+    run(before, scene.tensors, observer=watch)
     loss = watch.losses.get(argument.value)
     if loss is None:
         return None
