@@ -28,7 +28,7 @@ def clamp(
 
 
 @rewrite
-def finite_arguments(scene: Scene, bound: float = 1e4) -> Edited | None:
+def finite_arguments(scene: Scene) -> Edited | None:
     """Clamp both arguments, so that infinities in them become large numbers."""
 
     def change(editor: Editor, call: Call) -> list[Call] | None:
@@ -38,7 +38,7 @@ def finite_arguments(scene: Scene, bound: float = 1e4) -> Edited | None:
                 slot = slot_of(changed, role)
             except KeyError:
                 continue
-            steps: Chain = [("torch.Tensor.clamp", (), {"min": -bound, "max": bound})]
+            steps: Chain = [("torch.Tensor.clamp", (), {"min": -1e4, "max": 1e4})]
             guarding = guarded(editor, changed, slot, steps)
             if guarding is not None:
                 *before, changed = guarding
@@ -98,11 +98,11 @@ def inside(scene: Scene) -> Edited | None:
 
 
 @rewrite
-def minus_max(scene: Scene, operand: Slot = "x") -> Edited | None:
+def minus_max(scene: Scene) -> Edited | None:
     """Subtract the largest element from an argument, which a later normalisation takes out again."""
 
     def change(editor: Editor, call: Call) -> list[Call] | None:
-        slot = slot_of(call, operand)
+        slot = slot_of(call, "x")
         argument = argument_at(call, slot)
         if not isinstance(argument, Ref):
             return None

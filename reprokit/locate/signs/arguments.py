@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from reprokit.locate.calls import Slot, argument_at, short_name, slot_of
+from reprokit.locate.calls import Slot, short_name, slot_of
 from reprokit.locate.scene import Scene, Seen
 from reprokit.locate.signs.registry import Numbers, compare, is_wanted, places, sign
 from reprokit.program.ir import iter_refs
@@ -41,9 +40,8 @@ def is_negative_to_a_fraction(scene: Scene) -> Numbers | None:
     mask = (base < 0) & (exponent.double().frac() != 0)
     if not bool(mask.any()):
         return None
-    return places(
-        mask, exponent=float(exponent.expand_as(mask)[mask][0]), lowest=float(base.expand_as(mask)[mask].min())
-    )
+    bases, exponents = base.expand_as(mask)[mask], exponent.expand_as(mask)[mask]
+    return places(mask, exponent=float(exponents[0]), lowest=float(bases.min()))
 
 
 @sign
@@ -54,36 +52,23 @@ def option(scene: Scene, name: str, **wanted: float) -> Numbers | None:
 
 
 @sign
-def has_row_of(scene: Scene, value: float, operand: Slot = "x") -> Numbers | None:
+def has_row_of(scene: Scene, value: float) -> Numbers | None:
     """Whether some row along the call's ``dim`` holds nothing but this value."""
-    x, dim = scene.tensor(operand), dimension(scene)
+    x, dim = scene.tensor("x"), dimension(scene)
     if x is None or x.dim() == 0 or not x.numel():
         return None
-    return places((x == value).all().reshape(1) if dim is None else (x == value).all(dim), operand=scene.name(operand))
+    return places((x == value).all().reshape(1) if dim is None else (x == value).all(dim))
 
 
 @sign
-def follows(
-    scene: Scene, calls: Sequence[str], operand: Slot = "x", through: Sequence[str] | None = None, depth: int = 1
-) -> Numbers | None:
-    """Whether an argument comes from one of these calls, views and casts apart.
-
-    ``depth`` is how many calls back that may be; those between must be among ``through`` where that is given.
-    """
-    call, index = scene.call, scene.failure.call_index
-    if call is None or index is None:
-        return None
-    arguments: list[tuple[Any, int]] = [(argument_at(call, slot_of(call, operand)), index)]
-    for _ in range(depth):
-        makers = [maker for argument, at in arguments for maker in scene.makers_of(argument, at)]
-        for _, maker in makers:
-            if short_name(maker) in calls:
-                return {"maker": short_name(maker), "operand": scene.name(operand)}
-        arguments = [
-            ((maker.args, dict(maker.kwargs)), at)
-            for at, maker in makers
-            if through is None or short_name(maker) in through
-        ]
+def follows(scene: Scene, calls: Sequence[str], operand: Slot = "x", through: Sequence[str] = ()) -> Numbers | None:
+    """Whether an argument comes from one of these calls: views, casts and what is named in ``through`` apart."""
+    waiting = list(scene.makers(operand))
+    for index, call in waiting:
+        if short_name(call) in calls:
+            return {"maker": short_name(call), "operand": scene.name(operand)}
+        if short_name(call) in through:
+            waiting += scene.makers_of((call.args, dict(call.kwargs)), index)
     return None
 
 
@@ -135,10 +120,10 @@ def reduces_one(scene: Scene) -> Numbers | None:
 
 
 @sign
-def holds_bad_values(scene: Scene, operand: Slot = "x") -> Numbers | None:
+def holds_bad_values(scene: Scene) -> Numbers | None:
     """Whether an argument is not finite already."""
-    x = scene.tensor(operand)
-    return places(~x.isfinite(), operand=scene.name(operand)) if x is not None else None
+    x = scene.tensor("x")
+    return places(~x.isfinite(), operand=scene.name("x")) if x is not None else None
 
 
 @sign

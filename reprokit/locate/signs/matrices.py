@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from reprokit.locate.calls import Slot
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs.registry import Numbers, sign
 
@@ -34,9 +33,9 @@ def _is_matrix_of(values: torch.Tensor, args: Sequence[Any]) -> bool:
 
 
 @sign
-def is_singular(scene: Scene, operand: Slot = "x") -> Numbers | None:
+def is_singular(scene: Scene) -> Numbers | None:
     """Whether a matrix has no inverse, up to rounding; tells its rank and condition number."""
-    x = scene.tensor(operand)
+    x = scene.tensor("x")
     if x is None or x.dim() < 2 or x.shape[-1] != x.shape[-2] or not x.numel() or not bool(x.isfinite().all()):
         return None
     values = torch.linalg.svdvals(x.detach().double()).reshape(-1, x.shape[-1])
@@ -50,9 +49,9 @@ def is_singular(scene: Scene, operand: Slot = "x") -> Numbers | None:
 
 
 @sign
-def is_not_positive(scene: Scene, operand: Slot = "x") -> Numbers | None:
+def is_not_positive(scene: Scene) -> Numbers | None:
     """Whether a symmetric matrix has an eigenvalue that is not above zero."""
-    x = scene.tensor(operand)
+    x = scene.tensor("x")
     if x is None or x.dim() < 2 or x.shape[-1] != x.shape[-2] or not bool(x.isfinite().all()):
         return None
     lowest = float(torch.linalg.eigvalsh(x.detach().double()).min())

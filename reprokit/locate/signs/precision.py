@@ -75,12 +75,12 @@ def computes_in_half(scene: Scene) -> Numbers | None:
 
 
 @sign
-def loses_eps(scene: Scene, operand: Slot = "denominator", depth: int = 3) -> Numbers | None:
+def loses_eps(scene: Scene, operand: Slot = "denominator") -> Numbers | None:
     """Whether an argument was protected by a small constant that half precision rounds to zero."""
     values = scene.tensor(operand)
     if values is None or not is_half(values):
         return None
-    for _, call in scene.makers(operand, depth):
+    for _, call in scene.makers(operand, 3):
         if short_name(call) in ("add", "clamp", "clamp_min", "maximum"):
             eps = next((number for number in _numbers(call) if is_lost(number, values.dtype)), None)
             if eps is not None:

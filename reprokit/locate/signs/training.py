@@ -72,12 +72,6 @@ def input_is(scene: Scene, roles: Sequence[str]) -> Numbers | None:
 
 
 @sign
-def adds_up_gradients(scene: Scene) -> Numbers | None:
-    """Whether a gradient went bad where contributions are added up."""
-    return {} if scene.failure.backward_node == "AccumulateGrad" else None
-
-
-@sign
 def loss_was_growing(scene: Scene, factor: float = 10.0) -> Numbers | None:
     """Whether the loss, or the norm of the gradients, of the steps before had grown by this factor, for good.
 
