@@ -148,8 +148,11 @@ class _Watch:
         args, kwargs = bind_arguments(call, shadows)
         if short_name(call) == "add" and any(isinstance(number, (int, float)) and number < 0 for number in args):
             return None
-        with torch.no_grad():
-            made = function_named(call.target)(*args, **kwargs)
+        try:
+            with torch.no_grad():
+                made = function_named(call.target)(*args, **kwargs)
+        except (RuntimeError, LookupError, TypeError, ValueError):
+            return None  # it takes numbers of its own kind only
         return made != 0 if isinstance(made, torch.Tensor) else None
 
     def _nonzero(self, ref: Ref, values: Mapping[int, torch.Tensor]) -> torch.Tensor:

@@ -154,6 +154,14 @@ def test_zeros_are_told_apart_by_what_made_them(step: Callable[..., torch.Tensor
     assert diagnose(record(step, x=torch.full((2, 2), -800.0))).id == name
 
 
+def test_a_call_that_refuses_other_dtypes_is_no_obstacle() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        total = x.exp().sum()
+        return total / (total + total.double().view(torch.int64))
+
+    assert diagnose(record(step, x=torch.full((2,), -200.0))).id == "exponentials-underflowed"
+
+
 def test_a_constant_is_divided_by_its_spread_however_that_is_written() -> None:
     for step in (lambda x: (x - x.mean()) / x.std(), lambda x: (x - x.mean()) / x.var().sqrt()):
         assert diagnose(record(step, x=torch.ones(4))).id == "standardise-constant"
