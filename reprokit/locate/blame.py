@@ -8,19 +8,18 @@ failure.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
+from reprokit.locate.calls import holds_infinity
 from reprokit.locate.failure import EXCEPTION, Failure, kind_of, module_of
 from reprokit.locate.gradient import blame_gradient
 from reprokit.locate.notes import Found, Notes
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
 from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name, is_factory
-from reprokit.program.ir import OPAQUE, Call, Program, Scope, iter_refs, map_leaves
+from reprokit.program.ir import OPAQUE, Call, Program, Scope, iter_refs
 from reprokit.program.run import Outcome, Tensors
 
 __all__ = ["Failure", "exception_failure", "locate"]
@@ -196,7 +195,7 @@ class _Walk:
         if bad:
             return all(self._is_wanted(v, w, index) for v, w in bad)
         call = self._program.calls[index]
-        return is_factory(call.target) or _holds_infinity((call.args, dict(call.kwargs)))
+        return is_factory(call.target) or holds_infinity((call.args, dict(call.kwargs)))
 
     def _blame_call(self, index: int, value: int, way: str) -> Failure:
         call = self._program.calls[index]
@@ -280,15 +279,3 @@ def _given_gradients(call: Call) -> list[int]:
 
 def _worst(ways: frozenset[str]) -> str:
     return next(way for way in (NAN, PLUS, MINUS) if way in ways)
-
-
-def _holds_infinity(arguments: Any) -> bool:
-    found = False
-
-    def look(leaf: Any) -> Any:
-        nonlocal found
-        found = found or (isinstance(leaf, float) and math.isinf(leaf))
-        return leaf
-
-    map_leaves(arguments, look)
-    return found

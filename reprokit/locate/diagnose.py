@@ -7,17 +7,20 @@ step: no names of files, models or users have a say.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
 from reprokit.locate.blame import locate
+from reprokit.locate.calls import short_name
 from reprokit.locate.catalogue import CONFIDENCES, TIERS, Entry, Remedy, entries
 from reprokit.locate.diagnosis import UNKNOWN, Diagnosis, Fix
 from reprokit.locate.failure import EXCEPTION, module_of
-from reprokit.locate.scene import Scene, Step, observe, short_name
+from reprokit.locate.observe import observe
+from reprokit.locate.scene import Scene, Step
 from reprokit.locate.signs import SIGNS, Numbers
 from reprokit.locate.trials import Budget, attempt
+from reprokit.locate.underflow import find_underflow
 from reprokit.program.functions import display_name
 from reprokit.program.run import determinism
 
@@ -54,7 +57,7 @@ def diagnose(step: Step, reduction: Reduced | None = None, *, budget: Budget | N
         entry.confidence,
         entry.advice,
         entry.links,
-        tuple(_briefly(other, seen) for other, seen in others if _says_more(other, entry))[:MAX_ALSO],
+        tuple(_also(entry, others))[:MAX_ALSO],
         fix,
         tuple(item for item in tried if not item.helped),
         note,
@@ -79,22 +82,26 @@ def _at_root(scene: Scene) -> Scene:
 
     Something divided by an infinity is zero: the infinity is gone, and a later division finds 0 / 0.
     """
-    index = scene.hidden_overflow()
-    if index is None:
+    if scene.call is None or short_name(scene.call) != "div" or scene.failure.kind != "nan":
         return scene
-    call = scene.program.calls[index]
-    moved = replace(scene.failure, call_index=index, call=display_name(call.target), kind="inf", way="+inf",
-                    phase=call.phase, value=None, module=module_of(call), site=call.site)  # fmt: skip
-    return observe(replace(scene, failure=moved, seen={}, peaks={}, branches=[], infinite={}))
+    found = find_underflow(scene, "denominator")
+    if found is None or found.loss.overflow is None:
+        return scene
+    call = scene.program.calls[found.loss.overflow]
+    moved = replace(scene.failure, call_index=found.loss.overflow, call=display_name(call.target), kind="inf",
+                    way="+inf", phase=call.phase, value=None, module=module_of(call), site=call.site)  # fmt: skip
+    return observe(replace(scene, failure=moved))
 
 
-def _briefly(entry: Entry, numbers: Numbers) -> dict[str, Any]:
-    return {"id": entry.id, "title": entry.title, "evidence": [line.format(**numbers) for line in entry.evidence]}
-
-
-def _says_more(other: Entry, entry: Entry) -> bool:
-    """Whether another entry that applies looked at something that the best one did not."""
-    return other.tier != "general" and not {c.sign for c in other.when} <= {c.sign for c in entry.when}
+def _also(entry: Entry, others: list[tuple[Entry, Numbers]]) -> Iterator[dict[str, Any]]:
+    """The other entries that apply and looked at something that those before them did not."""
+    known = {condition.sign for condition in entry.when}
+    for other, numbers in others:
+        signs = {condition.sign for condition in other.when}
+        if other.tier != "general" and not signs <= known:
+            known |= signs
+            evidence = [line.format(**numbers) for line in other.evidence]
+            yield {"id": other.id, "title": other.title, "evidence": evidence}
 
 
 def _rank(entry: Entry) -> tuple[Any, ...]:
@@ -117,7 +124,7 @@ def numbers_of(entry: Entry, scene: Scene) -> Numbers | None:
     for condition in entry.when:
         try:
             seen = SIGNS[condition.sign](scene, **condition.parameters)
-        except (RuntimeError, IndexError, TypeError, ValueError):
+        except (RuntimeError, LookupError, TypeError, ValueError):
             seen = None  # arguments of a form that the sign does not know, say shapes that do not go together
         if seen is None:
             return None

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from reprokit.locate.scene import Slot, argument_at
+from reprokit.locate.calls import Slot, argument_at
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import Call, Mode, Program, Ref, map_leaves
 

@@ -123,9 +123,9 @@ def _origins(
 ) -> list[tuple[Node, int, Node]]:
     found: list[tuple[Node, int, Node]] = []
     seen: set[Node] = set()
-    stack: list[tuple[Node, int, Node, int]] = [(n, s, n, s) for n, s in senders.get(target, ())]
+    stack = [(node, slot, node) for node, slot in senders.get(target, ())]
     while stack:
-        exit_node, exit_slot, node, _ = stack.pop()
+        exit_node, exit_slot, node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
@@ -135,7 +135,7 @@ def _origins(
             continue
         for source, slot in sources:
             same_call = watch.owners.owner(source) == watch.owners.owner(node)
-            stack.append((exit_node, exit_slot, source, slot) if same_call else (source, slot, source, slot))
+            stack.append((exit_node, exit_slot, source) if same_call else (source, slot, source))
     return found
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -19,8 +18,9 @@ from reprokit.locate.catalogue import Remedy
 from reprokit.locate.diagnosis import Fix
 from reprokit.locate.edits import Edited
 from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.locate.observe import observe
 from reprokit.locate.rewrites import REWRITES
-from reprokit.locate.scene import Scene, observe
+from reprokit.locate.scene import Scene
 from reprokit.locate.ways import ways_of
 from reprokit.program.functions import UnknownFunction
 from reprokit.program.ir import Program, Ref, iter_refs
@@ -49,17 +49,6 @@ class Budget:
         return self.runs <= 0 or time.monotonic() - self._started >= self.seconds
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """An edited step, in the form a scene is made from."""
-
-    program: Program
-    tensors: Mapping[int, torch.Tensor]
-    failure: Failure
-    settings: Mapping[str, Any]
-    timeline: tuple[Mapping[str, Any], ...] = ()
-
-
 def watched(program: Program) -> Program:
     """The program, looking at the results of its last call too when nothing is differentiated in it."""
     if program.outputs or any(call.is_differentiation or call.is_optimizer_step for call in program.calls):
@@ -77,43 +66,47 @@ def failure_of(edited: Edited) -> Failure | None:
 
 def attempt(scene: Scene, remedy: Remedy, budget: Budget, next_remedies: NextRemedies) -> Fix | None:
     """Try a remedy on the step of a scene; ``None`` when it does not apply to it, or the budget is spent."""
-    texts, places, current = [remedy.text_for(scene)], [_place(scene)], scene
-    edited = apply(scene, remedy)
-    for _ in range(MAX_CHANGES):
-        if edited is None or not budget.take():
-            break
+    changes, current, fix = list[tuple[Remedy, Scene]](), scene, None
+    following, edited = remedy, apply(scene, remedy)
+    while edited is not None and len(changes) < MAX_CHANGES and budget.take():
+        changes.append((following, current))
         failure = failure_of(edited)
         if failure is None:
-            return Fix(remedy.rewrite, tuple(texts), remedy.code, tuple(places), True, _finite(edited))
-        fix = Fix(remedy.rewrite, tuple(texts), remedy.code, tuple(places), False, _still(failure, current.failure))
+            return _fix(changes, True, _finite(edited))
+        fix = _fix(changes, False, _still(failure, current.failure))
         if failure.kind == EXCEPTION or _is_same(failure, current.failure) or not budget.take():
-            return fix
+            break
         current = _scene_after(edited, failure, scene)
         found = ((item, apply(current, item)) for item in next_remedies(current))
-        following, edited = next(((item, made) for item, made in found if made is not None), (None, None))
-        if following is None:
-            return fix
-        texts.append(following.text_for(current))
-        places.append(_place(current))
-    return None if edited is None or len(texts) == 1 else Fix(
-        remedy.rewrite, tuple(texts), remedy.code, tuple(places), False, "it did not become finite after that"
-    )  # fmt: skip
+        following, edited = next(((item, made) for item, made in found if made is not None), (remedy, None))
+    return fix
+
+
+def _fix(changes: list[tuple[Remedy, Scene]], helped: bool, outcome: str) -> Fix:
+    texts, codes = zip(*(remedy.words_for(scene) for remedy, scene in changes), strict=True)
+    return Fix(
+        changes[0][0].rewrite,
+        texts,
+        "\n".join(dict.fromkeys(filter(None, codes))),
+        tuple(_place(scene) for _, scene in changes),
+        helped,
+        outcome,
+    )
 
 
 def apply(scene: Scene, remedy: Remedy) -> Edited | None:
     """The step after a remedy's rewrite; ``None`` where it does not apply."""
     try:
         edited = REWRITES[remedy.rewrite](scene, **remedy.parameters)
-    except (KeyError, IndexError, StopIteration):
+    except KeyError:
         return None
     return Edited(watched(edited.program), edited.tensors) if edited is not None else None
 
 
 def _scene_after(edited: Edited, failure: Failure, first: Scene) -> Scene:
-    step = _Step(edited.program, edited.tensors, failure, first.settings, tuple(first.timeline))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return observe(step)
+        return observe(replace(first, program=edited.program, tensors=edited.tensors, failure=failure))
 
 
 def _is_same(failure: Failure, before: Failure) -> bool:
@@ -145,9 +138,9 @@ def _finite(edited: Edited) -> str:
     if any(call.is_optimizer_step or call.phase == "optimizer" for call in program.calls):
         after = [outcome.inputs[item.value] for item in program.inputs if item.role == "parameter"]
         words.append(_all_words(after, "parameter") + " after the step")
-    if not words:
+    if not words and outcome.values:
         words = [_all_words(list(outcome.values.values()), "result")]
-    return ", ".join(word for word in words if word)
+    return ", ".join(word for word in words if word) or "the step runs to its end"
 
 
 def _losses(program: Program) -> list[int]:

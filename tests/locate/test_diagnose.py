@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from reprokit.locate import trials
 from reprokit.locate.blame import locate
 from reprokit.locate.catalogue import CONFIDENCES, TIERS, Remedy, entries
 from reprokit.locate.diagnose import diagnose, matches, numbers_of
 from reprokit.locate.diagnosis import UNKNOWN, Diagnosis, from_plain
+from reprokit.locate.observe import observe
 from reprokit.locate.rewrites import REWRITES
-from reprokit.locate.scene import observe
 from reprokit.locate.signs import SIGNS
 from reprokit.locate.trials import Budget, attempt
 from reprokit.render.diagnosis import markdown, one_line, page
-from tests.locate.mechanisms import CASES, MISSES, mismatch, near_miss, unknown
-from tests.shrink.failing import record
+from tests.locate.mechanisms import CASES, MISSES, NAN, adam, mismatch, near_miss, unknown
+from tests.shrink.failing import INF, record
 
 ENTRIES = {entry.id: entry for entry in entries()}
 WITH_REMEDIES = [entry.id for entry in entries() if entry.remedies]
@@ -61,7 +63,8 @@ def test_no_entry_is_found_in_its_near_miss(name: str) -> None:
 def test_a_fix_is_reported_only_when_the_step_is_finite_with_it(name: str) -> None:
     fix = diagnosis_of(name).fix
     assert fix is not None and fix.helped, diagnosis_of(name).tried
-    assert "finite" in fix.outcome and "not finite" not in fix.outcome
+    assert "not finite" not in fix.outcome
+    assert ("finite" in fix.outcome) != (fix.outcome == "the step runs to its end")
     assert len(fix.text) == len(fix.where) >= 1
 
 
@@ -96,6 +99,12 @@ def test_a_fix_changes_nothing_but_what_it_says() -> None:
     assert locate(snapshot.program, snapshot.tensors) is not None
 
 
+def test_the_code_of_a_fix_names_the_call_that_was_changed() -> None:
+    found = diagnose(record(lambda x: x.log2(), x=torch.tensor([-1.0, 1.0])))
+    assert found.fix is not None and found.fix.code == "torch.log2(x.clamp(min=eps))"
+    assert all("{" not in item for name in CASES for fix in [diagnosis_of(name).fix] if fix for item in fix.code)
+
+
 def test_a_rewrite_that_does_not_help_is_said_not_to() -> None:
     scene = observe(CASES["division-by-zero"]())
     remedy = Remedy("away_from_zero", {"operand": "numerator"}, "replace zeros in the numerator")
@@ -108,7 +117,7 @@ def test_a_failure_that_moves_on_is_fixed_by_a_second_change() -> None:
         return (x.log() + (x - 1).sqrt()).sum()
 
     found = diagnose(record(step, x=torch.tensor([-1.0, 4.0])))
-    assert found.fix is not None and len(found.fix.text) == 2
+    assert found.fix is not None and len(found.fix.text) == len(found.fix.code.splitlines()) == 2
     assert "log" in found.fix.text[0] and "sqrt" in found.fix.text[1]
 
 
@@ -128,6 +137,78 @@ def test_zeros_left_by_a_division_by_infinity_are_traced_to_the_overflow() -> No
 
     found = diagnose(record(step, x=torch.tensor([[88.5, 88.5], [88.0, 88.0]])))
     assert found.id == "overflow" and "times the largest float32 number" in found.evidence[0]
+
+
+@pytest.mark.parametrize(
+    ("step", "name"),
+    [
+        (lambda x: (q := x.exp()) / q.sum(), "exponentials-underflowed"),  # too small for float64 too
+        (lambda x: (q := x.exp().t()) / q.sum(0), "exponentials-underflowed"),
+        (lambda x: (r := F.relu(-F.softmax(x, -1))) / r.sum(), "zero-by-zero"),  # zeros that were meant
+        (lambda x: (w := 1 / x.masked_fill(x < 0, INF)) / w.sum(), "zero-by-zero"),
+        (lambda x: torch.log(1 - torch.sigmoid(-x)), "log-of-softmax"),
+        (lambda x: torch.xlogy(x, x - x), "log-of-zero"),
+    ],
+)
+def test_zeros_are_told_apart_by_what_made_them(step: Callable[..., torch.Tensor], name: str) -> None:
+    assert diagnose(record(step, x=torch.full((2, 2), -800.0))).id == name
+
+
+def test_a_call_that_refuses_other_dtypes_is_no_obstacle() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        total = x.exp().sum()
+        return total / (total + total.double().view(torch.int64))
+
+    assert diagnose(record(step, x=torch.full((2,), -200.0))).id == "exponentials-underflowed"
+
+
+def test_a_constant_is_divided_by_its_spread_however_that_is_written() -> None:
+    for step in (lambda x: (x - x.mean()) / x.std(), lambda x: (x - x.mean()) / x.var().sqrt()):
+        assert diagnose(record(step, x=torch.ones(4))).id == "standardise-constant"
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        [-1.0, -4.0, -30.0, -200.0, -5e3, -2e4],  # a likelihood that improves
+        [1e-3, 2e-4, 9e-4, 3e-4, 5e-4, 8e-3],  # a single bad batch
+        [2.0, 1e-3, 1.5, 2e-2, 1.8, 1.9],  # noise
+    ],
+)
+def test_training_that_goes_well_was_not_diverging(losses: list[float]) -> None:
+    rows = [{"step": n, "loss": loss, "lr": 1.0} for n, loss in enumerate(losses)]
+    found = diagnose(replace(CASES["log-of-zero"](), timeline=rows))
+    assert "learning-rate-divergence" not in [item["id"] for item in found.also]
+
+
+def test_growth_is_told_only_where_most_layers_grow() -> None:
+    def step(x: torch.Tensor, w: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.linear(F.linear(F.linear(x, w), w), last), last)
+
+    found = diagnose(record(step, x=torch.ones(1, 2), w=torch.full((2, 2), 0.5), last=torch.full((2, 2), 1e20)))
+    assert found.id == "overflow" and found.also == ()
+
+
+def test_every_mean_of_a_line_is_guarded() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x[x > bound].mean() for bound in (0.0, 5.0, 9.0)]).sum()
+
+    found = diagnose(record(step, x=torch.tensor([1.0, 2.0])))
+    assert found.id == "mean-of-nothing" and found.fix is not None and len(found.fix.text) == 1
+
+
+def test_a_spread_over_one_keeps_its_dimension() -> None:
+    found = diagnose(record(lambda x: (x - x.std(1, True, True)).view(3), x=torch.ones(3, 1)))
+    assert found.fix is not None and found.fix.text == ("divide by n in place of n - 1",)
+
+
+def test_a_cast_to_half_is_replaced_where_the_inputs_are_not_half() -> None:
+    fix = diagnosis_of("half-cast-overflow").fix
+    assert fix is not None and fix.text == ("use bfloat16 in place of float16",)
+
+
+def test_a_bad_hyperparameter_goes_before_an_eps() -> None:
+    assert diagnose(adam(torch.float16, grad=1.0, second=1.0, eps=1e-8, lr=NAN)()).id == "bad-hyperparameter"
 
 
 def test_what_is_not_a_bad_value_has_no_diagnosis() -> None:
@@ -201,6 +282,6 @@ def test_in_place_calls_are_fixed_in_place() -> None:
 
 def test_an_edited_step_that_raises_is_no_fix() -> None:
     scene = observe(CASES["half-overflow"]())
-    remedy = Remedy("set_argument", {"name": "weight", "position": 1, "value": 2.0}, "another weight")
+    remedy = Remedy("set_argument", {"name": "weight", "value": 2.0}, "another weight")
     fix = attempt(scene, remedy, Budget(), lambda scene: [])
     assert fix is not None and not fix.helped and "raises TypeError" in fix.outcome

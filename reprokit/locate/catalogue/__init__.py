@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from reprokit.locate.scene import Scene, short_name
+from reprokit.locate.calls import short_name
+from reprokit.locate.scene import Scene
 
 CONFIDENCES = ("certain", "likely", "possible")
 TIERS = ("origin", "context", "general")
@@ -30,16 +31,17 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A rewrite to try, its parameters, and how to say it: in a sentence and in code."""
+    """A rewrite to try, its parameters, and how to say it in a sentence and in code; ``{call}`` is the origin."""
 
     rewrite: str
     parameters: Mapping[str, Any]
     text: str
     code: str = ""
 
-    def text_for(self, scene: Scene) -> str:
-        """The sentence, with the origin's name in it."""
-        return self.text.format(call=short_name(scene.call) if scene.call is not None else "the input")
+    def words_for(self, scene: Scene) -> tuple[str, str]:
+        """The sentence and the code, with the origin's name in them."""
+        name = short_name(scene.call) if scene.call is not None else "the input"
+        return self.text.format(call=name), self.code.format(call=name)
 
 
 @dataclass(frozen=True, slots=True)

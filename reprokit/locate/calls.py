@@ -1,0 +1,119 @@
+"""Calls in the catalogue's words: one name for all spellings of a function, and arguments by the part they play."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+from reprokit.program.functions import UnknownFunction, display_name, function_named, is_in_place
+from reprokit.program.ir import Call, map_leaves
+
+Slot = int | str
+_ALIASES = {
+    "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub", "rsub": "sub", "float_power": "pow",
+    "arccos": "acos", "arcsin": "asin", "arccosh": "acosh", "arctanh": "atanh", "arctan2": "atan2", "inverse": "inv",
+    "softmax2d": "softmax", "special_expit": "sigmoid",
+}  # fmt: skip
+_ROLES = {
+    "div": ("numerator", "denominator"),
+    "pow": ("base", "exponent"),
+    "reciprocal": ("denominator",),
+    "fmod": ("numerator", "denominator"),
+    "remainder": ("numerator", "denominator"),
+    "xlogy": ("factor", "logarithm"),
+    "kl_div": ("input", "logarithm"),
+    **dict.fromkeys(("norm", "vector_norm"), ("input", "order")),
+    **dict.fromkeys(("log", "log2", "log10", "entr"), ("logarithm",)),
+}
+_FIRST = ("input", "self", "tensor", "x", "A")
+_REVERSED = ("__rtruediv__", "__rdiv__", "__rpow__", "__rsub__", "rsub", "__rmod__")
+_BUILTIN_DEFAULTS = {("cosine_similarity", "eps"): 1e-8, ("cosine_similarity", "dim"): 1}  # these have no signature
+VIEWS = frozenset([
+    "view", "reshape", "unsqueeze", "squeeze", "expand", "expand_as", "transpose", "permute", "flatten", "unflatten",
+    "contiguous", "t", "__get__", "clone", "detach", "to", "float", "half", "bfloat16", "double", "type_as",
+    "movedim", "chunk", "split", "unbind", "__getitem__", "select", "narrow", "repeat",
+])  # fmt: skip
+
+
+def short_name(call: Call) -> str:
+    """The function in a word that all its spellings share: ``div`` for ``/=``, ``acos`` for ``arccos``."""
+    last = display_name(call.target).rpartition(".")[2]
+    last = last.removeprefix("special_")
+    if is_in_place(call.target) and last.endswith("_"):
+        last = last.rstrip("_")
+    return _ALIASES.get(last, last)
+
+
+def slot_of(call: Call, role: Slot) -> Slot:
+    """Where an argument stands: a position, or the name of a keyword argument.
+
+    ``role`` is a position, ``x`` or ``y`` for the first and second operand, a role such as ``denominator``, or the name
+    that the function's signature gives; raises `KeyError`.
+    """
+    if isinstance(role, int):
+        return role
+    if role in call.kwargs:
+        return role
+    position = _position(call, role)
+    if position < len(call.args):
+        return position
+    names = (*_FIRST, *call.kwargs) if position == 0 else ("other", "target", "ord", "p") if position == 1 else ()
+    for name in names:
+        if name in call.kwargs:
+            return name
+    raise KeyError(role)
+
+
+def _position(call: Call, role: str) -> int:
+    roles = _ROLES.get(short_name(call), ())
+    if role in roles:
+        position = roles.index(role)
+        return len(roles) - 1 - position if call.name in _REVERSED else position
+    if role in ("x", "y"):
+        return "xy".index(role)
+    parameters = list(_parameters(call))
+    if role not in parameters:
+        raise KeyError(role)
+    return parameters.index(role)
+
+
+def argument_at(call: Call, slot: Slot) -> Any:
+    """The argument in a slot; raises `KeyError`."""
+    if isinstance(slot, str):
+        return call.kwargs[slot]
+    if slot >= len(call.args):
+        raise KeyError(slot)
+    return call.args[slot]
+
+
+def default_of(call: Call, name: Slot) -> Any:
+    """What the call's function does when it is not told; raises `KeyError`."""
+    known = (short_name(call), name)
+    if known in _BUILTIN_DEFAULTS:
+        return _BUILTIN_DEFAULTS[known]
+    parameter = _parameters(call).get(str(name))
+    if parameter is None or parameter.default is inspect.Parameter.empty:
+        raise KeyError(name)
+    return parameter.default
+
+
+def _parameters(call: Call) -> dict[str, inspect.Parameter]:
+    """The parameters of the call's function, none for what has no signature."""
+    try:
+        return dict(inspect.signature(function_named(call.target)).parameters)
+    except (TypeError, ValueError, UnknownFunction):
+        return {}
+
+
+def holds_infinity(arguments: Any) -> bool:
+    """Whether an infinity stands among the arguments of a call, so that somebody asked for it."""
+    found = False
+
+    def look(leaf: Any) -> Any:
+        nonlocal found
+        found = found or (isinstance(leaf, float) and math.isinf(leaf))
+        return leaf
+
+    map_leaves(arguments, look)
+    return found

@@ -1,0 +1,110 @@
+"""Looking at a step: the one run of a program that makes the scene of its failure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from reprokit.locate.calls import short_name
+from reprokit.locate.scene import Branch, Scene, Seen, Step
+from reprokit.program.ir import Call, Ref, map_leaves
+from reprokit.program.run import bind_arguments, run
+
+
+def observe(step: Step) -> Scene:
+    """The scene of a step's failure, from one run."""
+    scene = Scene(step.program, step.tensors, step.failure, step.timeline, step.settings)
+    run(step.program, step.tensors, observer=_Watch(scene))
+    return scene
+
+
+class _Watch:
+    """Observes the run for a scene."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self._near = _near(scene)
+        self._downstream: set[int] = set()
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Copy what the calls near the origin are given."""
+        if index in self._near:
+            args, kwargs = map_leaves(bind_arguments(call, values), _copied)
+            self._scene.seen[index] = Seen(call, args, kwargs)
+        if self._downstream.intersection(call.input_refs()):
+            self._note_branch(call, values)
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Note peaks, and results near the origin."""
+        made = {value: values[value] for value in call.output_refs() if value in values}
+        if index in self._near:
+            self._scene.seen[index].results.update(map_leaves(made, _copied))
+        if index == self._scene.failure.call_index or self._downstream.intersection(call.input_refs()):
+            self._downstream.update(made)
+        peak = _peak(made.values())
+        if peak is not None:
+            self._scene.peaks[index] = peak
+
+    def _note_branch(self, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        for kept in _kept(call, values, self._downstream):
+            self._scene.branches.append(Branch(call, kept.detach().clone()))
+
+
+def _near(scene: Scene) -> set[int]:
+    """The origin, and the calls that its arguments come from."""
+    index, call = scene.failure.call_index, scene.call
+    if index is None or call is None:
+        return set()
+    found = {index}
+    if not call.is_optimizer_step:
+        found.update(number for number, _ in scene.makers_of((call.args, dict(call.kwargs)), index, 2))
+    return found
+
+
+def _kept(call: Call, values: Mapping[int, torch.Tensor], downstream: set[int]) -> Iterator[torch.Tensor]:
+    """Where a call keeps elements of a value that is downstream of the origin, if it is one that drops some."""
+
+    def is_downstream(argument: Any) -> bool:
+        return isinstance(argument, Ref) and argument.value in downstream
+
+    def real(argument: Any) -> Any:
+        return values.get(argument.value) if isinstance(argument, Ref) else argument
+
+    name, args = short_name(call), [*call.args, *call.kwargs.values()]
+    if name == "where" and len(args) == 3:
+        chosen, condition, other = (
+            (args[0], args[1], args[2]) if "Tensor" in call.target else (args[1], args[0], args[2])
+        )
+        mask = real(condition)
+        if isinstance(mask, torch.Tensor):
+            if is_downstream(chosen):
+                yield mask.bool()
+            if is_downstream(other):
+                yield ~mask.bool()
+    elif name == "masked_fill" and len(args) >= 3 and is_downstream(args[0]):
+        yield ~real(args[1]).bool()
+    elif name == "mul" and len(args) == 2:
+        for one, other in (args, args[::-1]):
+            factor = real(other)
+            if is_downstream(one) and isinstance(factor, torch.Tensor) and bool((factor == 0).any()):
+                yield factor != 0
+    elif call.name == "__getitem__" and is_downstream(args[0]):
+        mask = real(args[1])
+        if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool:
+            yield mask
+
+
+def _peak(tensors: Iterable[torch.Tensor]) -> float | None:
+    """The largest finite magnitude, ``None`` where there are no floats."""
+    peaks = []
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.numel() and tensor.layout is torch.strided:
+            sizes = tensor.detach().abs()
+            peaks.append(float(torch.where(sizes.isfinite(), sizes, 0).max()))
+    return max(peaks, default=None)
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf

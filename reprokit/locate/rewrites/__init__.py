@@ -1,0 +1,10 @@
+"""The rewrites that the catalogue's fixes are made of: each turns a captured step into one that may not fail.
+
+A rewrite says nothing about whether it helps; the edited step is run for that. It returns ``None`` where it does not
+apply, for instance when the argument is a number and not a tensor.
+"""
+
+from reprokit.locate.rewrites import arguments, functions, precision
+from reprokit.locate.rewrites.registry import REWRITES
+
+__all__ = ["REWRITES", "arguments", "functions", "precision"]

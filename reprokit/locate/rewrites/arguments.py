@@ -1,0 +1,176 @@
+"""Rewrites of the origin's arguments: guards in front of it, other values for its own options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reprokit.locate.calls import Slot, argument_at, short_name, slot_of
+from reprokit.locate.edits import Chain, Edited, Editor, guarded, with_argument
+from reprokit.locate.rewrites.registry import everywhere, guard, number_for, rewrite
+from reprokit.locate.scene import Scene
+from reprokit.locate.signs.edges import EDGES
+from reprokit.program.ir import Call, Device, Ref, Symbol
+
+_TESTS = {"at_most": "torch.le", "above": "torch.gt", "at_least": "torch.ge", "equal": "torch.eq"}
+
+
+@rewrite
+def clamp(
+    scene: Scene, operand: Slot = "x", min: str | float | None = None, max: str | float | None = None
+) -> Edited | None:
+    """Clamp an argument. From below only, it does not apply to a divisor that is rightly negative somewhere."""
+    x = scene.tensor(operand)
+    if x is None or (max is None and operand == "denominator" and bool((x < 0).any())):
+        return None
+    bounds = {name: value for name, value in (("min", min), ("max", max)) if value is not None}
+    numbers = {name: number_for(scene, operand, value) for name, value in bounds.items()}
+    return guard(scene, operand, [("torch.Tensor.clamp", (), numbers)])
+
+
+@rewrite
+def finite_arguments(scene: Scene) -> Edited | None:
+    """Clamp both arguments, so that infinities in them become large numbers."""
+
+    def change(editor: Editor, call: Call) -> list[Call] | None:
+        made, changed = list[Call](), call
+        for role in ("x", "y"):
+            try:
+                slot = slot_of(changed, role)
+            except KeyError:
+                continue
+            steps: Chain = [("torch.Tensor.clamp", (), {"min": -1e4, "max": 1e4})]
+            guarding = guarded(editor, changed, slot, steps)
+            if guarding is not None:
+                *before, changed = guarding
+                made += before
+        return [*made, changed] if made else None
+
+    return everywhere(scene, change)
+
+
+@rewrite
+def plus(scene: Scene, operand: Slot = "x", value: str | float = "eps") -> Edited | None:
+    """Add a small number to an argument."""
+    x = scene.tensor(operand)
+    if x is None or bool((x < 0).any()):
+        return None  # an eps moves the edge, it does not take it away
+    return guard(scene, operand, [("torch.Tensor.add", (number_for(scene, operand, value),), {})])
+
+
+@rewrite
+def away_from_zero(scene: Scene, operand: Slot = "denominator", value: str | float = 1.0) -> Edited | None:
+    """Replace the zeros in an argument by a number."""
+
+    def change(editor: Editor, call: Call) -> list[Call] | None:
+        slot = slot_of(call, operand)
+        argument = argument_at(call, slot)
+        if not isinstance(argument, Ref):
+            return None
+        found, mask = editor.call(call, "torch.eq", argument, 0)
+        fill: Chain = [("torch.Tensor.masked_fill", (mask, number_for(scene, operand, value)), {})]
+        made = guarded(editor, call, slot, fill)
+        return [found, *made] if made is not None else None
+
+    return everywhere(scene, change)
+
+
+@rewrite
+def inside(scene: Scene) -> Edited | None:
+    """The other half of a safe ``where``: give the origin a harmless argument where its result is dropped anyway."""
+    edge = EDGES.get(short_name(scene.call)) if scene.call is not None else None
+    if edge is None:
+        return None
+    bound = number_for(scene, edge.operand, edge.bound)
+
+    def change(editor: Editor, call: Call) -> list[Call] | None:
+        slot = slot_of(call, edge.operand)
+        tested, before = argument_at(call, slot), list[Call]()
+        if not isinstance(tested, Ref):
+            return None
+        if edge.size:
+            size, tested = editor.call(call, "torch.abs", tested)
+            before.append(size)
+        found, mask = editor.call(call, _TESTS[edge.test], tested, bound)
+        made = guarded(editor, call, slot, [("torch.Tensor.masked_fill", (mask, edge.harmless), {})])
+        return [*before, found, *made] if made is not None else None
+
+    return everywhere(scene, change)
+
+
+@rewrite
+def minus_max(scene: Scene) -> Edited | None:
+    """Subtract the largest element from an argument, which a later normalisation takes out again."""
+
+    def change(editor: Editor, call: Call) -> list[Call] | None:
+        slot = slot_of(call, "x")
+        argument = argument_at(call, slot)
+        if not isinstance(argument, Ref):
+            return None
+        largest, top = editor.call(call, "torch.amax", argument)
+        made = guarded(editor, call, slot, [("torch.Tensor.sub", (top,), {})])
+        return [largest, *made] if made is not None else None
+
+    return everywhere(scene, change)
+
+
+@rewrite
+def set_argument(scene: Scene, name: str, value: Any) -> Edited | None:
+    """Give the origin another value for one of its own arguments."""
+
+    def change(_: Editor, call: Call) -> list[Call]:
+        try:
+            return [with_argument(call, slot_of(call, name), value)]
+        except KeyError:  # it was not given
+            return [with_argument(call, name, value)]
+
+    return everywhere(scene, change)
+
+
+@rewrite
+def set_option(scene: Scene, name: str, value: float) -> Edited | None:
+    """Another hyperparameter for the optimizer's step."""
+
+    def change(_: Editor, call: Call) -> list[Call] | None:
+        options = argument_at(call, "options")
+        if not any(name in group for group in options):
+            return None
+        return [
+            with_argument(call, "options", [{**group, name: value} if name in group else group for group in options])
+        ]
+
+    return everywhere(scene, change)
+
+
+@rewrite
+def jitter(scene: Scene, value: float, spread: bool = False) -> Edited | None:
+    """Add a small multiple of the identity to a matrix, or with ``spread`` a small diagonal without equal entries."""
+    x = scene.tensor("x")
+    if x is None or x.dim() < 2:
+        return None
+    size, amount = x.shape[-1], value * max(1.0, float(x.abs().max()))
+    values = (amount, 2 * amount) if spread else (amount, amount)
+
+    def change(editor: Editor, call: Call) -> list[Call] | None:
+        slot = slot_of(call, "x")
+        argument = argument_at(call, slot)
+        if not isinstance(argument, Ref):
+            return None
+        line, numbers = editor.call(
+            call, "torch.linspace", *values, size, dtype=Symbol(str(x.dtype)), device=Device(str(x.device))
+        )
+        matrix, diagonal = editor.call(call, "torch.diag", numbers)
+        made = guarded(editor, call, slot, [("torch.Tensor.add", (diagonal,), {})])
+        return [line, matrix, *made] if made is not None else None
+
+    return everywhere(scene, change)
+
+
+@rewrite
+def zeros_for_bad_input(scene: Scene) -> Edited | None:
+    """Zeros where an input is not finite."""
+    failure = scene.failure
+    if failure.value is None or failure.call is not None:
+        return None
+    value = failure.value
+    changed = scene.tensors[value].detach().nan_to_num(0.0, 0.0, 0.0)
+    return Edited(scene.program, {**scene.tensors, value: changed})

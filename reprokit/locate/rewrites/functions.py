@@ -1,0 +1,125 @@
+"""Rewrites that put another function, or another way to write it, in the origin's place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from reprokit.locate.calls import argument_at, short_name, slot_of
+from reprokit.locate.edits import Edited, Editor
+from reprokit.locate.rewrites.registry import everywhere, rewrite
+from reprokit.locate.scene import Scene
+from reprokit.locate.signs.registry import number_named
+from reprokit.program.ir import Call, Ref, iter_refs
+
+
+@rewrite
+def biased(scene: Scene) -> Edited | None:
+    """A standard deviation or variance divided by n instead of n - 1."""
+
+    def change(_: Editor, call: Call) -> list[Call]:
+        args = tuple(item for item in call.args if not isinstance(item, bool))
+        flags = [item for item in call.args if isinstance(item, bool)]  # unbiased, keepdim
+        kwargs = {name: item for name, item in call.kwargs.items() if name != "unbiased"}
+        kwargs |= {"keepdim": flags[1]} if len(flags) > 1 else {}
+        return [replace(call, args=args, kwargs={**kwargs, "correction": 0})]
+
+    return everywhere(scene, change)
+
+
+@rewrite
+def log_softmax(scene: Scene) -> Edited | None:
+    """``log_softmax`` in place of the logarithm of a softmax."""
+    program = scene.program
+
+    def change(_: Editor, call: Call) -> list[Call] | None:
+        index = next((n for n, other in enumerate(program.calls) if other is call), len(program.calls))
+        for ref in iter_refs(call.args[:1]):
+            writer = scene.writer(ref.value, index)
+            if writer is not None and short_name(program.calls[writer]) == "softmax":
+                made = program.calls[writer]
+                name = made.target.replace("softmax", "log_softmax")
+                return [replace(call, target=name, args=made.args, kwargs=made.kwargs)]
+        return None
+
+    return everywhere(scene, change)
+
+
+@rewrite
+def xlogy(scene: Scene) -> Edited | None:
+    """``torch.xlogy`` in place of a product with a logarithm."""
+    index = scene.failure.call_index
+    if index is None or scene.call is None:
+        return None
+    program, editor, found = scene.program, Editor(scene.program), False
+    logs = {call.outputs.value: call.args[0] for call in program.calls
+            if short_name(call) == "log" and isinstance(call.outputs, Ref) and call.args}  # fmt: skip
+    for number, call in enumerate(program.calls):
+        if short_name(call) != "mul" or len(call.args) != 2 or call.name.startswith("__i") or call.name.endswith("_"):
+            continue
+        for factor, logarithm in (call.args, call.args[::-1]):
+            if isinstance(logarithm, Ref) and logarithm.value in logs and isinstance(factor, Ref):
+                editor.put(number, [replace(call, target="torch.xlogy", args=(factor, logs[logarithm.value]))])
+                found = True
+    return Edited(editor.finish(), scene.tensors) if found else None
+
+
+@rewrite
+def sum_over_count(scene: Scene) -> Edited | None:
+    """A mean as the sum over the number of elements, at least one."""
+
+    def change(editor: Editor, call: Call) -> list[Call] | None:
+        if not isinstance(call.outputs, Ref) or not isinstance(call.args[0], Ref):
+            return None
+        function, total = call.target.replace("mean", "sum"), editor.value()
+        ones, each = editor.call(call, "torch.ones_like", call.args[0])
+        number, count = editor.call(call, function, each, *call.args[1:], **call.kwargs)
+        one, divisor = editor.call(call, "torch.Tensor.clamp", count, min=1)
+        divide, _ = editor.call(call, "torch.Tensor.div", total, divisor, to=call.outputs)
+        return [replace(call, target=function, outputs=total), ones, number, one, divide]
+
+    return everywhere(scene, change)
+
+
+@rewrite
+def loss_over_count(scene: Scene) -> Edited | None:
+    """A mean loss as the sum over the number of targets that count, at least one."""
+
+    def change(editor: Editor, call: Call) -> list[Call] | None:
+        try:
+            target = argument_at(call, slot_of(call, "target"))
+        except KeyError:
+            return None
+        if not isinstance(target, Ref) or not isinstance(call.outputs, Ref):
+            return None
+        ignored = call.kwargs.get("ignore_index", -100)
+        total = editor.value()
+        loss = replace(call, kwargs={**call.kwargs, "reduction": "sum"}, outputs=total)
+        different, kept = editor.call(call, "torch.ne", target, ignored)
+        number, count = editor.call(call, "torch.Tensor.sum", kept)
+        one, divisor = editor.call(call, "torch.Tensor.clamp", count, min=1)
+        divide, _ = editor.call(call, "torch.Tensor.div", total, divisor, to=call.outputs)
+        return [loss, different, number, one, divide]
+
+    return everywhere(scene, change)
+
+
+@rewrite
+def guarded_weight_norm(scene: Scene) -> Edited | None:
+    """Weight normalisation with a norm that is never zero."""
+    weight = scene.tensor("x")
+    if weight is None:
+        return None
+
+    def change(editor: Editor, call: Call) -> list[Call] | None:
+        if len(call.args) < 2 or not isinstance(call.outputs, Ref):
+            return None
+        direction, gain, *rest = call.args
+        kept = rest[0] if rest else call.kwargs.get("dim", 0)
+        dims = [n for n in range(weight.dim()) if n != kept % weight.dim()] if kept != -1 else list(range(weight.dim()))
+        norm, size = editor.call(call, "torch.linalg.vector_norm", direction, 2, dims, True)
+        bound, divisor = editor.call(call, "torch.Tensor.clamp", size, min=number_named("eps", weight.dtype))
+        unit, normed = editor.call(call, "torch.Tensor.div", direction, divisor)
+        scaled, _ = editor.call(call, "torch.Tensor.mul", normed, gain, to=call.outputs)
+        return [norm, bound, unit, scaled]
+
+    return everywhere(scene, change)

@@ -1,0 +1,103 @@
+"""Signs at the edges of functions: arguments where a value or a derivative does not exist, and what becomes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from reprokit.locate.calls import short_name
+from reprokit.locate.scene import Branch, Scene
+from reprokit.locate.signs.registry import Numbers, compare, places, sign
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Where an argument is at or beyond what a function, or its derivative, is defined for; and a harmless value.
+
+    ``test`` and ``bound`` are as in the catalogue; ``size``: of the magnitude.
+    """
+
+    operand: str
+    test: str
+    bound: str | float
+    harmless: float
+    size: bool = False
+
+
+EDGES = {
+    **dict.fromkeys(("log", "log2", "log10", "sqrt", "rsqrt"), Edge("x", "at_most", 0.0, 1.0)),
+    "log1p": Edge("x", "at_most", -1.0, 1.0),
+    **dict.fromkeys(("acos", "asin", "atanh"), Edge("x", "at_least", 1.0, 0.0, size=True)),
+    "acosh": Edge("x", "at_most", 1.0, 2.0),
+    **dict.fromkeys(("div", "reciprocal"), Edge("denominator", "equal", 0.0, 1.0)),
+    "pow": Edge("base", "at_most", 0.0, 1.0),
+    **dict.fromkeys(("exp", "expm1"), Edge("x", "above", "log_limit", 0.0)),
+    "exp2": Edge("x", "above", "log2_limit", 0.0),
+    **dict.fromkeys(("sinh", "cosh"), Edge("x", "above", "log_limit", 0.0, size=True)),
+}
+
+
+def danger(scene: Scene) -> torch.Tensor | None:
+    """Where the origin's argument is at or beyond the edge of what it, or its derivative, is defined for."""
+    edge = EDGES.get(short_name(scene.call)) if scene.call is not None else None
+    values = scene.tensor(edge.operand) if edge is not None else None
+    if edge is None or values is None or not values.is_floating_point():
+        return None
+    return compare(values.abs() if edge.size else values, {edge.test: edge.bound})
+
+
+@sign
+def is_dangerous(scene: Scene) -> Numbers | None:
+    """Whether any element is at or beyond the edge of what the origin is defined for."""
+    return places(danger(scene))
+
+
+@sign
+def dropped_later(scene: Scene) -> Numbers | None:
+    """Whether every dangerous element of the origin is dropped by a later ``where`` or mask."""
+    mask = danger(scene)
+    if mask is None or not bool(mask.any()):
+        return None
+    for branch in scene.branches:
+        kept = _like(branch, mask) if short_name(branch.call) != "mul" else None
+        if kept is not None and not bool((kept & mask).any()):
+            return places(mask, dropper=short_name(branch.call))
+    return None
+
+
+@sign
+def meets_zero_factor(scene: Scene) -> Numbers | None:
+    """Whether the origin's infinities are multiplied by zeros later."""
+    result = scene.tensor("result")
+    for branch in scene.branches:
+        kept = _like(branch, result) if result is not None and short_name(branch.call) == "mul" else None
+        if result is not None and kept is not None and bool((result.isinf() & ~kept).any()):
+            return {"zeros": int((result.isinf() & ~kept).sum())}
+    return None
+
+
+def _like(branch: Branch, mask: torch.Tensor) -> torch.Tensor | None:
+    try:
+        return branch.kept.expand(mask.shape)
+    except RuntimeError:
+        return None
+
+
+@sign
+def is_normalised_later(scene: Scene) -> Numbers | None:
+    """Whether the origin's result is divided, later, by a sum over itself."""
+    index = scene.failure.call_index
+    if index is None or scene.call is None:
+        return None
+    known, summed = set(scene.call.output_refs()), set[int]()
+    for call in scene.program.calls[index + 1 :]:
+        if short_name(call) in ("sum", "mean", "amax", "max") and known.intersection(call.input_refs()):
+            summed.update(call.output_refs())
+        elif short_name(call) == "div" and known & set(call.input_refs()) and summed & set(call.input_refs()):
+            return {}
+        elif known.intersection(call.input_refs()):
+            known.update(call.output_refs())
+        elif summed.intersection(call.input_refs()):
+            summed.update(call.output_refs())
+    return None

@@ -1,0 +1,89 @@
+"""Signs of labels, indexes and lengths that do not fit, and of exceptions."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import torch
+
+from reprokit.locate.calls import short_name
+from reprokit.locate.failure import EXCEPTION
+from reprokit.locate.scene import Scene
+from reprokit.locate.signs.arguments import dimension
+from reprokit.locate.signs.registry import Numbers, places, sign
+
+
+@sign
+def raises(scene: Scene, pattern: str) -> Numbers | None:
+    """Whether the exception's type and message match."""
+    if scene.failure.kind != EXCEPTION or scene.failure.exception is None:
+        return None
+    kind, message = scene.failure.exception
+    lines = message.strip().splitlines() or [""]
+    return {"exception": f"{kind}: {lines[0]}"} if re.search(pattern, f"{kind}: {message}", re.IGNORECASE) else None
+
+
+@sign
+def label_outside(scene: Scene) -> Numbers | None:
+    """Whether a label, or the number of an embedding's row, is outside of what there is; tells the range of both."""
+    call = scene.call
+    if call is None:
+        return None
+    is_loss = short_name(call) in ("cross_entropy", "nll_loss")
+    table = scene.tensor("weight" if short_name(call) == "embedding" else "x")
+    labels = scene.tensor("target" if is_loss else "x")
+    if labels is None or table is None or labels.is_floating_point():
+        return None
+    if short_name(call) == "one_hot":
+        size = call.kwargs.get("num_classes", call.args[1] if len(call.args) > 1 else -1)
+    else:
+        size = table.shape[(dimension(scene) or 0) if is_loss else 0]
+    counted = labels[labels != scene.operand("ignore_index")] if is_loss else labels
+    if not counted.numel() or size < 0:
+        return None
+    lowest, highest = int(counted.min()), int(counted.max())
+    return {"lowest": lowest, "highest": highest, "size": size} if lowest < 0 or highest >= size else None
+
+
+@sign
+def ignores_all_targets(scene: Scene) -> Numbers | None:
+    """Whether every target of a loss is the one it ignores."""
+    target = scene.tensor("target")
+    if target is None or target.is_floating_point() or not target.numel():
+        return None
+    ignored = scene.operand("ignore_index")
+    return {"count": target.numel(), "ignored": ignored} if bool((target == ignored).all()) else None
+
+
+@sign
+def target_is_impossible(scene: Scene) -> Numbers | None:
+    """Whether the score of a target class is ``-inf``, so that its loss is infinite."""
+    x, target = scene.tensor("x"), scene.tensor("target")
+    if x is None or target is None or target.is_floating_point() or x.dim() < 2 or x.shape[:1] != target.shape[:1]:
+        return None
+    chosen = x.gather(1, target.clamp(0, x.shape[1] - 1).unsqueeze(1)).squeeze(1)
+    return places((chosen == -math.inf) & (target >= 0) & (target != scene.operand("ignore_index")))
+
+
+@sign
+def target_is_longer(scene: Scene) -> Numbers | None:
+    """Whether a target of ``ctc_loss`` needs more steps than its input has (repeats need one more)."""
+    inputs, lengths = _lengths(scene, "input_lengths"), _lengths(scene, "target_lengths")
+    targets = scene.tensor("targets")
+    if targets is None:
+        return None
+    start = 0
+    for number, (available, length) in enumerate(zip(inputs, lengths, strict=False)):
+        row = targets[number] if targets.dim() == 2 else targets[start : start + length]
+        start += length
+        labels = row[:length]
+        needed = length + int((labels[1:] == labels[:-1]).sum())
+        if needed > available:
+            return {"needed": needed, "available": available, "sample": number}
+    return None
+
+
+def _lengths(scene: Scene, name: str) -> list[int]:
+    found = scene.operand(name)
+    return [int(n) for n in torch.as_tensor(found).flatten().tolist()]

@@ -1,0 +1,59 @@
+"""Signs of matrices that have no stable decomposition or inverse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from reprokit.locate.scene import Scene
+from reprokit.locate.signs.registry import Numbers, sign
+
+
+@sign
+def equal_values(scene: Scene, within: float = 1e-6) -> Numbers | None:
+    """Whether a decomposition has eigenvalues or singular values that are equal, or zero, up to rounding."""
+    seen = scene.origin
+    if seen is None:
+        return None
+    for values in seen.results.values():
+        if values.is_complex() or values.dim() == 0 or values.shape[-1] < 2 or _is_matrix_of(values, seen.args):
+            continue
+        ordered = values.double().sort(dim=-1).values
+        gaps = (ordered[..., 1:] - ordered[..., :-1]).abs() / ordered.abs().amax().clamp(min=1e-30)
+        if bool((gaps <= within).any()):
+            return {"count": int((gaps <= within).sum()), "gap": float(gaps.min()), "total": values.numel()}
+    return None
+
+
+def _is_matrix_of(values: torch.Tensor, args: Sequence[Any]) -> bool:
+    """Whether a result of a decomposition is made of vectors: it has as many dimensions as what was decomposed."""
+    return bool(args) and isinstance(args[0], torch.Tensor) and values.dim() >= args[0].dim()
+
+
+@sign
+def is_singular(scene: Scene) -> Numbers | None:
+    """Whether a matrix has no inverse, up to rounding; tells its rank and condition number."""
+    x = scene.tensor("x")
+    if x is None or x.dim() < 2 or x.shape[-1] != x.shape[-2] or not x.numel() or not bool(x.isfinite().all()):
+        return None
+    values = torch.linalg.svdvals(x.detach().double()).reshape(-1, x.shape[-1])
+    ratios = values[:, -1] / values[:, 0].clamp(min=1e-300)
+    worst = int(ratios.argmin())
+    eps = torch.finfo(x.dtype).eps if x.is_floating_point() else 1e-7
+    if float(ratios[worst]) > eps * x.shape[-1]:
+        return None
+    rank = int((values[worst] > values[worst, 0] * eps * x.shape[-1]).sum()) if float(values[worst, 0]) else 0
+    return {"rank": rank, "size": x.shape[-1]}
+
+
+@sign
+def is_not_positive(scene: Scene) -> Numbers | None:
+    """Whether a symmetric matrix has an eigenvalue that is not above zero."""
+    x = scene.tensor("x")
+    if x is None or x.dim() < 2 or x.shape[-1] != x.shape[-2] or not bool(x.isfinite().all()):
+        return None
+    lowest = float(torch.linalg.eigvalsh(x.detach().double()).min())
+    eps = torch.finfo(x.dtype).eps * float(x.abs().max()) * x.shape[-1]
+    return {"lowest": lowest, "size": x.shape[-1]} if lowest <= eps else None

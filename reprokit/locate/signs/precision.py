@@ -1,0 +1,142 @@
+"""Signs of a dtype that ends too early: overflow, and an ``eps`` that is rounded to zero."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from reprokit.locate.calls import Slot, short_name
+from reprokit.locate.scene import Scene, recompute
+from reprokit.locate.signs.registry import (
+    Numbers,
+    dtype_name,
+    is_half,
+    is_lost,
+    places,
+    sign,
+    smallest,
+)  # fmt: skip
+from reprokit.program.ir import Call, map_leaves
+
+
+@sign
+def overflows(scene: Scene, halves: bool | None = None) -> Numbers | None:
+    """Whether the origin made an infinity of finite arguments because its dtype ends too early.
+
+    The call is done again in float64, to tell by how much. ``halves``: of half precision only, or of others only.
+    """
+    seen, result = scene.origin, scene.tensor("result")
+    if seen is None or result is None or not result.is_floating_point():
+        return None
+    if halves is not None and is_half(result) != halves:
+        return None
+    exact = recompute(seen)
+    if exact is None or exact.shape != result.shape:
+        return None
+    bad = ~result.isfinite()
+    sizes = exact.abs()[bad & exact.isfinite()]
+    limit = torch.finfo(result.dtype).max
+    if not sizes.numel() or float(sizes.max()) <= limit:
+        return None
+    largest = float(sizes.max())
+    return places(bad, largest=largest, limit=limit, times=largest / limit, dtype=dtype_name(result))
+
+
+@sign
+def turns_bad(scene: Scene) -> Numbers | None:
+    """Whether everything the origin is given is finite, and its result is not."""
+    result, largest = scene.tensor("result"), _largest_if_finite(scene)
+    if largest is None or result is None or not result.is_floating_point() or bool(result.isfinite().all()):
+        return None
+    return {"largest": largest, "limit": torch.finfo(result.dtype).max, "dtype": dtype_name(result)}
+
+
+def _largest_if_finite(scene: Scene) -> float | None:
+    """The largest magnitude in what the origin is given, ``None`` when that is not all finite."""
+    given = [tensor for tensor in _given(scene) if tensor.is_floating_point() and tensor.numel()]
+    sizes = [float(tensor.abs().max()) for tensor in given]  # NaN if there is one in it
+    return max(sizes) if sizes and all(map(math.isfinite, sizes)) else None
+
+
+def _given(scene: Scene) -> list[torch.Tensor]:
+    """All tensors that the origin is given."""
+    found: list[torch.Tensor] = []
+    arguments = (scene.origin.args, dict(scene.origin.kwargs)) if scene.origin is not None else ()
+    map_leaves(arguments, lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None)
+    return found
+
+
+@sign
+def computes_in_half(scene: Scene) -> Numbers | None:
+    """Whether anything the origin is given is in half precision, the parameters of an optimizer included."""
+    halves = list(filter(is_half, _given(scene)))
+    return {"dtype": dtype_name(halves[0]), "smallest": smallest(halves[0].dtype)} if halves else None
+
+
+@sign
+def loses_eps(scene: Scene, operand: Slot = "denominator") -> Numbers | None:
+    """Whether an argument was protected by a small constant that half precision rounds to zero."""
+    values = scene.tensor(operand)
+    if values is None or not is_half(values):
+        return None
+    for _, call in scene.makers(operand, 3):
+        if short_name(call) in ("add", "clamp", "clamp_min", "maximum"):
+            eps = next((number for number in _numbers(call) if is_lost(number, values.dtype)), None)
+            if eps is not None:
+                return _lost(eps, values)
+    return None
+
+
+@sign
+def loses_eps_argument(scene: Scene) -> Numbers | None:
+    """Whether the call's own ``eps`` is rounded to zero by half precision."""
+    x, eps = scene.tensor("x"), scene.operand("eps")
+    return _lost(eps, x) if x is not None and is_half(x) and is_lost(eps, x.dtype) else None
+
+
+@sign
+def optimizer_loses_eps(scene: Scene) -> Numbers | None:
+    """Whether the optimizer's ``eps`` is rounded to zero in the dtype of a parameter."""
+    arguments = scene.origin.kwargs if scene.origin is not None else {}
+    for group, options in zip(arguments.get("params", ()), arguments.get("options", ()), strict=False):
+        eps = options.get("eps")
+        for parameter in group:
+            if is_lost(eps, parameter.dtype):
+                return _lost(eps, parameter)
+    return None
+
+
+def _lost(eps: float, tensor: torch.Tensor) -> Numbers:
+    return {"eps": eps, "dtype": dtype_name(tensor), "smallest": smallest(tensor.dtype)}
+
+
+def _numbers(call: Call) -> list[float]:
+    return [item for item in (*call.args, *call.kwargs.values()) if isinstance(item, float)]
+
+
+@sign
+def gradients_explode(scene: Scene) -> Numbers | None:
+    """Whether a gradient went bad although everything its call was given is finite."""
+    largest = _largest_if_finite(scene)
+    return {"largest": largest} if scene.failure.phase == "backward" and largest is not None else None
+
+
+@sign
+def gradient_overflows_half(scene: Scene) -> Numbers | None:
+    """Whether a gradient overflowed in half precision."""
+    result = scene.tensor("result")
+    if scene.failure.phase != "backward" or result is None or not is_half(result):
+        return None
+    return {"dtype": dtype_name(result), "limit": torch.finfo(result.dtype).max}
+
+
+@sign
+def divides_by_power_of_result(scene: Scene) -> Numbers | None:
+    """Whether the gradient of a p-norm divides by a power of the norm that is too small to divide by."""
+    result, order = scene.tensor("result"), scene.tensor("order")
+    if result is None or order is None:
+        return None
+    power = float(order) - 1
+    found = result[(result > 0) & (result**power).reciprocal().isinf()]
+    return {"lowest": float(found.min()), "power": power, "dtype": dtype_name(result)} if found.numel() else None

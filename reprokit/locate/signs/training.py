@@ -1,0 +1,138 @@
+"""Signs outside of the origin: hyperparameters, inputs that were bad, and the story of the steps and layers before."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from reprokit.locate.calls import short_name
+from reprokit.locate.scene import Scene
+from reprokit.locate.signs.registry import Numbers, is_wanted, sign
+
+_MATRIX_CALLS = ("linear", "matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "mv",
+                 "rnn_relu", "rnn_tanh", "gru", "lstm")  # fmt: skip
+_TAIL = 20  # steps before the failure that are looked at
+
+
+@sign
+def optimizer_option(scene: Scene, name: str, **wanted: float) -> Numbers | None:
+    """Whether an option of the optimizer's step is as wanted in any group."""
+    values = (group.get(name) for group in _groups(scene))
+    found = next((value for value in values if is_wanted(value, wanted)), None)
+    return {name: found} if found is not None else None
+
+
+@sign
+def has_bad_number(scene: Scene) -> Numbers | None:
+    """Whether the origin is given a number, not a tensor, that is not finite: a hyperparameter."""
+    call = scene.call
+    if call is None:
+        return None
+    if call.is_optimizer_step:
+        for group in _groups(scene):
+            for name, value in group.items():
+                if _is_bad(value):
+                    return {"name": name, "value": value}
+        return None
+    named = [*((f"argument {n}", value) for n, value in enumerate(call.args)), *call.kwargs.items()]
+    bad = ({"name": name, "value": value} for name, value in named if isinstance(value, float) and value != value)
+    return next(bad, None)
+
+
+def _groups(scene: Scene) -> Sequence[Mapping[str, Any]]:
+    if scene.origin is None or scene.call is None or not scene.call.is_optimizer_step:
+        return ()
+    options: Sequence[Mapping[str, Any]] = scene.origin.kwargs.get("options", ())
+    return options
+
+
+def _is_bad(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_is_bad(item) for item in value)
+    if isinstance(value, torch.Tensor):
+        return value.is_floating_point() and not bool(value.isfinite().all())
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+@sign
+def input_is(scene: Scene, roles: Sequence[str]) -> Numbers | None:
+    """Whether an input of one of these roles was bad before the first call."""
+    failure = scene.failure
+    if failure.call is not None or failure.value is None:
+        return None
+    item = next((item for item in scene.program.inputs if item.value == failure.value), None)
+    if item is None or item.role not in roles:
+        return None
+    return {"input": f"`{item.name}`", "count": failure.num_bad, "total": failure.num_elements, "role": item.role}
+
+
+@sign
+def loss_was_growing(scene: Scene, factor: float = 10.0) -> Numbers | None:
+    """Whether the loss, or the norm of the gradients, of the steps before had grown by this factor, for good.
+
+    The later half of the steps has to go beyond everything in the earlier one, in more than a single step.
+    """
+    for name, word in (("loss", "loss"), ("grad_norm", "gradient norm")):
+        steps = [(int(row["step"]), float(row[name])) for row in scene.timeline if _is_number(row.get(name))][-_TAIL:]
+        if len(steps) < 3:
+            continue
+        before, after = steps[: len(steps) // 2], steps[len(steps) // 2 :]
+        low_step, low = min(before, key=lambda item: item[1])
+        high_step, high = max(after, key=lambda item: item[1])
+        bound = max(abs(size) for _, size in before)
+        others = [size for step, size in steps if low_step < step != high_step]
+        if high > factor * max(bound, 1e-12) and max(others, default=-math.inf) > bound:
+            rate = next((row.get("lr") for row in reversed(scene.timeline) if _is_number(row.get("lr"))), None)
+            return {"what": word, "low": low, "high": high, "from_step": low_step, "to_step": high_step,
+                    "lr": f", at a learning rate of {rate:.4g}" if rate is not None else ""}  # fmt: skip
+    return None
+
+
+@sign
+def parameters_are_huge(scene: Scene, bound: float = 1e6) -> Numbers | None:
+    """Whether parameters have left every usual range before the step."""
+    worst, name = 0.0, ""
+    for item in scene.program.inputs:
+        values = scene.tensors[item.value]
+        if item.role == "parameter" and values.is_floating_point() and values.numel():
+            size = float(values.detach().abs().double().nan_to_num(0.0, 0.0, 0.0).max())
+            worst, name = max((worst, name), (size, item.name))
+    return {"largest": worst, "input": f"`{name}`"} if worst >= bound else None
+
+
+@sign
+def grows_with_depth(scene: Scene, factor: float = 4.0, layers: int = 3) -> Numbers | None:
+    """Whether the peaks of the matrix products up to the origin grow from layer to layer, most by ``factor``."""
+    index = scene.failure.call_index
+    if index is None:
+        return None
+    end = index if scene.failure.phase == "forward" else len(scene.program.calls)
+    sizes = [
+        peak
+        for number, peak in sorted(scene.peaks.items())
+        if peak > 0 and number < end and short_name(scene.program.calls[number]) in _MATRIX_CALLS
+    ]
+    if len(sizes) < layers:
+        return None
+    growth = statistics.median_low(after / before for before, after in itertools.pairwise(sizes))
+    if growth < factor:
+        return None
+    return {"growth": growth, "first": sizes[0], "last": sizes[-1], "layers": len(sizes)}
+
+
+@sign
+def scale_collapsed(scene: Scene) -> Numbers | None:
+    """Whether the scale of a grad scaler fell below one."""
+    scales = [float(row["scale"]) for row in scene.timeline if _is_number(row.get("scale"))]
+    if len(scales) < 2 or scales[-1] >= 1.0 or max(scales) < 2 * scales[-1]:
+        return None
+    return {"scale": scales[-1], "highest": max(scales)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
