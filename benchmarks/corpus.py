@@ -44,7 +44,30 @@ CHECKS = {
     "one_minimal": "1-min",
     "no_side_file": "alone",
     "issue_ok": "issue",
+    "report_ok": "report",
+    "diagnosis_ok": "diag",
+    "fix": "fix",
     "ruff_ok": "ruff",
+}
+# What a diagnosis of a family may be about: words, one of which is part of the id of its entry. A coarse score.
+THEMES = {
+    "bad_data": ("bad-data", "constant", "zero-by-zero", "average"),
+    "custom_optimizer": ("update", "optimizer", "eps", "zero-by-zero", "division-by-zero"),
+    "divergence": ("divergence", "blowup", "exploding", "huge", "overflow", "recurrent"),
+    "domain_error": ("negative", "outside", "below"),
+    "edge_derivative": ("gradient-at", "gradient"),
+    "empty_reduction": ("of-one", "nothing", "average"),
+    "half_precision": ("half", "eps-lost", "scaler", "underflowed"),
+    "inf_logits": ("masked-logits", "impossible", "infinity"),
+    "linalg_backward": ("eigenvalues", "singular", "cholesky"),
+    "log_of_zero": ("log-zero", "log-of-zero", "log-of-underflow"),
+    "log_space": ("logsumexp", "infinity-minus"),
+    "masked_softmax": ("masked-softmax",),
+    "normalisation": ("norm", "zero-vector", "constant"),
+    "overflow": ("overflow", "exp-", "infinity-by"),
+    "sqrt_at_zero": ("sqrt", "norm", "hypot"),
+    "where_trap": ("where-trap",),
+    "zero_division": ("zero-by-zero", "division", "average", "constant", "nothing", "vector"),
 }
 MAX_ISSUE_CHARACTERS = 65_536
 ISSUE_PARTS = (
@@ -79,6 +102,9 @@ class Row:
     one_minimal: bool = False
     no_side_file: bool = False
     issue_ok: bool = False
+    report_ok: bool | None = None
+    diagnosis_ok: bool | None = None
+    fix: bool = False
     ruff_ok: bool | None = None
     calls: int | None = None
     elements: int | None = None
@@ -87,6 +113,7 @@ class Row:
     capture_seconds: float = 0.0
     shrink_seconds: float = 0.0
     origin: str = ""
+    diagnosis: str = ""
     errors: list[str] = field(default_factory=list)
 
 
@@ -143,6 +170,7 @@ def run_case(folder: Path, work: Path, timeout: float) -> Row:
     shrunk = _reprokit(["shrink", "--json", "--no-whatif", "-o", "out", "snap.pt"], work, timeout)
     repros = _run_repro(work / "out", shrunk.json(), timeout)
     row = score(folder.name, case, shown.json(), shrunk.json(), repros, _text_of(work / "out" / "issue.md"))
+    row.report_ok = opens_cleanly(work / "out" / "report.html")
     row.ruff_ok = is_clean_code(sorted((work / "out").glob("repro*.py")))
     row.capture_seconds, row.shrink_seconds = round(captured.seconds, 2), round(shrunk.seconds, 2)
     commands = {"show": shown, "shrink": shrunk}
@@ -183,6 +211,11 @@ def _score_reduction(row: Row, case: JSON, shrunk: JSON) -> None:
     row.calls_ok = row.calls is not None and row.calls <= case["minimal_ops"]
     row.elements_ok = row.elements is not None and row.elements <= 2 * case["minimal_numel"]
     row.one_minimal = bool(shrunk.get("one_minimal"))
+    diagnosis = shrunk.get("diagnosis") or {}
+    row.diagnosis = diagnosis.get("id", "")
+    themes = THEMES.get(case.get("family", ""))
+    row.diagnosis_ok = any(theme in row.diagnosis for theme in themes) if themes is not None else None
+    row.fix = bool((diagnosis.get("fix") or {}).get("helped"))
     repro = shrunk.get("repro") or {}
     row.lines = repro.get("lines")
     row.no_side_file = len(repro.get("files", ())) == 1
@@ -193,6 +226,20 @@ def is_whole_issue(text: str) -> bool:
     is_closed = text.count("<details>") == text.count("</details>") > 0
     is_private = f"{Path.home()}/" not in text
     return len(text) <= MAX_ISSUE_CHARACTERS and is_closed and is_private and all(part in text for part in ISSUE_PARTS)
+
+
+def opens_cleanly(report: Path) -> bool | None:
+    """Whether a report opens in Chromium with nothing on the console; ``None`` where there is no Chromium."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        return None
+    if not report.is_file():
+        return False
+    with tempfile.TemporaryDirectory(prefix="profile-") as profile:
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+        command = [browser, *options, f"--user-data-dir={profile}", report.resolve().as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return done.returncode == 0 and "CONSOLE" not in done.stderr and "<h1" in done.stdout
 
 
 def is_clean_code(files: Sequence[Path]) -> bool | None:

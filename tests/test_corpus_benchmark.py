@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 
 from tests.conftest import import_benchmark
 
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
 
 @pytest.fixture(scope="module")
 def corpus() -> ModuleType:
@@ -17,6 +20,7 @@ def corpus() -> ModuleType:
 
 
 CASE: dict[str, Any] = {
+    "family": "zero_division",
     "phase": "loss",
     "kind": "nan",
     "first_bad_step": 3,
@@ -34,7 +38,9 @@ def shown(**changes: Any) -> dict[str, Any]:
 
 def shrunk(**changes: Any) -> dict[str, Any]:
     repro = {"lines": 6, "files": ["repro.py"]}
-    return {"calls": 1, "elements": 2, "checks": 5, "one_minimal": True, "repro": repro, **changes}
+    diagnosis = {"id": "zero-by-zero", "fix": {"helped": True}}
+    numbers = {"calls": 1, "elements": 2, "checks": 5, "one_minimal": True}
+    return {**numbers, "diagnosis": diagnosis, "repro": repro, **changes}
 
 
 def repro(corpus: ModuleType, code: int = 1, stdout: str = "y = nan") -> Any:
@@ -47,7 +53,8 @@ def issue(corpus: ModuleType) -> str:
 
 def test_a_perfect_row(corpus: ModuleType) -> None:
     row = corpus.score("case", CASE, shown(), shrunk(), [repro(corpus)] * 3, issue(corpus))
-    assert all(getattr(row, name) for name in corpus.CHECKS if name != "ruff_ok")  # files are looked at elsewhere
+    of_files = {"ruff_ok", "report_ok"}  # are looked at elsewhere
+    assert all(getattr(row, name) for name in corpus.CHECKS.keys() - of_files)
     assert (row.lines, row.checks, row.calls, row.elements) == (6, 5, 1, 2)
 
 
@@ -65,7 +72,9 @@ def test_what_is_wrong_in_show(corpus: ModuleType, changed: dict[str, Any], fiel
 @pytest.mark.parametrize(
     ("changed", "field"),
     [({"calls": 2}, "calls_ok"), ({"elements": 3}, "elements_ok"), ({"one_minimal": False}, "one_minimal"),
-     ({"repro": {"lines": 6, "files": ["repro.py", "inputs.pt"]}}, "no_side_file")],
+     ({"repro": {"lines": 6, "files": ["repro.py", "inputs.pt"]}}, "no_side_file"),
+     ({"diagnosis": {"id": "where-trap", "fix": {"helped": True}}}, "diagnosis_ok"),
+     ({"diagnosis": {"id": "zero-by-zero", "fix": None}}, "fix")],
 )  # fmt: skip
 def test_what_is_wrong_in_shrink(corpus: ModuleType, changed: dict[str, Any], field: str) -> None:
     row = corpus.score("case", CASE, shown(), shrunk(**changed), [repro(corpus)] * 3, issue(corpus))
@@ -116,6 +125,16 @@ def test_code_is_judged_by_ruff(corpus: ModuleType, tmp_path: Path) -> None:
     assert corpus.is_clean_code([good, unused]) is False
     assert corpus.is_clean_code([wide]) is False
     assert corpus.is_clean_code([]) is None
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium is installed")
+def test_a_report_is_opened(corpus: ModuleType, tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.html", tmp_path / "bad.html"
+    good.write_text("<h1>What happened</h1>")
+    bad.write_text("<h1>What happened</h1><script>undefined_function()</script>")
+    assert corpus.opens_cleanly(good) is True
+    assert corpus.opens_cleanly(bad) is False
+    assert corpus.opens_cleanly(tmp_path / "none.html") is False
 
 
 def test_an_issue_is_whole_within_the_limit_and_private(corpus: ModuleType) -> None:
