@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,30 @@ def test_optimizer_shows_only_unusual_options() -> None:
         "opt = torch.optim.Adam([weight], weight_decay=0.5)",
         "opt.step()",
     ]
+
+
+def test_options_that_a_class_refuses_are_set_afterwards(tmp_path: Path) -> None:
+    program, tensors = half_precision_adam(lr=float("nan"))
+    body = lines_of(program, tensors, keep=(0,))
+    assert body[-3:-1] == [
+        "opt = torch.optim.Adam([weight])",
+        'opt.param_groups[0].update(lr=float("nan"))',
+    ]
+    assert_same_bits((replace(program, outputs=(Ref(0),)), tensors), tmp_path)
+
+
+OPTIMIZERS = sorted(
+    name for name, cls in vars(torch.optim).items() if isinstance(cls, type) and cls.__base__ is torch.optim.Optimizer
+)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_has_defaults(name: str) -> None:
+    kwargs = {"params": [[Ref(0)]], "grads": [[Ref(1)]], "options": [{"lr": 0.25}], "state": [[{}]]}
+    inputs = (Input(0, "weight", "parameter", True), Input(1, "gradient", "gradient"))
+    program = Program((Call(f"torch.optim.{name}.step", (), kwargs, phase="optimizer"),), inputs)
+    body = lines_of(program, {0: torch.ones(2, 2), 1: torch.ones(2, 2)}, keep=(0,))
+    assert body[-2:] == [f"opt = torch.optim.{name}([weight], lr=0.25)", "opt.step()"]
 
 
 def test_optimizer_with_state_and_groups(tmp_path: Path) -> None:
