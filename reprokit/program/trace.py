@@ -42,8 +42,7 @@ from reprokit.program.sites import current_site, library_line, relative_path
 
 # Functionals that stand for a whole layer: recorded as the calls they are made of.
 _LAYERS = frozenset({"torch.nn.functional.multi_head_attention_forward", "torch.nn.functional.gumbel_softmax"})
-
-
+_INDEXING = frozenset({"torch.Tensor.__getitem__", "torch.Tensor.__setitem__"})
 _WITHOUT_RESULT = functions.GRAD_WRITES | {BACKWARD, AUTOGRAD_BACKWARD}  # matter all the same
 
 
@@ -117,13 +116,12 @@ class Tracer(TorchFunctionMode):
 
     def perform(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Perform ``func`` and record it under ``name``."""
-        in_place = bool(args) and functions.is_in_place(name)
-        if in_place:
-            self.save_before_write(args[0])
+        for tensor in _tensors(functions.all_written(name, args, kwargs)):
+            self.save_before_write(tensor)
         try:
-            call = self._begin(name, args, kwargs)
+            call = self._begin(name, _with_indexes(args) if name in _INDEXING else args, kwargs)
         except CannotRecord:
-            return self._perform_unknown(func, args, kwargs)
+            return self._perform_unknown(func, args, kwargs, functions.written_argument(name, args, kwargs))
         if call.is_differentiation:
             return self._differentiate(call, func, args, kwargs)
         random = functions.is_random(name)
@@ -134,12 +132,12 @@ class Tracer(TorchFunctionMode):
             self.calls.append(call)
             raise
         if state is not None and not torch.equal(state, _rng_state(args)):
-            return self._end_random(call, args, result, state)
+            return self._end_random(call, args, kwargs, result, state)
         if not call.input_refs() and not functions.is_factory(name):
             return self.make_outcome(result, "batch")
-        if not _holds_tensor(result) and not in_place and name not in _WITHOUT_RESULT:
+        if not _holds_tensor(result) and not functions.is_in_place(name) and name not in _WITHOUT_RESULT:
             return result
-        if name.endswith(".empty") or name.endswith("empty_like") or name.endswith("new_empty"):
+        if random and "empty" in call.name:
             return self.make_outcome(result, "batch")
         self.calls.append(replace(call, outputs=self._bind(result)))
         return result
@@ -180,13 +178,12 @@ class Tracer(TorchFunctionMode):
             phase=self.phase,
         )
 
-    def _end_random(self, call: Call, args: tuple[Any, ...], result: Any, state: torch.Tensor) -> Any:
+    def _end_random(self, call: Call, args: tuple[Any, ...], kwargs: Any, result: Any, state: torch.Tensor) -> Any:
         """A call that drew random numbers: keep the outcome, or the generator's state when gradients flow through
         it."""
-        if functions.is_in_place(call.target) and not args[0].requires_grad:
-            outcome = self._new_input(args[0].detach().clone(), Origin("random", "random"), requires_grad=False)
-            copy = Call("torch.Tensor.copy_", (call.args[0], Ref(outcome)), outputs=call.args[0], mode=call.mode)
-            self.calls.append(replace(copy, scope=call.scope, site=call.site, phase=call.phase))
+        written = functions.written_argument(call.target, args, kwargs)
+        if isinstance(written, torch.Tensor) and not written.requires_grad:
+            self._record_write(written, call)
             return result
         if not _requires_grad(result):
             return self.make_outcome(result, "random")
@@ -195,6 +192,13 @@ class Tracer(TorchFunctionMode):
         self.calls.append(replace(call, mode=mode, outputs=self._bind(result)))
         return result
 
+    def _record_write(self, written: torch.Tensor, call: Call) -> None:
+        """What a call left in a tensor, as a copy from an input."""
+        target = Ref(self.value(written))
+        outcome = self._new_input(_copy(written), Origin("random", "random"), requires_grad=False)
+        copy = replace(call, target="torch.Tensor.copy_", args=(target, Ref(outcome)), kwargs={}, outputs=target)
+        self.calls.append(copy)
+
     def make_outcome(self, result: Any, role: str, name: str = "") -> Any:
         """Make the tensors of ``result`` inputs of the program."""
         for tensor in _tensors(result):
@@ -202,9 +206,13 @@ class Tracer(TorchFunctionMode):
                 self.adopt(tensor, Origin(name or role, role))
         return result
 
-    def _perform_unknown(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function that a program may not hold: what it returns is an input of the rest."""
+    def _perform_unknown(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], written: Any = None
+    ) -> Any:
+        """A function that a program may not hold: what it returns, or has ``written`` into, is an input of the rest."""
         result = func(*args, **kwargs)
+        if isinstance(written, torch.Tensor):
+            self._record_write(written, self.make_call("torch.Tensor.copy_"))
         return self.make_outcome(result, "opaque" if _requires_grad(result) else "batch")
 
     def _expand(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -294,9 +302,10 @@ class Tracer(TorchFunctionMode):
         self.inputs.append(Input(value, self._unique(origin.name), origin.role, requires_grad))
         return value
 
-    def save_before_write(self, target: Any) -> None:
+    def save_before_write(self, target: torch.Tensor) -> None:
         """Keep the value that a parameter had before the step writes into it."""
-        if isinstance(target, torch.Tensor) and target.layout is torch.strided:
+        if target.layout is torch.strided:
+            self.value(target)  # what is not known yet becomes an input with the value that it has now
             value = self._borrowed.pop(target.untyped_storage().data_ptr(), None)
             if value is not None:
                 self.tensors[value] = _copy(self.tensors[value])
@@ -444,12 +453,25 @@ def _rng_state(args: tuple[Any, ...]) -> torch.Tensor:
 
 
 def _encode_number(value: Any) -> Any:
-    """NumPy scalars, enums and number-like objects as plain numbers."""
-    if isinstance(value, (bool, int, float, str)):
-        return value.__class__.__mro__[-2](value) if type(value).__mro__[-2] in (int, float, str) else int(value)
+    """NumPy scalars, enums and number-like objects as plain numbers and texts."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
     if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
         return value.item()
     raise CannotRecord(f"a program cannot hold a `{type(value).__name__}`")
+
+
+def _with_indexes(value: Any) -> Any:
+    """What `__getitem__` was given, with NumPy arrays as tensors."""
+    if isinstance(value, tuple):
+        return tuple(_with_indexes(item) for item in value)
+    if type(value).__module__ != "numpy" or value.ndim == 0 or value.dtype.kind not in "biu":
+        return value
+    return torch.tensor(value)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
