@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from reprokit.program.functions import is_in_place
+from reprokit.program.functions import all_written, hidden_writes, is_in_place
 from reprokit.program.ir import BACKWARD, OPAQUE, ZERO_GRAD, Call, Input, Mode, Program, Ref, iter_refs
 from reprokit.program.run import Tensors
 from reprokit.render import calls, names
@@ -251,13 +251,14 @@ class _Writer:
         return name + len(written.text) + 4 * (bool(mode.autocast or mode.inference) + (mode.grad == mode.inference))
 
     def _without_unit_gradient(self, call: Call) -> Call:
-        """``backward`` of a scalar without the gradient that it starts from by itself."""
+        """``backward`` of a real scalar without the gradient that it starts from by itself."""
         given = calls.as_method(call)
         if given.target != BACKWARD or len(given.args) != 2 or not isinstance(given.args[1], Ref):
             return call
         gradient = self._tensors.get(given.args[1].value)
-        is_unit = gradient is not None and gradient.numel() == 1 and bool((gradient == 1).all())
-        return replace(given, args=given.args[:1]) if is_unit else call
+        if gradient is None or gradient.numel() != 1 or gradient.is_complex() or gradient.item() != 1:
+            return call
+        return replace(given, args=given.args[:1])
 
     def _write_random_state(self, value: int, mode: Mode) -> None:
         """Start the generator from a seed, or from a state in the side file."""
@@ -298,7 +299,7 @@ class _Writer:
         limit = _MAX_INLINE_IN_LINE if _is_one_line(call, reader) else MAX_INLINE
         if value in self._nouns and not reader.is_differentiation:
             return False
-        return len(written.text) <= limit and "inplace" not in {**call.kwargs, **reader.kwargs}
+        return len(written.text) <= limit
 
     def _reader(self, value: int, index: int) -> Call | None:
         """The call that reads a value: the next one, or a later one on the same line if all between go into it."""
@@ -308,13 +309,9 @@ class _Writer:
             if value in call.input_refs():
                 return call
             is_whole_value = isinstance(call.outputs, Ref) and self._uses[call.outputs.value] == 1
-            if not (_is_one_line(made, call) and is_whole_value and self._is_pure(call)):
+            if not (_is_one_line(made, call) and is_whole_value and _is_pure(made) and _is_pure(call)):
                 return None
         return None
-
-    def _is_pure(self, call: Call) -> bool:
-        is_special = call.target in (OPAQUE, ZERO_GRAD) or call.is_differentiation or call.is_optimizer_step
-        return not (is_special or is_in_place(call.target) or call.mode.rng is not None or "inplace" in call.kwargs)
 
     def _may_hold(self, reader: Call, value: int) -> bool:
         """Whether the expression of a value can stand in the call that reads it."""
@@ -394,6 +391,15 @@ def _changes_nothing(call: Call) -> bool:
     return call.name in _CONVERSIONS and bool(call.args) and call.outputs == call.args[0]
 
 
+def _is_pure(call: Call) -> bool:
+    """Whether it makes no difference when the call runs."""
+    is_special = call.target in (OPAQUE, ZERO_GRAD) or call.is_differentiation or call.is_optimizer_step
+    if is_special or call.mode.rng is not None:
+        return False
+    written = (given(call.target, call.args, call.kwargs) for given in (all_written, hidden_writes))
+    return next(iter_refs(list(written)), None) is None
+
+
 def _is_alike(call: Call, outputs: Sequence[Any]) -> bool:
     """Whether the parts of a result have no names of their own."""
     return len(set(names.names_for_parts(call, len(outputs)))) == 1
@@ -414,7 +420,7 @@ def _with_one_dtype(lines: Iterable[str]) -> list[str]:
     (dtype, count), *_ = [*dtypes.most_common(1), ("", 0)]
     if count < 2:
         return written
-    return [f"dtype = {dtype}", *(line.replace(f"dtype={dtype}", "dtype=dtype") for line in written)]
+    return [f"dtype = {dtype}", *(re.sub(rf"\bdtype={dtype}\b", "dtype=dtype", line) for line in written)]
 
 
 def _count_uses(program: Program) -> Counter[int]:
