@@ -98,7 +98,6 @@ class Reduction:
         content["program"] = plain.to_plain(self.program)
         content["failure"] = failures.to_plain(self.failure)
         content["tensors"] = {value: storable(tensor) for value, tensor in self.tensors.items()}
-        require_tensors(content["program"], content["tensors"])
         content["context"] = pieces.to_plain(self.context)
         write_file(path, KIND, content)
 
