@@ -10,7 +10,6 @@ numbers.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,12 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 from reprokit.program import functions
 from reprokit.program.custom import CustomFunctions
+from reprokit.program.encode import CannotRecord, encode, with_indexes
 from reprokit.program.ir import (
     AUTOGRAD_BACKWARD,
     AUTOGRAD_GRAD,
     BACKWARD,
     Call,
-    Device,
     Input,
     Mode,
     ModuleNote,
@@ -35,19 +34,14 @@ from reprokit.program.ir import (
     Ref,
     Scope,
     Site,
-    Slice,
-    Symbol,
 )
-from reprokit.program.sites import current_site, library_line, relative_path
+from reprokit.program.notes import note_of
+from reprokit.program.sites import current_site, library_line
 
 # Functionals that stand for a whole layer: recorded as the calls they are made of.
 _LAYERS = frozenset({"torch.nn.functional.multi_head_attention_forward", "torch.nn.functional.gumbel_softmax"})
 _INDEXING = frozenset({"torch.Tensor.__getitem__", "torch.Tensor.__setitem__"})
 _WITHOUT_RESULT = functions.GRAD_WRITES | {BACKWARD, AUTOGRAD_BACKWARD}  # matter all the same
-
-
-class CannotRecord(TypeError):
-    """An argument that a program cannot hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +113,7 @@ class Tracer(TorchFunctionMode):
         for tensor in _tensors(functions.all_written(name, args, kwargs)):
             self.save_before_write(tensor)
         try:
-            call = self._begin(name, _with_indexes(args) if name in _INDEXING else args, kwargs)
+            call = self._begin(name, with_indexes(args) if name in _INDEXING else args, kwargs)
         except CannotRecord:
             return self._perform_unknown(func, args, kwargs, functions.written_argument(name, args, kwargs))
         if call.is_differentiation:
@@ -235,25 +229,7 @@ class Tracer(TorchFunctionMode):
 
     def encode(self, value: Any) -> Any:
         """Arguments as a program holds them; raises `CannotRecord`."""
-        if isinstance(value, torch.Tensor):
-            return Ref(self.value(value))
-        if value is None or value is Ellipsis or type(value) in (bool, int, float, complex, str):
-            return value
-        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-            return Symbol(str(value))
-        if isinstance(value, torch.device):
-            return Device(str(value))
-        if isinstance(value, slice):
-            return Slice(*(self.encode(part) for part in (value.start, value.stop, value.step)))
-        if isinstance(value, tuple):
-            return tuple(self.encode(item) for item in value)
-        if isinstance(value, list):
-            return [self.encode(item) for item in value]
-        if isinstance(value, Mapping):
-            return {key: self.encode(item) for key, item in value.items()}
-        if isinstance(value, type) and value in (bool, int, float):
-            return Symbol({bool: "torch.bool", int: "torch.int64", float: "torch.float64"}[value])
-        return _encode_number(value)
+        return encode(value, lambda tensor: Ref(self.value(tensor)))
 
     def value(self, tensor: torch.Tensor) -> int:
         """The value number of a tensor; one that is not known yet becomes an input."""
@@ -398,32 +374,6 @@ def _no_checkpointing() -> Iterator[None]:
         module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved
 
 
-def note_of(module: torch.nn.Module) -> ModuleNote:
-    """What a context repro needs to know of a module: torch's own layers by their constructor arguments, user
-    classes by place and text."""
-    cls = type(module)
-    if cls.__module__.startswith("torch.nn.modules"):
-        return ModuleNote(cls.__name__, module.training, _constructor_arguments(module))
-    try:
-        file, (lines, line) = inspect.getsourcefile(cls) or "", inspect.getsourcelines(cls)
-    except (OSError, TypeError):
-        file, lines, line = "", [], 0
-    place = relative_path(file) if file else ""
-    return ModuleNote(cls.__qualname__, module.training, {}, place, line, "".join(lines))
-
-
-def _constructor_arguments(module: torch.nn.Module) -> dict[str, Any]:
-    """Those constructor arguments that the layer kept as attributes of plain types."""
-    found = {}
-    for name in inspect.signature(type(module).__init__).parameters:
-        value = getattr(module, name, None)
-        if name != "self" and isinstance(value, (bool, int, float, str, tuple, list)):
-            found[name] = value
-    if "bias" in inspect.signature(type(module).__init__).parameters and "bias" in module._parameters:
-        found["bias"] = module._parameters["bias"] is not None
-    return found
-
-
 def current_mode() -> Mode:
     """The thread's torch settings of now."""
     if not torch._C._is_any_autocast_enabled():
@@ -450,28 +400,6 @@ def _rng_state(args: tuple[Any, ...]) -> torch.Tensor:
     if tensor is not None and tensor.is_cuda:
         return torch.cuda.get_rng_state(tensor.device)
     return torch.get_rng_state()
-
-
-def _encode_number(value: Any) -> Any:
-    """NumPy scalars, enums and number-like objects as plain numbers and texts."""
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
-        return value.item()
-    raise CannotRecord(f"a program cannot hold a `{type(value).__name__}`")
-
-
-def _with_indexes(value: Any) -> Any:
-    """What `__getitem__` was given, with NumPy arrays as tensors."""
-    if isinstance(value, tuple):
-        return tuple(_with_indexes(item) for item in value)
-    if type(value).__module__ != "numpy" or value.ndim == 0 or value.dtype.kind not in "biu":
-        return value
-    return torch.tensor(value)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -44,6 +44,7 @@ STEPS: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda x: F.mse_loss(x, torch.zeros(4), reduction=np.str_("sum")),
     lambda x: x.exp().softmax(Axis.LAST),
     lambda x: x.exp()[np.array([1, 3, 1])],
+    lambda x: x.exp()[np.array([1, 3, 1], dtype=np.int8)],
     lambda x: x.reshape(2, 2)[np.arange(2), np.array([1, 0])],
     lambda x: x.exp()[np.array([True, False, True, False])],
     drawn_by_a_generator,
