@@ -256,12 +256,12 @@ def _leaves(program: Program, tensors: Tensors) -> dict[int, torch.Tensor]:
     for item in program.inputs:
         tensor = tensors[item.value].detach()
         if item.role != "rng" and (item.role != "parameter" or item.value in written):
-            tensor = _copy(tensor)
+            tensor = copy_of(tensor)
         leaves[item.value] = tensor.requires_grad_() if item.requires_grad else tensor
     return leaves
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, so that kernels take the same path."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor.clone()

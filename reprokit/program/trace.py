@@ -36,6 +36,7 @@ from reprokit.program.ir import (
     Site,
 )
 from reprokit.program.notes import note_of
+from reprokit.program.run import copy_of
 from reprokit.program.sites import current_site, library_line
 
 # Functionals that stand for a whole layer: recorded as the calls they are made of.
@@ -189,7 +190,7 @@ class Tracer(TorchFunctionMode):
     def _record_write(self, written: torch.Tensor, call: Call) -> None:
         """What a call left in a tensor, as a copy from an input."""
         target = Ref(self.value(written))
-        outcome = self._new_input(_copy(written), Origin("random", "random"), requires_grad=False)
+        outcome = self._new_input(copy_of(written.detach()), Origin("random", "random"), requires_grad=False)
         copy = replace(call, target="torch.Tensor.copy_", args=(target, Ref(outcome)), kwargs={}, outputs=target)
         self.calls.append(copy)
 
@@ -265,7 +266,7 @@ class Tracer(TorchFunctionMode):
         if known is not None:
             return known
         borrow = origin.role == "parameter" and tensor.layout is torch.strided
-        content = tensor.detach() if borrow else _copy(tensor)
+        content = tensor.detach() if borrow else copy_of(tensor.detach())
         value = self._new_input(content, origin, requires_grad=tensor.requires_grad)
         self.alias(tensor, value)
         if borrow:
@@ -284,7 +285,7 @@ class Tracer(TorchFunctionMode):
             self.value(target)  # what is not known yet becomes an input with the value that it has now
             value = self._borrowed.pop(target.untyped_storage().data_ptr(), None)
             if value is not None:
-                self.tensors[value] = _copy(self.tensors[value])
+                self.tensors[value] = copy_of(self.tensors[value])
 
     def _bind(self, result: Any) -> Any:
         """Value numbers for the tensors of a result, in its structure."""
@@ -426,10 +427,3 @@ def _holds_tensor(value: Any) -> bool:
 
 def _requires_grad(value: Any) -> bool:
     return any(tensor.requires_grad for tensor in _tensors(value))
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach()
-    if plain.layout is not torch.strided:
-        return plain.clone()
-    return plain.clone(memory_format=torch.preserve_format)
