@@ -16,11 +16,12 @@ from reprokit.capture.entry import Entry, starts_of
 from reprokit.capture.player import Player, describe_mismatch, is_same, owned_by, same_bits, step_without_hooks
 from reprokit.capture.structure import iter_tensors, map_tensors
 from reprokit.locate.blame import GRAD_SCALER
+from reprokit.program.encode import CannotRecord
 from reprokit.program.functions import GRAD_WRITES, written_argument
 from reprokit.program.ir import AUTOGRAD_BACKWARD, ZERO_GRAD, Call, Program, Ref
 from reprokit.program.run import Modes, run
 from reprokit.program.sites import make_site
-from reprokit.program.trace import CannotRecord, Origin, Tracer, recording
+from reprokit.program.trace import Origin, Tracer, recording
 
 
 @dataclass

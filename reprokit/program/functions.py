@@ -8,6 +8,7 @@ to functions through one table built from torch's own namespaces; nothing is eve
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -182,8 +183,10 @@ RANDOM = frozenset(
         "multi_head_attention_forward",
         "empty",
         "empty_like",
+        "empty_permuted",
         "empty_strided",
         "new_empty",
+        "new_empty_strided",
     ]
 )
 
@@ -291,6 +294,25 @@ def written_argument(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     if not is_in_place(name):
         return None
     return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def all_written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Everything that a function writes into, `hidden_writes` aside: in place, by ``inplace`` or into ``out``."""
+    if name in DATA_WRITES:
+        return list(args)  # from then on both are the same memory
+    position = _place_of_inplace(name)
+    is_asked = bool(kwargs.get("inplace", position is not None and position < len(args) and args[position]))
+    first = args[0] if args else next(iter(kwargs.values()), None)
+    return [kwargs.get("out"), first if is_asked or is_in_place(name) else None]
+
+
+@functools.cache
+def _place_of_inplace(name: str) -> int | None:
+    """The position of a function's parameter ``inplace``."""
+    try:
+        return list(inspect.signature(function_named(name)).parameters).index("inplace")
+    except (UnknownFunction, TypeError, ValueError):
+        return None
 
 
 @functools.cache

@@ -7,10 +7,11 @@ file may come from a stranger; what it cannot understand raises `ValueError`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from reprokit.program.ir import Call, Device, Input, Mode, ModuleNote, Program, Ref, Scope, Site, Slice, Symbol
 
+T = TypeVar("T")
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -33,9 +34,9 @@ def from_plain(plain: Mapping[str, Any]) -> Program:
             outputs=tuple(Ref(_int(value)) for value in plain["outputs"]),
             modules={_str(path): _note_from_plain(note) for path, note in plain["modules"].items()},
         )
-    except (KeyError, TypeError, AttributeError) as error:
+        check(program)
+    except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"malformed program: {error}") from error
-    check(program)
     return program
 
 
@@ -60,7 +61,7 @@ def argument_to_plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return {"tuple": [argument_to_plain(item) for item in value]}
     if isinstance(value, Mapping):
-        return {"dict": [[argument_to_plain(k), argument_to_plain(v)] for k, v in value.items()]}
+        return {"dict": [[_scalar(key), argument_to_plain(item)] for key, item in value.items()]}
     if isinstance(value, Ref):
         return {"ref": value.value}
     if isinstance(value, Symbol):
@@ -92,7 +93,7 @@ def argument_from_plain(plain: Any) -> Any:
 
 _READERS: dict[str, Callable[[Any], Any]] = {
     "tuple": lambda content: tuple(argument_from_plain(item) for item in content),
-    "dict": lambda content: {argument_from_plain(k): argument_from_plain(v) for k, v in content},
+    "dict": lambda content: {_scalar(key): argument_from_plain(item) for key, item in content},
     "ref": lambda content: Ref(_int(content)),
     "symbol": lambda content: Symbol(_str(content)),
     "device": lambda content: Device(_str(content)),
@@ -120,13 +121,16 @@ def _call_from_plain(plain: Mapping[str, Any]) -> Call:
     grad, autocast, inference, rng = plain["mode"]
     return Call(
         target=_str(plain["target"]),
-        args=argument_from_plain(plain["args"]),
-        kwargs=argument_from_plain(plain["kwargs"]),
+        args=_of(tuple, argument_from_plain(plain["args"])),
+        kwargs=_of(dict, argument_from_plain(plain["kwargs"])),
         outputs=argument_from_plain(plain["outputs"]),
         scope=tuple(Scope(_str(path), _str(cls), _int(count)) for path, cls, count in plain["scope"]),
         site=_site_from_plain(plain["site"]),
         mode=Mode(
-            bool(grad), tuple((_str(d), _str(t)) for d, t in autocast), bool(inference), argument_from_plain(rng)
+            bool(grad),
+            tuple((_str(d), _str(t)) for d, t in autocast),
+            bool(inference),
+            _of(Ref, argument_from_plain(rng)) if rng is not None else None,
         ),
         phase=_str(plain["phase"]),
     )
@@ -148,13 +152,13 @@ def _site_from_plain(plain: Any) -> Site | None:
 
 
 def _note_to_plain(note: ModuleNote) -> list[Any]:
-    arguments = {"dict": [[key, argument_to_plain(value)] for key, value in note.arguments.items()]}
-    return [note.cls, note.training, arguments, note.file, note.line, note.source]
+    return [note.cls, note.training, argument_to_plain(note.arguments), note.file, note.line, note.source]
 
 
 def _note_from_plain(plain: Any) -> ModuleNote:
     cls, training, arguments, file, line, source = plain
-    return ModuleNote(_str(cls), bool(training), argument_from_plain(arguments), _str(file), _int(line), _str(source))
+    given = _of(dict, argument_from_plain(arguments))
+    return ModuleNote(_str(cls), bool(training), given, _str(file), _int(line), _str(source))
 
 
 def _int(value: Any) -> int:
@@ -166,4 +170,16 @@ def _int(value: Any) -> int:
 def _str(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"malformed program: `{value!r:.60}` is not text")
+    return value
+
+
+def _scalar(key: Any) -> Any:
+    if not isinstance(key, _SCALARS):
+        raise ValueError(f"malformed program: `{key!r:.60}` is no key")
+    return key
+
+
+def _of(kind: type[T], value: Any) -> T:
+    if not isinstance(value, kind):
+        raise ValueError(f"malformed program: `{value!r:.60}` is not a {kind.__name__}")
     return value

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from reprokit.program.functions import UnknownFunction, function_named, is_in_place
+from reprokit.program.functions import UnknownFunction, all_written, function_named
 from reprokit.program.ir import (
     AUTOGRAD_BACKWARD,
     OPAQUE,
@@ -25,6 +25,7 @@ from reprokit.program.ir import (
     Ref,
     Slice,
     Symbol,
+    iter_refs,
     map_leaves,
 )
 
@@ -250,31 +251,42 @@ def _set_rng(device: str, state: torch.Tensor) -> None:
 
 
 def _leaves(program: Program, tensors: Tensors) -> dict[int, torch.Tensor]:
-    shared = _shareable(program)
+    written = _written(program)
     leaves = {}
     for item in program.inputs:
         tensor = tensors[item.value].detach()
-        if item.role != "rng" and not (shared and item.role == "parameter"):
-            tensor = _copy(tensor)
+        if item.role != "rng" and (item.role != "parameter" or item.value in written):
+            tensor = copy_of(tensor)
         leaves[item.value] = tensor.requires_grad_() if item.requires_grad else tensor
     return leaves
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, so that kernels take the same path."""
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return tensor.clone()
     return tensor.clone(memory_format=torch.preserve_format)
 
 
-def _shareable(program: Program) -> bool:
-    """Whether parameters can be used without a copy, because nothing in the program can write into one."""
-    return not any(
-        call.is_optimizer_step
-        or call.target == "torch.Tensor.data.__get__"
-        or (is_in_place(call.target) and not call.mode.grad)
-        for call in program.calls
-    )
+def _written(program: Program) -> set[int]:
+    """What a program may write into, itself or through a view; parameters that are not among it need no copy."""
+    written: set[int] = set()
+    for call in reversed(program.calls):
+        written.update(_written_by(call))
+        if not written.isdisjoint(call.output_refs()):
+            written.update(_bases(call))
+    return written
+
+
+def _written_by(call: Call) -> Iterator[int]:
+    """The values that a call writes into."""
+    places = call.kwargs["params"] if call.is_optimizer_step else all_written(call.target, call.args, call.kwargs)
+    yield from (ref.value for ref in iter_refs(places))
+
+
+def _bases(call: Call) -> tuple[int, ...]:
+    """The values that results of a call may share memory with: its first tensor, or any where it returns several."""
+    return call.input_refs()[:1] if isinstance(call.outputs, Ref) else call.input_refs()
 
 
 def _last_uses(program: Program, kept: frozenset[int]) -> dict[int, list[int]]:

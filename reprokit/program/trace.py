@@ -10,7 +10,6 @@ numbers.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,12 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 from reprokit.program import functions
 from reprokit.program.custom import CustomFunctions
+from reprokit.program.encode import CannotRecord, encode, with_indexes
 from reprokit.program.ir import (
     AUTOGRAD_BACKWARD,
     AUTOGRAD_GRAD,
     BACKWARD,
     Call,
-    Device,
     Input,
     Mode,
     ModuleNote,
@@ -35,20 +34,15 @@ from reprokit.program.ir import (
     Ref,
     Scope,
     Site,
-    Slice,
-    Symbol,
 )
-from reprokit.program.sites import current_site, library_line, relative_path
+from reprokit.program.notes import note_of
+from reprokit.program.run import copy_of
+from reprokit.program.sites import current_site, library_line
 
 # Functionals that stand for a whole layer: recorded as the calls they are made of.
 _LAYERS = frozenset({"torch.nn.functional.multi_head_attention_forward", "torch.nn.functional.gumbel_softmax"})
-
-
+_INDEXING = frozenset({"torch.Tensor.__getitem__", "torch.Tensor.__setitem__"})
 _WITHOUT_RESULT = functions.GRAD_WRITES | {BACKWARD, AUTOGRAD_BACKWARD}  # matter all the same
-
-
-class CannotRecord(TypeError):
-    """An argument that a program cannot hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +111,12 @@ class Tracer(TorchFunctionMode):
 
     def perform(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Perform ``func`` and record it under ``name``."""
-        in_place = bool(args) and functions.is_in_place(name)
-        if in_place:
-            self.save_before_write(args[0])
+        for tensor in _tensors(functions.all_written(name, args, kwargs)):
+            self.save_before_write(tensor)
         try:
-            call = self._begin(name, args, kwargs)
+            call = self._begin(name, with_indexes(args) if name in _INDEXING else args, kwargs)
         except CannotRecord:
-            return self._perform_unknown(func, args, kwargs)
+            return self._perform_unknown(func, args, kwargs, functions.written_argument(name, args, kwargs))
         if call.is_differentiation:
             return self._differentiate(call, func, args, kwargs)
         random = functions.is_random(name)
@@ -134,12 +127,12 @@ class Tracer(TorchFunctionMode):
             self.calls.append(call)
             raise
         if state is not None and not torch.equal(state, _rng_state(args)):
-            return self._end_random(call, args, result, state)
+            return self._end_random(call, args, kwargs, result, state)
         if not call.input_refs() and not functions.is_factory(name):
             return self.make_outcome(result, "batch")
-        if not _holds_tensor(result) and not in_place and name not in _WITHOUT_RESULT:
+        if not _holds_tensor(result) and not functions.is_in_place(name) and name not in _WITHOUT_RESULT:
             return result
-        if name.endswith(".empty") or name.endswith("empty_like") or name.endswith("new_empty"):
+        if random and "empty" in call.name:
             return self.make_outcome(result, "batch")
         self.calls.append(replace(call, outputs=self._bind(result)))
         return result
@@ -180,13 +173,12 @@ class Tracer(TorchFunctionMode):
             phase=self.phase,
         )
 
-    def _end_random(self, call: Call, args: tuple[Any, ...], result: Any, state: torch.Tensor) -> Any:
+    def _end_random(self, call: Call, args: tuple[Any, ...], kwargs: Any, result: Any, state: torch.Tensor) -> Any:
         """A call that drew random numbers: keep the outcome, or the generator's state when gradients flow through
         it."""
-        if functions.is_in_place(call.target) and not args[0].requires_grad:
-            outcome = self._new_input(args[0].detach().clone(), Origin("random", "random"), requires_grad=False)
-            copy = Call("torch.Tensor.copy_", (call.args[0], Ref(outcome)), outputs=call.args[0], mode=call.mode)
-            self.calls.append(replace(copy, scope=call.scope, site=call.site, phase=call.phase))
+        written = functions.written_argument(call.target, args, kwargs)
+        if isinstance(written, torch.Tensor) and not written.requires_grad:
+            self._record_write(written, call)
             return result
         if not _requires_grad(result):
             return self.make_outcome(result, "random")
@@ -195,6 +187,13 @@ class Tracer(TorchFunctionMode):
         self.calls.append(replace(call, mode=mode, outputs=self._bind(result)))
         return result
 
+    def _record_write(self, written: torch.Tensor, call: Call) -> None:
+        """What a call left in a tensor, as a copy from an input."""
+        target = Ref(self.value(written))
+        outcome = self._new_input(copy_of(written.detach()), Origin("random", "random"), requires_grad=False)
+        copy = replace(call, target="torch.Tensor.copy_", args=(target, Ref(outcome)), kwargs={}, outputs=target)
+        self.calls.append(copy)
+
     def make_outcome(self, result: Any, role: str, name: str = "") -> Any:
         """Make the tensors of ``result`` inputs of the program."""
         for tensor in _tensors(result):
@@ -202,9 +201,13 @@ class Tracer(TorchFunctionMode):
                 self.adopt(tensor, Origin(name or role, role))
         return result
 
-    def _perform_unknown(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function that a program may not hold: what it returns is an input of the rest."""
+    def _perform_unknown(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], written: Any = None
+    ) -> Any:
+        """A function that a program may not hold: what it returns, or has ``written`` into, is an input of the rest."""
         result = func(*args, **kwargs)
+        if isinstance(written, torch.Tensor):
+            self._record_write(written, self.make_call("torch.Tensor.copy_"))
         return self.make_outcome(result, "opaque" if _requires_grad(result) else "batch")
 
     def _expand(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -227,25 +230,7 @@ class Tracer(TorchFunctionMode):
 
     def encode(self, value: Any) -> Any:
         """Arguments as a program holds them; raises `CannotRecord`."""
-        if isinstance(value, torch.Tensor):
-            return Ref(self.value(value))
-        if value is None or value is Ellipsis or type(value) in (bool, int, float, complex, str):
-            return value
-        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-            return Symbol(str(value))
-        if isinstance(value, torch.device):
-            return Device(str(value))
-        if isinstance(value, slice):
-            return Slice(*(self.encode(part) for part in (value.start, value.stop, value.step)))
-        if isinstance(value, tuple):
-            return tuple(self.encode(item) for item in value)
-        if isinstance(value, list):
-            return [self.encode(item) for item in value]
-        if isinstance(value, Mapping):
-            return {key: self.encode(item) for key, item in value.items()}
-        if isinstance(value, type) and value in (bool, int, float):
-            return Symbol({bool: "torch.bool", int: "torch.int64", float: "torch.float64"}[value])
-        return _encode_number(value)
+        return encode(value, lambda tensor: Ref(self.value(tensor)))
 
     def value(self, tensor: torch.Tensor) -> int:
         """The value number of a tensor; one that is not known yet becomes an input."""
@@ -281,7 +266,7 @@ class Tracer(TorchFunctionMode):
         if known is not None:
             return known
         borrow = origin.role == "parameter" and tensor.layout is torch.strided
-        content = tensor.detach() if borrow else _copy(tensor)
+        content = tensor.detach() if borrow else copy_of(tensor.detach())
         value = self._new_input(content, origin, requires_grad=tensor.requires_grad)
         self.alias(tensor, value)
         if borrow:
@@ -294,12 +279,13 @@ class Tracer(TorchFunctionMode):
         self.inputs.append(Input(value, self._unique(origin.name), origin.role, requires_grad))
         return value
 
-    def save_before_write(self, target: Any) -> None:
+    def save_before_write(self, target: torch.Tensor) -> None:
         """Keep the value that a parameter had before the step writes into it."""
-        if isinstance(target, torch.Tensor) and target.layout is torch.strided:
+        if target.layout is torch.strided:
+            self.value(target)  # what is not known yet becomes an input with the value that it has now
             value = self._borrowed.pop(target.untyped_storage().data_ptr(), None)
             if value is not None:
-                self.tensors[value] = _copy(self.tensors[value])
+                self.tensors[value] = copy_of(self.tensors[value])
 
     def _bind(self, result: Any) -> Any:
         """Value numbers for the tensors of a result, in its structure."""
@@ -389,32 +375,6 @@ def _no_checkpointing() -> Iterator[None]:
         module.CheckpointFunction, module._checkpoint_without_reentrant_generator = saved
 
 
-def note_of(module: torch.nn.Module) -> ModuleNote:
-    """What a context repro needs to know of a module: torch's own layers by their constructor arguments, user
-    classes by place and text."""
-    cls = type(module)
-    if cls.__module__.startswith("torch.nn.modules"):
-        return ModuleNote(cls.__name__, module.training, _constructor_arguments(module))
-    try:
-        file, (lines, line) = inspect.getsourcefile(cls) or "", inspect.getsourcelines(cls)
-    except (OSError, TypeError):
-        file, lines, line = "", [], 0
-    place = relative_path(file) if file else ""
-    return ModuleNote(cls.__qualname__, module.training, {}, place, line, "".join(lines))
-
-
-def _constructor_arguments(module: torch.nn.Module) -> dict[str, Any]:
-    """Those constructor arguments that the layer kept as attributes of plain types."""
-    found = {}
-    for name in inspect.signature(type(module).__init__).parameters:
-        value = getattr(module, name, None)
-        if name != "self" and isinstance(value, (bool, int, float, str, tuple, list)):
-            found[name] = value
-    if "bias" in inspect.signature(type(module).__init__).parameters and "bias" in module._parameters:
-        found["bias"] = module._parameters["bias"] is not None
-    return found
-
-
 def current_mode() -> Mode:
     """The thread's torch settings of now."""
     if not torch._C._is_any_autocast_enabled():
@@ -443,15 +403,6 @@ def _rng_state(args: tuple[Any, ...]) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def _encode_number(value: Any) -> Any:
-    """NumPy scalars, enums and number-like objects as plain numbers."""
-    if isinstance(value, (bool, int, float, str)):
-        return value.__class__.__mro__[-2](value) if type(value).__mro__[-2] in (int, float, str) else int(value)
-    if type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
-        return value.item()
-    raise CannotRecord(f"a program cannot hold a `{type(value).__name__}`")
-
-
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
@@ -476,10 +427,3 @@ def _holds_tensor(value: Any) -> bool:
 
 def _requires_grad(value: Any) -> bool:
     return any(tensor.requires_grad for tensor in _tensors(value))
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach()
-    if plain.layout is not torch.strided:
-        return plain.clone()
-    return plain.clone(memory_format=torch.preserve_format)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,14 +23,16 @@ from reprokit.render.calls import Statement
 from reprokit.render.expression import Expr
 from reprokit.render.layout import WIDTH, fold
 from reprokit.render.literals import Literal, as_given, literal
+from reprokit.render.modes import Line, needed_mode, under_modes
 from reprokit.render.names import Names
 from reprokit.render.optimizers import write_step
+from reprokit.render.reads import Reads, is_one_line, only_optimized
 from reprokit.render.spelling import input_words, result_words
+from reprokit.render.targets import Targets
 from reprokit.shrink.plainness import seed_of
 
 MAX_INLINE = 48
 _MAX_INLINE_IN_LINE = 64
-_MAX_PARTS = 6
 MAX_INPUT_LINES = 24
 SIDE_FILE = "repro_inputs.pt"
 _CONVERSIONS = frozenset(["bool", "contiguous", "double", "float", "half", "int", "long", "to", "type", "type_as"])
@@ -54,20 +55,11 @@ class Code:
     side: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class _Line:
-    """A statement and the modes it needs."""
-
-    text: str
-    mode: Mode
-
-
 def write_program(
     program: Program,
     tensors: Tensors,
     *,
     keep: Iterable[int] = (),
-    side_file: str = SIDE_FILE,
     given: Mapping[int, str] | None = None,
     written: Mapping[int, Literal] | None = None,
     nouns: Mapping[int, str] | None = None,
@@ -91,7 +83,6 @@ def write_program(
         program,
         tensors,
         frozenset(keep),
-        side_file,
         known,
         written or {},
         words,
@@ -106,7 +97,6 @@ class _Writer:
         program: Program,
         tensors: Tensors,
         keep: frozenset[int],
-        side_file: str,
         known: Names,
         written: Mapping[int, Literal],
         nouns: Mapping[int, str],
@@ -116,28 +106,27 @@ class _Writer:
         self._program = program
         self._tensors = tensors
         self._keep = keep
-        self._side_file = side_file
         self._names = known
         self._written = written
         self._nouns = nouns
         self._aside = aside
         self._width = width
         self._input_words = names.names_for_inputs(program, input_words(program))
-        self._last_uses = _last_uses(program)
         self._side: dict[str, torch.Tensor] = {}
         self._inlined: dict[int, Expr] = {}
         self._waiting: dict[int, tuple[int, Call]] = {}
-        self._lines: list[_Line] = []
+        self._lines: list[Line] = []
         self._expressions: dict[int, str] = {}
-        self._uses = _count_uses(program)
-        self._plain_params = _only_optimized(program)
+        self._reads = Reads(program, keep)
+        self._targets = Targets(program, self._reads, known, nouns, keep)
+        self._plain_params = only_optimized(program)
 
     def write(self) -> Code:
         self._name_random_states()
         inputs = _with_one_dtype([self._write_input(item) for item in self._needed_inputs()])
         for index, call in enumerate(self._program.calls):
             self._write_call(index, call)
-        body = [piece for line in _under_modes(self._lines) for piece in fold(line, self._width)]
+        body = [piece for line in under_modes(self._lines) for piece in fold(line, self._width)]
         head, imports = self._head([*inputs, *body])
         lines = [piece for line in inputs for piece in fold(line)]
         return Code(imports, (*head, *lines), tuple(body), self._names.as_dict(), self._expressions, self._side)
@@ -148,18 +137,15 @@ class _Writer:
             imports.append("import torch.nn.functional as F")
         if not self._side:
             return [], tuple(imports)
-        load = f'saved = torch.load(Path(__file__).with_name("{self._side_file}"), weights_only=True)'
+        load = f'saved = torch.load(Path(__file__).with_name("{SIDE_FILE}"), weights_only=True)'
         return [load], ("from pathlib import Path", "", *imports)
 
     # -- inputs --------------------------------------------------------------------------------------------------
 
     def _needed_inputs(self) -> list[Input]:
-        wanted = {ref.value for ref in self._program.outputs} | self._keep
-        return [
-            item
-            for item in self._program.inputs
-            if item.role != "rng" and item.value not in self._names and (self._uses[item.value] or item.value in wanted)
-        ]
+        returned = {ref.value for ref in self._program.outputs}
+        needed = (i for i in self._program.inputs if i.value in returned or not self._reads.is_unused(i.value))
+        return [item for item in needed if item.role != "rng" and item.value not in self._names]
 
     def _name_random_states(self) -> None:
         for item in self._program.inputs:
@@ -196,7 +182,7 @@ class _Writer:
         if (
             item.requires_grad
             or item.value in self._keep
-            or self._uses[item.value] != 1
+            or self._reads.uses[item.value] != 1
             or len(found.text) > MAX_INLINE
         ):
             return False
@@ -251,13 +237,14 @@ class _Writer:
         return name + len(written.text) + 4 * (bool(mode.autocast or mode.inference) + (mode.grad == mode.inference))
 
     def _without_unit_gradient(self, call: Call) -> Call:
-        """``backward`` of a scalar without the gradient that it starts from by itself."""
+        """``backward`` of a real scalar without the gradient that it starts from by itself."""
         given = calls.as_method(call)
         if given.target != BACKWARD or len(given.args) != 2 or not isinstance(given.args[1], Ref):
             return call
         gradient = self._tensors.get(given.args[1].value)
-        is_unit = gradient is not None and gradient.numel() == 1 and bool((gradient == 1).all())
-        return replace(given, args=given.args[:1]) if is_unit else call
+        if gradient is None or gradient.numel() != 1 or gradient.is_complex() or gradient.item() != 1:
+            return call
+        return replace(given, args=given.args[:1])
 
     def _write_random_state(self, value: int, mode: Mode) -> None:
         """Start the generator from a seed, or from a state in the side file."""
@@ -275,7 +262,7 @@ class _Writer:
         return self._inlined[value.value] if value.value in self._inlined else Expr(self._names[value.value])
 
     def _add(self, text: str, mode: Mode) -> None:
-        self._lines.append(_Line(text, mode))
+        self._lines.append(Line(text, mode))
 
     def _write_zero_grad(self, call: Call, mode: Mode) -> None:
         owners = [self._leaf(ref).text for ref in iter_refs(call.args)]
@@ -290,44 +277,15 @@ class _Writer:
         if not isinstance(call.outputs, Ref) or is_in_place(call.target) or call.mode.rng is not None:
             return False
         value = call.outputs.value
-        if value in self._keep or value in self._names or self._uses[value] != 1:
+        reader = self._reads.only_reader(value, index) if value not in self._names else None
+        if reader is None or needed_mode(call) != needed_mode(reader):
             return False
-        reader = self._reader(value, index)
-        if reader is None or not self._may_hold(reader, value) or needed_mode(call) != needed_mode(reader):
-            return False
-        limit = _MAX_INLINE_IN_LINE if _is_one_line(call, reader) else MAX_INLINE
         if value in self._nouns and not reader.is_differentiation:
             return False
-        return len(written.text) <= limit and "inplace" not in {**call.kwargs, **reader.kwargs}
-
-    def _reader(self, value: int, index: int) -> Call | None:
-        """The call that reads a value: the next one, or a later one on the same line if all between go into it."""
-        calls = self._program.calls
-        made = calls[index]
-        for call in calls[index + 1 :]:
-            if value in call.input_refs():
-                return call
-            is_whole_value = isinstance(call.outputs, Ref) and self._uses[call.outputs.value] == 1
-            if not (_is_one_line(made, call) and is_whole_value and self._is_pure(call)):
-                return None
-        return None
-
-    def _is_pure(self, call: Call) -> bool:
-        is_special = call.target in (OPAQUE, ZERO_GRAD) or call.is_differentiation or call.is_optimizer_step
-        return not (is_special or is_in_place(call.target) or call.mode.rng is not None or "inplace" in call.kwargs)
-
-    def _may_hold(self, reader: Call, value: int) -> bool:
-        """Whether the expression of a value can stand in the call that reads it."""
-        if reader.is_differentiation:
-            owner = calls.as_method(reader)
-            return owner.target == BACKWARD and owner.args[0] == Ref(value)
-        if reader.target in (OPAQUE, ZERO_GRAD) or reader.is_optimizer_step or reader.mode.rng is not None:
-            return False
-        is_written = is_in_place(reader.target) and Ref(value) in (*reader.args[:1], *reader.kwargs.values())
-        return not is_written and value not in reader.output_refs()
+        return len(written.text) <= (_MAX_INLINE_IN_LINE if is_one_line(call, reader) else MAX_INLINE)
 
     def _assign(self, index: int, call: Call, written: Expr | Statement, mode: Mode) -> None:
-        target = self._target(index, call)
+        target = self._targets.of(index, call)
         if isinstance(written, Statement) or (target is None and written.text.endswith(")")):
             self._add(written.text, mode)
         elif target is None:  # an expression that raises, or whose result is nothing
@@ -335,76 +293,10 @@ class _Writer:
         else:
             self._add(f"{target} = {written.text}", mode)
 
-    def _target(self, index: int, call: Call) -> str | None:
-        """What stands left of the equals sign, or ``None`` when nothing needs to."""
-        outputs = call.outputs
-        if isinstance(outputs, Ref):
-            if outputs.value not in self._names:
-                return self._give(outputs.value, self._noun(outputs.value, names.name_for_output(call)), index)
-            return None if is_in_place(call.target) else self._names[outputs.value]
-        if not call.output_refs() or not isinstance(outputs, (list, tuple)):
-            return None
-        if self._is_indexable(call, outputs):
-            return self._indexed(outputs, names.name_for_list(call))
-        return self._unpacked(outputs, iter(names.names_for_parts(call, len(outputs))), index)
-
-    def _is_indexable(self, call: Call, outputs: Any) -> bool:
-        """Whether there are too many parts for a name each, and none is written in place."""
-        written = {ref for c in self._program.calls if is_in_place(c.target) for ref in iter_refs(c.args[:1])}
-        is_plain = all(isinstance(part, Ref) and part.value not in self._names for part in outputs)
-        is_named = any(ref.value in self._nouns for ref in iter_refs(outputs)) or not _is_alike(call, outputs)
-        return len(outputs) > (_MAX_PARTS if is_named else 2) and is_plain and not written.intersection(outputs)
-
-    def _indexed(self, outputs: Any, noun: str) -> str:
-        """One variable for all parts, which go by their places in it."""
-        name = self._names.unique(noun)
-        for place, part in enumerate(outputs):
-            self._names.adopt(part.value, f"{name}[{place}]")
-        return name
-
-    def _unpacked(self, outputs: Any, nouns: Iterator[str], index: int) -> str:
-        parts = []
-        for part in outputs:
-            noun = next(nouns, "part")
-            if isinstance(part, (list, tuple)):
-                parts.append(f"({self._unpacked(part, iter(()), index)})")
-            elif not isinstance(part, Ref) or not (self._uses[part.value] or part.value in self._keep):
-                parts.append("_")
-            elif part.value in self._names:
-                parts.append(self._names[part.value])
-            else:
-                parts.append(self._give(part.value, noun, index))
-        return ", ".join(parts) + ("," if len(parts) == 1 else "")
-
-    def _give(self, value: int, noun: str, index: int) -> str:
-        """The variable for what call number ``index`` returned."""
-        own = names.identifier(self._nouns.get(value, ""))
-        if own is None:
-            return self._names.give(value, noun)
-        return self._names.reuse(
-            value, own, lambda other: other not in self._keep and self._last_uses.get(other, -1) <= index
-        )
-
-    def _noun(self, value: int, noun: str) -> str:
-        return "out" if value in self._keep and not self._uses[value] else noun
-
 
 def _changes_nothing(call: Call) -> bool:
     """Whether a conversion returned the very tensor that it was given."""
     return call.name in _CONVERSIONS and bool(call.args) and call.outputs == call.args[0]
-
-
-def _is_alike(call: Call, outputs: Sequence[Any]) -> bool:
-    """Whether the parts of a result have no names of their own."""
-    return len(set(names.names_for_parts(call, len(outputs)))) == 1
-
-
-def _is_one_line(one: Call, other: Call) -> bool:
-    """Whether the user wrote both calls on one line of one function."""
-    if one.site is None or other.site is None:
-        return False
-    lines = [(site.file, site.line, site.function) for site in (one.site, other.site)]
-    return lines[0] == lines[1] and one.scope == other.scope
 
 
 def _with_one_dtype(lines: Iterable[str]) -> list[str]:
@@ -414,64 +306,4 @@ def _with_one_dtype(lines: Iterable[str]) -> list[str]:
     (dtype, count), *_ = [*dtypes.most_common(1), ("", 0)]
     if count < 2:
         return written
-    return [f"dtype = {dtype}", *(line.replace(f"dtype={dtype}", "dtype=dtype") for line in written)]
-
-
-def _count_uses(program: Program) -> Counter[int]:
-    """How often every value is read, repeats within a call included."""
-    uses: Counter[int] = Counter(
-        ref.value for call in program.calls for ref in iter_refs((call.args, dict(call.kwargs)))
-    )
-    return uses
-
-
-def _last_uses(program: Program) -> dict[int, int]:
-    """The number of the last call that reads or returns each value; what the program returns is used at its end."""
-    last: dict[int, int] = {}
-    for index, call in enumerate(program.calls):
-        last.update(dict.fromkeys((*call.input_refs(), *call.output_refs()), index))
-    last.update({ref.value: len(program.calls) for ref in program.outputs})
-    return last
-
-
-def _only_optimized(program: Program) -> frozenset[int]:
-    """Values that optimizers step and that nothing differentiates: written as parameters."""
-    stepped = {
-        ref.value for call in program.calls if call.is_optimizer_step for ref in iter_refs(call.kwargs["params"])
-    }
-    others = [call for call in program.calls if not call.is_optimizer_step]
-    return frozenset(stepped - {value for call in others for value in call.input_refs()})
-
-
-def needed_mode(call: Call) -> Mode:
-    """The call's modes, less those that make no difference to it."""
-    mode = replace(call.mode, rng=None)
-    sets_its_own = call.is_differentiation and call.target != "torch.autograd.grad"
-    if sets_its_own or call.is_optimizer_step or call.target == ZERO_GRAD:
-        return replace(mode, grad=not mode.inference)
-    return mode
-
-
-def _under_modes(lines: list[_Line]) -> Iterator[str]:
-    """The statements in ``with`` blocks; neighbours in the same autocast share a block, as they share its cache."""
-    for (autocast, inference), block in groupby(lines, key=lambda line: (line.mode.autocast, line.mode.inference)):
-        group = list(block)
-        outer = [f'torch.autocast("{device}", dtype={dtype})' for device, dtype in autocast]
-        outer = ["torch.inference_mode()", *outer] if inference else outer
-        runs = [(grad, list(part)) for grad, part in groupby(group, key=lambda line: line.mode.grad)]
-        if outer and len(runs) == 1 and runs[0][0] == inference:
-            outer.append(_grad_mode(runs[0][0]))
-            runs = [(not inference, runs[0][1])]
-        if outer:
-            yield f"with {', '.join(outer)}:"
-        for grad, part in runs:
-            indent = "    " * bool(outer)
-            if grad == inference:
-                yield f"{indent}with {_grad_mode(grad)}:"
-                indent += "    "
-            for line in part:
-                yield from (indent + piece for piece in line.text.split("\n"))
-
-
-def _grad_mode(grad: bool) -> str:
-    return "torch.enable_grad()" if grad else "torch.no_grad()"
+    return [f"dtype = {dtype}", *(re.sub(rf"\bdtype={dtype}\b", "dtype=dtype", line) for line in written)]

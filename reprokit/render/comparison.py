@@ -26,6 +26,8 @@ from reprokit.shrink.checks.references import in_dtype, on_device
 __all__ = ["FUNCTION", "MISMATCH", "Parts", "function_parts", "mismatch_parts"]
 
 _INDENT = "    "
+_WORDS_OF_A_COMPARISON = ("step", "reference", "actual", "expected")
+_WORDS_OF_A_CHECK = ("runpy", "SimpleNamespace", "outcome", "exception", "error", "check", "verdict")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ def function_parts(program: Program, tensors: Tensors, failure: Failure) -> Part
     leaves = [item for item in program.inputs if item.name in graded]
     outputs = [ref.value for ref in program.outputs]
     keep = [*outputs, *([loss] if loss is not None else []), *(item.value for item in leaves)]
-    code = write_program(program, tensors, keep=keep)
+    code = write_program(program, tensors, keep=keep, reserved=_WORDS_OF_A_CHECK)
     raises = failure.exception is not None
     tuple_of = "".join(f"{code.names[value]}, " for value in outputs).rstrip()
     gradients = ", ".join(f"{quoted(item.name)}: {code.names[item.value]}.grad" for item in leaves)
@@ -124,7 +126,7 @@ def _function(name: str, given: Candidate, failure: Failure) -> Code:
     assert failure.value is not None, "a mismatch has a result"
     shown = [item for item in given.program.inputs if item.role != "rng"]
     keep = [failure.value, *(item.value for item in shown)]
-    code = write_program(given.program, given.tensors, keep=keep)
+    code = write_program(given.program, given.tensors, keep=keep, reserved=_WORDS_OF_A_COMPARISON)
     is_gradient = failure.phase == "backward"
     result = code.names[failure.value] + (".grad" if is_gradient else "")
     head = f"def {name}({', '.join(code.names[item.value] for item in shown)}):"

@@ -5,6 +5,7 @@ Elementwise functions are data, the rest one short function each. A rule answers
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The origin with what it was given and gave: ``args`` and ``refs`` run in parallel."""
+    """The origin with what it was given and gave: ``args`` and those of ``call`` run in parallel."""
 
     name: str
     call: Call
@@ -54,6 +55,10 @@ class Given:
     def result(self) -> torch.Tensor | None:
         """The first floating-point result."""
         return next((tensor for tensor in self.results if tensor.is_floating_point()), None)
+
+    def option(self, name: str, position: int, default: Any) -> Any:
+        """An argument by its name or position."""
+        return self.kwargs.get(name, self.args[position] if position < len(self.args) else default)
 
     def value(self, position: int) -> int | None:
         """The value number of an argument, ``None`` for a number."""
@@ -84,104 +89,66 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 # -- elementwise functions ---------------------------------------------------------------------------------------------
 
+_INFINITE = ("+inf", "-inf")
+_INDEFINITE = "inf - inf and 0 * inf are NaN"
+_NEGATIVE = "for a negative number"
+_OUTSIDE = "outside of [-1, 1]"
+_ABOVE_ZERO, _INSIDE_UNIT = "an argument above zero", "an argument within (0, 1)"
+# fmt: off
 _NEGATIVE_ROOT = _Point(
-    lambda x: x < 0,
-    ("nan",),
-    "for a negative number",
-    "a square root is not defined below zero",
+    lambda x: x < 0, ("nan",), _NEGATIVE, "a square root is not defined below zero",
     "an argument that is never negative",
 )
 _LOG = (
-    _Point(
-        lambda x: x < 0,
-        ("nan",),
-        "for a negative number",
-        "a logarithm is not defined below zero",
-        "an argument above zero",
-    ),
-    _Point(lambda x: x == 0, ("-inf",), "for zero", "the logarithm of zero is -inf", "an argument above zero"),
+    _Point(lambda x: x < 0, ("nan",), _NEGATIVE, "a logarithm is not defined below zero", _ABOVE_ZERO),
+    _Point(lambda x: x == 0, ("-inf",), "for zero", "the logarithm of zero is -inf", _ABOVE_ZERO),
 )
 _OUTSIDE_ONE = _Point(
-    lambda x: x.abs() > 1,
-    ("nan",),
-    "outside of [-1, 1]",
-    "it is not defined outside of [-1, 1]",
-    "an argument within [-1, 1]",
+    lambda x: x.abs() > 1, ("nan",), _OUTSIDE, f"it is not defined {_OUTSIDE}", "an argument within [-1, 1]"
 )
 _FORWARD_POINTS: dict[str, tuple[_Point, ...]] = {
-    "log": _LOG,
-    "log2": _LOG,
-    "log10": _LOG,
+    **dict.fromkeys(("log", "log2", "log10"), _LOG),
+    **dict.fromkeys(("acos", "asin"), (_OUTSIDE_ONE,)),
     "log1p": (
-        _Point(
-            lambda x: x < -1,
-            ("nan",),
-            "for a number below -1",
-            "log(1 + x) is not defined below -1",
-            "an argument above -1",
-        ),
+        _Point(lambda x: x < -1, ("nan",), "for a number below -1", "log(1 + x) is not defined below -1",
+               "an argument above -1"),
         _Point(lambda x: x == -1, ("-inf",), "for -1", "log(1 + x) is -inf at -1", "an argument above -1"),
     ),
     "sqrt": (_NEGATIVE_ROOT,),
     "rsqrt": (
         _NEGATIVE_ROOT,
-        _Point(lambda x: x == 0, ("+inf",), "for zero", "1 / sqrt(0) is infinite", "an argument above zero"),
+        _Point(lambda x: x == 0, ("+inf",), "for zero", "1 / sqrt(0) is infinite", _ABOVE_ZERO),
     ),
     "reciprocal": (
-        _Point(lambda x: x == 0, ("+inf", "-inf"), "for zero", "1 / 0 is infinite", "an argument that is never zero"),
+        _Point(lambda x: x == 0, _INFINITE, "for zero", "1 / 0 is infinite", "an argument that is never zero"),
     ),
-    "acos": (_OUTSIDE_ONE,),
-    "asin": (_OUTSIDE_ONE,),
     "acosh": (
-        _Point(
-            lambda x: x < 1, ("nan",), "for a number below 1", "it is not defined below 1", "an argument of at least 1"
-        ),
+        _Point(lambda x: x < 1, ("nan",), "for a number below 1", "it is not defined below 1",
+               "an argument of at least 1"),
     ),
     "atanh": (
         _OUTSIDE_ONE,
-        _Point(
-            lambda x: x.abs() == 1,
-            ("+inf", "-inf"),
-            "at the edge of [-1, 1]",
-            "it is infinite there",
-            "an argument inside (-1, 1)",
-        ),
+        _Point(lambda x: x.abs() == 1, _INFINITE, "at the edge of [-1, 1]", "it is infinite there",
+               "an argument inside (-1, 1)"),
     ),
     "logit": (
-        _Point(
-            lambda x: (x < 0) | (x > 1),
-            ("nan",),
-            "outside of [0, 1]",
-            "it is not defined there",
-            "an argument within (0, 1)",
-        ),
-        _Point(
-            lambda x: (x == 0) | (x == 1),
-            ("+inf", "-inf"),
-            "for 0 or 1",
-            "it is infinite there",
-            "an argument within (0, 1)",
-        ),
+        _Point(lambda x: (x < 0) | (x > 1), ("nan",), "outside of [0, 1]", "it is not defined there", _INSIDE_UNIT),
+        _Point(lambda x: (x == 0) | (x == 1), _INFINITE, "for 0 or 1", "it is infinite there", _INSIDE_UNIT),
     ),
 }
-_ANY_WAY = ("nan", "+inf", "-inf")
+_ANY_WAY = ("nan", *_INFINITE)
 _EDGE_OF_ONE = _Point(
-    lambda x: x.abs() == 1,
-    _ANY_WAY,
-    "at the edge of [-1, 1]",
-    "its derivative is infinite at -1 and 1",
+    lambda x: x.abs() == 1, _ANY_WAY, "at the edge of [-1, 1]", "its derivative is infinite at -1 and 1",
     "an argument inside (-1, 1)",
 )
 _AT_ZERO = _Point(
     lambda x: x == 0, _ANY_WAY, "at zero", "its derivative is infinite at zero", "an argument away from zero"
 )
 _OVERFLOWING = _Point(
-    lambda x: x.exp().isinf(),
-    _ANY_WAY,
-    "where it overflows",
-    "where it overflows its derivative is infinite too",
+    lambda x: x.exp().isinf(), _ANY_WAY, "where it overflows", "where it overflows its derivative is infinite too",
     "an argument small enough for the dtype, also where the result is not used",
 )
+# fmt: on
 _BACKWARD_POINTS: dict[str, tuple[_Point, ...]] = {
     **dict.fromkeys(("sqrt", "rsqrt", "log", "log2", "log10", "reciprocal"), (_AT_ZERO,)),
     **dict.fromkeys(("acos", "asin", "atanh"), (_EDGE_OF_ONE,)),
@@ -217,27 +184,17 @@ def _quotient(given: Given) -> Edge | None:
     if operands is None:
         return None
     above, below = operands
-    value = given.value(1)
+    way, at_zero = given.failure.way, below == 0
+    never_zero = ("a divisor that is never zero", given.value(1))
     if given.failure.phase == "backward":
-        at_zero = bool((below == 0).any())
-        return (
-            Edge(
-                "for a divisor of zero",
-                _with_zero("its derivatives are infinite", given),
-                "a divisor that is never zero",
-                value,
-            )
-            if at_zero
-            else None
-        )
-    if given.failure.way == "nan" and bool(((above == 0) & (below == 0)).any()):
-        return Edge("for 0 / 0", "0 / 0 is NaN", "a divisor that is never zero", value)
-    if given.failure.way == "nan" and bool((above.isinf() & below.isinf()).any()):
-        return Edge("for inf / inf", "inf / inf is NaN", "finite operands", value)
-    if given.failure.kind == "inf" and bool(((above != 0) & (below == 0)).any()):
-        return Edge(
-            "for a divisor of zero", "a number divided by zero is infinite", "a divisor that is never zero", value
-        )
+        fact = _with_zero("its derivatives are infinite", given)
+        return Edge("for a divisor of zero", fact, *never_zero) if bool(at_zero.any()) else None
+    if way == "nan" and bool(((above == 0) & at_zero).any()):
+        return Edge("for 0 / 0", "0 / 0 is NaN", *never_zero)
+    if way == "nan" and bool((above.isinf() & below.isinf()).any()):
+        return Edge("for inf / inf", "inf / inf is NaN", "finite operands", given.value(1))
+    if way in _INFINITE and bool(((above != 0) & at_zero).any()):
+        return Edge("for a divisor of zero", "a number divided by zero is infinite", *never_zero)
     return None
 
 
@@ -263,101 +220,107 @@ def _power(given: Given) -> Edge | None:
 
 # -- functions of rows and matrices ------------------------------------------------------------------------------------
 
-_OVER_ROWS = frozenset(("softmax", "log_softmax", "logsumexp", "softmin", "_safe_softmax"))
+_OVER_ROWS = {
+    "softmax": "a row in which every score is -inf holds nothing to normalise, so exp(-inf) / sum is 0 / 0",
+    "log_softmax": "a row in which every score is -inf holds nothing to normalise, so exp(-inf) / sum is 0 / 0",
+    "logsumexp": "where every score is -inf the sum is zero, whose logarithm is -inf",
+}
 _DEVIATIONS = frozenset(("std", "var", "std_mean", "var_mean"))
+_EMPTY = {
+    **dict.fromkeys(("mean", "nanmean"), "a mean over no elements is 0 / 0"),
+    **dict.fromkeys(_DEVIATIONS, "no elements have no mean to deviate from"),
+    "logsumexp": "a sum of nothing is zero, whose logarithm is -inf",
+}
 
 
 def _masked_row(given: Given) -> Edge | None:
     if given.name not in _OVER_ROWS or not given.tensors:
         return None
     scores = given.tensors[0]
-    dim = given.kwargs.get("dim", given.args[1] if len(given.args) > 1 else -1)
-    if not scores.dim():
-        is_masked = bool(scores == float("-inf"))
-    else:
-        is_masked = bool((scores == float("-inf")).all(dim if isinstance(dim, (int, tuple)) else -1).any())
-    if not is_masked:
+    dim = given.option("dim", 1, -1)
+    is_masked = scores == float("-inf")
+    if scores.dim():
+        is_masked = is_masked.all(dim if isinstance(dim, (int, tuple)) else -1)
+    if not bool(is_masked.any()):
         return None
-    fact = "a row in which every score is -inf holds nothing to normalise, so exp(-inf) / sum is 0 / 0"
-    return Edge("for a fully masked row", fact, "a finite score in every row", given.value(0))
+    return Edge("for a fully masked row", _OVER_ROWS[given.name], "a finite score in every row", given.value(0))
 
 
 def _deviation(given: Given) -> Edge | None:
     if given.name not in _DEVIATIONS or not given.tensors:
         return None
-    values, value = given.tensors[0], given.value(0)
-    if given.failure.phase == "backward":
-        is_constant = bool((values == values.reshape(-1)[0]).all())
-        fact = _with_zero("its derivative is infinite where the deviation is zero", given)
-        return Edge("for constant values", fact, "values that differ", value) if is_constant else None
-    dims = given.kwargs.get("dim", given.args[1] if len(given.args) > 1 else None)
-    chosen = [dims] if type(dims) is int else dims if isinstance(dims, (list, tuple)) else range(values.dim())
-    count = 1
-    for dim in chosen:
-        count *= values.shape[dim]
+    sizes, flags = given.tensors[0].shape, [item for item in given.args[1:] if isinstance(item, bool)]
+    is_unbiased = given.kwargs.get("unbiased", flags[0] if flags else True)
+    correction = given.kwargs.get("correction", int(is_unbiased))
+    dims = given.option("dim", 1, None)
+    chosen = [dims] if type(dims) is int else dims if isinstance(dims, (list, tuple)) and dims else range(len(sizes))
+    if correction not in (None, 1) or math.prod(sizes[dim] for dim in chosen) != 1:
+        return None
     fact = "with the default correction it divides by n - 1, which is zero for one element"
-    return Edge("for a single element", fact, "two elements or more", value) if count == 1 else None
+    return Edge("for a single element", fact, "two elements or more", given.value(0))
 
 
 def _empty(given: Given) -> Edge | None:
     first = next((item for item in given.args if isinstance(item, torch.Tensor)), None)
-    if first is None or first.numel() or given.name not in ("mean", "nanmean", "std", "var", "logsumexp", "softmax"):
+    if first is None or first.numel() or given.name not in _EMPTY:
         return None
-    return Edge("for an empty tensor", "a mean over no elements is 0 / 0", "at least one element", given.value(0))
+    return Edge("for an empty tensor", _EMPTY[given.name], "at least one element", given.value(0))
 
 
 def _losses(given: Given) -> Edge | None:
     if given.name not in ("cross_entropy", "nll_loss", "kl_div", "binary_cross_entropy_with_logits"):
         return None
-    if given.tensors and bool(given.tensors[0].isinf().any()):
+    if given.tensors and bool((given.tensors[0] == float("-inf")).any()):
         fact = "a class whose logit is -inf has probability zero, and giving it any weight makes the loss infinite"
+        fact = _INDEFINITE if given.failure.way == "nan" else fact
         return Edge("with a logit of -inf", fact, "finite logits wherever the target has weight", given.value(0))
-    targets = given.args[1] if len(given.args) > 1 else None
-    ignored = given.kwargs.get("ignore_index", -100)
-    if isinstance(targets, torch.Tensor) and not targets.is_floating_point() and bool((targets == ignored).all()):
-        return Edge(
-            "when every target is ignored",
-            "a mean over no targets is 0 / 0",
-            "at least one target that counts",
-            given.value(1),
-        )
-    return None
+    targets, ignored = given.option("target", 1, None), given.option("ignore_index", 4, -100)
+    if not isinstance(targets, torch.Tensor) or targets.is_floating_point() or not bool((targets == ignored).all()):
+        return None
+    wanted = "at least one target that counts"
+    return Edge("when every target is ignored", "a mean over no targets is 0 / 0", wanted, given.value(1))
 
 
 def _weight_norm(given: Given) -> Edge | None:
     if given.name != "weight_norm" or not given.tensors:
         return None
-    weight = given.tensors[0]
-    if not bool((weight.reshape(weight.shape[0], -1) == 0).all(dim=1).any() if weight.dim() else weight == 0):
+    weight, dim = given.tensors[0], given.option("dim", 2, 0)
+    rows = weight.reshape(1, -1) if dim == -1 else weight.movedim(dim, 0).reshape(weight.shape[dim], -1)
+    if given.failure.way != "nan" or not bool((rows == 0).all(dim=1).any()):
         return None
-    return Edge(
-        "for a row of zeros", "g * v / ||v|| is 0 / 0 where v is zero", "a weight without rows of zeros", given.value(0)
-    )
+    fact = "g * v / ||v|| is 0 / 0 where v is zero"
+    return Edge("for a row of zeros", fact, "a weight without rows of zeros", given.value(0))
+
+
+_SPECTRA = {
+    "eigh": ("eigenvalues", torch.linalg.eigvalsh),
+    "eig": ("eigenvalues", torch.linalg.eigvals),
+    **dict.fromkeys(("svd", "svd_lowrank"), ("singular values", torch.linalg.svdvals)),
+}
 
 
 def _repeated_eigenvalues(given: Given) -> Edge | None:
-    if given.name not in ("eigh", "eig", "svd", "svd_lowrank") or not given.tensors:
+    if given.name not in _SPECTRA or not given.tensors:
         return None
-    matrix = given.tensors[0]
-    values = torch.linalg.svdvals(matrix) if given.name.startswith("svd") else torch.linalg.eigvals(matrix).abs()
-    gaps = values.sort(dim=-1).values.diff(dim=-1)
-    if not bool((gaps <= 1e-5 * values.abs().max().clamp(min=1e-30)).any()) and not bool((values == 0).all()):
+    what, spectrum = _SPECTRA[given.name]
+    values = spectrum(given.tensors[0])
+    gaps = (values.unsqueeze(-1) - values.unsqueeze(-2)).abs()
+    gaps.diagonal(dim1=-2, dim2=-1).fill_(float("inf"))
+    if not bool((gaps <= 1e-5 * values.abs().max().clamp(min=1e-30)).any()):
         return None
-    what = "singular values" if given.name.startswith("svd") else "eigenvalues"
     fact = f"its derivative divides by the differences of {what}, and is documented to be unstable when two agree"
     return Edge(f"for repeated {what}", fact, f"a matrix with distinct {what}", given.value(0))
 
 
 def _infinite_operand(given: Given) -> Edge | None:
     """The last rule before those that need another run."""
-    has_infinity = any(tensor.is_floating_point() and bool(tensor.isinf().any()) for tensor in given.tensors)
-    if given.failure.way != "nan" or not has_infinity:
-        return None
-    value = next((ref.value for ref in iter_refs((given.call.args, dict(given.call.kwargs)))), None)
-    return Edge("with an infinite operand", "inf - inf and 0 * inf are NaN", "finite operands", value)
+    tensors, refs = _tensors((given.args, given.kwargs)), iter_refs((given.call.args, given.call.kwargs))
+    infinite = (ref for ref, tensor in zip(refs, tensors, strict=False) if bool(tensor.isinf().any()))
+    found = next(infinite, None) if given.failure.way == "nan" else None
+    return Edge("with an infinite operand", _INDEFINITE, "finite operands", found.value) if found is not None else None
 
 
 FORWARD_RULES = (
     _elementwise, _quotient, _power, _masked_row, _empty, _deviation, _losses, _weight_norm, _infinite_operand,
 )  # fmt: skip
-BACKWARD_RULES = (_elementwise, _quotient, _power, _masked_row, _deviation, _repeated_eigenvalues)
+BACKWARD_RULES = (_elementwise, _quotient, _power, _masked_row, _repeated_eigenvalues)

@@ -196,5 +196,5 @@ def sequence(parts: Sequence[str], *, is_tuple: bool) -> Expr:
 
 
 def quoted(text: str) -> str:
-    """A string literal in double quotes."""
-    return json.dumps(text, ensure_ascii=True)
+    """A string literal in double quotes and ASCII; JSON's escapes alone would make two characters of an emoji."""
+    return json.dumps(text, ensure_ascii=False).encode("ascii", "backslashreplace").decode()

@@ -6,6 +6,7 @@ tensor that would need more than `MAX_LITERALS` numbers has no expression and go
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -178,15 +179,16 @@ def _listed(tensor: torch.Tensor) -> Proposal:
 
 
 def _ranges(tensor: torch.Tensor) -> Iterator[Proposal]:
-    if tensor.numel() < 3 or tensor.dtype in (torch.bool,) or tensor.dtype.is_complex:
+    if tensor.numel() < 3 or tensor.dtype == torch.bool or tensor.dtype.is_complex:
         return
     flat = tensor.reshape(-1)
-    if not bool(torch.isfinite(flat[[0, 1, -1]]).all()):
+    start, second, last = (flat[place].item() for place in (0, 1, -1))
+    if not all(map(math.isfinite, (start, second, last))):
         return
-    start, step, count = flat[0].item(), flat[1].item() - flat[0].item(), tensor.numel()
+    step, count = second - start, tensor.numel()
     stop = start + step * count
     is_whole = start == int(start) and step == int(step)
-    if step == 0 or not is_whole or abs(stop) > 2**53 or flat[-1].item() != start + step * (count - 1):
+    if step == 0 or not is_whole or abs(stop) > 2**53 or last != start + step * (count - 1):
         return
     is_float = tensor.dtype.is_floating_point
     write = str if not is_float or tensor.dtype != torch.float32 else lambda number: float_text(float(number))

@@ -17,11 +17,12 @@ import torch
 from reprokit.program.ir import Call, Input, Mode, Program, Ref
 from reprokit.render import expression, names
 from reprokit.render.check import Subject, find_subject, write_check
-from reprokit.render.code import Code, needed_mode, write_program
+from reprokit.render.code import Code, write_program
 from reprokit.render.environment import render_template
 from reprokit.render.expression import Expr
 from reprokit.render.layout import WIDTH, fold
 from reprokit.render.literals import Literal, is_same, literal
+from reprokit.render.modes import needed_mode
 from reprokit.render.module_names import ROOT_KEY, ModuleNames, class_name
 from reprokit.render.spelling import operand_words, result_words
 from reprokit.render.wording import headline, phase_words

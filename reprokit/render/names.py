@@ -281,7 +281,7 @@ def exact_signature_of(target: str) -> Mapping[str, inspect.Parameter]:
     if list(parameters) == [
         "args",
         "kwargs",
-    ]:  # torch's boolean dispatch; the real one has an underscore before its name
+    ]:  # torch's boolean dispatch, to a name with an underscore before it
         real = getattr(inspect.getmodule(function), f"_{target.rpartition('.')[2]}", None)
         return inspect.signature(real).parameters if inspect.isfunction(real) else {}
     return parameters
@@ -323,6 +323,5 @@ def name_for_list(call: Call) -> str:
 
 def _return_fields(target: str) -> list[str]:
     namespace, _, name = target.rpartition(".")
-    prefix = {"torch.linalg": "linalg_", "torch.special": "special_"}.get(namespace, "")
-    cls = getattr(torch.return_types, prefix + name, None)
+    cls = getattr(torch.return_types, _NAMESPACES.get(namespace, "") + name, None)
     return [field.lower() for field in getattr(cls, "__match_args__", ())]

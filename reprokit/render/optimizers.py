@@ -1,4 +1,7 @@
-"""An optimizer's step as Python: gradients set by hand, the optimizer with its unusual options, its state, a step."""
+"""An optimizer's step as Python: gradients set by hand, the optimizer with its unusual options, its state, a step.
+
+Options that the class refuses, such as a learning rate of NaN, got there later; they are put into the group afterwards.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 import torch
 
-from reprokit.program.ir import Call, Ref
+from reprokit.program.ir import Call, Ref, map_leaves
 from reprokit.program.run import Tensors
 from reprokit.render import expression
 from reprokit.render.expression import Expr
@@ -29,7 +32,12 @@ def write_step(call: Call, leaf: Leaf, names: Names, tensors: Tensors) -> Iterat
                 yield f"{leaf(param).text}.grad = {_gradient_text(param, grad, leaf, tensors)}"
     opt = names.unique("opt")
     cls = call.target.rpartition(".")[0]
-    yield f"{opt} = {_constructor(cls, [(params, options) for params, _, options, _ in groups], leaf).text}"
+    unusual = [_unusual(cls, options) for _, _, options, _ in groups]
+    given = [options if _is_accepted(cls, options, tensors) else {} for options in unusual]
+    yield f"{opt} = {_constructor(cls, call.kwargs['params'], given, leaf).text}"
+    for place, (options, accepted) in enumerate(zip(unusual, given, strict=True)):
+        if options != accepted:
+            yield expression.call(f"{opt}.param_groups[{place}].update", [], _written(options, leaf)).text
     for params, _, _, states in groups:
         for param, state in zip(params, states, strict=True):
             if state:
@@ -51,11 +59,10 @@ def _gradient_text(param: Ref, grad: Ref, leaf: Leaf, tensors: Tensors) -> str:
     return written.text
 
 
-def _constructor(cls: str, groups: list[tuple[Any, Mapping[str, Any]]], leaf: Leaf) -> Expr:
-    if len(groups) == 1:
-        params, options = groups[0]
-        return expression.call(cls, [expression.argument(params, leaf)], _written(_unusual(cls, options), leaf))
-    parts = [{"params": params, **_unusual(cls, options)} for params, options in groups]
+def _constructor(cls: str, params: list[Any], options: list[dict[str, Any]], leaf: Leaf) -> Expr:
+    if len(params) == 1:
+        return expression.call(cls, [expression.argument(params[0], leaf)], _written(options[0], leaf))
+    parts = [{"params": group, **given} for group, given in zip(params, options, strict=True)]
     return expression.call(cls, [expression.argument(parts, leaf)])
 
 
@@ -65,7 +72,7 @@ def _written(options: Mapping[str, Any], leaf: Leaf) -> dict[str, Expr]:
 
 def _unusual(cls: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that differ from the class's defaults."""
-    defaults = _defaults(cls.rpartition(".")[2])
+    defaults = _defaults(cls)
     return {name: value for name, value in options.items() if name in defaults and not _is_equal(value, defaults[name])}
 
 
@@ -75,7 +82,21 @@ def _is_equal(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
+def _is_accepted(cls: str, options: Mapping[str, Any], tensors: Tensors) -> bool:
+    """Whether the class can be made with these options."""
+    given = map_leaves(options, lambda leaf: tensors.get(leaf.value) if isinstance(leaf, Ref) else leaf)
+    try:
+        _make(cls, **given)
+    except (ValueError, TypeError, RuntimeError):
+        return False
+    return True
+
+
 @functools.cache
-def _defaults(name: str) -> Mapping[str, Any]:
-    cls: Any = getattr(torch.optim, name)
-    return dict(cls([torch.zeros(1)]).defaults)
+def _defaults(cls: str) -> Mapping[str, Any]:
+    return dict(_make(cls).defaults)
+
+
+def _make(cls: str, **options: Any) -> Any:
+    made: Any = getattr(torch.optim, cls.rpartition(".")[2])
+    return made([torch.zeros(1, 1)], **options)  # a matrix, because some optimizers take nothing else

@@ -176,13 +176,13 @@ def _of_augmented(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
 
 def _of_comparison(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
     assert isinstance(node, ast.Compare)
-    is_it = _is_method(call) and len(node.ops) == 1 and BINARY.get(call.name) == _SYMBOLS.get(type(node.ops[0]))
+    is_it = _is_method(call) and len(node.ops) == 1 and BINARY.get(call.name) == _SYMBOLS.get(type(node.ops[0]), "")
     return (node.left, node.comparators[0]) if is_it else None
 
 
 def _of_unary(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
     assert isinstance(node, ast.UnaryOp)
-    is_it = _is_method(call) and UNARY.get(call.name) == _SYMBOLS.get(type(node.op))
+    is_it = _is_method(call) and UNARY.get(call.name) == _SYMBOLS.get(type(node.op), "")
     return (node.operand,) if is_it else None
 
 

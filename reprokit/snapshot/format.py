@@ -15,7 +15,8 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_origin, get_type_hints
 
 import torch
 
@@ -115,9 +116,24 @@ def load(path: Path | str) -> Snapshot:
     try:
         content["program"] = plain.from_plain(content["program"])
         content["failure"] = failures.from_plain(content["failure"])
-        return Snapshot(**{name: content[name] for name in Snapshot.__dataclass_fields__})
-    except (KeyError, TypeError, ValueError) as error:
+        require_tensors(content["program"], content["tensors"])
+        return Snapshot(**{name: _typed(name, hint, content[name]) for name, hint in get_type_hints(Snapshot).items()})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SnapshotError(f"`{path}` is damaged: {error}", hint="capture it again") from error
+
+
+def require_tensors(program: Program, tensors: Any) -> None:
+    """Raise `ValueError` unless every input of a program has a tensor."""
+    lacking = [item.name for item in program.inputs if not isinstance(tensors.get(item.value), torch.Tensor)]
+    if lacking:
+        raise ValueError(f"the input `{lacking[0]}` has no tensor")
+
+
+def _typed(name: str, hint: Any, value: Any) -> Any:
+    kind = get_origin(hint)
+    if not isinstance(value, hint if kind in (None, UnionType) else kind):
+        raise ValueError(f"`{name}` is a `{type(value).__name__}`")
+    return value
 
 
 def storable(tensor: torch.Tensor) -> torch.Tensor:

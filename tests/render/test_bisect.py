@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from reprokit.cli import main
 from reprokit.locate.blame import locate
 from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.render import render_one
@@ -33,7 +35,9 @@ def softmax(x, dim=None):
 functional.softmax = softmax
 """
 BAD = GOOD.replace("torch.where(torch.isneginf(x).all(dim, keepdim=True), torch.zeros_like(result), result)", "result")
+BROKEN = GOOD.replace("builtin(x, dim=dim)", "no_longer_there")
 COMMITS, CULPRIT = 10, 6
+PAGE = Path(__file__).parents[2] / "docs" / "verify.md"
 
 
 def masked_row() -> Snapshot:
@@ -71,29 +75,40 @@ def git(folder: Path, *words: str, **variables: str) -> str:
     return done.stdout
 
 
-def make_repository(folder: Path) -> list[str]:
-    """Ten commits to a library, the names of which are returned, oldest first; one of them brings the bug in."""
+def make_repository(folder: Path, versions: list[str]) -> list[str]:
+    """Commits to a library, the names of which are returned, oldest first."""
     folder.mkdir()
     git(folder, "init", "-q")
     (folder / "sitecustomize.py").write_text(STARTUP)
     commits = []
-    for number in range(COMMITS):
-        (folder / "library.py").write_text((BAD if number >= CULPRIT else GOOD) + f"VERSION = {number}\n")
+    for number, version in enumerate(versions):
+        (folder / "library.py").write_text(f"{version}VERSION = {number}\n")
         git(folder, "add", "-A")
         git(folder, "commit", "-q", "-m", f"version {number}")
         commits.append(git(folder, "rev-parse", "HEAD").strip())
     return commits
 
 
+def bisect(repository: Path, first: str, *command: str) -> str:
+    """What git says in the end."""
+    git(repository, "bisect", "start", "HEAD", first)
+    variables = {"PYTHONPATH": str(repository), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    return git(repository, "bisect", "run", *command, **variables)
+
+
 def test_git_bisect_finds_the_commit(results: Path, tmp_path: Path) -> None:
-    repository = tmp_path / "repository"
-    commits = make_repository(repository)
-    git(repository, "bisect", "start", "HEAD", commits[0])
-    told = git(
-        repository, "bisect", "run", sys.executable, str(results / "repro.py"),
-        PYTHONPATH=str(repository), PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1",
-    )  # fmt: skip
+    commits = make_repository(tmp_path / "repository", [GOOD] * CULPRIT + [BAD] * (COMMITS - CULPRIT))
+    told = bisect(tmp_path / "repository", commits[0], sys.executable, str(results / "repro.py"))
     assert f"{commits[CULPRIT]} is the first bad commit" in told
+
+
+def test_git_bisect_skips_what_does_not_run(results: Path, tmp_path: Path) -> None:
+    commits = make_repository(tmp_path / "repository", [GOOD, GOOD, BROKEN, GOOD, BAD])
+    documented = next(line for line in PAGE.read_text().splitlines() if line.startswith("    git bisect run sh -c "))
+    script = documented.partition("sh -c ")[2].strip("'")
+    script = script.replace("python repro.py", shlex.join([sys.executable, str(results / "repro.py")]))
+    told = bisect(tmp_path / "repository", commits[0], "sh", "-c", script)
+    assert f"{commits[4]} is the first bad commit" in told and "skip" in git(tmp_path / "repository", "bisect", "log")
 
 
 @pytest.mark.parametrize(("library", "exit_code", "words"), [(BAD, 1, "1 failed"), (GOOD, 0, "1 passed")])
@@ -107,10 +122,10 @@ def test_pytest_fails_while_the_bug_is_there(
     assert words in told.stdout
 
 
-def test_verify_tells_whether_it_is_fixed(run_reprokit: Run, tmp_path: Path) -> None:
+def test_verify_tells_whether_it_is_fixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, code in (("bad", "assert False"), ("good", "print('fine')")):
         (tmp_path / f"{name}.py").write_text(code)
-    bad = run_reprokit("verify", "--expect-fixed", "--times", "2", "bad.py")
-    assert (bad.returncode, bad.stderr.splitlines()[-1]) == (1, "reprokit: the bug is still there")
-    assert run_reprokit("verify", "--expect-fixed", "--times", "2", "good.py").returncode == 0
-    assert run_reprokit("verify", "--times", "2", "bad.py").returncode == 0
+    assert main(["verify", "--expect-fixed", "--times", "2", str(tmp_path / "bad.py")]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "reprokit: the bug is still there"
+    assert main(["verify", "--expect-fixed", "--times", "2", str(tmp_path / "good.py")]) == 0
+    assert main(["verify", "--times", "2", str(tmp_path / "bad.py")]) == 0

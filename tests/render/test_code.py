@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reprokit.program import functions
-from reprokit.program.ir import ZERO_GRAD, Call, Input, Mode, Program, Ref, Slice, Symbol
+from reprokit.program.ir import ZERO_GRAD, Call, Input, Mode, Program, Ref, Site, Slice, Symbol
 from reprokit.program.run import run
 from reprokit.render.calls import callee
 from reprokit.render.code import write_program
@@ -215,6 +216,30 @@ def test_optimizer_shows_only_unusual_options() -> None:
     ]
 
 
+def test_options_that_a_class_refuses_are_set_afterwards(tmp_path: Path) -> None:
+    program, tensors = half_precision_adam(lr=float("nan"))
+    body = lines_of(program, tensors, keep=(0,))
+    assert body[-3:-1] == [
+        "opt = torch.optim.Adam([weight])",
+        'opt.param_groups[0].update(lr=float("nan"))',
+    ]
+    assert_same_bits((replace(program, outputs=(Ref(0),)), tensors), tmp_path)
+
+
+OPTIMIZERS = sorted(
+    name for name, cls in vars(torch.optim).items() if isinstance(cls, type) and cls.__base__ is torch.optim.Optimizer
+)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_has_defaults(name: str) -> None:
+    kwargs = {"params": [[Ref(0)]], "grads": [[Ref(1)]], "options": [{"lr": 0.25}], "state": [[{}]]}
+    inputs = (Input(0, "weight", "parameter", True), Input(1, "gradient", "gradient"))
+    program = Program((Call(f"torch.optim.{name}.step", (), kwargs, phase="optimizer"),), inputs)
+    body = lines_of(program, {0: torch.ones(2, 2), 1: torch.ones(2, 2)}, keep=(0,))
+    assert body[-2:] == [f"opt = torch.optim.{name}([weight], lr=0.25)", "opt.step()"]
+
+
 def test_optimizer_with_state_and_groups(tmp_path: Path) -> None:
     kwargs = {
         "params": [[Ref(0)], [Ref(1)]],
@@ -252,6 +277,28 @@ def test_zero_grad_and_retained_graphs(tmp_path: Path) -> None:
     assert_same_bits((program, tensors), tmp_path)
     assert "total.backward(retain_graph=True)" in lines_of(program, tensors, keep=(2,))
     assert "x.grad = None" in lines_of(program, tensors, keep=(2,))
+
+
+def test_a_complex_scalar_keeps_the_gradient_that_it_starts_from(tmp_path: Path) -> None:
+    calls = (
+        Call("torch.Tensor.mul", (Ref(0), 2.0), {}, Ref(1)),
+        Call("torch.Tensor.backward", (Ref(1), Ref(2)), phase="backward"),
+    )
+    inputs = (Input(0, "x", requires_grad=True), Input(2, "gradient", "gradient"))
+    tensors = {0: torch.tensor(1 + 2j), 2: torch.tensor(1 + 0j)}
+    assert_same_bits((Program(calls, inputs, (Ref(1),)), tensors), tmp_path)
+
+
+def test_what_is_read_before_a_write_on_the_same_line_stays_before_it(tmp_path: Path) -> None:
+    site = Site("train.py", 1, "y = F.batch_norm(x, mean, var, training=True) * (mean + 1)")
+    calls = (
+        Call("torch.Tensor.add", (Ref(1), 1), {}, Ref(3), site=site),
+        Call("torch.nn.functional.batch_norm", (Ref(0), Ref(1), Ref(2)), {"training": True}, Ref(4), site=site),
+        Call("torch.Tensor.mul", (Ref(4), Ref(3)), {}, Ref(5), site=site),
+    )
+    inputs = (Input(0, "x"), Input(1, "mean", "buffer"), Input(2, "var", "buffer"))
+    tensors = {0: torch.arange(6.0).reshape(2, 3), 1: torch.zeros(3), 2: torch.ones(3)}
+    assert_same_bits((Program(calls, inputs, (Ref(5),)), tensors), tmp_path)
 
 
 def test_many_numbers_go_to_a_side_file(tmp_path: Path) -> None:

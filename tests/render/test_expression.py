@@ -120,6 +120,12 @@ def test_floats_read_back(value: float) -> None:
     assert (math.isnan(back) and math.isnan(value)) or (back == value and str(back) == str(value))
 
 
+@given(st.text())
+def test_texts_read_back(text: str) -> None:
+    written = constant(text).text
+    assert written.isascii() and eval(written) == text
+
+
 @given(st.complex_numbers())
 def test_complex_numbers_read_back(value: complex) -> None:
     assert repr(eval(constant(value).text)) == repr(value)

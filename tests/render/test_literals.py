@@ -77,6 +77,15 @@ def test_large_regular_tensors_have_one() -> None:
         assert literal(tensor) is not None
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.uint16])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
+def test_dtypes_that_can_do_little(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.ones(shape).to(dtype)
+    found = literal(tensor)
+    assert found is not None
+    assert is_same(build(found.text), tensor)
+
+
 def test_sparse_tensors_have_none() -> None:
     assert literal(torch.eye(2).to_sparse()) is None
 

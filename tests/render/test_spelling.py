@@ -31,6 +31,8 @@ DIV = ("torch.Tensor.div", (Ref(0), Ref(1)))
         ("weight = snr / self.scale", "weight = snr / scale"),
         ("return acc / total", "out = acc / total"),
         ("return acc.div(total)", "out = acc.div(total)"),
+        ("return acc.div(total) if total is not None else acc", "out = acc.div(total)"),
+        ("return acc if not flag else acc.div(total)", "out = acc.div(total)"),
         ("loss = (acc / total).mean()", "out = acc / total"),
         ('g = state["avg"] / p.grad', "g = avg / grad"),
         ("ratio = logits.flatten(0, 1) / (a + b)", "ratio = logits / x"),

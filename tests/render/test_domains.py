@@ -1,0 +1,72 @@
+"""What is said of a function at the edge of its domain is true of what it was given, and of nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from reprokit.locate.failure import Failure
+from reprokit.program.ir import Call, Ref
+from reprokit.render.domains import BACKWARD_RULES, FORWARD_RULES, Edge, Given
+
+INF = float("inf")
+MASKED = torch.tensor([[0.0, 1.0], [-INF, -INF]])
+LOGITS = torch.tensor([[-INF, 1.0]])
+
+
+def edge_of(name: str, *args: Any, way: str = "nan", phase: str = "forward", **kwargs: Any) -> Edge | None:
+    """What the rules answer for a call; its tensors are numbered by their positions."""
+    refs = tuple(Ref(place) if isinstance(item, torch.Tensor) else item for place, item in enumerate(args))
+    failure = Failure(phase=phase, kind=way.strip("+-"), call=f"torch.{name}", way=way)
+    given = Given(name, Call(f"torch.{name}", refs, kwargs), failure, args, kwargs, ())
+    found = (rule(given) for rule in (BACKWARD_RULES if phase == "backward" else FORWARD_RULES))
+    return next((edge for edge in found if edge is not None), None)
+
+
+@pytest.mark.parametrize(
+    ("edge", "words", "fact"),
+    [
+        (lambda: edge_of("softmax", MASKED, dim=1), "for a fully masked row", "exp(-inf) / sum is 0 / 0"),
+        (lambda: edge_of("softmax", MASKED.T, 0), "for a fully masked row", "exp(-inf) / sum is 0 / 0"),
+        (lambda: edge_of("logsumexp", MASKED, dim=1, way="-inf"), "for a fully masked row", "whose logarithm is -inf"),
+        (lambda: edge_of("softmin", MASKED, dim=1), "with an infinite operand", "inf - inf"),
+        (lambda: edge_of("logsumexp", torch.zeros(0), way="-inf"), "for an empty tensor", "whose logarithm is -inf"),
+        (lambda: edge_of("std", torch.ones(1)), "for a single element", "n - 1, which is zero"),
+        (lambda: edge_of("std", torch.ones(2, 1), 1, True), "for a single element", "n - 1, which is zero"),
+        (lambda: edge_of("std", torch.tensor([INF]), False), "with an infinite operand", "inf - inf"),
+        (lambda: edge_of("var", torch.tensor([INF]), correction=0), "with an infinite operand", "inf - inf"),
+        (lambda: edge_of("cross_entropy", LOGITS, way="+inf"), "with a logit of -inf", "makes the loss infinite"),
+        (lambda: edge_of("kl_div", LOGITS, torch.zeros(1, 2)), "with a logit of -inf", "0 * inf"),
+        (lambda: edge_of("cross_entropy", -LOGITS), "with an infinite operand", "inf - inf"),
+        (lambda: edge_of("nll_loss", torch.zeros(1, 2), torch.tensor([0]), None, None, 0),
+         "when every target is ignored", "0 / 0"),
+        (lambda: edge_of("weight_norm", torch.eye(2)[:1], torch.ones(2), 1), "for a row of zeros", "0 / 0"),
+        (lambda: edge_of("eigh", torch.eye(2), phase="backward"), "for repeated eigenvalues", "two agree"),
+        (lambda: edge_of("svd", torch.zeros(2, 3), phase="backward"), "for repeated singular values", "two agree"),
+    ],
+)  # fmt: skip
+def test_what_is_said(edge: Any, words: str, fact: str) -> None:
+    found = edge()
+    assert found is not None and found.words == words and fact in found.fact
+
+
+@pytest.mark.parametrize(
+    "edge",
+    [
+        lambda: edge_of("eigh", torch.diag(torch.tensor([1.0, -1.0])), phase="backward"),
+        lambda: edge_of("eig", torch.tensor([[0.0, 1.0], [-1.0, 0.0]]), phase="backward"),
+        lambda: edge_of("svd", torch.zeros(1, 1), phase="backward"),
+        lambda: edge_of("weight_norm", torch.eye(2)[:1], torch.ones(1)),
+        lambda: edge_of("std", torch.ones(3)),
+        lambda: edge_of("softmax", torch.zeros(2, 2), dim=1),
+    ],
+)
+def test_where_nothing_is_said(edge: Any) -> None:
+    assert edge() is None
+
+
+def test_the_operand_in_question_is_the_infinite_one() -> None:
+    found = edge_of("mul", torch.zeros(1), torch.tensor([INF]))
+    assert found is not None and found.value == 1
