@@ -22,7 +22,7 @@ def new_corpus_parser(description: str | None, jobs: int) -> argparse.ArgumentPa
     """A parser for a command that runs the cases of a corpus, ``jobs`` at once unless told otherwise."""
     parser = new_parser(description)
     parser.add_argument("corpus", type=Path)
-    parser.add_argument("--case", nargs="+", metavar="NAME", help="only these cases")
+    parser.add_argument("--case", nargs="+", action="extend", metavar="NAME", help="only these cases")
     parser.add_argument("--jobs", type=int, default=jobs, help=f"cases at once (default {jobs})")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each process (default 300)")
     return parser

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from reprokit.capture.structure import ATOMS, iter_tensors
-from reprokit.program.ir import AUTOGRAD_GRAD, Mode
+from reprokit.program.ir import AUTOGRAD_BACKWARD, AUTOGRAD_GRAD, BACKWARD, Mode
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +55,15 @@ class Entry:
         given = self.args[position] if len(self.args) > position else None
         return given is not None or any(self.kwargs.get(name) is not None for name in _GIVEN_GRADIENTS)
 
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether a differentiation leaves the graph, and all that it has saved, for later."""
+        positions = _GRAPH_POSITIONS.get(self.name, ())
+        given = [self.args[position] for position in positions if len(self.args) > position]
+        return any((*given, *(self.kwargs.get(name) for name in ("retain_graph", "create_graph"))))
 
+
+_GRAPH_POSITIONS = {BACKWARD: (2, 3), AUTOGRAD_BACKWARD: (2, 3), AUTOGRAD_GRAD: (3, 4)}
 _GIVEN_GRADIENTS = ("gradient", "grad_tensors", "grad_outputs")
 
 

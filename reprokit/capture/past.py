@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from reprokit.capture.entry import Entry, new_tensors
+from reprokit.capture.state import num_bytes
 from reprokit.capture.structure import ATOMS, iter_tensors, map_tensors
 
 
@@ -23,7 +24,8 @@ class PastStep:
     """A finished step: what the loop did in it, and what was true when it began or ended.
 
     Either ``entries`` and ``saved`` tell, or, once it is frozen, ``flat`` does, and ``kept`` in the place of ``saved``.
-    ``is_cut``: it uses a graph that began before anything that is remembered.
+    ``num_bytes`` is what it holds then, ``made_bytes`` what it held before of its own. ``is_cut``: it uses a graph that
+    began before anything that is remembered.
     """
 
     entries: list[Entry]
@@ -35,6 +37,7 @@ class PastStep:
     flat: list[Any] | None = None
     kept: list[Any] | None = None
     num_bytes: int = 0
+    made_bytes: int = 0
     is_cut: bool = False
 
 
@@ -78,10 +81,8 @@ class Freezer:
             elif key in work.outside:
                 kept += (work.outside[key], content)
         step.flat, step.kept, step.entries, step.saved = work.flat, kept or None, _NO_ENTRIES, _NOTHING_SAVED
-        num_bytes = 0
-        for tensor in (*work.outside.values(), *kept[1::2]):
-            num_bytes += tensor.numel() * tensor.element_size()
-        step.num_bytes, step.is_cut = num_bytes, work.is_cut
+        step.num_bytes = num_bytes([*work.outside.values(), *kept[1::2]])
+        step.made_bytes, step.is_cut = work.made_bytes, work.is_cut
 
     def thaw(self, step: PastStep) -> PastStep:
         """The same step with entries."""
@@ -164,6 +165,7 @@ class _Freezing:
         self.outside: dict[int, torch.Tensor] = {}
         self.flat: list[Any] = []
         self.is_cut = False
+        self.made_bytes = 0
         self._reads_values = False
 
     def add(self, entry: Entry) -> None:
@@ -222,6 +224,7 @@ class _Freezing:
             return known
         if key in self._made:
             known = self._freezer.number(tensor)
+            self.made_bytes += tensor.numel() * tensor.element_size()
         elif tensor.grad_fn is not None and tensor.requires_grad:
             known = self._freezer.carried(tensor)
             if known is None:

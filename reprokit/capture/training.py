@@ -20,7 +20,8 @@ from reprokit.capture.state import BufferCopies
 from reprokit.capture.tape import Tape
 from reprokit.capture.timeline import Timeline
 
-_FROZEN_TOGETHER = 8  # short steps, because work that is done in one go is done faster
+_MOST_WAITING = 8  # steps that are frozen together: work that is done in one go is done faster
+_WAITING_BYTES = 16 * 2**20  # that these may hold
 SETTLED_AFTER = 2  # optimizer steps after which every root module is taken to be known
 
 
@@ -44,6 +45,7 @@ class Training:
         self.running.on_lost = self._lose
         self.unseen: list[str] = []  # what else the run does, in words, that is not known
         self._is_converted = False
+        self._may_wait = 1  # steps
         self._finished: set[int] = set()  # optimizers that have stepped since the last differentiation
 
     def meet_module(self, module: torch.nn.Module) -> None:
@@ -106,18 +108,20 @@ class Training:
         """Let the step become the past."""
         history, running = self.history, self.running
         history.steps.append(self.step_of(running.entries, running.memory.saved))
-        if not history.is_short or len(history.steps) % _FROZEN_TOGETHER == 0:
+        if history.num_waiting >= self._may_wait:
             self.freeze_past()
 
     def freeze_past(self) -> None:
         """Let go of what past steps made and nobody needs any more."""
         try:
             for step in self.history.waiting():
+                holds_graph = any(entry.kind == "differentiate" and entry.keeps_graph for entry in step.entries)
                 self.freezer.freeze(step)
                 self.history.frozen(step)
                 if step.is_cut:
                     self.history.interrupt()
                     return
+                self._may_wait = 1 if holds_graph else min(_MOST_WAITING, _WAITING_BYTES // (step.made_bytes + 1) + 1)
         except Exception:  # an argument that cannot be copied: then there is no going back behind this step
             self.history.interrupt()
 
