@@ -162,6 +162,72 @@ def huge_input() -> Snapshot:
     return record_model(model, lambda x: (model(x) + x.square()).sum(), x=torch.full((2, 2), 1e30))
 
 
+class LayerAndSkip(nn.Module):
+    """Torch's layer comes first, then a call of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.fc(x), x * 0
+
+
+class Ratio(nn.Module):
+    """A division by zero of what another module returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = LayerAndSkip()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        above, below = self.inner(x)
+        return above / below
+
+
+class RecurrentRatio(nn.Module):
+    """A norm of zero behind a recurrent layer of two layers and directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 6, 2, batch_first=True, bidirectional=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.rnn(x)
+        hidden = hidden[:, -1] * 0
+        return hidden / hidden.pow(2).sum()
+
+
+def layer_and_skip() -> Snapshot:
+    """A division by zero, with a layer on the way that does not matter."""
+    model = Ratio()
+    return record_model(model, lambda x: model(x).sum(), x=seeded(2, 4))
+
+
+def recurrent_ratio() -> Snapshot:
+    """A division by zero behind a recurrent layer."""
+    torch.manual_seed(1)
+    model = RecurrentRatio()
+    return record_model(model, lambda x: model(x).sum(), x=seeded(2, 3, 4))
+
+
+def sparse_overflow() -> Snapshot:
+    """A product that overflows because of a sparse matrix."""
+    matrix = (torch.eye(3) * 1e25).to_sparse()
+    return record_model(nn.Module(), lambda matrix, x: matrix @ x, matrix=matrix, x=seeded(3, 2) * 1e25)
+
+
+def float8_weight() -> Snapshot:
+    """A logarithm of zero, with a weight in a format that only stores."""
+    weight = torch.ones(4, 4).to(torch.float8_e4m3fn)
+    model = nn.Linear(4, 4)
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(model(x) @ weight.float()).mul(0).log()
+
+    return record_model(model, step, x=seeded(2, 4), weight=weight)
+
+
 def _padding() -> torch.Tensor:
     padding = torch.zeros(2, 3, dtype=torch.bool)
     padding[1] = True

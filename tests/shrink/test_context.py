@@ -121,6 +121,26 @@ def test_what_is_not_ordinary_anywhere_is_said() -> None:
     assert not context.is_ordinary
 
 
+def test_a_layer_that_does_not_matter_goes_though_its_module_begins_with_it() -> None:
+    assert classes(context_of(models.layer_and_skip()).tree) == ["Ratio", "LayerAndSkip"]
+
+
+def test_integers_that_are_no_sizes_stay_as_the_user_wrote_them() -> None:
+    context = context_of(models.recurrent_ratio())
+    assert [block.scope.cls for block in context.tree.layers()] == ["LSTM"]
+    (power,) = (call for call in context.program.calls if call.name == "pow")
+    assert power.args[1:] == (2,)
+
+
+@pytest.mark.parametrize("step", [models.sparse_overflow, models.float8_weight])
+def test_formats_that_do_not_compute_are_left_alone(step: Callable[[], Snapshot]) -> None:
+    snapshot, context = step(), context_of(step())
+    given = {item.name: snapshot.tensors[item.value] for item in snapshot.program.inputs}
+    kept = {item.name: context.tensors[item.value] for item in context.program.inputs}
+    odd = [name for name, t in given.items() if t.layout is not torch.strided or t.dtype.itemsize == 1]
+    assert [(kept[name].layout, kept[name].dtype) for name in odd] == [(given[n].layout, given[n].dtype) for n in odd]
+
+
 def test_a_spent_budget_gives_what_was_found() -> None:
     whole = found_for(models.masked_attention)
     early = context_of(models.masked_attention(), max_checks=2)
@@ -206,7 +226,7 @@ def test_a_layer_that_returned_something_else_is_not_one() -> None:
 def test_a_module_is_replaced_by_what_it_was_given() -> None:
     snapshot = models.growing()
     candidate = Candidate(snapshot.program, snapshot.tensors)
-    block = next(run for run in module_runs(candidate) if all(len(candidate.program.calls[i].scope) > 1 for i in run))
+    block = next(run for scope, run in module_runs(candidate) if len(scope) > 1)
     shapes = {
         value: (2, 3, 8) for call in candidate.program.calls for value in (*call.input_refs(), *call.output_refs())
     }

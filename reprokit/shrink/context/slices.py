@@ -6,8 +6,9 @@ layers whole. It grows upstream from what it is given, and for a gradient downst
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -26,11 +27,12 @@ _OWN_MODULE = 16
 Place = tuple[tuple[Scope, ...], str]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
-    """The whole step, and who made and who reads each of its values."""
+    """The whole step, and who makes and who reads each of its values."""
 
     whole: Candidate
+    _recordings: dict[bool, Recording] = field(default_factory=dict)
 
     @property
     def program(self) -> Program:
@@ -52,36 +54,54 @@ class Step:
             found.update(dict.fromkeys(members, tuple(members)))
         return found
 
+    @cached_property
+    def _places(self) -> list[Place]:
+        return [self._place_of(call) for call in self.program.calls]
+
     def place(self, index: int) -> Place:
         """The user's module that a call runs in; in the loop itself, the function."""
-        call = self.program.calls[index]
+        return self._places[index]
+
+    def _place_of(self, call: Call) -> Place:
         layer = self.layer(call)
         scope = call.scope if layer is None else layer[:-1]
         while scope and is_container(scope[-1]):
             scope = scope[:-1]
         return scope, call.site.function if not scope and call.site is not None else ""
 
+    @cached_property
+    def _writers(self) -> dict[int, list[int]]:
+        """The calls that make or change each value, latest first."""
+        found: dict[int, list[int]] = {}
+        for index, call in reversed(list(enumerate(self.program.calls))):
+            for value in written(call) if call.target != OPAQUE else ():
+                found.setdefault(value, []).append(index)
+        return found
+
+    @cached_property
+    def readers_of(self) -> dict[int, list[int]]:
+        """The calls that read each value, in order."""
+        found: dict[int, list[int]] = {}
+        for index, call in enumerate(self.program.calls):
+            for value in call.input_refs():
+                found.setdefault(value, []).append(index)
+        return found
+
     def producers(self, index: int) -> list[int]:
         """The calls that wrote what a call reads, latest first."""
-        wanted = set(self.program.calls[index].input_refs())
-        found = []
-        for position in range(index - 1, -1, -1):
-            call = self.program.calls[position]
-            if call.target == OPAQUE or not written(call) & wanted:
-                continue
-            found.append(position)
-            if not is_in_place(call.target):
-                wanted -= written(call)
-        return found
+        found = set()
+        for value in self.program.calls[index].input_refs():
+            for writer in self._writers.get(value, ()):
+                if writer < index:
+                    found.add(writer)
+                    if not is_in_place(self.program.calls[writer].target):
+                        break
+        return sorted(found, reverse=True)
 
     def readers(self, index: int) -> list[int]:
         """The later forward calls that read what a call wrote."""
-        made = written(self.program.calls[index])
-        return [
-            later
-            for later in range(index + 1, len(self.program.calls))
-            if made & set(self.program.calls[later].input_refs()) and self.is_forward(later)
-        ]
+        found = {reader for value in written(self.program.calls[index]) for reader in self.readers_of.get(value, ())}
+        return sorted(reader for reader in found if reader > index and self.is_forward(reader))
 
     def is_forward(self, index: int) -> bool:
         """Whether a call computes something, rather than differentiates, updates or clears."""
@@ -128,28 +148,39 @@ class Step:
 
     def upstream(self, starts: Iterable[int], limit: int, is_inside: Callable[[int], bool]) -> list[int]:
         """What ``starts`` depend on, nearest first, at most ``limit`` calls, within what is inside."""
-        order = self._whole_units(starts)
-        for index in order:
-            for found in self.producers(index):
-                if found not in order and self.is_forward(found) and is_inside(found):
-                    order.extend(unit for unit in self.units[found] if unit not in order)
-            if len(order) >= limit:
-                break
-        return order
+        return self._spread(starts, limit, self.producers, is_inside)
 
     def downstream(self, index: int, limit: int, is_inside: Callable[[int], bool]) -> list[int]:
         """What depends on a call, nearest first, at most ``limit`` calls, within what is inside."""
-        order = self._whole_units([index])
-        for current in order:
-            for found in self.readers(current):
-                if found not in order and is_inside(found):
-                    order.extend(unit for unit in self.units[found] if unit not in order)
+        return self._spread([index], limit, self.readers, is_inside)
+
+    def _spread(
+        self,
+        starts: Iterable[int],
+        limit: int,
+        neighbours: Callable[[int], list[int]],
+        is_inside: Callable[[int], bool],
+    ) -> list[int]:
+        """From some calls to their neighbours and on; torch's layers come whole."""
+        order = list(dict.fromkeys(unit for index in starts for unit in self.units[index]))
+        seen = set(order)
+        for index in order:
+            for found in neighbours(index):
+                if found not in seen and self.is_forward(found) and is_inside(found):
+                    order.extend(unit for unit in self.units[found] if unit not in seen)
+                    seen.update(self.units[found])
             if len(order) >= limit:
                 break
         return order
 
-    def _whole_units(self, starts: Iterable[int]) -> list[int]:
-        return list(dict.fromkeys(unit for index in starts for unit in self.units[index]))
+    def recording(self, wanted: frozenset[int], *, is_differentiated: bool) -> Recording:
+        """A run recorded around these calls and maybe more; an earlier one, if that had them all."""
+        known = self._recordings.get(is_differentiated)
+        if known is None or not wanted <= known.wanted:
+            calls = self.program.calls if is_differentiated else self.program.calls[: max(wanted) + 1]
+            known = record(replace(self.whole, program=replace(self.program, calls=calls)), wanted)
+            self._recordings[is_differentiated] = known
+        return known
 
     def layer(self, call: Call) -> tuple[Scope, ...] | None:
         """The scopes up to the outermost one that is one of torch's layers."""
@@ -176,8 +207,8 @@ def written(call: Call) -> set[int]:
 class Slice:
     """Some calls of a step as a candidate.
 
-    ``kept`` are forward calls in order. With ``leaves`` a backward pass follows, from everything they make that
-    gradients arrive at; with ``update`` that optimizer's step comes last.
+    ``kept`` are forward calls in order. If it ``is_differentiated`` a backward pass follows, from everything they make
+    that gradients arrive at; with ``update`` that optimizer's step comes last.
     """
 
     step: Step
@@ -188,11 +219,8 @@ class Slice:
     def candidate(self, subject: int | None) -> Candidate | None:
         """The slice on recorded values; ``subject`` is the value that is bad. ``None`` when it cannot be built."""
         wanted = frozenset((*self.kept, *(() if self.update is None else (self.update,))))
-        recording = record(self.step.whole, wanted)
-        if not self.is_differentiated:
-            return self._forward(recording, subject)
-        rounds = max((len(found) for found in recording.gradients.values()), default=0)
-        return self._backward(recording, rounds - 1) if rounds else None
+        recording = self.step.recording(wanted, is_differentiated=self.is_differentiated)
+        return self._backward(recording) if self.is_differentiated else self._forward(recording, subject)
 
     def boundary(self) -> dict[int, int]:
         """What is read and not made: each value with the first call that reads it."""
@@ -208,11 +236,15 @@ class Slice:
 
     def outlets(self) -> list[int]:
         """What is made and, as far as this slice goes, not used up: read by other calls, or by none."""
-        calls = self.step.program.calls
-        made = dict.fromkeys(v for i in self.kept for v in calls[i].output_refs() if v not in self.boundary())
+        calls, given, kept = self.step.program.calls, self.boundary(), frozenset(self.kept)
+        made = dict.fromkeys(v for i in self.kept for v in calls[i].output_refs() if v not in given)
         inner = {value for index in self.kept for value in calls[index].input_refs()}
-        others = (i for i in range(len(calls)) if i not in self.kept and calls[i].target not in GRAD_WRITES)
-        outer = {value for index in others for value in calls[index].input_refs()}
+        outer = {
+            value
+            for value in made
+            for reader in self.step.readers_of.get(value, ())
+            if reader not in kept and calls[reader].target not in GRAD_WRITES
+        }
         return [value for value in made if value in outer or value not in inner]
 
     def _inputs(self, recording: Recording) -> tuple[list[Input], dict[int, torch.Tensor]]:
@@ -252,7 +284,7 @@ class Slice:
         alone = Slice(self.step, unit).outlets()
         return [value for value in alone if value in self.outlets()] or chosen
 
-    def _backward(self, recording: Recording, number: int) -> Candidate | None:
+    def _backward(self, recording: Recording) -> Candidate | None:
         inputs, tensors = self._inputs(recording)
         value = self.step.program.next_value()
         starts: list[Ref] = []
@@ -261,7 +293,7 @@ class Slice:
             found = recording.gradients.get(output, [])
             if found:
                 inputs.append(Input(value, "gradient", "gradient"))
-                tensors[value] = found[min(number, len(found) - 1)]
+                tensors[value] = found[-1]
                 starts.append(Ref(output))
                 gradients.append(Ref(value))
                 value += 1
@@ -269,9 +301,8 @@ class Slice:
             return None
         calls = [*self._calls(), Call(AUTOGRAD_BACKWARD, (starts, gradients), phase="backward")]
         if self.update is not None:
-            calls.append(
-                self._step_on([item.value for item in inputs if item.requires_grad], inputs, tensors, recording)
-            )
+            leaves = [item.value for item in inputs if item.requires_grad]
+            calls.append(self._step_on(leaves, inputs, tensors, recording))
         return Candidate(Program(tuple(calls), tuple(inputs), (), self.step.program.modules), tensors)
 
     def _step_on(
@@ -302,6 +333,5 @@ def _name(call: Call, value: int, taken: Sequence[Input]) -> str:
     if name != f"x{value}":
         return name
     used = {item.name for item in taken}
-    words: list[str] = [*"uvabcd", *(f"x{number}" for number in range(1, len(used) + 2))]
-    free: Iterator[str] = (word for word in words if word not in used)
-    return next(free)
+    words = itertools.chain("uvabcd", (f"x{number}" for number in itertools.count(1)))
+    return next(word for word in words if word not in used)
