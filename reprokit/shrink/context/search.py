@@ -36,6 +36,7 @@ from reprokit.shrink.probe import Shapes, forms_of
 from reprokit.shrink.problem import Problem
 
 _SIZE_CHECKS = 120
+_STRETCHES = 16
 _MIN_DRAWN = 9
 
 
@@ -49,7 +50,8 @@ def find_context(whole: Candidate, failure: Failure, oracle: Oracle) -> Context 
     if start is None:
         return None
     limit = len(extraordinary(start))
-    problem = Problem(start, oracle, accepts=lambda candidate: len(extraordinary(candidate)) <= limit)
+    problem = Problem(start, oracle, max_stretches=_STRETCHES)
+    problem.accepts = lambda candidate: len(extraordinary(candidate)) <= limit
     search = _Search(problem)
     with contextlib.suppress(OutOfBudget):
         search.run()

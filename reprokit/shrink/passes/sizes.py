@@ -23,7 +23,6 @@ from reprokit.shrink.passes.recurrent import simplify_recurrent
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.seeds import with_seeds
 
-_MAX_STRETCHES = 256
 _NUM_SEEDS = 4
 _DIMENSION_WORDS = frozenset({"dim", "axis", "dims", "dim0", "dim1"})
 
@@ -128,7 +127,7 @@ def _drop_indexes(problem: Problem, start: Candidate, group: Class, order: list[
             if fewer and problem.consider(shrink_to(start, {group: sorted(fewer)}), "fewer indexes"):
                 kept = fewer
         length //= 2
-        if length * _MAX_STRETCHES < len(kept) and length:
+        if length * problem.max_stretches < len(kept) and length:
             problem.is_exhaustive = False
             return
 
