@@ -156,6 +156,24 @@ def constant_batch() -> Snapshot:
     return record_model(model, lambda x: model(centred(x)).sum(), x=torch.full((3, 4), 2.0))
 
 
+class Scaling:
+    """A loop whose variable is called like its function."""
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 3
+        return y - y.mean()
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = self.scaled(x)
+        other = self.scaled(scaled.tanh())
+        return (scaled / (other * 0)).sum()
+
+
+def function_called_twice() -> Snapshot:
+    """A division by zero after two calls of one function."""
+    return record_model(nn.Module(), Scaling().step, x=seeded(3, 4))
+
+
 def huge_input() -> Snapshot:
     """A square that overflows because of what the step was given."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
