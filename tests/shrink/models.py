@@ -150,6 +150,20 @@ def centred(x: torch.Tensor) -> torch.Tensor:
     return x / x.abs().mean()
 
 
+class ScaledByNorm(nn.Module):
+    """A root of zero whose gradient is NaN where the one that arrives is zero, else infinite."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        energy = x.square().sum(-1, keepdim=True) * 0.0
+        return x * (energy.sqrt() + 1.0)
+
+
+def zero_gradient() -> Snapshot:
+    """A gradient that is NaN because zero arrives."""
+    model = ScaledByNorm()
+    return record_model(model, lambda x: (model(x) * 0.0).sum().backward(), x=seeded(2, 3).requires_grad_())
+
+
 def constant_batch() -> Snapshot:
     """A function of the loop's that fails on a constant."""
     model = nn.Linear(4, 2)

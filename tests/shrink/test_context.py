@@ -112,6 +112,12 @@ def test_a_gradient_keeps_what_leads_on_from_the_origin() -> None:
     assert context.program.calls[-1].is_differentiation
 
 
+def test_the_gradient_of_a_sum_is_enough_with_plainer_numbers() -> None:
+    context = context_of(models.zero_gradient())
+    assert context.program.calls[-1].target == "torch.Tensor.backward"
+    assert [item.role for item in context.program.inputs] == ["batch"]
+
+
 def test_functions_of_the_loop_are_functions() -> None:
     assert classes(found_for(models.constant_batch).tree) == ["centred"]
 

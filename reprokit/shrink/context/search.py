@@ -238,6 +238,7 @@ class _Search:
         for item in self._best.program.inputs:
             if item.value not in given and item.role not in ("rng", "gradient"):
                 self._simplify(item.value, item.role)
+        self._sum_outputs()  # with plainer numbers it may do
         self._draw([item.value for item in self._best.program.inputs if item.value not in given])
 
     def _take_initial(self) -> set[int]:
