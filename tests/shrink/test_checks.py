@@ -214,6 +214,15 @@ def test_the_call_that_is_inexact_by_itself_is_blamed(tmp_path: Path) -> None:
     )
 
 
+def test_complex_numbers_stay_complex_in_float64(tmp_path: Path) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.inv(x * 1.0).abs().sum()
+
+    reduction = shrink(traced(step, x=hilbert(5) * (0.5 + 1j)), check="mismatch:fp64")
+    cure = ("actual = step(x)", "actual = step(x.cdouble()).cfloat()")
+    assert_shows_the_bug(reduction_script(reduction), tmp_path, "not close", cure)
+
+
 def cancelling(x: torch.Tensor) -> torch.Tensor:
     small = torch.sigmoid(x) * 2e-3
     return torch.log(1 - torch.exp(-small)).sum() * 1.0
@@ -267,6 +276,11 @@ def test_half_precision_is_allowed_its_own_rounding() -> None:
     assert tolerances(torch.float32, halves_in(program, tensors)) == (1e-3, 1e-5)
     assert tolerances(torch.float32, frozenset()) == (1.3e-6, 1e-5)
     assert tolerances(torch.int64, frozenset({torch.float16})) == (0.0, 0.0)
+
+
+def test_a_complex_number_that_differs_counts_once() -> None:
+    one, other = (Outcome({9: torch.tensor([number, 1j])}) for number in (1 + 1j, 2 + 2j))
+    assert list(differences(one, other, frozenset())) == [Difference(9, False, True, (0,), 1, 2)]
 
 
 def test_only_what_is_clearly_above_the_noise_counts() -> None:
