@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from reprokit.locate.blame import locate
-from reprokit.program.ir import Call, Input, Ref, Scope
+from reprokit.program.ir import Call, Input, ModuleNote, Ref, Scope
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.context.identity import module_runs, without_module
@@ -18,7 +21,7 @@ from reprokit.shrink.context.layers import Run, layer_of
 from reprokit.shrink.context.ordinary import is_ordinary, moderate
 from reprokit.shrink.context.piece import Context, from_plain, to_plain
 from reprokit.shrink.context.search import find_context
-from reprokit.shrink.context.tree import Tree
+from reprokit.shrink.context.tree import Tree, tree_of
 from reprokit.shrink.context.variables import variables
 from reprokit.shrink.oracle import Oracle
 from reprokit.shrink.reducer import shrink
@@ -227,6 +230,38 @@ def test_a_layer_that_returned_something_else_is_not_one() -> None:
     assert right is not None
     assert (right.arguments, dict(right.options), right.state) == ((2, 3), {"bias": False}, {"weight": 1})
     assert layer_of(Scope("fc", "Linear"), Run([call], (2,), given, {2: x @ weight.t() + 1}), inputs, None) is None
+
+
+@pytest.mark.parametrize(
+    ("small", "noted", "given"),
+    [
+        (nn.Linear(2, 3), {"in_features": 7, "out_features": 9}, (torch.ones(1, 2),)),
+        (
+            nn.Bilinear(2, 3, 1),
+            {"in1_features": 7, "in2_features": 8, "out_features": 9},
+            (torch.ones(1, 2), torch.ones(1, 3)),
+        ),
+        (nn.EmbeddingBag(2, 3), {"num_embeddings": 7, "embedding_dim": 9}, (torch.tensor([[0, 1]]),)),
+        (
+            nn.Conv2d(2, 4, 3, groups=2),
+            {"in_channels": 8, "out_channels": 16, "kernel_size": 3},
+            (torch.ones(1, 2, 3, 3),),
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_sizes_of_layers_are_those_of_their_weights(
+    small: nn.Module, noted: dict[str, Any], given: tuple[torch.Tensor, ...]
+) -> None:
+    cls = type(small).__name__
+    tensors = {f"x{place}": tensor for place, tensor in enumerate(given)}
+    snapshot = models.record_model(small, lambda **tensors: small(*tensors.values()).mul(0).log(), **tensors)
+    modules = {f"<{cls}>": ModuleNote(cls, arguments=noted)}
+    program = replace(snapshot.program, modules=modules)
+    (block,) = tree_of(Candidate(program, snapshot.tensors)).layers()
+    assert block.layer is not None
+    shapes = {name: tensor.shape for name, tensor in small.state_dict().items()}
+    assert {name: tensor.shape for name, tensor in block.layer.build().state_dict().items()} == shapes
 
 
 def test_a_module_is_replaced_by_what_it_was_given() -> None:
