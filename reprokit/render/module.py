@@ -25,11 +25,11 @@ from reprokit.render.literals import Literal, is_same, literal, number_text
 from reprokit.render.module_names import ROOT_KEY, ModuleNames, class_name
 from reprokit.render.spelling import operand_words, result_words
 from reprokit.render.wording import headline, phase_words
+from reprokit.shrink.context.blocks import Block, Key, Tree, calls_of
 from reprokit.shrink.context.defaults import SEED, initial, modules_in_order, own_values
 from reprokit.shrink.context.layers import Layer
 from reprokit.shrink.context.piece import Context
-from reprokit.shrink.context.slices import is_container
-from reprokit.shrink.context.tree import Block, Key, Tree, calls_of
+from reprokit.shrink.context.step import is_container
 from reprokit.shrink.plainness import constant_of, seed_of
 from reprokit.snapshot.redact import redact_text
 

@@ -217,6 +217,18 @@ class Ratio(nn.Module):
         return above / below
 
 
+class Convolutional(nn.Module):
+    """A chain of torch's layers in front of a division."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pooled = self.body(x).mean((2, 3)) * 0
+        return pooled / pooled.sum()
+
+
 class RecurrentRatio(nn.Module):
     """A norm of zero behind a recurrent layer of two layers and directions."""
 
@@ -234,6 +246,13 @@ def layer_and_skip() -> Snapshot:
     """A division by zero, with a layer on the way that does not matter."""
     model = Ratio()
     return record_model(model, lambda x: model(x).sum(), x=seeded(2, 4))
+
+
+def convolutional() -> Snapshot:
+    """A division by zero behind a chain of layers."""
+    torch.manual_seed(1)
+    model = Convolutional()
+    return record_model(model, lambda x: model(x).sum(), x=seeded(2, 3, 6, 6))
 
 
 def recurrent_ratio() -> Snapshot:

@@ -16,12 +16,13 @@ from reprokit.locate.blame import locate
 from reprokit.program.ir import Call, Input, ModuleNote, Ref, Scope
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
+from reprokit.shrink.context.blocks import Tree
 from reprokit.shrink.context.identity import module_runs, without_module
 from reprokit.shrink.context.layers import Run, layer_of
 from reprokit.shrink.context.ordinary import is_ordinary, moderate
 from reprokit.shrink.context.piece import Context, from_plain, to_plain
 from reprokit.shrink.context.search import find_context
-from reprokit.shrink.context.tree import Tree, tree_of
+from reprokit.shrink.context.tree import tree_of
 from reprokit.shrink.context.variables import variables
 from reprokit.shrink.oracle import Oracle
 from reprokit.shrink.reducer import shrink
@@ -132,6 +133,11 @@ def test_what_is_not_ordinary_anywhere_is_said() -> None:
 
 def test_a_layer_that_does_not_matter_goes_though_its_module_begins_with_it() -> None:
     assert classes(context_of(models.layer_and_skip()).tree) == ["Ratio", "LayerAndSkip"]
+
+
+def test_a_chain_of_layers_stays_one() -> None:
+    tree = context_of(models.convolutional()).tree
+    assert classes(tree) == ["Convolutional", "Sequential", "Conv2d", "BatchNorm2d", "ReLU"]
 
 
 def test_integers_that_are_no_sizes_stay_as_the_user_wrote_them() -> None:

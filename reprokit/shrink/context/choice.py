@@ -13,7 +13,8 @@ from reprokit.locate.failure import Failure
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.constants import is_number
 from reprokit.shrink.context.ordinary import extraordinary, moderate
-from reprokit.shrink.context.slices import Slice, Step
+from reprokit.shrink.context.slices import Slice
+from reprokit.shrink.context.step import Step
 from reprokit.shrink.oracle import Oracle, Verdict
 from reprokit.shrink.passes.cut import cuts
 

@@ -24,7 +24,7 @@ from reprokit.shrink.context.edits import with_certainty, with_free_size, with_s
 from reprokit.shrink.context.identity import module_runs, without_call, without_module
 from reprokit.shrink.context.ordinary import extraordinary
 from reprokit.shrink.context.piece import Context
-from reprokit.shrink.context.slices import Step
+from reprokit.shrink.context.step import Step
 from reprokit.shrink.context.tree import tree_of
 from reprokit.shrink.oracle import Oracle, OutOfBudget, Verdict
 from reprokit.shrink.passes.recurrent import simplify_recurrent
