@@ -438,7 +438,7 @@ def test_a_repro_that_runs_a_file_is_verified_beside_it_only(exploded: Reduction
 def test_the_command_copies_the_check_beside_its_repro(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(file.parent)
     save(grown(), "x.pt")
-    assert main(["shrink", "-q", "-o", "out", "--check", "my_check.py:exploded", "x.pt"]) == 0
+    assert main(["shrink", "-q", "-o", "out", "--max-checks", "5", "--check", "my_check.py:exploded", "x.pt"]) == 0
     assert Path("out", "my_check.py").read_text() == CHECKS
     assert verify(Path("out", "repro.py"), 1).fails
 
