@@ -248,6 +248,26 @@ def layer_and_skip() -> Snapshot:
     return record_model(model, lambda x: model(x).sum(), x=seeded(2, 4))
 
 
+class Dropped(nn.Module):
+    """A division by what dropout makes zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.drop = nn.Dropout()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(self.fc(x))
+        return hidden / hidden
+
+
+def dropped() -> Snapshot:
+    """A division by zero that needs a random outcome."""
+    torch.manual_seed(1)
+    model = Dropped()
+    return record_model(model, lambda x: model(x).sum(), x=seeded(3, 4))
+
+
 def convolutional() -> Snapshot:
     """A division by zero behind a chain of layers."""
     torch.manual_seed(1)

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from reprokit.locate.blame import locate
-from reprokit.program.ir import Call, Input, ModuleNote, Ref, Scope
+from reprokit.program.ir import Call, Input, Mode, ModuleNote, Program, Ref, Scope
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.context.blocks import Tree
-from reprokit.shrink.context.identity import module_runs, without_module
+from reprokit.shrink.context.edits import with_certainty
+from reprokit.shrink.context.identity import module_runs, without_call, without_module
 from reprokit.shrink.context.layers import Run, layer_of
 from reprokit.shrink.context.ordinary import is_ordinary, moderate
 from reprokit.shrink.context.piece import Context, from_plain, to_plain
@@ -25,6 +26,7 @@ from reprokit.shrink.context.search import find_context
 from reprokit.shrink.context.tree import tree_of
 from reprokit.shrink.context.variables import variables
 from reprokit.shrink.oracle import Oracle
+from reprokit.shrink.plainness import seed_of
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import load
 from reprokit.shrink.signature import Signature, same
@@ -133,6 +135,13 @@ def test_what_is_not_ordinary_anywhere_is_said() -> None:
 
 def test_a_layer_that_does_not_matter_goes_though_its_module_begins_with_it() -> None:
     assert classes(context_of(models.layer_and_skip()).tree) == ["Ratio", "LayerAndSkip"]
+
+
+def test_randomness_that_matters_comes_from_a_seed() -> None:
+    context = context_of(models.dropped())
+    (call,) = (call for call in context.program.calls if call.name == "dropout")
+    assert call.mode.rng is not None
+    assert seed_of(context.tensors[call.mode.rng.value]) is not None
 
 
 def test_a_chain_of_layers_stays_one() -> None:
@@ -280,6 +289,40 @@ def test_a_module_is_replaced_by_what_it_was_given() -> None:
     shorter = next(without_module(candidate, block, shapes))
     assert shorter.num_calls == candidate.num_calls - len(block)
     assert locate(shorter.program, shorter.tensors) is not None
+
+
+@pytest.mark.parametrize(
+    ("call", "kwargs"),
+    [
+        (Call("torch.nn.functional.dropout", (Ref(0), 0.5, True), outputs=Ref(9)), {}),
+        (Call("torch.nn.functional.dropout", (Ref(0),), outputs=Ref(9)), {"p": 0.0}),
+        (
+            Call(
+                "torch.nn.functional.scaled_dot_product_attention",
+                (Ref(0), Ref(0), Ref(0)),
+                {"dropout_p": 0.5, "scale": 0.25},
+                Ref(9),
+            ),
+            {"dropout_p": 0.0, "scale": 0.25},
+        ),
+    ],
+    ids=["dropout", "default", "attention"],
+)
+def test_only_the_probability_of_a_random_call_is_changed(call: Call, kwargs: dict[str, float]) -> None:
+    program = Program((replace(call, mode=Mode(rng=Ref(1))),), (Input(0, "x"), Input(1, "rng", "rng")), (Ref(9),))
+    candidate = Candidate(program, {0: torch.ones(2, 2), 1: torch.get_rng_state()})
+    certain = with_certainty(candidate, 0)
+    assert certain is not None
+    (changed,) = certain.program.calls
+    assert changed.kwargs == kwargs and changed.mode.rng is None
+    assert changed.args[1:] == ((0.0, True) if len(call.args) == 3 and not call.kwargs else call.args[1:])
+    assert (without_call(candidate, 0) is None) == call.name.endswith("attention")
+
+
+def test_a_random_call_without_a_probability_stays_random() -> None:
+    call = Call("torch.nn.functional.rrelu", (Ref(0), 0.125, 0.5, True), outputs=Ref(9), mode=Mode(rng=Ref(1)))
+    program = Program((call,), (Input(0, "x"), Input(1, "rng", "rng")), (Ref(9),))
+    assert with_certainty(Candidate(program, {}), 0) is None
 
 
 def test_variables_are_read_from_assignments() -> None:

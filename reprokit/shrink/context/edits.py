@@ -7,6 +7,9 @@ from dataclasses import replace
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Ref
 from reprokit.shrink.arguments import leaves, with_leaf
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.naming import parameters_of
+
+_PROBABILITIES = frozenset({"p", "dropout", "dropout_p"})
 
 
 def with_free_size(call: Call, sizes: set[int]) -> Call | None:
@@ -18,14 +21,18 @@ def with_free_size(call: Call, sizes: set[int]) -> Call | None:
     return with_leaf(call, path, -1) if largest not in sizes else None
 
 
-def with_certainty(candidate: Candidate, index: int) -> Candidate:
-    """With a probability of 0 in a random call."""
+def with_certainty(candidate: Candidate, index: int) -> Candidate | None:
+    """With a probability of 0 in a random call; ``None`` for one that has no such argument."""
     calls = list(candidate.program.calls)
-    call = calls[index]
-    for path, leaf in leaves(call):
-        if isinstance(leaf, float) and 0 < leaf < 1:
-            call = with_leaf(call, path, 0.0)
-    calls[index] = replace(call, mode=replace(call.mode, rng=None))
+    call, names = calls[index], parameters_of(calls[index].target)
+    name = next((name for name in names if name in _PROBABILITIES), None)
+    if name is None:
+        return None
+    place, mode = names.index(name), replace(call.mode, rng=None)
+    if place < len(call.args):
+        calls[index] = replace(with_leaf(call, (0, place), 0.0), mode=mode)
+    else:
+        calls[index] = replace(call, kwargs={**call.kwargs, name: 0.0}, mode=mode)
     return replace(candidate, program=replace(candidate.program, calls=tuple(calls)))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from reprokit.program.functions import is_in_place
-from reprokit.program.ir import Ref, Scope, substitute
+from reprokit.program.ir import Ref, Scope, iter_refs, substitute
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.probe import Shapes
 
@@ -37,10 +37,10 @@ def without_module(candidate: Candidate, run: frozenset[int], shapes: Shapes) ->
 
 
 def without_call(candidate: Candidate, index: int) -> Candidate | None:
-    """The candidate with the first tensor that a call was given in place of what it returned."""
+    """The candidate with the one tensor that a call was given in place of the one that it returned."""
     call = candidate.program.calls[index]
-    outputs, inputs = call.output_refs(), [arg for arg in call.args if isinstance(arg, Ref)]
-    if len(outputs) != 1 or not inputs:
+    outputs, inputs = call.output_refs(), list(iter_refs((call.args, call.kwargs)))
+    if len(outputs) != 1 or len(inputs) != 1:
         return None
     return _redirected(candidate, frozenset((index,)), outputs[0], inputs[0].value)
 

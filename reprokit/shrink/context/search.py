@@ -118,9 +118,8 @@ class _Search:
             if call.mode.rng is not None and call in self._best.program.calls:
                 index = self._best.program.calls.index(call)
                 change = f"without the randomness of {call.name}"
-                bypassed = without_call(self._best, index)
-                is_gone = bypassed is not None and self._try(bypassed, change)
-                if not is_gone and not self._try(with_certainty(self._best, index), change):
+                simpler = (without_call(self._best, index), with_certainty(self._best, index))
+                if not any(candidate is not None and self._try(candidate, change) for candidate in simpler):
                     self._seed(call.mode.rng.value)
 
     def _seed(self, value: int) -> None:
