@@ -140,8 +140,9 @@ def _arguments(given: Candidate, code: Code, into: str) -> str:
 
     def argument(item: Input) -> str:
         tensor = given.tensors[item.value]
-        is_number = tensor.is_floating_point() or tensor.is_complex()
-        change = into if is_number or into != ".double()" else ""
+        change = into
+        if into == ".double()" and not tensor.is_floating_point():
+            change = ".cdouble()" if tensor.is_complex() else ""
         name = code.names[item.value]
         if item.requires_grad:
             return f"{name}.detach().clone(){change}.requires_grad_()"

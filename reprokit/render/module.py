@@ -7,7 +7,7 @@ Modules keep the names they have in the user's code. Torch's layers are layers; 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,21 @@ from reprokit.render.code import Code, write_program
 from reprokit.render.environment import render_template
 from reprokit.render.expression import Expr
 from reprokit.render.layout import WIDTH, fold
-from reprokit.render.literals import Literal, is_same, literal
+from reprokit.render.literals import Literal, is_same, literal, number_text
 from reprokit.render.modes import needed_mode
 from reprokit.render.module_names import ROOT_KEY, ModuleNames, class_name
 from reprokit.render.spelling import operand_words, result_words
 from reprokit.render.wording import headline, phase_words
+from reprokit.shrink.context.blocks import Block, Key, Tree, calls_of
 from reprokit.shrink.context.defaults import SEED, initial, modules_in_order, own_values
 from reprokit.shrink.context.layers import Layer
 from reprokit.shrink.context.piece import Context
-from reprokit.shrink.context.slices import is_container
-from reprokit.shrink.context.tree import Block, Key, Tree, calls_of
-from reprokit.shrink.plainness import seed_of
+from reprokit.shrink.context.step import is_container
+from reprokit.shrink.plainness import constant_of, seed_of
 from reprokit.snapshot.redact import redact_text
 
 MODULE_FILE = "repro_module.py"
 MAX_LINES = 60
-_CONVERTED = {torch.float16: ".half()", torch.bfloat16: ".bfloat16()", torch.float64: ".double()"}
 _RESERVED = frozenset({"nn", "self"})
 _MODE_MATTERS = ("BatchNorm", "Dropout", "RNN", "GRU", "LSTM", "MultiheadAttention", "InstanceNorm", "RReLU")
 
@@ -85,13 +84,12 @@ class _Writer:
         if start is None:
             return None
         subject = self._subject()
-        owned = self._owned()
-        if owned is None:
+        if not self._write_classes():
             return None
         for block in self._tree.root.items:
             if isinstance(block, Block) and block.is_function:
-                self._write_function(block)
-        setup = self._setup(owned)
+                self._texts.setdefault(block.scope.cls, self._body(block, block.scope.cls, ()))
+        setup = self._setup()
         code = self._script_code(subject)
         if setup is None or code.side:
             return None
@@ -125,7 +123,7 @@ class _Writer:
         was = f"{num_calls_before} torch calls of " if num_calls_before is not None else ""
         yield f"The part of the model that shows how: cut mechanically by reprokit from {was}a training step."
         if not self._context.is_ordinary:
-            yield "Nothing that the step was given is of ordinary size, so the inputs here are not either."
+            yield "Not all inputs are ordinary numbers: no piece of the step was found that fails with such alone."
         yield "Ends with exit code 1 while the bug is there, and with 0 once it is gone."
 
     def _random_start(self) -> list[str] | None:
@@ -136,26 +134,20 @@ class _Writer:
         seed = seed_of(self._context.tensors[states[0]]) if len(states) == 1 else None
         return None if seed is None else [f"torch.manual_seed({seed})"]
 
-    def _setup(self, owned: Mapping[Key, list[str]]) -> list[str] | None:
+    def _setup(self) -> list[str] | None:
         """The seed, the modules, and the parameters that are not what the layers start with."""
-        modules = [block for block in _children(self._tree.root)]
-        made = [f"{self._names.attributes[block.key]} = {self._made(block, owned)}" for block in modules]
+        modules = _children(self._tree.root)
+        made = [f"{self._names.attributes[block.key]} = {self._made(block)}" for block in modules]
         changed = self._changed_parameters()
         if changed is None:
             return None
-        uses_start = bool(self._context.drawn) or self._relies_on_seed()
-        return [
-            *([f"torch.manual_seed({SEED})"] if uses_start else []),
-            *(p for line in made for p in fold(line)),
-            *changed,
-        ]
+        seed = [f"torch.manual_seed({SEED})"] if self._relies_on_seed() else []
+        return [*seed, *(piece for line in made for piece in fold(line)), *changed]
 
     def _relies_on_seed(self) -> bool:
-        """Whether any layer keeps random numbers it starts with."""
-        return any(
-            value in self._start and is_same(self._start[value], self._context.tensors[value]) and _is_random(tensor)
-            for value, tensor in self._start.items()
-        )
+        """Whether any input holds random numbers that were drawn, or that a layer starts with."""
+        tensors = self._context.tensors
+        return any(_is_random(start) and is_same(start, tensors[value]) for value, start in self._start.items())
 
     def _changed_parameters(self) -> list[str] | None:
         lines: list[str] = []
@@ -176,13 +168,12 @@ class _Writer:
         written = {value: _drawn(self._context.tensors[value]) for value in self._context.drawn}
         keep = [] if subject is None else [subject.value]
         program = self._statements(root, ROOT_KEY, self._context.program.inputs, ())
-        reserved = {*_RESERVED, *(self._names.attributes[b.key] for b in _children(root)), *self._classes.values()}
-        given = self._paths(ROOT_KEY)
+        reserved = {*_RESERVED, *(self._names.attributes[b.key] for b in _children(root)), *self._texts}
         return write_program(
             program,
             self._context.tensors,
             keep=keep,
-            given=given,
+            given=self._paths(ROOT_KEY),
             written=written,
             nouns=self._nouns,
             reserved=reserved,
@@ -196,18 +187,16 @@ class _Writer:
 
     # -- classes -------------------------------------------------------------------------------------------------
 
-    def _owned(self) -> dict[Key, list[str]] | None:
-        """The classes are written; for each module the lines that make its own parameters."""
-        lines: dict[Key, list[str]] = {}
+    def _write_classes(self) -> bool:
+        """The classes, innermost first; ``False`` when one keeps a tensor that no short expression makes."""
         for block in reversed(modules_in_order(self._tree.root)):
             if block.layer is not None or is_container(block.scope):
                 continue
             own = [self._own_line(value) for value in own_values(self._tree, block.key)]
-            if any(line is None for line in own):
-                return None
-            lines[block.key] = [line for line in own if line is not None]
-            self._write_class(block, lines)
-        return lines
+            if None in own:
+                return False
+            self._write_class(block, [line for line in own if line is not None])
+        return True
 
     def _own_line(self, value: int) -> str | None:
         tensor, item = self._context.tensors[value], self._inputs[value]
@@ -219,26 +208,20 @@ class _Writer:
             return f"self.{name} = nn.Parameter({found.text})"
         return f'self.register_buffer("{name}", {found.text})'
 
-    def _write_class(self, block: Block, owned: Mapping[Key, list[str]]) -> None:
-        children = [f"self.{self._names.attributes[b.key]} = {self._made(b, owned)}" for b in _children(block)]
-        body = [*owned[block.key], *children]
+    def _write_class(self, block: Block, own: list[str]) -> None:
+        children = [f"self.{self._names.attributes[b.key]} = {self._made(b)}" for b in _children(block)]
+        body = [*own, *children]
         lines = []
         if body:
             lines += ["    def __init__(self):", "        super().__init__()"]
             lines += [piece for line in body for piece in fold(f"        {line}")]
             lines.append("")
-        lines += [f"    {line}" if line else line for line in self._forward(block)]
+        lines += [f"    {line}" for line in self._body(block, "forward", ("self",))]
         for name in _numbered(class_name(block.scope.cls)):
             text = [f"class {name}(nn.Module):", *lines]
             if self._texts.setdefault(name, text) == text:
                 self._classes[block.key] = name
                 return
-
-    def _write_function(self, block: Block) -> None:
-        self._texts.setdefault(block.scope.cls, self._body(block, block.scope.cls, ()))
-
-    def _forward(self, block: Block) -> list[str]:
-        return self._body(block, "forward", ("self",))
 
     def _body(self, block: Block, function: str, first: tuple[str, ...]) -> list[str]:
         arguments = {value: name for value, name in self._argument_names(block)}
@@ -290,12 +273,12 @@ class _Writer:
         outputs: Any = made[0] if len(made) == 1 else made or None
         return Call(target, tuple(Ref(value) for value in block.reads), {}, outputs, mode=mode)
 
-    def _made(self, block: Block, owned: Mapping[Key, list[str]]) -> str:
+    def _made(self, block: Block) -> str:
         """The expression that makes a module."""
         if block.layer is not None:
             return _layer_text(block.layer)
         if is_container(block.scope):
-            return f"nn.Sequential({', '.join(self._made(child, owned) for child in _children(block))})"
+            return f"nn.Sequential({', '.join(self._made(child) for child in _children(block))})"
         return f"{self._classes[block.key]}()"
 
 
@@ -331,15 +314,13 @@ def _no_tensor(value: Any) -> Expr:
 
 def _assignment(path: str, tensor: torch.Tensor) -> str | None:
     """The line that gives a parameter its numbers."""
-    values = tensor.detach().reshape(-1)
-    if values.numel() and bool((values == values[0]).all()):
-        number = values[0].item()
-        if number in (0, 1):
-            return f"nn.init.{'ones' if number else 'zeros'}_({path})"
-        found = literal(values[:1])
-        return f"nn.init.constant_({path}, {re.sub(r'^torch.tensor.{2}|].*$', '', found.text)})" if found else None
-    numbers = literal(tensor)
-    return f"{path}.data = {numbers.text}" if numbers is not None else None
+    constant = constant_of(tensor)
+    if constant is None:
+        numbers = literal(tensor)
+        return f"{path}.data = {numbers.text}" if numbers is not None else None
+    if constant in (0, 1):
+        return f"nn.init.{'ones' if constant else 'zeros'}_({path})"
+    return f"nn.init.constant_({path}, {number_text(constant, tensor.dtype)})"
 
 
 def _drawn(tensor: torch.Tensor) -> Literal:
@@ -349,11 +330,7 @@ def _drawn(tensor: torch.Tensor) -> Literal:
 
 
 def _is_random(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.is_floating_point()
-        and tensor.numel() > 0
-        and bool((tensor != tensor.reshape(-1)[0]).any() or (float(tensor.reshape(-1)[0]) not in (0.0, 1.0)))
-    )
+    return tensor.is_floating_point() and tensor.numel() > 0 and constant_of(tensor) not in (0, 1)
 
 
 def _imports(lines: list[str]) -> list[str]:

@@ -27,8 +27,8 @@ def ladder(dtype: torch.dtype) -> tuple[float, ...]:
 
 
 def is_number(tensor: torch.Tensor) -> bool:
-    """Whether the tensor holds real floating-point or complex numbers in a plain layout."""
-    is_plain = tensor.layout is torch.strided and not tensor.is_quantized
+    """Whether the tensor holds real floating-point or complex numbers in a plain layout, in a format that computes."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_quantized and tensor.dtype.itemsize > 1  # not float8
     return is_plain and tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
 
 

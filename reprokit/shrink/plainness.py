@@ -15,6 +15,7 @@ ZEROS, ONES, CONSTANT, SHORT, ANY = 0.0, 1.0, 2.0, 4.0, 5.0
 MAX_LITERALS = 64
 NUM_SEEDS = 8
 _MAX_DIGITS = 17
+_FIRST = 64
 _CUDA_STATE = 16
 
 
@@ -38,10 +39,12 @@ def constant_of(tensor: torch.Tensor) -> float | complex | int | bool | None:
     if values.numel() == 0:
         return None
     first = values[0]
-    if bool((values == first).all()) or (values.is_floating_point() and bool(values.isnan().all())):
-        number: float | complex | int | bool = first.item()
-        return number
-    return None
+    is_nan = values.is_floating_point() and bool(first.isnan())
+    for part in (values[:_FIRST], values):  # the beginning tells of most tensors that they are not constant
+        if not bool((part.isnan() if is_nan else part == first).all()):
+            return None
+    number: float | complex | int | bool = first.item()
+    return number
 
 
 def contents(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,8 @@ class Problem:
     """The best candidate and the oracle. Invariant: ``best`` was confirmed by the oracle and only ever gets smaller.
 
     ``tried_extremes`` remembers for which shapes plain numbers were tried in place of recorded ones. ``is_exhaustive``
-    is given up by a pass that leaves single edits untried because there are too many. ``accepts`` says what else a
-    candidate must be.
+    is given up by a pass that leaves single edits untried because there are too many; ``max_stretches`` is how many are
+    not. ``accepts`` says what else a candidate must be.
     """
 
     best: Candidate
@@ -26,6 +26,7 @@ class Problem:
     on_accept: Callable[[Candidate], None] | None = None
     tried_extremes: set[str] = field(default_factory=set)
     is_exhaustive: bool = True
+    max_stretches: int = 256
     accepts: Callable[[Candidate], bool] = lambda candidate: True
 
     def consider(self, candidate: Candidate, change: str) -> bool:

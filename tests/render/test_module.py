@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,8 +36,7 @@ def script_of(step: Callable[[], Snapshot]) -> ModuleScript:
 @pytest.mark.parametrize("step", CASES)
 def test_a_context_repro_fails_by_itself(step: Callable[[], Snapshot], tmp_path: Path) -> None:
     script = script_of(step)
-    result = verify(script.write(tmp_path), 2)
-    assert result.is_unanimous
+    result = verify(script.write(tmp_path), 1)
     assert result.fails
     assert ("RuntimeError" if found_for(step).failure.kind == "exception" else "AssertionError") in result.signature
     assert script.num_lines <= MAX_LINES
@@ -71,6 +72,20 @@ def test_a_gradient_is_looked_at_by_its_path() -> None:
     text = script_of(models.log_gradient).text
     assert "self.weight = nn.Parameter(" in text
     assert "assert not torch.isnan(model.weight.grad).any()" in text
+
+
+def test_a_variable_does_not_hide_the_function_that_is_called_again() -> None:
+    snapshot = models.function_called_twice()
+    script = write_module_script(Context(snapshot.program, snapshot.tensors, snapshot.failure))
+    assert script is not None
+    with pytest.raises(AssertionError, match="is inf"), contextlib.redirect_stdout(io.StringIO()):
+        exec(script.text, {})
+
+
+def test_inputs_that_are_not_ordinary_are_admitted() -> None:
+    words = "# Not all inputs are ordinary numbers"
+    assert words in script_of(models.huge_input).text
+    assert words not in script_of(models.masked_attention).text
 
 
 def test_what_needs_a_side_file_is_not_printed() -> None:

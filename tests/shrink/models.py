@@ -150,16 +150,153 @@ def centred(x: torch.Tensor) -> torch.Tensor:
     return x / x.abs().mean()
 
 
+class ScaledByNorm(nn.Module):
+    """A root of zero whose gradient is NaN where the one that arrives is zero, else infinite."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        energy = x.square().sum(-1, keepdim=True) * 0.0
+        return x * (energy.sqrt() + 1.0)
+
+
+def zero_gradient() -> Snapshot:
+    """A gradient that is NaN because zero arrives."""
+    model = ScaledByNorm()
+    return record_model(model, lambda x: (model(x) * 0.0).sum().backward(), x=seeded(2, 3).requires_grad_())
+
+
 def constant_batch() -> Snapshot:
     """A function of the loop's that fails on a constant."""
     model = nn.Linear(4, 2)
     return record_model(model, lambda x: model(centred(x)).sum(), x=torch.full((3, 4), 2.0))
 
 
+class Scaling:
+    """A loop whose variable is called like its function."""
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 3
+        return y - y.mean()
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        scaled = self.scaled(x)
+        other = self.scaled(scaled.tanh())
+        return (scaled / (other * 0)).sum()
+
+
+def function_called_twice() -> Snapshot:
+    """A division by zero after two calls of one function."""
+    return record_model(nn.Module(), Scaling().step, x=seeded(3, 4))
+
+
 def huge_input() -> Snapshot:
     """A square that overflows because of what the step was given."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     return record_model(model, lambda x: (model(x) + x.square()).sum(), x=torch.full((2, 2), 1e30))
+
+
+class LayerAndSkip(nn.Module):
+    """Torch's layer comes first, then a call of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.fc(x), x * 0
+
+
+class Ratio(nn.Module):
+    """A division by zero of what another module returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = LayerAndSkip()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        above, below = self.inner(x)
+        return above / below
+
+
+class Convolutional(nn.Module):
+    """A chain of torch's layers in front of a division."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pooled = self.body(x).mean((2, 3)) * 0
+        return pooled / pooled.sum()
+
+
+class RecurrentRatio(nn.Module):
+    """A norm of zero behind a recurrent layer of two layers and directions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 6, 2, batch_first=True, bidirectional=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, _ = self.rnn(x)
+        hidden = hidden[:, -1] * 0
+        return hidden / hidden.pow(2).sum()
+
+
+def layer_and_skip() -> Snapshot:
+    """A division by zero, with a layer on the way that does not matter."""
+    model = Ratio()
+    return record_model(model, lambda x: model(x).sum(), x=seeded(2, 4))
+
+
+class Dropped(nn.Module):
+    """A division by what dropout makes zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.drop = nn.Dropout()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(self.fc(x))
+        return hidden / hidden
+
+
+def dropped() -> Snapshot:
+    """A division by zero that needs a random outcome."""
+    torch.manual_seed(1)
+    model = Dropped()
+    return record_model(model, lambda x: model(x).sum(), x=seeded(3, 4))
+
+
+def convolutional() -> Snapshot:
+    """A division by zero behind a chain of layers."""
+    torch.manual_seed(1)
+    model = Convolutional()
+    return record_model(model, lambda x: model(x).sum(), x=seeded(2, 3, 6, 6))
+
+
+def recurrent_ratio() -> Snapshot:
+    """A division by zero behind a recurrent layer."""
+    torch.manual_seed(1)
+    model = RecurrentRatio()
+    return record_model(model, lambda x: model(x).sum(), x=seeded(2, 3, 4))
+
+
+def sparse_overflow() -> Snapshot:
+    """A product that overflows because of a sparse matrix."""
+    matrix = (torch.eye(3) * 1e25).to_sparse()
+    return record_model(nn.Module(), lambda matrix, x: matrix @ x, matrix=matrix, x=seeded(3, 2) * 1e25)
+
+
+def float8_weight() -> Snapshot:
+    """A logarithm of zero, with a weight in a format that only stores."""
+    weight = torch.ones(4, 4).to(torch.float8_e4m3fn)
+    model = nn.Linear(4, 4)
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(model(x) @ weight.float()).mul(0).log()
+
+    return record_model(model, step, x=seeded(2, 4), weight=weight)
 
 
 def _padding() -> torch.Tensor:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import runpy
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,7 +42,7 @@ from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction, load
 from reprokit.shrink.signature import Signature
 from reprokit.snapshot.format import Snapshot, save
-from tests.conftest import ROOT
+from tests.conftest import run_python_in
 from tests.shrink import failing
 from tests.shrink.failing import seeded, traced
 
@@ -76,11 +73,17 @@ number = 3
 """
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "my_check.py"
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("check") / "my_check.py"
     path.write_text(CHECKS)
     return path
+
+
+@pytest.fixture
+def beside(file: Path, tmp_path: Path) -> Path:
+    """A folder of the test's own with the check in it, for scripts that run it."""
+    return Path(shutil.copy(file, tmp_path)).parent
 
 
 def error_of(script: Script, folder: Path, cure: tuple[str, str] | None = None) -> str:
@@ -214,6 +217,15 @@ def test_the_call_that_is_inexact_by_itself_is_blamed(tmp_path: Path) -> None:
     )
 
 
+def test_complex_numbers_stay_complex_in_float64(tmp_path: Path) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.inv(x * 1.0).abs().sum()
+
+    reduction = shrink(traced(step, x=hilbert(5) * (0.5 + 1j)), check="mismatch:fp64")
+    cure = ("actual = step(x)", "actual = step(x.cdouble()).cfloat()")
+    assert_shows_the_bug(reduction_script(reduction), tmp_path, "not close", cure)
+
+
 def cancelling(x: torch.Tensor) -> torch.Tensor:
     small = torch.sigmoid(x) * 2e-3
     return torch.log(1 - torch.exp(-small)).sum() * 1.0
@@ -267,6 +279,11 @@ def test_half_precision_is_allowed_its_own_rounding() -> None:
     assert tolerances(torch.float32, halves_in(program, tensors)) == (1e-3, 1e-5)
     assert tolerances(torch.float32, frozenset()) == (1.3e-6, 1e-5)
     assert tolerances(torch.int64, frozenset({torch.float16})) == (0.0, 0.0)
+
+
+def test_a_complex_number_that_differs_counts_once() -> None:
+    one, other = (Outcome({9: torch.tensor([number, 1j])}) for number in (1 + 1j, 2 + 2j))
+    assert list(differences(one, other, frozenset())) == [Difference(9, False, True, (0,), 1, 2)]
 
 
 def test_only_what_is_clearly_above_the_noise_counts() -> None:
@@ -358,20 +375,27 @@ def growing(x: torch.Tensor, w: torch.Tensor) -> None:
     (x**2).mean().backward()
 
 
-def test_growth_that_no_single_call_shows(file: Path, tmp_path: Path) -> None:
-    snapshot = traced(growing, x=seeded(4, 8), w=seeded(8, 8, grad=True))
-    reduction = shrink(snapshot, check=f"{file}:exploded")
-    assert reduction.signature["check"] == "my_check.py:exploded"
-    assert reduction.one_minimal
-    assert 2 <= reduction.program.num_calls <= 6
-    largest = max(float(tensor.abs().max()) for tensor in snapshot.tensors.values())
-    assert reduction.summary()["max_abs_input"] <= largest
-    script = reduction_script(reduction)
+def grown() -> Snapshot:
+    return traced(growing, x=seeded(4, 8), w=seeded(8, 8, grad=True))
+
+
+@pytest.fixture(scope="module")
+def exploded(file: Path) -> Reduction:
+    return shrink(grown(), check=f"{file}:exploded")
+
+
+def test_growth_that_no_single_call_shows(exploded: Reduction, beside: Path) -> None:
+    assert exploded.signature["check"] == "my_check.py:exploded"
+    assert exploded.one_minimal
+    assert 2 <= exploded.program.num_calls <= 6
+    largest = max(float(tensor.abs().max()) for tensor in grown().tensors.values())
+    assert exploded.summary()["max_abs_input"] <= largest
+    script = reduction_script(exploded)
     assert script.files == ["repro.py", "my_check.py"]
-    assert_shows_the_bug(script, tmp_path, "exploded(outcome) is true", ("torch.ones(", "torch.zeros("))
+    assert_shows_the_bug(script, beside, "exploded(outcome) is true", ("torch.ones(", "torch.zeros("))
 
 
-def test_gradients_by_name(file: Path, tmp_path: Path) -> None:
+def test_gradients_by_name(file: Path, beside: Path) -> None:
     def step(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> None:
         for _ in range(6):
             x = F.linear(x, w, b)
@@ -380,14 +404,14 @@ def test_gradients_by_name(file: Path, tmp_path: Path) -> None:
     snapshot = traced(step, x=seeded(4, 8), w=seeded(8, 8, grad=True), b=seeded(8, grad=True))
     reduction = shrink(snapshot, check=f"{file}:lopsided")
     assert {item.name for item in reduction.program.inputs if item.requires_grad} == {"w", "b"}
-    assert "lopsided(outcome) is true" in error_of(reduction_script(reduction), tmp_path)
+    assert "lopsided(outcome) is true" in error_of(reduction_script(reduction), beside)
 
 
-def test_a_function_may_ask_for_an_exception(file: Path, tmp_path: Path) -> None:
+def test_a_function_may_ask_for_an_exception(file: Path, beside: Path) -> None:
     reduction = shrink(failing.singular_matrix(), check=f"{file}:singular")
     assert reduction.program.num_calls == 1
     script = reduction_script(reduction)
-    assert_shows_the_bug(script, tmp_path, "singular(outcome) is true", ("torch.zeros(1, 1)", "torch.ones(1, 1)"))
+    assert_shows_the_bug(script, beside, "singular(outcome) is true", ("torch.zeros(1, 1)", "torch.ones(1, 1)"))
 
 
 @pytest.mark.parametrize("name", ["wrong_word", "says_nothing", "misspelt", "number"])
@@ -398,24 +422,23 @@ def test_a_function_that_has_no_verdict_is_one_clear_error(name: str, file: Path
 
 
 def test_a_candidate_without_a_verdict_is_invalid(file: Path) -> None:
-    snapshot = traced(growing, x=seeded(4, 8), w=seeded(8, 8, grad=True))
+    snapshot = grown()
     check, whole, found = settled(f"{file}:exploded", snapshot)
     assert check.judge(found, whole) is Verdict.SAME
     gradients = FunctionCheck(check.wanted, file=file, function="lopsided")
     assert gradients.judge(gradients.observe(whole), whole) is Verdict.INVALID  # there is no `b`
 
 
-def test_a_repro_that_runs_a_file_is_verified_beside_it_only(file: Path, tmp_path: Path) -> None:
-    reduction = shrink(traced(growing, x=seeded(4, 8), w=seeded(8, 8, grad=True)), check=f"{file}:exploded")
-    reduction.save(tmp_path / "reduction.pt")
+def test_a_repro_that_runs_a_file_is_verified_beside_it_only(exploded: Reduction, tmp_path: Path) -> None:
+    exploded.save(tmp_path / "reduction.pt")
     with pytest.raises(UsageError, match=r"runs the check in `my_check\.py`"):
         verify(tmp_path / "reduction.pt", 1)
 
 
 def test_the_command_copies_the_check_beside_its_repro(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(file.parent)
-    save(traced(growing, x=seeded(4, 8), w=seeded(8, 8, grad=True)), "x.pt")
-    assert main(["shrink", "-q", "-o", "out", "--check", "my_check.py:exploded", "x.pt"]) == 0
+    save(grown(), "x.pt")
+    assert main(["shrink", "-q", "-o", "out", "--max-checks", "5", "--check", "my_check.py:exploded", "x.pt"]) == 0
     assert Path("out", "my_check.py").read_text() == CHECKS
     assert verify(Path("out", "repro.py"), 1).fails
 
@@ -442,7 +465,7 @@ def snapshots(file: Path) -> list[tuple[str, Snapshot]]:
         ("nonfinite", failing.zero_by_zero()),
         ("exception", failing.singular_matrix()),
         ("mismatch:fp64", traced(cancelling, x=seeded(4, 8))),
-        (f"{file}:exploded", traced(growing, x=seeded(4, 8), w=seeded(8, 8, grad=True))),
+        (f"{file}:exploded", grown()),
     ]
 
 
@@ -461,7 +484,7 @@ def test_every_check_guards_against_slipping(place: int, file: Path) -> None:
 
 
 def test_a_function_is_not_shown_results_that_were_given(file: Path) -> None:
-    check, _, _ = settled(f"{file}:exploded", traced(growing, x=seeded(4, 8), w=seeded(8, 8, grad=True)))
+    check, _, _ = settled(f"{file}:exploded", grown())
     given = Program((Call("torch.relu", (Ref(0),), {}, Ref(9)),), (Input(0, "x"),), (Ref(0),))
     assert not check.is_clean(Candidate(given, {0: torch.ones(1)}))
     assert not check.is_clean(Candidate(one_call("torch.relu"), {0: torch.tensor(1e5)}))  # larger than anything given
@@ -555,7 +578,7 @@ def test_files_that_hold_no_check(name: str, content: str, words: str, tmp_path:
 
 
 def test_an_earlier_reduction_with_another_check_is_not_gone_on_from(file: Path, tmp_path: Path) -> None:
-    snapshot = traced(growing, x=seeded(4, 8), w=seeded(8, 8, grad=True))
+    snapshot = grown()
     shrink(snapshot, check=f"{file}:exploded", out_dir=tmp_path, max_checks=5)
     with pytest.raises(UsageError, match="another check"):
         shrink(snapshot, check="mismatch:fp64", out_dir=tmp_path, resume=True)
@@ -563,30 +586,39 @@ def test_an_earlier_reduction_with_another_check_is_not_gone_on_from(file: Path,
 
 # -- the same bytes --------------------------------------------------------------------------------------------------
 
-TWICE = """
+EVERY_CHECK = """
 import sys
-from reprokit.cli import main
-sys.exit(main(["shrink", "-q", "-o", sys.argv[1], *sys.argv[3:], sys.argv[2]]))
+from pathlib import Path
+from reprokit.render import render_all
+from reprokit.shrink.reducer import shrink
+from reprokit.snapshot.format import load
+
+for number, check in enumerate(sys.argv[2:]):
+    snapshot, out = load(f"{number}.pt"), Path(sys.argv[1], str(number))
+    out.mkdir(parents=True)
+    reduction = shrink(snapshot, check=check, out_dir=out, max_checks=25)
+    render_all(reduction, snapshot, out, times=1)
 """
 
 
-@pytest.mark.parametrize("check", [(), ("--check", "my_check.py:exploded"), ("--check", "mismatch:fp64")])
-def test_the_same_input_gives_the_same_bytes(check: tuple[str, ...], file: Path, tmp_path: Path) -> None:
-    snapshot = {
-        (): failing.masked_softmax,
-        ("--check", "mismatch:fp64"): lambda: traced(cancelling, x=seeded(4, 8)),
-    }.get(check, lambda: traced(growing, x=seeded(4, 8), w=seeded(8, 8, grad=True)))()
-    save(snapshot, tmp_path / "x.pt")
+def test_the_same_input_gives_the_same_bytes(file: Path, tmp_path: Path) -> None:
+    cases = [
+        ("nonfinite", failing.masked_softmax()),
+        (f"{file}:exploded", grown()),
+        ("mismatch:fp64", traced(cancelling, x=seeded(4, 8))),
+    ]
+    for number, (_, snapshot) in enumerate(cases):
+        save(snapshot, tmp_path / f"{number}.pt")
     found = []
     for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed}
-        command = [sys.executable, "-c", TWICE, f"out{seed}", "x.pt", "--max-checks", "25", *check]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        words = ("-c", EVERY_CHECK, f"out{seed}", *(check for check, _ in cases))
+        done = run_python_in(tmp_path, *words, PYTHONHASHSEED=seed)
         assert done.returncode == 0, done.stderr
-        out = tmp_path / f"out{seed}"
-        texts = [(out / name).read_bytes() for name in ("repro.py", "issue.md", "test_repro.py")]
-        found.append([*texts, bytes_without_times(out / "reduction.pt")])
-    assert found[0] == found[1]
+        for number in range(len(cases)):
+            out = tmp_path / f"out{seed}" / str(number)
+            found.append([(out / name).read_bytes() for name in ("repro.py", "issue.md", "test_repro.py")])
+            found[-1].append(bytes_without_times(out / "reduction.pt"))
+    assert found[: len(cases)] == found[len(cases) :]
 
 
 def bytes_without_times(path: Path) -> bytes:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from reprokit.locate.blame import locate
-from reprokit.program.ir import Call, Input, Ref, Scope
+from reprokit.program.ir import Call, Input, Mode, ModuleNote, Program, Ref, Scope
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
-from reprokit.shrink.context.identity import module_runs, without_module
+from reprokit.shrink.context.blocks import Tree
+from reprokit.shrink.context.edits import with_certainty
+from reprokit.shrink.context.identity import module_runs, without_call, without_module
 from reprokit.shrink.context.layers import Run, layer_of
 from reprokit.shrink.context.ordinary import is_ordinary, moderate
 from reprokit.shrink.context.piece import Context, from_plain, to_plain
 from reprokit.shrink.context.search import find_context
-from reprokit.shrink.context.tree import Tree
+from reprokit.shrink.context.tree import tree_of
 from reprokit.shrink.context.variables import variables
 from reprokit.shrink.oracle import Oracle
+from reprokit.shrink.plainness import seed_of
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import load
 from reprokit.shrink.signature import Signature, same
@@ -112,6 +118,12 @@ def test_a_gradient_keeps_what_leads_on_from_the_origin() -> None:
     assert context.program.calls[-1].is_differentiation
 
 
+def test_the_gradient_of_a_sum_is_enough_with_plainer_numbers() -> None:
+    context = context_of(models.zero_gradient())
+    assert context.program.calls[-1].target == "torch.Tensor.backward"
+    assert [item.role for item in context.program.inputs] == ["batch"]
+
+
 def test_functions_of_the_loop_are_functions() -> None:
     assert classes(found_for(models.constant_batch).tree) == ["centred"]
 
@@ -119,6 +131,38 @@ def test_functions_of_the_loop_are_functions() -> None:
 def test_what_is_not_ordinary_anywhere_is_said() -> None:
     context = found_for(models.huge_input)
     assert not context.is_ordinary
+
+
+def test_a_layer_that_does_not_matter_goes_though_its_module_begins_with_it() -> None:
+    assert classes(context_of(models.layer_and_skip()).tree) == ["Ratio", "LayerAndSkip"]
+
+
+def test_randomness_that_matters_comes_from_a_seed() -> None:
+    context = context_of(models.dropped())
+    (call,) = (call for call in context.program.calls if call.name == "dropout")
+    assert call.mode.rng is not None
+    assert seed_of(context.tensors[call.mode.rng.value]) is not None
+
+
+def test_a_chain_of_layers_stays_one() -> None:
+    tree = context_of(models.convolutional()).tree
+    assert classes(tree) == ["Convolutional", "Sequential", "Conv2d", "BatchNorm2d", "ReLU"]
+
+
+def test_integers_that_are_no_sizes_stay_as_the_user_wrote_them() -> None:
+    context = context_of(models.recurrent_ratio())
+    assert [block.scope.cls for block in context.tree.layers()] == ["LSTM"]
+    (power,) = (call for call in context.program.calls if call.name == "pow")
+    assert power.args[1:] == (2,)
+
+
+@pytest.mark.parametrize("step", [models.sparse_overflow, models.float8_weight])
+def test_formats_that_do_not_compute_are_left_alone(step: Callable[[], Snapshot]) -> None:
+    snapshot, context = step(), context_of(step())
+    given = {item.name: snapshot.tensors[item.value] for item in snapshot.program.inputs}
+    kept = {item.name: context.tensors[item.value] for item in context.program.inputs}
+    odd = [name for name, t in given.items() if t.layout is not torch.strided or t.dtype.itemsize == 1]
+    assert [(kept[name].layout, kept[name].dtype) for name in odd] == [(given[n].layout, given[n].dtype) for n in odd]
 
 
 def test_a_spent_budget_gives_what_was_found() -> None:
@@ -203,16 +247,82 @@ def test_a_layer_that_returned_something_else_is_not_one() -> None:
     assert layer_of(Scope("fc", "Linear"), Run([call], (2,), given, {2: x @ weight.t() + 1}), inputs, None) is None
 
 
+@pytest.mark.parametrize(
+    ("small", "noted", "given"),
+    [
+        (nn.Linear(2, 3), {"in_features": 7, "out_features": 9}, (torch.ones(1, 2),)),
+        (
+            nn.Bilinear(2, 3, 1),
+            {"in1_features": 7, "in2_features": 8, "out_features": 9},
+            (torch.ones(1, 2), torch.ones(1, 3)),
+        ),
+        (nn.EmbeddingBag(2, 3), {"num_embeddings": 7, "embedding_dim": 9}, (torch.tensor([[0, 1]]),)),
+        (
+            nn.Conv2d(2, 4, 3, groups=2),
+            {"in_channels": 8, "out_channels": 16, "kernel_size": 3},
+            (torch.ones(1, 2, 3, 3),),
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_sizes_of_layers_are_those_of_their_weights(
+    small: nn.Module, noted: dict[str, Any], given: tuple[torch.Tensor, ...]
+) -> None:
+    cls = type(small).__name__
+    tensors = {f"x{place}": tensor for place, tensor in enumerate(given)}
+    snapshot = models.record_model(small, lambda **tensors: small(*tensors.values()).mul(0).log(), **tensors)
+    modules = {f"<{cls}>": ModuleNote(cls, arguments=noted)}
+    program = replace(snapshot.program, modules=modules)
+    (block,) = tree_of(Candidate(program, snapshot.tensors)).layers()
+    assert block.layer is not None
+    shapes = {name: tensor.shape for name, tensor in small.state_dict().items()}
+    assert {name: tensor.shape for name, tensor in block.layer.build().state_dict().items()} == shapes
+
+
 def test_a_module_is_replaced_by_what_it_was_given() -> None:
     snapshot = models.growing()
     candidate = Candidate(snapshot.program, snapshot.tensors)
-    block = next(run for run in module_runs(candidate) if all(len(candidate.program.calls[i].scope) > 1 for i in run))
+    block = next(run for scope, run in module_runs(candidate) if len(scope) > 1)
     shapes = {
         value: (2, 3, 8) for call in candidate.program.calls for value in (*call.input_refs(), *call.output_refs())
     }
     shorter = next(without_module(candidate, block, shapes))
     assert shorter.num_calls == candidate.num_calls - len(block)
     assert locate(shorter.program, shorter.tensors) is not None
+
+
+@pytest.mark.parametrize(
+    ("call", "kwargs"),
+    [
+        (Call("torch.nn.functional.dropout", (Ref(0), 0.5, True), outputs=Ref(9)), {}),
+        (Call("torch.nn.functional.dropout", (Ref(0),), outputs=Ref(9)), {"p": 0.0}),
+        (
+            Call(
+                "torch.nn.functional.scaled_dot_product_attention",
+                (Ref(0), Ref(0), Ref(0)),
+                {"dropout_p": 0.5, "scale": 0.25},
+                Ref(9),
+            ),
+            {"dropout_p": 0.0, "scale": 0.25},
+        ),
+    ],
+    ids=["dropout", "default", "attention"],
+)
+def test_only_the_probability_of_a_random_call_is_changed(call: Call, kwargs: dict[str, float]) -> None:
+    program = Program((replace(call, mode=Mode(rng=Ref(1))),), (Input(0, "x"), Input(1, "rng", "rng")), (Ref(9),))
+    candidate = Candidate(program, {0: torch.ones(2, 2), 1: torch.get_rng_state()})
+    certain = with_certainty(candidate, 0)
+    assert certain is not None
+    (changed,) = certain.program.calls
+    assert changed.kwargs == kwargs and changed.mode.rng is None
+    assert changed.args[1:] == ((0.0, True) if len(call.args) == 3 and not call.kwargs else call.args[1:])
+    assert (without_call(candidate, 0) is None) == call.name.endswith("attention")
+
+
+def test_a_random_call_without_a_probability_stays_random() -> None:
+    call = Call("torch.nn.functional.rrelu", (Ref(0), 0.125, 0.5, True), outputs=Ref(9), mode=Mode(rng=Ref(1)))
+    program = Program((call,), (Input(0, "x"), Input(1, "rng", "rng")), (Ref(9),))
+    assert with_certainty(Candidate(program, {}), 0) is None
 
 
 def test_variables_are_read_from_assignments() -> None:

@@ -5,7 +5,7 @@ import torch
 
 
 def distance(hand, target):
-    squared = (hand - target).pow(1).sum(-1)
+    squared = (hand - target).pow(2).sum(-1)
     return torch.where(squared > 0, torch.sqrt(squared), torch.zeros_like(squared))
 
 

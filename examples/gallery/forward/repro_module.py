@@ -13,7 +13,7 @@ class Attention(nn.Module):
 
     def forward(self, hidden, padding):
         out = self.query(hidden)
-        scores = out @ self.key(hidden).transpose(1, 1) / 4.898979485566356
+        scores = out @ self.key(hidden).transpose(1, 2) / 4.898979485566356
         scores = scores.masked_fill(padding[:, None, :], float("-inf"))
         return torch.softmax(scores, dim=-1)
 

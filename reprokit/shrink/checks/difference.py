@@ -132,7 +132,8 @@ def _difference(
     gaps = torch.where(bad, (one - other).abs() if is_finite else torch.ones_like(one), -1.0)
     worst = int(gaps.argmax())
     place = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), bad.shape)) if bad.dim() else ()
-    return Difference(value, is_gradient, is_finite, place[: actual.dim()], int(bad.sum()), actual.numel())
+    num_bad = int((bad.any(dim=-1) if actual.is_complex() else bad).sum())
+    return Difference(value, is_gradient, is_finite, place[: actual.dim()], num_bad, actual.numel())
 
 
 def _largest(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -16,10 +16,9 @@ from reprokit.shrink.checks.protocol import SignatureCheck
 class ExceptionCheck(SignatureCheck):
     """An exception of a call, whatever values are bad before it."""
 
-    @property
-    def kind(self) -> str:
-        """``exception``."""
-        return EXCEPTION
+    def recognises(self, failure: Failure) -> bool:
+        """Whether a call raised."""
+        return failure.kind == EXCEPTION
 
     @property
     def spec(self) -> str:

@@ -57,11 +57,6 @@ class FunctionCheck(SignatureCheck):
     may_raise: bool = False
 
     @property
-    def kind(self) -> str:
-        """``function``."""
-        return FUNCTION
-
-    @property
     def spec(self) -> str:
         """The file's name and the function; the folder is nobody's business."""
         return f"{self.file.name}:{self.function}"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 
@@ -44,10 +45,9 @@ class MismatchCheck(SignatureCheck):
     reference: Reference = field(default_factory=Double)
     way: str = ""
 
-    @property
-    def kind(self) -> str:
-        """``mismatch``."""
-        return MISMATCH
+    def recognises(self, failure: Failure) -> bool:
+        """Whether results differ."""
+        return failure.kind == MISMATCH
 
     @property
     def spec(self) -> str:
@@ -68,10 +68,9 @@ class MismatchCheck(SignatureCheck):
         phase = "backward" if found.is_gradient else "forward"
         return _failure(found, self.reference, phase)
 
-    def adopted(self, failure: Failure, whole: Candidate) -> MismatchCheck:
+    def adopted(self, failure: Failure, whole: Candidate) -> Self:
         """This check for the failure of a whole program."""
-        made = super().adopted(failure, whole)
-        return MismatchCheck(made.wanted, made.forbidden, self.reference, failure.way)
+        return replace(super().adopted(failure, whole), way=failure.way)
 
     def judge(self, observation: Failure | None, candidate: Candidate) -> Verdict:
         """Like any check, and different numbers stay different numbers."""

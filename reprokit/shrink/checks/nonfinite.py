@@ -7,10 +7,9 @@ from typing import Any, Self
 
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import EXCEPTION, Failure
-from reprokit.locate.ways import MINUS, NAN, PLUS
+from reprokit.locate.ways import MINUS, PLUS
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.protocol import SignatureCheck
-from reprokit.shrink.oracle import Verdict
 from reprokit.shrink.signature import Signature, is_clean, ways_given
 
 
@@ -21,11 +20,6 @@ class NonfiniteCheck(SignatureCheck):
     Both infinities are one kind, so for an infinity both are forbidden in inputs, unless the snapshot itself was given
     the other one (a mask filled with ``-inf``).
     """
-
-    @property
-    def kind(self) -> str:
-        """``nan``, one of two."""
-        return NAN
 
     def recognises(self, failure: Failure) -> bool:
         """Whether it is a value that is not finite."""
@@ -46,12 +40,6 @@ class NonfiniteCheck(SignatureCheck):
         if failure.kind == "inf":
             forbidden |= {PLUS, MINUS} - ways_given(whole.program, whole.tensors)
         return replace(self, wanted=Signature.of(failure, whole.program), forbidden=forbidden - {""})
-
-    def judge(self, observation: Failure | None, candidate: Candidate) -> Verdict:
-        """Like any check; an exception that was recorded is not a bad value."""
-        verdict = super().judge(observation, candidate)
-        is_exception = observation is not None and observation.kind == EXCEPTION
-        return Verdict.INVALID if is_exception else verdict
 
     def is_clean(self, candidate: Candidate) -> bool:
         """A NaN is never fine, an incoming gradient has to be finite, and no infinity of the failure's way is."""

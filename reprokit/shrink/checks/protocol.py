@@ -56,18 +56,13 @@ class SignatureCheck(ABC):
         """Whether the failure in question is known."""
         return self.wanted is not None
 
-    def recognises(self, failure: Failure) -> bool:
-        """Whether a failure is of the kind that this check is about."""
-        return failure.kind == self.kind
-
     def complaint(self, observation: Failure | None) -> ReprokitError | None:
         """What to say when a run of the snapshot shows that the check itself does not work."""
         return None
 
-    @property
     @abstractmethod
-    def kind(self) -> str:
-        """The kind of its failures."""
+    def recognises(self, failure: Failure) -> bool:
+        """Whether a failure is of the kind that this check is about."""
 
     @property
     @abstractmethod

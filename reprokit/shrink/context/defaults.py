@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
-from reprokit.shrink.context.tree import Block, Key, Tree
+from reprokit.shrink.context.blocks import Block, Key, Tree
 
 SEED = 0
 

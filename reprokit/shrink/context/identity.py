@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from reprokit.program.functions import is_in_place
-from reprokit.program.ir import Ref, Scope, substitute
+from reprokit.program.ir import Ref, Scope, iter_refs, substitute
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.probe import Shapes
 
-Shapes = Mapping[int, tuple[int, ...]]
 
-
-def module_runs(candidate: Candidate) -> list[frozenset[int]]:
-    """The calls of every run of a module, largest first."""
+def module_runs(candidate: Candidate) -> list[tuple[tuple[Scope, ...], frozenset[int]]]:
+    """The scopes of every run of a module and the calls in it, largest first."""
     runs: dict[tuple[Scope, ...], set[int]] = {}
     for index, call in enumerate(candidate.program.calls):
         for depth in range(1, len(call.scope) + 1):
             runs.setdefault(call.scope[:depth], set()).add(index)
-    return sorted(map(frozenset, runs.values()), key=lambda members: (-len(members), min(members)))
+    found = [(scope, frozenset(members)) for scope, members in runs.items()]
+    return sorted(found, key=lambda run: (-len(run[1]), min(run[1])))
 
 
 def without_module(candidate: Candidate, run: frozenset[int], shapes: Shapes) -> Iterator[Candidate]:
@@ -37,10 +37,10 @@ def without_module(candidate: Candidate, run: frozenset[int], shapes: Shapes) ->
 
 
 def without_call(candidate: Candidate, index: int) -> Candidate | None:
-    """The candidate with the first tensor that a call was given in place of what it returned."""
+    """The candidate with the one tensor that a call was given in place of the one that it returned."""
     call = candidate.program.calls[index]
-    outputs, inputs = call.output_refs(), [arg for arg in call.args if isinstance(arg, Ref)]
-    if len(outputs) != 1 or not inputs:
+    outputs, inputs = call.output_refs(), list(iter_refs((call.args, call.kwargs)))
+    if len(outputs) != 1 or len(inputs) != 1:
         return None
     return _redirected(candidate, frozenset((index,)), outputs[0], inputs[0].value)
 

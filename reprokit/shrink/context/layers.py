@@ -1,15 +1,13 @@
 """Torch's own layers: the constructor call that gives the layer whose forward made some recorded calls.
 
-Sizes are read from the weights and the calls, since the ones noted at capture may have shrunk; the rest is as noted.
 Nothing is believed: the layer is built, given its parameters and run, and must return what was recorded, bit for bit.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +15,12 @@ import torch
 
 from reprokit.program.ir import Call, Input, ModuleNote, Ref, Scope, iter_refs
 from reprokit.program.run import Modes, symbol_named
+from reprokit.shrink.context.constructors import RECURRENT, constructor, split
 
-_RECURRENT = ("RNN", "GRU", "LSTM")
 _COMPOSITE = ("Sequential", "ModuleList", "ModuleDict", "Transformer", "ParametrizationList")
 _SUFFIXES = {torch.float16: ".half()", torch.bfloat16: ".bfloat16()", torch.float64: ".double()"}
 
 Values = Mapping[int, torch.Tensor]
-Arguments = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +94,13 @@ def _fitting(cls: str, run: Run, inputs: Mapping[int, Input], note: ModuleNote) 
     read = dict.fromkeys(v for call in calls for v in call.input_refs() if v not in state.values())
     states = {call.mode.rng.value for call in calls if call.mode.rng is not None}
     given = [v for v in read if v not in states and (v not in made or _is_written_before(v, calls))]
-    arguments = _constructor(cls, run, {name: values[value] for name, value in state.items()}, note)
+    named = {name: values[value] for name, value in state.items()}
+    arguments = constructor(cls, dict(note.arguments), calls, named, lambda value: run.after[value].shape)
     dtypes = {values[v].dtype for v in state.values() if values[v].is_floating_point()}
     suffix = _SUFFIXES.get(next(iter(dtypes)), "") if len(dtypes) == 1 else ""
     for positional, keywords in _ways_to_call(cls, given):
         for shape in _output_shapes(cls, run.outputs):
-            required, options = _split(cls, arguments)
+            required, options = split(cls, arguments)
             layer = Layer(cls, required, options, state, positional, keywords, shape, suffix, note.training)
             if _agrees(layer, run):
                 yield layer
@@ -127,7 +125,7 @@ def _state(cls: str, calls: Sequence[Call], inputs: Mapping[int, Input], note: M
 
 
 def _state_names(cls: str) -> frozenset[str]:
-    if cls in _RECURRENT:
+    if cls in RECURRENT:
         return frozenset()
     return frozenset(("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "in_proj_weight",
                       "in_proj_bias"))  # fmt: skip
@@ -140,142 +138,6 @@ def _state_name(name: str, known: frozenset[str]) -> str:
         return f"out_proj.{last}"
     bare = last.rpartition("_")[0]
     return bare if last not in known and bare in known else last
-
-
-def _constructor(cls: str, run: Run, state: Mapping[str, torch.Tensor], note: ModuleNote) -> Arguments:
-    """All constructor arguments by name, sizes as they are now."""
-    arguments = dict(note.arguments)
-    find = _SIZES.get(cls.rstrip("123d")) or _SIZES.get(cls)
-    if find is not None:
-        arguments.update(find(run.calls, state))
-    elif cls == "MultiheadAttention":
-        arguments.update(_attention(run, state))
-    for name in ("device", "dtype", "kdim", "vdim"):
-        arguments.pop(name, None)
-    return arguments
-
-
-def _linear(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
-    rows, columns = state["weight"].shape
-    return {"in_features": columns, "out_features": rows, "bias": "bias" in state}
-
-
-def _conv(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
-    call = next(call for call in calls if call.name.startswith("conv"))
-    channels, per_group, *kernel = state["weight"].shape
-    stride, padding, dilation, groups = call.args[3:7]
-    found = {"stride": stride, "dilation": dilation, "groups": groups, "kernel_size": tuple(kernel)}
-    sizes = {"in_channels": per_group * groups, "out_channels": channels, "bias": "bias" in state}
-    return {**found, **sizes, **({"padding": padding} if len(calls) == 1 else {})}
-
-
-def _transposed(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
-    stride, padding, output_padding, groups, dilation = calls[-1].args[3:8]
-    channels, per_group, *kernel = state["weight"].shape
-    found = {"stride": stride, "padding": padding, "output_padding": output_padding, "groups": groups}
-    sizes = {"in_channels": channels, "out_channels": per_group * groups, "kernel_size": tuple(kernel)}
-    return {**found, **sizes, "dilation": dilation, "bias": "bias" in state}
-
-
-def _embedding(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
-    rows, columns = state["weight"].shape
-    return {"num_embeddings": rows, "embedding_dim": columns}
-
-
-def _shape_norm(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
-    shape = tuple(calls[-1].args[1])
-    is_affine = {"elementwise_affine": "weight" in state}
-    is_layer_norm = calls[-1].name == "layer_norm"
-    return {"normalized_shape": shape, **is_affine, **({"bias": "bias" in state} if is_layer_norm else {})}
-
-
-def _batch_norm(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
-    sized = next(state[name] for name in ("running_mean", "weight") if name in state)
-    return {"num_features": len(sized), "affine": "weight" in state, "track_running_stats": "running_mean" in state}
-
-
-def _group_norm(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
-    return {"num_groups": calls[-1].args[1], "num_channels": len(state["weight"])} if "weight" in state else {}
-
-
-def _recurrent(calls: Sequence[Call], state: Mapping[str, torch.Tensor]) -> Arguments:
-    call = calls[-1]
-    place = next(index for index in (2, 3) if isinstance(call.args[index], list))
-    has_biases, num_layers, dropout, _, is_bidirectional = call.args[place + 1 : place + 6]
-    first = state["weight_ih_l0"]
-    found = {"input_size": first.shape[1], "hidden_size": state["weight_hh_l0"].shape[1], "num_layers": num_layers}
-    found |= {"bias": has_biases, "dropout": dropout, "bidirectional": is_bidirectional}
-    if call.name.startswith("rnn_"):
-        found["nonlinearity"] = call.name.removeprefix("rnn_")
-    return {**found, "batch_first": call.args[place + 6] if len(call.args) > place + 6 else False}
-
-
-def _attention(run: Run, state: Mapping[str, torch.Tensor]) -> Arguments:
-    width = state["in_proj_weight"].shape[1]
-    split = next(call for call in run.calls if call.name == "view" and len(call.args) == 4)
-    per_head = run.after[split.output_refs()[0]].shape[-1]
-    found = {"embed_dim": width, "num_heads": width // per_head, "bias": "in_proj_bias" in state}
-    return {**found, "dropout": 0.0}
-
-
-_SIZES: dict[str, Callable[[Sequence[Call], Mapping[str, torch.Tensor]], Arguments]] = {
-    "Linear": _linear,
-    "Conv": _conv,
-    "ConvTranspose": _transposed,
-    "Embedding": _embedding,
-    "LayerNorm": _shape_norm,
-    "RMSNorm": _shape_norm,
-    "BatchNorm": _batch_norm,
-    "InstanceNorm": _batch_norm,
-    "GroupNorm": _group_norm,
-    **dict.fromkeys(_RECURRENT, _recurrent),
-}
-
-
-def _split(cls: str, arguments: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a person would write: required arguments by place, others by name if they are not the default."""
-    parameters = inspect.signature(getattr(torch.nn, cls).__init__).parameters
-    required, options = [], {}
-    first = ("input_size", "hidden_size") if cls in _RECURRENT else ()
-    for name in first:
-        required.append(arguments[name])
-    for name, value in arguments.items():
-        parameter = parameters.get(name)
-        if name in first:
-            continue
-        if parameter is None:
-            if value != _RECURRENT_DEFAULTS.get(name):
-                options[name] = value
-        elif parameter.default is inspect.Parameter.empty:
-            continue
-        elif not _is_same_option(value, parameter.default):
-            options[name] = _short(value)
-    names = [n for n, p in parameters.items() if n != "self" and p.kind is p.POSITIONAL_OR_KEYWORD]
-    for name in names:
-        if parameters[name].default is inspect.Parameter.empty and not first:
-            required.append(_short(arguments[name]))
-    if cls.startswith("MaxPool") and options.get("stride") == required[0]:
-        del options["stride"]
-    if cls.startswith("AvgPool") and options.get("stride") == required[0]:
-        del options["stride"]
-    return tuple(required), options
-
-
-_RECURRENT_DEFAULTS = {
-    "num_layers": 1, "bias": True, "dropout": 0.0, "bidirectional": False, "batch_first": False, "nonlinearity": "tanh",
-}  # fmt: skip
-
-
-def _is_same_option(value: Any, default: Any) -> bool:
-    short = _short(value)
-    return type(short) is type(_short(default)) and bool(short == _short(default))
-
-
-def _short(value: Any) -> Any:
-    """A size that is the same in all dimensions as one number."""
-    if isinstance(value, (list, tuple)) and value and all(item == value[0] for item in value):
-        return value[0] if isinstance(value[0], int) else value
-    return value
 
 
 def _ways_to_call(cls: str, given: Sequence[int]) -> Iterator[tuple[tuple[int, ...], dict[str, Any]]]:

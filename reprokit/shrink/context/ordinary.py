@@ -19,7 +19,10 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
         return True
     if tensor.layout is not torch.strided:
         return is_ordinary(tensor.to_dense())
-    largest = float(tensor.detach().abs().double().max())  # a NaN among them makes it NaN
+    sizes = tensor.detach().abs()
+    if sizes.dtype.itemsize == 1:  # float8 knows no maximum
+        sizes = sizes.float()
+    largest = float(sizes.max())  # a NaN among them makes it NaN
     return largest <= _LIMITS.get(tensor.dtype, _LIMIT)
 
 

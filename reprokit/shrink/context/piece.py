@@ -13,7 +13,8 @@ from reprokit.locate.failure import Failure
 from reprokit.program import plain
 from reprokit.program.ir import Program
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.context.tree import Tree, tree_of
+from reprokit.shrink.context.blocks import Tree
+from reprokit.shrink.context.tree import tree_of
 from reprokit.snapshot.format import storable
 
 

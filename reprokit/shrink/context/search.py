@@ -1,4 +1,4 @@
-"""The search for the context: choose a slice, let it grow until it explains itself, then make it small.
+"""The search for the context: a slice that explains itself (`choice`), made small.
 
 Every step is confirmed by an oracle with the signature of the snapshot. Unlike the minimum, a context keeps all calls
 of the module where the failure was born, and never takes an input that is not ordinary for one that is.
@@ -9,38 +9,34 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from reprokit.locate.failure import Failure
-from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Ref, Scope
-from reprokit.shrink.arguments import leaves, with_leaf
+from reprokit.program.ir import Scope
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.constants import filled, is_number, number_inputs
+from reprokit.shrink.context.choice import Choice
 from reprokit.shrink.context.defaults import initial
+from reprokit.shrink.context.edits import with_certainty, with_free_size, with_sum
 from reprokit.shrink.context.identity import module_runs, without_call, without_module
-from reprokit.shrink.context.ordinary import extraordinary, moderate
+from reprokit.shrink.context.ordinary import extraordinary
 from reprokit.shrink.context.piece import Context
-from reprokit.shrink.context.slices import Place, Slice, Step
+from reprokit.shrink.context.step import Step
 from reprokit.shrink.context.tree import tree_of
 from reprokit.shrink.oracle import Oracle, OutOfBudget, Verdict
-from reprokit.shrink.passes.cut import cuts
+from reprokit.shrink.passes.recurrent import simplify_recurrent
 from reprokit.shrink.passes.setting import simplify_precision
-from reprokit.shrink.passes.sizes import shrink_sizes
+from reprokit.shrink.passes.sizes import shrink_dimensions
 from reprokit.shrink.passes.values import plainer_contents
 from reprokit.shrink.plainness import ANY, MAX_LITERALS, NUM_SEEDS, plainness, seed_of, state_of_seed
 from reprokit.shrink.probe import Shapes, forms_of
 from reprokit.shrink.problem import Problem
 
-_OWN_CALLS = 24
-_FEW = 4
-_GROWTH = 8
-_SMALL_MODULE = 8
-_MAX_CALLS = 200
-_MAX_UNITS = 42
 _SIZE_CHECKS = 120
+_STRETCHES = 16
 _MIN_DRAWN = 9
 
 
@@ -50,36 +46,39 @@ def find_context(whole: Candidate, failure: Failure, oracle: Oracle) -> Context 
     When the budget of ``oracle`` ends early, the best so far is the answer.
     """
     started = time.monotonic()
-    search = _Search(Step(whole), failure, oracle)
+    start = _chosen(whole, failure, oracle)
+    if start is None:
+        return None
+    limit = len(extraordinary(start))
+    problem = Problem(start, oracle, max_stretches=_STRETCHES)
+    problem.accepts = lambda candidate: len(extraordinary(candidate)) <= limit
+    search = _Search(problem)
     with contextlib.suppress(OutOfBudget):
         search.run()
-    if search.problem is None:
-        return None
-    best = search.problem.best
-    found = search.problem.failure
+    best = problem.best
     tensors = {item.value: best.tensors[item.value] for item in best.program.inputs}
     drawn = tuple(sorted(search.drawn & tensors.keys()))
     seconds = time.monotonic() - started
-    return Context(best.program, tensors, found, drawn, not extraordinary(best), oracle.checks, seconds)
+    return Context(best.program, tensors, problem.failure, drawn, not extraordinary(best), oracle.checks, seconds)
+
+
+def _chosen(whole: Candidate, failure: Failure, oracle: Oracle) -> Candidate | None:
+    """The slice to start from; what was recorded of the step is let go."""
+    choice = Choice(Step(whole), failure, oracle)
+    with contextlib.suppress(OutOfBudget):
+        choice.run()
+    return choice.best
 
 
 @dataclass
 class _Search:
-    step: Step
-    failure: Failure
-    oracle: Oracle
-    problem: Problem | None = None
+    """Makes the best candidate of a problem small; ``drawn`` are the inputs that hold random numbers by then."""
+
+    problem: Problem
     drawn: set[int] = field(default_factory=set)
-    shown: frozenset[int] = frozenset()
 
     def run(self) -> None:
-        """Choose and shrink; what was reached is in ``problem``."""
-        start = self._start()
-        if start is None:
-            return
-        self.problem = Problem(start, self.oracle)  # what was found so far was in case the budget ends
-        limit = len(extraordinary(start))
-        self.problem.accepts = lambda candidate: len(extraordinary(candidate)) <= limit
+        """Everything in turn."""
         self._drop_randomness()
         self._drop_autocast()
         self._drop_layers()
@@ -95,203 +94,20 @@ class _Search:
             if item.role == "rng" and seed_of(self._best.tensors[item.value]) is None:
                 self._seed(item.value)
 
-    # -- the slice -----------------------------------------------------------------------------------------------
-
-    def _start(self) -> Candidate | None:
-        """The first slice that fails in the same way and is ordinary, brought to whole modules; else the first."""
-        second_best: tuple[int, Candidate] | None = None
-        for piece in self._slices():
-            candidate = piece.candidate(self.failure.value)
-            if candidate is None or not self._is_same(candidate, f"{len(piece.kept)} calls around the origin"):
-                continue
-            self.problem = self.problem or Problem(candidate, self.oracle)
-            is_long = self.step.num_units(piece.kept) > _MAX_UNITS
-            if not extraordinary(candidate):
-                piece, candidate = self._without_modules(piece, candidate)
-                if not is_long or self.step.num_units(piece.kept) <= _MAX_UNITS:
-                    return self._with_whole_modules(piece, candidate)
-            elif not is_long:
-                candidate = self._tamed(candidate)
-            rank = 2 * bool(extraordinary(candidate)) + is_long
-            if second_best is None or rank < second_best[0]:
-                second_best = rank, candidate
-        return second_best[1] if second_best is not None else self._cut()
-
-    def _tamed(self, candidate: Candidate) -> Candidate:
-        """With zeros in place of the numbers that are not ordinary, if it fails without them: all, else one by one."""
-        for values in (extraordinary(candidate), *([value] for value in extraordinary(candidate))):
-            tame = candidate.with_tensors({value: moderate(candidate.tensors[value]) for value in values})
-            if values and self._is_same(tame, "ordinary numbers"):
-                candidate = tame
-        return candidate
-
-    def _slices(self) -> Iterator[Slice]:
-        """Slices, likeliest first."""
-        origin = self.failure.call_index
-        if origin is None:
-            return
-        call = self.step.program.calls[origin]
-        if call.is_optimizer_step:
-            yield from self._around_parameter(origin)
-        elif self.failure.phase == "backward" and self.failure.kind != "exception":
-            yield from self._around_gradient(origin)
-        elif self.step.is_forward(origin):
-            yield from self._around_output(origin)
-
-    def _is_inside(self, index: int, origin: int) -> bool:
-        """Whether a call runs in the same module as the origin, or in a child of it; in the loop, the same function."""
-        return self.step.is_inside(index, self.step.place(origin))
-
-    def _among(self, place: Place) -> Callable[[int], bool]:
-        """Whether a call runs in a module."""
-        return lambda index: self.step.is_inside(index, place)
-
-    def _around_output(self, origin: int) -> Iterator[Slice]:
-        """What the origin depends on in its module, with more of where extraordinary inputs come from; then more."""
-        seen: set[tuple[int, ...]] = set()
-        kept = self._own(origin)
-        while len(kept) <= _MAX_CALLS:
-            piece = Slice(self.step, self.step.connected(kept, origin, downstream=False))
-            missing = self._causes(piece)
-            if not missing or len(kept) + len(missing) > _MAX_CALLS:
-                yield piece
-                missing = self.step.upstream(kept, 2 * len(kept), lambda index: True)
-            kept = list(dict.fromkeys((*kept, *missing)))
-            if piece.kept in seen:
-                return
-            seen.add(piece.kept)
-
-    def _own(self, origin: int) -> list[int]:
-        """What the origin depends on in its own module or function; at least a few calls, if it is in the loop."""
-        kept = self.step.upstream([origin], _OWN_CALLS, lambda index: self._is_inside(index, origin))
-        if self.step.place(origin)[0] or self.step.num_units(kept) >= _FEW:
-            return kept
-        more = self.step.upstream(kept, _FEW, lambda index: not self.step.program.calls[index].scope)
-        self.shown = frozenset(more)
-        return more
-
-    def _causes(self, piece: Slice) -> list[int]:
-        """Where inputs that are not ordinary came from: calls of the module that made them."""
-        candidate = piece.candidate(None)
-        found: list[int] = []
-        calls = self.step.program.calls
-        for value in extraordinary(candidate) if candidate is not None else ():
-            reader = piece.boundary().get(value)
-            makers = self.step.producers(reader) if reader is not None else []
-            maker = next((i for i in makers if value in calls[i].output_refs() and self.step.is_forward(i)), None)
-            if maker is not None:
-                place = self.step.place(maker)
-                found += self.step.upstream([maker], _GROWTH, self._among(place))
-        return [index for index in dict.fromkeys(found) if index not in piece.kept]
-
-    def _around_gradient(self, origin: int) -> Iterator[Slice]:
-        """What the origin depends on, and what depends on it as far as its module returns it; less, if that is much;
-        then ever more."""
-
-        def is_inside(index: int) -> bool:
-            return self._is_inside(index, origin)
-
-        own = self._own(origin)
-        later = self.step.downstream(origin, _OWN_CALLS, is_inside)
-        sides = self.step.upstream(later, 2 * _OWN_CALLS, is_inside)
-        kept = list(dict.fromkeys((*own, *later, *sides)))
-        if self.step.num_units(kept) > _MAX_UNITS:
-            for limit in (_OWN_CALLS, _OWN_CALLS // 4, 1):
-                yield from self._explained(self.step.upstream([origin], limit, is_inside), origin)
-        while len(kept) <= _MAX_CALLS:
-            yield self._differentiated(kept, origin)
-            before, limit = len(kept), 2 * len(kept)
-            later = self.step.downstream(origin, limit, lambda index: True)
-            kept = list(dict.fromkeys((*kept, *later, *self.step.upstream([*later, *kept], limit, lambda index: True))))
-            if len(kept) == before:
-                return
-
-    def _explained(self, kept: list[int], origin: int) -> Iterator[Slice]:
-        """A slice for a gradient, with more of where extraordinary inputs come from while it does not get too long."""
-        while self.step.num_units(kept) <= _MAX_UNITS:
-            piece = self._differentiated(kept, origin)
-            yield piece
-            causes = self._causes(piece)
-            if not causes:
-                return
-            kept = [*piece.kept, *causes]
-
-    def _differentiated(self, kept: list[int], origin: int) -> Slice:
-        return Slice(self.step, self.step.connected(kept, origin, downstream=True), is_differentiated=True)
-
-    def _around_parameter(self, update: int) -> Iterator[Slice]:
-        """The layer that holds the parameter which turned bad, then the module around it."""
-        calls = self.step.program.calls
-        users = [i for i, c in enumerate(calls) if self.failure.value in c.input_refs() and self.step.is_forward(i)]
-        if not users:
-            return
-        for limit in (1, _OWN_CALLS):
-            kept = self.step.upstream(users, limit, lambda index: self._is_inside(index, users[0]))
-            yield Slice(self.step, tuple(sorted(kept)), is_differentiated=True, update=update)
-
-    def _without_modules(self, piece: Slice, candidate: Candidate) -> tuple[Slice, Candidate]:
-        """The slice without what lies outside the origin's own module: whole modules, largest first, then calls of
-        modules too large to be shown whole."""
-        origin = self.failure.call_index
-        assert origin is not None
-        own = self.step.program.calls[origin].scope
-        groups: dict[tuple[object, ...], list[int]] = {}
-        for index in piece.kept:
-            scope = self.step.program.calls[index].scope
-            for depth in range(1, len(scope) + 1):
-                if scope[:depth] != own[:depth] and not self.step.is_own_layer(scope[:depth], origin):
-                    groups.setdefault(scope[:depth], []).append(index)
-            if (
-                index not in self.shown
-                and not self._is_inside(index, origin)
-                and self.step.size_of(self.step.place(index)) > _SMALL_MODULE
-            ):
-                groups.setdefault((index,), list(self.step.units[index]))
-        for group in sorted(groups.values(), key=lambda members: -len(members)):
-            kept = tuple(index for index in piece.kept if index not in group)
-            if piece.update is None and origin in kept:
-                kept = self.step.connected(kept, origin, downstream=piece.is_differentiated)
-            if kept and kept != piece.kept and (origin in kept or piece.update is not None):
-                piece, candidate = self._better(replace(piece, kept=kept), "without a module") or (piece, candidate)
-        return piece, candidate
-
-    def _with_whole_modules(self, piece: Slice, candidate: Candidate) -> Candidate:
-        """Small modules whole, where the slice starts in the middle of one."""
-        for place in dict.fromkeys(self.step.place(index) for index in piece.kept):
-            if place[0] and self.step.size_of(place) <= _SMALL_MODULE:
-                inside = [index for index in piece.kept if self.step.is_inside(index, place)]
-                whole = self.step.upstream(inside, _MAX_CALLS, self._among(place))
-                kept = tuple(sorted({*piece.kept, *whole}))
-                if kept != piece.kept:
-                    piece, candidate = self._better(replace(piece, kept=kept), "a whole module") or (piece, candidate)
-        return candidate
-
-    def _better(self, piece: Slice, change: str) -> tuple[Slice, Candidate] | None:
-        """A slice with its candidate, if it is ordinary and fails the same way."""
-        found = piece.candidate(self.failure.value)
-        if found is None or extraordinary(found) or not self._is_same(found, change):
-            return None
-        return piece, found
-
-    def _cut(self) -> Candidate | None:
-        """When nothing with modules fails alone: what the minimum starts from."""
-        return next((c for change, c in cuts(self.step.whole, self.failure) if self._is_same(c, change)), None)
-
-    def _is_same(self, candidate: Candidate, change: str) -> bool:
-        return self.oracle.check(candidate, change) is Verdict.SAME
-
-    # -- making it small -----------------------------------------------------------------------------------------
-
     @property
     def _best(self) -> Candidate:
-        assert self.problem is not None
         return self.problem.best
+
+    @property
+    def _oracle(self) -> Oracle:
+        return self.problem.oracle
 
     def _try(self, candidate: Candidate, change: str) -> bool:
         """Go on from a candidate that reads better, whatever its size, if it fails the same way."""
-        assert self.problem is not None
         plain = candidate.pruned()
-        if candidate is self._best or not self.problem.accepts(plain) or not self._is_same(plain, change):
+        if candidate is self._best or not self.problem.accepts(plain):
+            return False
+        if self._oracle.check(plain, change) is not Verdict.SAME:
             return False
         self.problem.best = plain
         return True
@@ -302,9 +118,8 @@ class _Search:
             if call.mode.rng is not None and call in self._best.program.calls:
                 index = self._best.program.calls.index(call)
                 change = f"without the randomness of {call.name}"
-                bypassed = without_call(self._best, index)
-                is_gone = bypassed is not None and self._try(bypassed, change)
-                if not is_gone and not self._try(_with_certainty(self._best, index), change):
+                simpler = (without_call(self._best, index), with_certainty(self._best, index))
+                if not any(candidate is not None and self._try(candidate, change) for candidate in simpler):
                     self._seed(call.mode.rng.value)
 
     def _seed(self, value: int) -> None:
@@ -316,63 +131,58 @@ class _Search:
 
     def _shrink_sizes(self) -> None:
         """Sizes as small as a fixed number of checks allows; what is left of the budget is for the rest."""
-        assert self.problem is not None
-        limit = self.oracle.max_checks
-        own = self.oracle.checks + _SIZE_CHECKS
-        self.oracle.max_checks = own if limit is None else min(own, limit)
+        oracle = self._oracle
+        limit, own = oracle.max_checks, oracle.checks + _SIZE_CHECKS
+        oracle.max_checks = own if limit is None else min(own, limit)
         try:
-            shrink_sizes(self.problem)
+            simplify_recurrent(self.problem)
+            shrink_dimensions(self.problem)
         except OutOfBudget:
-            if self.oracle.checks != own:
+            if oracle.checks != own:
                 raise
         finally:
-            self.oracle.max_checks = limit
+            oracle.max_checks = limit
 
     def _drop_layers(self) -> None:
         """Modules by identity, largest first; never the one of the origin and its own layers."""
         tried: set[tuple[Scope, ...]] = set()
         while True:
-            best, shapes = self._best, self._shapes()
-            run = next((run for run in self._droppable() if _scope_of(best, run) not in tried), None)
-            if run is None or shapes is None:
+            scope, run = next((found for found in self._droppable() if found[0] not in tried), ((), frozenset()))
+            shapes = self._shapes() if run else None
+            if shapes is None:
                 return
-            tried.add(_scope_of(best, run))
-            any(self._try(shorter, "a module by identity") for shorter in without_module(best, run, shapes))
+            tried.add(scope)
+            any(self._try(shorter, "a module by identity") for shorter in without_module(self._best, run, shapes))
 
-    def _droppable(self) -> Iterator[frozenset[int]]:
-        """The runs of modules that the origin is not in, nor next to."""
-        assert self.problem is not None
+    def _droppable(self) -> Iterator[tuple[tuple[Scope, ...], frozenset[int]]]:
+        """The runs of modules that the origin is not in, nor next to, with their scopes."""
         origin = self.problem.failure.call_index
         step = Step(self._best)
-        for run in module_runs(self._best):
-            scope = _scope_of(self._best, run)
+        for scope, run in module_runs(self._best):
             if origin is None or (origin not in run and not step.is_own_layer(scope, origin)):
-                yield run
+                yield scope, run
 
     def _shapes(self) -> Shapes | None:
         """The shapes of all values of the best candidate, if a probe can tell."""
-        assert self.problem is not None
         ground = self.problem.prober.ground(self._best)
         forms = forms_of(self._best)
         return self.problem.prober.shapes(self._best.program, forms, ground) if ground is not None else None
 
     def _free_shapes(self) -> None:
         """One size of every reshaping is left to torch, so that the sizes it is a product of can shrink apart."""
-        assert self.problem is not None
-        prober = self.problem.prober
-        ground = prober.ground(self._best)
+        prober, best = self.problem.prober, self._best
+        ground, shapes = prober.ground(best), self._shapes()
         if ground is None:
             return
-        forms = forms_of(self._best)
-        shapes = prober.shapes(self._best.program, forms, ground)
-        best = self._best
+        forms = forms_of(best)
+        given = {size for form in forms.values() for size in form.shape}
         for index, call in enumerate(best.program.calls):
-            for freed in _with_free_size(call, {size for form in forms.values() for size in form.shape}):
+            freed = with_free_size(call, given)
+            if freed is not None:
                 calls = (*best.program.calls[:index], freed, *best.program.calls[index + 1 :])
                 program = replace(best.program, calls=calls)
                 if prober.shapes(program, forms, ground) == shapes:
                     best = replace(best, program=program)
-                    break
         self._try(best, "free sizes in shapes")
 
     def _plain_together(self) -> None:
@@ -391,7 +201,6 @@ class _Search:
 
     def _rescale_attention(self) -> None:
         """In torch's attention the factor that belongs to the width each head has now."""
-        assert self.problem is not None
         shapes = self._shapes()
         calls = list(self._best.program.calls)
         for index, call in enumerate(calls):
@@ -414,7 +223,7 @@ class _Search:
 
     def _sum_outputs(self) -> None:
         """Differentiate the sum of what comes out, instead of giving gradients."""
-        summed = _with_sum(self._best)
+        summed = with_sum(self._best)
         if summed is not None and not self._try(summed, "the gradient of a sum"):
             for number in (1.0, 0.0):
                 gradients = [i.value for i in self._best.program.inputs if i.role == "gradient"]
@@ -428,6 +237,7 @@ class _Search:
         for item in self._best.program.inputs:
             if item.value not in given and item.role not in ("rng", "gradient"):
                 self._simplify(item.value, item.role)
+        self._sum_outputs()  # with plainer numbers it may do
         self._draw([item.value for item in self._best.program.inputs if item.value not in given])
 
     def _take_initial(self) -> set[int]:
@@ -445,7 +255,6 @@ class _Search:
         return taken
 
     def _simplify(self, value: int, role: str) -> None:
-        assert self.problem is not None
         tensor = self._best.tensors.get(value)
         for plain in plainer_contents(tensor, role) if tensor is not None else ():
             if self.problem.consider(self._best.with_tensors({value: plain}), "plainer values"):
@@ -462,53 +271,3 @@ class _Search:
             if drawn and self._try(self._best.with_tensors({v: numbers[v] for v in drawn}), "seeded numbers"):
                 self.drawn = drawn
                 return
-
-
-def _with_free_size(call: Call, sizes: set[int]) -> Iterator[Call]:
-    """A reshaping with its largest size as -1, if that is a product rather than a size of an input."""
-    places = [(path, leaf) for path, leaf in leaves(call) if isinstance(leaf, int) and not isinstance(leaf, bool)]
-    if call.name in ("view", "reshape") and len(places) > 1 and all(size > 0 for _, size in places):
-        path, largest = max(places, key=lambda place: place[1])
-        if largest not in sizes:
-            yield with_leaf(call, path, -1)
-
-
-def _scope_of(candidate: Candidate, run: frozenset[int]) -> tuple[Scope, ...]:
-    """The module that a run is of: what the scopes of its calls begin with."""
-    scopes = [candidate.program.calls[index].scope for index in sorted(run)]
-    depth = next((d for d, levels in enumerate(zip(*scopes, strict=False)) if len(set(levels)) > 1), None)
-    return scopes[0][:depth]
-
-
-def _with_certainty(candidate: Candidate, index: int) -> Candidate:
-    """With a probability of 0 in a random call."""
-    calls = list(candidate.program.calls)
-    call = calls[index]
-    for path, leaf in leaves(call):
-        if isinstance(leaf, float) and 0 < leaf < 1:
-            call = with_leaf(call, path, 0.0)
-    calls[index] = replace(call, mode=replace(call.mode, rng=None))
-    return replace(candidate, program=replace(candidate.program, calls=tuple(calls)))
-
-
-def _with_sum(candidate: Candidate) -> Candidate | None:
-    """With ``out.sum().backward()``; ``None`` unless it ends in a backward pass from given gradients."""
-    program = candidate.program
-    place = next((i for i, call in enumerate(program.calls) if call.target == AUTOGRAD_BACKWARD), None)
-    if place is None or len(program.calls[place].args) != 2:
-        return None
-    call = program.calls[place]
-    value = candidate.program.next_value()
-    added: list[Call] = []
-    total: Ref | None = None
-    for start, gradient in zip(*call.args, strict=True):
-        term = start
-        if candidate.tensors[gradient.value].dim():
-            term, value = Ref(value), value + 1
-            added.append(Call("torch.Tensor.sum", (start,), outputs=term))
-        if total is not None:
-            added.append(Call("torch.Tensor.add", (total, term), outputs=Ref(value)))
-            term, value = Ref(value), value + 1
-        total = term
-    calls = (*program.calls[:place], *added, Call(BACKWARD, (total,), phase="backward"), *program.calls[place + 1 :])
-    return replace(candidate, program=replace(program, calls=calls)).pruned()

@@ -1,183 +1,28 @@
-"""Slices: which calls of the step make up the context, and the candidate that they are on recorded values.
-
-A slice starts as what the origin depends on inside its own module (in the loop: inside its own function), torch's
-layers whole. It grows upstream from what it is given, and for a gradient downstream too. `Slice.candidate` cuts it out.
-"""
+"""A slice: some calls of the step, cut out as a candidate on the values that a run of the step recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 
-from reprokit.program.functions import GRAD_WRITES, is_in_place
-from reprokit.program.ir import AUTOGRAD_BACKWARD, OPAQUE, ZERO_GRAD, Call, Input, Program, Ref, Scope, iter_refs
+from reprokit.program.functions import GRAD_WRITES
+from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Input, Program, Ref, iter_refs
 from reprokit.shrink.arguments import without_defaults
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.context.layers import is_layer
-from reprokit.shrink.context.variables import variables
+from reprokit.shrink.context.step import Step, written
 from reprokit.shrink.naming import unique_name
-from reprokit.shrink.recording import Recording, record
-
-_OWN_MODULE = 16
-
-Place = tuple[tuple[Scope, ...], str]
-
-
-@dataclass(frozen=True)
-class Step:
-    """The whole step, and who made and who reads each of its values."""
-
-    whole: Candidate
-
-    @property
-    def program(self) -> Program:
-        """Its program."""
-        return self.whole.program
-
-    @cached_property
-    def units(self) -> dict[int, tuple[int, ...]]:
-        """The calls that belong together with a call: those of the same run of one of torch's layers."""
-        groups: dict[tuple[Scope, ...], list[int]] = {}
-        found: dict[int, tuple[int, ...]] = {}
-        for index, call in enumerate(self.program.calls):
-            layer = self.layer(call)
-            if layer is None or call.target == OPAQUE:
-                found[index] = (index,)
-            else:
-                groups.setdefault(layer, []).append(index)
-        for members in groups.values():
-            found.update(dict.fromkeys(members, tuple(members)))
-        return found
-
-    def place(self, index: int) -> Place:
-        """The user's module that a call runs in; in the loop itself, the function."""
-        call = self.program.calls[index]
-        layer = self.layer(call)
-        scope = call.scope if layer is None else layer[:-1]
-        while scope and is_container(scope[-1]):
-            scope = scope[:-1]
-        return scope, call.site.function if not scope and call.site is not None else ""
-
-    def producers(self, index: int) -> list[int]:
-        """The calls that wrote what a call reads, latest first."""
-        wanted = set(self.program.calls[index].input_refs())
-        found = []
-        for position in range(index - 1, -1, -1):
-            call = self.program.calls[position]
-            if call.target == OPAQUE or not written(call) & wanted:
-                continue
-            found.append(position)
-            if not is_in_place(call.target):
-                wanted -= written(call)
-        return found
-
-    def readers(self, index: int) -> list[int]:
-        """The later forward calls that read what a call wrote."""
-        made = written(self.program.calls[index])
-        return [
-            later
-            for later in range(index + 1, len(self.program.calls))
-            if made & set(self.program.calls[later].input_refs()) and self.is_forward(later)
-        ]
-
-    def is_forward(self, index: int) -> bool:
-        """Whether a call computes something, rather than differentiates, updates or clears."""
-        call = self.program.calls[index]
-        is_other = call.is_differentiation or call.is_optimizer_step or call.target in (OPAQUE, ZERO_GRAD)
-        return not is_other and call.target not in GRAD_WRITES
-
-    @cached_property
-    def variables(self) -> dict[int, str]:
-        """What the user's code calls values."""
-        return variables(self.program.calls)
-
-    def num_units(self, indexes: Iterable[int]) -> int:
-        """How much there is to print of these calls: a layer counts once."""
-        return len({self.units[index] for index in indexes})
-
-    def size_of(self, place: Place) -> int:
-        """How much a module of the user's does in the whole step."""
-        scope, function = place
-        calls = range(len(self.program.calls))
-        return self.num_units(i for i in calls if self.is_inside(i, place)) if scope or function else len(calls)
-
-    def is_inside(self, index: int, place: Place) -> bool:
-        """Whether a call runs in a module or in a child of it; in the loop, in a function."""
-        scope, _ = place
-        other = self.place(index)
-        return other[0][: len(scope)] == scope if scope else other == place
-
-    def is_own_layer(self, scope: tuple[Scope, ...], origin: int) -> bool:
-        """Whether a module is one of torch's layers in the origin's own module, if that is not a large one."""
-        place = self.place(origin)
-        is_below = bool(place[0]) and len(scope) > len(place[0]) and scope[: len(place[0])] == place[0]
-        between = scope[len(place[0]) : -1]
-        if not is_below or not is_layer(scope[-1], self.program.modules) or not all(map(is_container, between)):
-            return False
-        return self.size_of(place) <= _OWN_MODULE
-
-    def connected(self, kept: Iterable[int], origin: int, *, downstream: bool) -> tuple[int, ...]:
-        """Of some calls those that the origin depends on through them; with ``downstream`` and leads on."""
-        among = frozenset(kept)
-        everything = len(self.program.calls)
-        later = self.downstream(origin, everything, among.__contains__) if downstream else [origin]
-        return tuple(sorted(among.intersection(self.upstream(later, everything, among.__contains__))))
-
-    def upstream(self, starts: Iterable[int], limit: int, is_inside: Callable[[int], bool]) -> list[int]:
-        """What ``starts`` depend on, nearest first, at most ``limit`` calls, within what is inside."""
-        order = self._whole_units(starts)
-        for index in order:
-            for found in self.producers(index):
-                if found not in order and self.is_forward(found) and is_inside(found):
-                    order.extend(unit for unit in self.units[found] if unit not in order)
-            if len(order) >= limit:
-                break
-        return order
-
-    def downstream(self, index: int, limit: int, is_inside: Callable[[int], bool]) -> list[int]:
-        """What depends on a call, nearest first, at most ``limit`` calls, within what is inside."""
-        order = self._whole_units([index])
-        for current in order:
-            for found in self.readers(current):
-                if found not in order and is_inside(found):
-                    order.extend(unit for unit in self.units[found] if unit not in order)
-            if len(order) >= limit:
-                break
-        return order
-
-    def _whole_units(self, starts: Iterable[int]) -> list[int]:
-        return list(dict.fromkeys(unit for index in starts for unit in self.units[index]))
-
-    def layer(self, call: Call) -> tuple[Scope, ...] | None:
-        """The scopes up to the outermost one that is one of torch's layers."""
-        for depth, scope in enumerate(call.scope):
-            if is_layer(scope, self.program.modules):
-                return call.scope[: depth + 1]
-        return None
-
-
-def is_container(scope: Scope) -> bool:
-    """Whether a module only runs its children one after the other."""
-    return scope.cls in ("Sequential", "ModuleList", "ModuleDict")
-
-
-def written(call: Call) -> set[int]:
-    """The values that a call makes or changes."""
-    found = set(call.output_refs())
-    if is_in_place(call.target):
-        found |= {ref.value for ref in iter_refs(call.args[:1])}
-    return found
+from reprokit.shrink.recording import Recording
 
 
 @dataclass(frozen=True)
 class Slice:
     """Some calls of a step as a candidate.
 
-    ``kept`` are forward calls in order. With ``leaves`` a backward pass follows, from everything they make that
-    gradients arrive at; with ``update`` that optimizer's step comes last.
+    ``kept`` are forward calls in order. If it ``is_differentiated`` a backward pass follows, from everything they make
+    that gradients arrive at; with ``update`` that optimizer's step comes last.
     """
 
     step: Step
@@ -188,11 +33,8 @@ class Slice:
     def candidate(self, subject: int | None) -> Candidate | None:
         """The slice on recorded values; ``subject`` is the value that is bad. ``None`` when it cannot be built."""
         wanted = frozenset((*self.kept, *(() if self.update is None else (self.update,))))
-        recording = record(self.step.whole, wanted)
-        if not self.is_differentiated:
-            return self._forward(recording, subject)
-        rounds = max((len(found) for found in recording.gradients.values()), default=0)
-        return self._backward(recording, rounds - 1) if rounds else None
+        recording = self.step.recording(wanted, is_differentiated=self.is_differentiated)
+        return self._backward(recording) if self.is_differentiated else self._forward(recording, subject)
 
     def boundary(self) -> dict[int, int]:
         """What is read and not made: each value with the first call that reads it."""
@@ -208,11 +50,15 @@ class Slice:
 
     def outlets(self) -> list[int]:
         """What is made and, as far as this slice goes, not used up: read by other calls, or by none."""
-        calls = self.step.program.calls
-        made = dict.fromkeys(v for i in self.kept for v in calls[i].output_refs() if v not in self.boundary())
+        calls, given, kept = self.step.program.calls, self.boundary(), frozenset(self.kept)
+        made = dict.fromkeys(v for i in self.kept for v in calls[i].output_refs() if v not in given)
         inner = {value for index in self.kept for value in calls[index].input_refs()}
-        others = (i for i in range(len(calls)) if i not in self.kept and calls[i].target not in GRAD_WRITES)
-        outer = {value for index in others for value in calls[index].input_refs()}
+        outer = {
+            value
+            for value in made
+            for reader in self.step.readers_of.get(value, ())
+            if reader not in kept and calls[reader].target not in GRAD_WRITES
+        }
         return [value for value in made if value in outer or value not in inner]
 
     def _inputs(self, recording: Recording) -> tuple[list[Input], dict[int, torch.Tensor]]:
@@ -252,7 +98,7 @@ class Slice:
         alone = Slice(self.step, unit).outlets()
         return [value for value in alone if value in self.outlets()] or chosen
 
-    def _backward(self, recording: Recording, number: int) -> Candidate | None:
+    def _backward(self, recording: Recording) -> Candidate | None:
         inputs, tensors = self._inputs(recording)
         value = self.step.program.next_value()
         starts: list[Ref] = []
@@ -261,7 +107,7 @@ class Slice:
             found = recording.gradients.get(output, [])
             if found:
                 inputs.append(Input(value, "gradient", "gradient"))
-                tensors[value] = found[min(number, len(found) - 1)]
+                tensors[value] = found[-1]
                 starts.append(Ref(output))
                 gradients.append(Ref(value))
                 value += 1
@@ -269,9 +115,8 @@ class Slice:
             return None
         calls = [*self._calls(), Call(AUTOGRAD_BACKWARD, (starts, gradients), phase="backward")]
         if self.update is not None:
-            calls.append(
-                self._step_on([item.value for item in inputs if item.requires_grad], inputs, tensors, recording)
-            )
+            leaves = [item.value for item in inputs if item.requires_grad]
+            calls.append(self._step_on(leaves, inputs, tensors, recording))
         return Candidate(Program(tuple(calls), tuple(inputs), (), self.step.program.modules), tensors)
 
     def _step_on(
@@ -302,6 +147,5 @@ def _name(call: Call, value: int, taken: Sequence[Input]) -> str:
     if name != f"x{value}":
         return name
     used = {item.name for item in taken}
-    words: list[str] = [*"uvabcd", *(f"x{number}" for number in range(1, len(used) + 2))]
-    free: Iterator[str] = (word for word in words if word not in used)
-    return next(free)
+    words = itertools.chain("uvabcd", (f"x{number}" for number in itertools.count(1)))
+    return next(word for word in words if word not in used)

@@ -23,7 +23,6 @@ from reprokit.shrink.passes.recurrent import simplify_recurrent
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.seeds import with_seeds
 
-_MAX_STRETCHES = 256
 _NUM_SEEDS = 4
 _DIMENSION_WORDS = frozenset({"dim", "axis", "dims", "dim0", "dim1"})
 
@@ -31,11 +30,12 @@ _DIMENSION_WORDS = frozenset({"dim", "axis", "dims", "dim0", "dim1"})
 def shrink_sizes(problem: Problem) -> None:
     """Make every dimension as small as the failure allows, and integers in arguments with them."""
     simplify_recurrent(problem)
-    _shrink_dimensions(problem)
+    shrink_dimensions(problem)
     lower_integers(problem)
 
 
-def _shrink_dimensions(problem: Problem) -> None:
+def shrink_dimensions(problem: Problem) -> None:
+    """Make every dimension as small as the failure allows, and what goes with it; other integers stay."""
     classes = find_classes(problem.best, problem.prober)
     if not classes:
         return
@@ -127,7 +127,7 @@ def _drop_indexes(problem: Problem, start: Candidate, group: Class, order: list[
             if fewer and problem.consider(shrink_to(start, {group: sorted(fewer)}), "fewer indexes"):
                 kept = fewer
         length //= 2
-        if length * _MAX_STRETCHES < len(kept) and length:
+        if length * problem.max_stretches < len(kept) and length:
             problem.is_exhaustive = False
             return
 
@@ -203,7 +203,7 @@ def _scores(candidate: Candidate, group: Class, sign: float | None) -> list[floa
 
 def _sizes_along(tensor: torch.Tensor, member: Axis, size: int) -> torch.Tensor:
     """The logarithm of the largest element at each index, with its sign; an infinity outweighs everything."""
-    rows = tensor.detach().double().movedim(member.axis, 0).reshape(member.factor, size, -1)
+    rows = tensor.detach().to_dense().double().movedim(member.axis, 0).reshape(member.factor, size, -1)
     largest = rows.nan_to_num(nan=0.0, posinf=float("inf"), neginf=float("-inf")).amax(dim=(0, 2))
     return (largest.sign() * largest.abs().log1p()).clamp(-1e6, 1e6)
 

@@ -1,0 +1,209 @@
+"""The choice of a slice: what the origin depends on in its own module, grown until it explains itself, then cut back.
+
+Slices are proposed likeliest first. The first that fails in the same way on ordinary inputs loses the modules it can do
+without; where none is ordinary, the least bad one is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from reprokit.locate.failure import Failure
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.constants import is_number
+from reprokit.shrink.context.ordinary import extraordinary, moderate
+from reprokit.shrink.context.slices import Slice
+from reprokit.shrink.context.step import Step
+from reprokit.shrink.oracle import Oracle, Verdict
+from reprokit.shrink.passes.cut import cuts
+
+_OWN_CALLS = 24
+_FEW = 4
+_GROWTH = 8
+_SMALL_MODULE = 8
+_MAX_CALLS = 200
+_MAX_UNITS = 42
+
+
+@dataclass
+class Choice:
+    """The search for a slice; ``best`` is what it has come to, also when the budget ends early."""
+
+    step: Step
+    failure: Failure
+    oracle: Oracle
+    best: Candidate | None = None
+    shown: frozenset[int] = frozenset()
+
+    def run(self) -> None:
+        """Take the first slice that fails in the same way and is ordinary, brought to whole modules; else the least
+        bad one."""
+        least_bad = 4
+        for piece in self._slices():
+            candidate = piece.candidate(self.failure.value)
+            if candidate is None or not self._is_same(candidate, f"{len(piece.kept)} calls around the origin"):
+                continue
+            self.best = self.best or candidate
+            is_long = self.step.num_units(piece.kept) > _MAX_UNITS
+            if not extraordinary(candidate):
+                piece, candidate = self._without_modules(piece, candidate)
+                if not is_long or self.step.num_units(piece.kept) <= _MAX_UNITS:
+                    self.best = self._with_whole_modules(piece, candidate)
+                    return
+            elif not is_long:
+                candidate = self._tamed(candidate)
+            rank = 2 * bool(extraordinary(candidate)) + is_long
+            if rank < least_bad:
+                least_bad, self.best = rank, candidate
+        if self.best is None:  # nothing with modules fails alone: what the minimum starts from
+            self.best = self.oracle.first(cuts(self.step.whole, self.failure))
+
+    def _tamed(self, candidate: Candidate) -> Candidate:
+        """With zeros in place of the numbers that are not ordinary, if it fails without them: all, else one by one."""
+        numbers = [value for value in extraordinary(candidate) if is_number(candidate.tensors[value])]
+        for values in (numbers, *([value] for value in numbers)):
+            tame = candidate.with_tensors({value: moderate(candidate.tensors[value]) for value in values})
+            if values and self._is_same(tame, "ordinary numbers"):
+                candidate = tame
+        return candidate
+
+    def _slices(self) -> Iterator[Slice]:
+        """Slices, likeliest first."""
+        origin = self.failure.call_index
+        if origin is None:
+            return
+        call = self.step.program.calls[origin]
+        if call.is_optimizer_step:
+            yield from self._around_parameter(origin)
+        elif self.failure.phase == "backward" and self.failure.kind != "exception":
+            yield from self._around_gradient(origin)
+        elif self.step.is_forward(origin):
+            yield from self._around_output(origin)
+
+    def _within(self, index: int) -> Callable[[int], bool]:
+        """Whether a call runs in the module of another one, or in a child of it; in the loop, in the same function."""
+        place = self.step.place(index)
+        return lambda other: self.step.is_inside(other, place)
+
+    def _around_output(self, origin: int) -> Iterator[Slice]:
+        """What the origin depends on in its module, with more of where extraordinary inputs come from; then more."""
+        seen: set[tuple[int, ...]] = set()
+        kept = self._own(origin)
+        while len(kept) <= _MAX_CALLS:
+            piece = Slice(self.step, self.step.connected(kept, origin, downstream=False))
+            missing = self._causes(piece)
+            if not missing or len(kept) + len(missing) > _MAX_CALLS:
+                yield piece
+                missing = self.step.upstream(kept, 2 * len(kept), lambda index: True)
+            kept = list(dict.fromkeys((*kept, *missing)))
+            if piece.kept in seen:
+                return
+            seen.add(piece.kept)
+
+    def _own(self, origin: int) -> list[int]:
+        """What the origin depends on in its own module or function; at least a few calls, if it is in the loop."""
+        kept = self.step.upstream([origin], _OWN_CALLS, self._within(origin))
+        if self.step.place(origin)[0] or self.step.num_units(kept) >= _FEW:
+            return kept
+        more = self.step.upstream(kept, _FEW, lambda index: not self.step.program.calls[index].scope)
+        self.shown = frozenset(more)
+        return more
+
+    def _causes(self, piece: Slice) -> list[int]:
+        """Where inputs that are not ordinary came from: calls of the module that made them."""
+        candidate = piece.candidate(None)
+        found: list[int] = []
+        calls = self.step.program.calls
+        for value in extraordinary(candidate) if candidate is not None else ():
+            reader = piece.boundary().get(value)
+            makers = self.step.producers(reader) if reader is not None else []
+            maker = next((i for i in makers if value in calls[i].output_refs() and self.step.is_forward(i)), None)
+            if maker is not None:
+                found += self.step.upstream([maker], _GROWTH, self._within(maker))
+        return [index for index in dict.fromkeys(found) if index not in piece.kept]
+
+    def _around_gradient(self, origin: int) -> Iterator[Slice]:
+        """What the origin depends on, and what depends on it as far as its module returns it; less, if that is much;
+        then ever more."""
+        own, is_inside = self._own(origin), self._within(origin)
+        later = self.step.downstream(origin, _OWN_CALLS, is_inside)
+        sides = self.step.upstream(later, 2 * _OWN_CALLS, is_inside)
+        kept = list(dict.fromkeys((*own, *later, *sides)))
+        if self.step.num_units(kept) > _MAX_UNITS:
+            for limit in (_OWN_CALLS, _OWN_CALLS // 4, 1):
+                yield from self._explained(self.step.upstream([origin], limit, is_inside), origin)
+        while len(kept) <= _MAX_CALLS:
+            yield self._differentiated(kept, origin)
+            before, limit = len(kept), 2 * len(kept)
+            later = self.step.downstream(origin, limit, lambda index: True)
+            kept = list(dict.fromkeys((*kept, *later, *self.step.upstream([*later, *kept], limit, lambda index: True))))
+            if len(kept) == before:
+                return
+
+    def _explained(self, kept: list[int], origin: int) -> Iterator[Slice]:
+        """A slice for a gradient, with more of where extraordinary inputs come from while it does not get too long."""
+        while self.step.num_units(kept) <= _MAX_UNITS:
+            piece = self._differentiated(kept, origin)
+            yield piece
+            causes = self._causes(piece)
+            if not causes:
+                return
+            kept = [*piece.kept, *causes]
+
+    def _differentiated(self, kept: list[int], origin: int) -> Slice:
+        return Slice(self.step, self.step.connected(kept, origin, downstream=True), is_differentiated=True)
+
+    def _around_parameter(self, update: int) -> Iterator[Slice]:
+        """The layer that holds the parameter which turned bad, then the module around it."""
+        calls = self.step.program.calls
+        users = [i for i, c in enumerate(calls) if self.failure.value in c.input_refs() and self.step.is_forward(i)]
+        if not users:
+            return
+        for limit in (1, _OWN_CALLS):
+            kept = self.step.upstream(users, limit, self._within(users[0]))
+            yield Slice(self.step, tuple(sorted(kept)), is_differentiated=True, update=update)
+
+    def _without_modules(self, piece: Slice, candidate: Candidate) -> tuple[Slice, Candidate]:
+        """The slice without what lies outside the origin's own module: whole modules, largest first, then calls of
+        modules too large to be shown whole."""
+        origin = self.failure.call_index
+        assert origin is not None
+        own, is_inside = self.step.program.calls[origin].scope, self._within(origin)
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for index in piece.kept:
+            scope = self.step.program.calls[index].scope
+            for depth in range(1, len(scope) + 1):
+                if scope[:depth] != own[:depth] and not self.step.is_own_layer(scope[:depth], origin):
+                    groups.setdefault(scope[:depth], []).append(index)
+            is_small = self.step.size_of(self.step.place(index)) <= _SMALL_MODULE
+            if not (is_small or index in self.shown or is_inside(index)):
+                groups.setdefault((index,), list(self.step.units[index]))
+        for group in sorted(groups.values(), key=lambda members: -len(members)):
+            kept = tuple(index for index in piece.kept if index not in group)
+            if piece.update is None and origin in kept:
+                kept = self.step.connected(kept, origin, downstream=piece.is_differentiated)
+            if kept and kept != piece.kept and (origin in kept or piece.update is not None):
+                piece, candidate = self._better(replace(piece, kept=kept), "without a module") or (piece, candidate)
+        return piece, candidate
+
+    def _with_whole_modules(self, piece: Slice, candidate: Candidate) -> Candidate:
+        """Small modules whole, where the slice starts in the middle of one."""
+        for place in dict.fromkeys(self.step.place(index) for index in piece.kept):
+            if place[0] and self.step.size_of(place) <= _SMALL_MODULE:
+                inside = [index for index in piece.kept if self.step.is_inside(index, place)]
+                whole = self.step.upstream(inside, _MAX_CALLS, self._within(inside[0]))
+                kept = tuple(sorted({*piece.kept, *whole}))
+                if kept != piece.kept:
+                    piece, candidate = self._better(replace(piece, kept=kept), "a whole module") or (piece, candidate)
+        return candidate
+
+    def _better(self, piece: Slice, change: str) -> tuple[Slice, Candidate] | None:
+        """A slice with its candidate, if it is ordinary and fails the same way."""
+        found = piece.candidate(self.failure.value)
+        if found is None or extraordinary(found) or not self._is_same(found, change):
+            return None
+        return piece, found
+
+    def _is_same(self, candidate: Candidate, change: str) -> bool:
+        return self.oracle.check(candidate, change) is Verdict.SAME

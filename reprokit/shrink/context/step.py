@@ -1,0 +1,194 @@
+"""The whole step as a graph: who makes and who reads each value, in which module a call runs, what belongs together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from reprokit.program.functions import GRAD_WRITES, is_in_place
+from reprokit.program.ir import OPAQUE, ZERO_GRAD, Call, Program, Scope, iter_refs
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.context.layers import is_layer
+from reprokit.shrink.context.variables import variables
+from reprokit.shrink.recording import Recording, record
+
+_OWN_MODULE = 16
+
+Place = tuple[tuple[Scope, ...], str]
+
+
+@dataclass
+class Step:
+    """The whole step, and who makes and who reads each of its values."""
+
+    whole: Candidate
+    _recordings: dict[bool, Recording] = field(default_factory=dict)
+
+    @property
+    def program(self) -> Program:
+        """Its program."""
+        return self.whole.program
+
+    @cached_property
+    def units(self) -> dict[int, tuple[int, ...]]:
+        """The calls that belong together with a call: those of the same run of one of torch's layers."""
+        groups: dict[tuple[Scope, ...], list[int]] = {}
+        found: dict[int, tuple[int, ...]] = {}
+        for index, call in enumerate(self.program.calls):
+            layer = self.layer(call)
+            if layer is None or call.target == OPAQUE:
+                found[index] = (index,)
+            else:
+                groups.setdefault(layer, []).append(index)
+        for members in groups.values():
+            found.update(dict.fromkeys(members, tuple(members)))
+        return found
+
+    @cached_property
+    def _places(self) -> list[Place]:
+        return [self._place_of(call) for call in self.program.calls]
+
+    def place(self, index: int) -> Place:
+        """The user's module that a call runs in; in the loop itself, the function."""
+        return self._places[index]
+
+    def _place_of(self, call: Call) -> Place:
+        layer = self.layer(call)
+        scope = call.scope if layer is None else layer[:-1]
+        while scope and is_container(scope[-1]):
+            scope = scope[:-1]
+        return scope, call.site.function if not scope and call.site is not None else ""
+
+    @cached_property
+    def _writers(self) -> dict[int, list[int]]:
+        """The calls that make or change each value, latest first."""
+        found: dict[int, list[int]] = {}
+        for index, call in reversed(list(enumerate(self.program.calls))):
+            for value in written(call) if call.target != OPAQUE else ():
+                found.setdefault(value, []).append(index)
+        return found
+
+    @cached_property
+    def readers_of(self) -> dict[int, list[int]]:
+        """The calls that read each value, in order."""
+        found: dict[int, list[int]] = {}
+        for index, call in enumerate(self.program.calls):
+            for value in call.input_refs():
+                found.setdefault(value, []).append(index)
+        return found
+
+    def producers(self, index: int) -> list[int]:
+        """The calls that wrote what a call reads, latest first."""
+        found = set()
+        for value in self.program.calls[index].input_refs():
+            for writer in self._writers.get(value, ()):
+                if writer < index:
+                    found.add(writer)
+                    if not is_in_place(self.program.calls[writer].target):
+                        break
+        return sorted(found, reverse=True)
+
+    def readers(self, index: int) -> list[int]:
+        """The later forward calls that read what a call wrote."""
+        found = {reader for value in written(self.program.calls[index]) for reader in self.readers_of.get(value, ())}
+        return sorted(reader for reader in found if reader > index and self.is_forward(reader))
+
+    def is_forward(self, index: int) -> bool:
+        """Whether a call computes something, rather than differentiates, updates or clears."""
+        call = self.program.calls[index]
+        is_other = call.is_differentiation or call.is_optimizer_step or call.target in (OPAQUE, ZERO_GRAD)
+        return not is_other and call.target not in GRAD_WRITES
+
+    @cached_property
+    def variables(self) -> dict[int, str]:
+        """What the user's code calls values."""
+        return variables(self.program.calls)
+
+    def num_units(self, indexes: Iterable[int]) -> int:
+        """How much there is to print of these calls: a layer counts once."""
+        return len({self.units[index] for index in indexes})
+
+    def size_of(self, place: Place) -> int:
+        """How much a module of the user's does in the whole step."""
+        scope, function = place
+        calls = range(len(self.program.calls))
+        return self.num_units(i for i in calls if self.is_inside(i, place)) if scope or function else len(calls)
+
+    def is_inside(self, index: int, place: Place) -> bool:
+        """Whether a call runs in a module or in a child of it; in the loop, in a function."""
+        scope, _ = place
+        other = self.place(index)
+        return other[0][: len(scope)] == scope if scope else other == place
+
+    def is_own_layer(self, scope: tuple[Scope, ...], origin: int) -> bool:
+        """Whether a module is one of torch's layers in the origin's own module, if that is not a large one."""
+        place = self.place(origin)
+        is_below = bool(place[0]) and len(scope) > len(place[0]) and scope[: len(place[0])] == place[0]
+        between = scope[len(place[0]) : -1]
+        if not is_below or not is_layer(scope[-1], self.program.modules) or not all(map(is_container, between)):
+            return False
+        return self.size_of(place) <= _OWN_MODULE
+
+    def connected(self, kept: Iterable[int], origin: int, *, downstream: bool) -> tuple[int, ...]:
+        """Of some calls those that the origin depends on through them; with ``downstream`` and leads on."""
+        among = frozenset(kept)
+        everything = len(self.program.calls)
+        later = self.downstream(origin, everything, among.__contains__) if downstream else [origin]
+        return tuple(sorted(among.intersection(self.upstream(later, everything, among.__contains__))))
+
+    def upstream(self, starts: Iterable[int], limit: int, is_inside: Callable[[int], bool]) -> list[int]:
+        """What ``starts`` depend on, nearest first, at most ``limit`` calls, within what is inside."""
+        return self._spread(starts, limit, self.producers, is_inside)
+
+    def downstream(self, index: int, limit: int, is_inside: Callable[[int], bool]) -> list[int]:
+        """What depends on a call, nearest first, at most ``limit`` calls, within what is inside."""
+        return self._spread([index], limit, self.readers, is_inside)
+
+    def _spread(
+        self,
+        starts: Iterable[int],
+        limit: int,
+        neighbours: Callable[[int], list[int]],
+        is_inside: Callable[[int], bool],
+    ) -> list[int]:
+        """From some calls to their neighbours and on; torch's layers come whole."""
+        order = list(dict.fromkeys(unit for index in starts for unit in self.units[index]))
+        seen = set(order)
+        for index in order:
+            for found in neighbours(index):
+                if found not in seen and self.is_forward(found) and is_inside(found):
+                    order.extend(unit for unit in self.units[found] if unit not in seen)
+                    seen.update(self.units[found])
+            if len(order) >= limit:
+                break
+        return order
+
+    def recording(self, wanted: frozenset[int], *, is_differentiated: bool) -> Recording:
+        """A run recorded around these calls and maybe more; an earlier one, if that had them all."""
+        known = self._recordings.get(is_differentiated)
+        if known is None or not wanted <= known.wanted:
+            calls = self.program.calls if is_differentiated else self.program.calls[: max(wanted) + 1]
+            known = record(replace(self.whole, program=replace(self.program, calls=calls)), wanted)
+            self._recordings[is_differentiated] = known
+        return known
+
+    def layer(self, call: Call) -> tuple[Scope, ...] | None:
+        """The scopes up to the outermost one that is one of torch's layers."""
+        for depth, scope in enumerate(call.scope):
+            if is_layer(scope, self.program.modules):
+                return call.scope[: depth + 1]
+        return None
+
+
+def is_container(scope: Scope) -> bool:
+    """Whether a module only runs its children one after the other."""
+    return scope.cls in ("Sequential", "ModuleList", "ModuleDict")
+
+
+def written(call: Call) -> set[int]:
+    """The values that a call makes or changes."""
+    found = set(call.output_refs())
+    if is_in_place(call.target):
+        found |= {ref.value for ref in iter_refs(call.args[:1])}
+    return found
