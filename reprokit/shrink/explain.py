@@ -19,7 +19,7 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.constants import is_number
 from reprokit.shrink.naming import parameters_of
 from reprokit.shrink.oracle import OutOfBudget, Verdict
-from reprokit.shrink.plainness import constant_of, shortened
+from reprokit.shrink.plainness import constant_of, contents, shortened
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.safety import is_safe, trusts_shapes
 
@@ -101,7 +101,7 @@ class _InputPart:
     def variants(self) -> Iterator[Candidate]:
         """Plain contents, then random ones."""
         for other in self._contents():
-            if not torch.equal(other, self._tensor):
+            if not torch.equal(contents(other), contents(self._tensor)):
                 yield self._best.with_tensors({self._item.value: other})
 
     def changes(self) -> Iterator[_Change]:

@@ -107,6 +107,19 @@ def test_autocast_becomes_half_precision() -> None:
     assert {tensor.dtype for tensor in reduction.tensors.values()} == {torch.float16}
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_eight_bit_floats_with_which_torch_hardly_computes(dtype: torch.dtype) -> None:
+    def step(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.float32) * scale).to(dtype).float().log().sum()
+
+    snapshot = failing.record(step, x=torch.full((4, 4), 1.5).to(dtype), scale=torch.zeros(4))
+    with pytest.MonkeyPatch.context() as patch:  # the tensors themselves meet every pass
+        patch.setattr("reprokit.shrink.reducer.cuts", lambda candidate, failure: iter(()))
+        reduction = shrink(snapshot)
+    assert same(signature_of(reduction), signature_of(snapshot))
+    assert reduction.one_minimal
+
+
 def test_layers_of_a_recurrent_network_go_together_with_their_weights() -> None:
     layer = torch.nn.LSTM(5, 7, num_layers=3, batch_first=True)
     x = failing.seeded(3, 4, 5)
