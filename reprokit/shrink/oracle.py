@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -46,24 +46,24 @@ class OutOfBudget(Exception):
 Proposal = tuple[str, Candidate]
 
 
+class Observing(Protocol):
+    """The part of a check that runs candidates."""
+
+    def observe(self, candidate: Candidate) -> Failure | None:
+        """Run a candidate."""
+
+
 @dataclass(frozen=True)
 class Guarded:
-    """Observes with a check in silence, and gives generators and modes back."""
+    """Observes with a check in silence and with gradients on."""
 
-    check: Check
+    check: Observing
 
     def __call__(self, candidate: Candidate) -> Failure | None:
         """What the check observes."""
-        state = torch.get_rng_state()
-        grad = torch.is_grad_enabled()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                torch.set_grad_enabled(True)
-                return self.check.observe(candidate)
-        finally:
-            torch.set_grad_enabled(grad)
-            torch.set_rng_state(state)
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            return self.check.observe(candidate)
 
 
 @dataclass

@@ -144,8 +144,18 @@ def test_limits_follow_from_the_first_run() -> None:
     assert places.allowed == Limits.after(0.0)
     assert isolation("process", limits=SHORT).allowed == SHORT
     limits = Limits.after(7.0)
-    assert limits.seconds == 70.0
+    assert limits.seconds == 70.0 and limits.times(3).seconds == 210.0 and Limits().times(3) == Limits()
     assert limits.memory is not None and limits.memory >= resident_bytes(os.getpid())
+
+
+def test_another_way_to_observe_is_never_without_limits() -> None:
+    places = isolation("process", limits=None)
+    places.report(candidate(1))
+    with places.observing(Task.of(NeedsBoth(), {})):
+        assert places.allowed == Limits.after(0.0)
+    assert places.task.observe is by_number and places.allowed == Limits.after(0.0)
+    places.change(places.task, 5)
+    assert places.allowed == Limits.after(0.0).times(5)
 
 
 @needs_fork
