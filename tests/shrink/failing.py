@@ -197,6 +197,16 @@ def gradients_added_up() -> Snapshot:
     return record(step, x=torch.zeros(6, dtype=torch.float16, requires_grad=True))
 
 
+def accumulated_gradients() -> Snapshot:
+    """The same two among gradients of batches that add nothing, before and between them."""
+
+    def step(x: torch.Tensor) -> None:
+        for factor in (0.0, 60000.0, 1.0, 60000.0):
+            (torch.tanh(x) * factor).sum().backward()
+
+    return record(step, x=torch.zeros(6, dtype=torch.float16, requires_grad=True))
+
+
 def gradient_penalty() -> Snapshot:
     """A second derivative that does not exist."""
 
@@ -281,6 +291,7 @@ STEPS: tuple[Step, ...] = (
     layer_norm_half,
     in_place_gradient,
     gradients_added_up,
+    accumulated_gradients,
     loss_scaled_twice,
     gradient_penalty,
     singular_matrix,

@@ -40,6 +40,7 @@ SIZES = {
     failing.layer_norm_half: (1, 1, 12),
     failing.in_place_gradient: (2, 1, 15),
     failing.gradients_added_up: (2, 1, 45),
+    failing.accumulated_gradients: (2, 1, 55),
     failing.loss_scaled_twice: (2, 2, 70),
     failing.gradient_penalty: (1, 1, 10),
     failing.singular_matrix: (1, 1, 10),
