@@ -59,21 +59,28 @@ Member = Axis | Constant | Length
 
 @dataclass(frozen=True, slots=True)
 class Class:
-    """Sizes that change together; ``size`` is the smallest of them."""
+    """Sizes that change together; ``size`` is the smallest of them. ``is_guess`` says that nothing but being equal
+    tells that they belong together."""
 
     size: int
     members: tuple[Member, ...]
+    is_guess: bool = False
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The members that are dimensions of inputs."""
         return tuple(member for member in self.members if isinstance(member, Axis))
 
+    @property
+    def parts(self) -> list[Class]:
+        """Every dimension for itself, where it is only a guess that they belong together."""
+        return [Class(self.size, (axis,)) for axis in self.axes] if self.is_guess and len(self.axes) > 1 else []
+
 
 def find_classes(candidate: Candidate, prober: Prober) -> list[Class]:
     """The classes of all sizes above 1 in a candidate that is known to run, or to raise in its last call."""
     if len(candidate.program.calls) > _MAX_CALLS:
-        return _by_equal_size(_sizes(candidate))
+        return _by_equal_size(_sizes(candidate), is_guess=False)  # one by one would take too long
     ground = prober.ground(candidate)
     if ground is not None:
         return _Search(candidate, prober, ground, _sizes(candidate)).classes()
@@ -138,13 +145,13 @@ def _sizes(candidate: Candidate) -> dict[Member, int]:
     return {member: size for member, size in sizes.items() if size >= 2}
 
 
-def _by_equal_size(sizes: Mapping[Member, int]) -> list[Class]:
+def _by_equal_size(sizes: Mapping[Member, int], *, is_guess: bool = True) -> list[Class]:
     """Without probes: axes of one size belong together."""
     groups: dict[int, list[Member]] = {}
     for member, size in sizes.items():
         if isinstance(member, Axis):
             groups.setdefault(size, []).append(member)
-    return [Class(size, tuple(members)) for size, members in groups.items()]
+    return [Class(size, tuple(members), is_guess) for size, members in groups.items()]
 
 
 class _Search:
@@ -165,13 +172,14 @@ class _Search:
     def classes(self) -> list[Class]:
         """Every class with something to slice in it.
 
-        Sizes are made one larger first, and twice as large only when nothing fits one more, as with groups of channels.
+        Sizes are made one larger first, since what is 1 fits anything; twice as large only when nothing fits one more,
+        as with groups of channels; and one smaller when nothing larger fits, as with a kernel as large as the image.
         """
         found: list[Class] = []
         taken: set[tuple[Any, ...]] = set()
-        for is_doubled in (False, True):
+        for factor, more in ((1, 1), (2, 0), (1, -1)):
             for seed, size in self._sizes.items():
-                changed = size * 2 if is_doubled else size + 1
+                changed = size * factor + more
                 group = self._around(seed, size, changed, taken) if _place(seed) not in taken else None
                 if group is not None and not all(isinstance(member, Constant) for member in group.members):
                     found.append(group)

@@ -59,10 +59,9 @@ def _removable(problem: Problem) -> list[int]:
     calls = problem.best.program.calls
     failure = problem.failure
     passes = [index for index, call in enumerate(calls) if call.is_differentiation]
-    kept = passes if failure.phase == "backward" and len(passes) == 1 else []
-    if failure.backward_node != ACCUMULATION:
-        kept = [*kept, failure.call_index]
-    return [index for index in range(len(calls)) if index not in kept]
+    kept = set(passes if failure.phase == "backward" and len(passes) == 1 else ())
+    origin = failure.call_index if failure.backward_node != ACCUMULATION else None
+    return [index for index in range(len(calls)) if index not in kept and index != origin]
 
 
 def _remove(problem: Problem, chosen: frozenset[int], change: str) -> bool:
