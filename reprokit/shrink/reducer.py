@@ -71,6 +71,7 @@ PASSES: tuple[tuple[str, Callable[[Problem], None]], ...] = (
     ("values", simplify_values),
     ("precision", simplify_precision),
 )
+STEP_PASSES = ("sizes", "values")  # these leave every call where it is
 
 
 def shrink(
@@ -96,8 +97,8 @@ def shrink(
     does not fail reliably, and `SnapshotError` or `UsageError` when there is nothing to resume from.
 
     ``level`` is ``op`` for the minimum, with the context beside it; ``module`` for the context as the result; ``step``
-    for the whole step with plainer values. ``check`` says what counts as the failure (`checks.spec.SYNTAX`), by default
-    what the snapshot recorded.
+    for the whole step with smaller sizes and plainer values. ``check`` says what counts as the failure
+    (`checks.spec.SYNTAX`), by default what the snapshot recorded.
     ``isolation`` says where candidates run: ``auto`` (here unless they may crash), ``process``, ``fork`` or ``worker``;
     ``executor``, anything like those of ``concurrent.futures``, takes those that do not run here. ``jobs`` is how many
     run at once; it changes neither the result nor the log. ``limits`` bounds each candidate's time and memory, by
@@ -107,7 +108,7 @@ def shrink(
         raise UsageError(f"there is no level `{level}`", hint=f"one of {', '.join(LEVELS)}")
     origin = {**origin_of(snapshot), "check": check or ""}
     file = out_dir / REDUCTION_FILE if out_dir is not None else None
-    earlier = load_earlier(file, snapshot, origin) if resume and file is not None and file.exists() else None
+    earlier = load_earlier(file, snapshot, origin, level) if resume and file is not None and file.exists() else None
     with warnings.catch_warnings(), determinism(snapshot.settings):
         warnings.simplefilter("ignore")
         chosen = choose_check(check, snapshot)
@@ -218,6 +219,7 @@ class _Run:
                 self.oracle.remember(problem.best, self.context.failure)
                 self._accepted(problem.best)
                 return
+            self.certainty.notes.append("no piece of the model shows the failure: this is the minimum")
         with self._passing(CUT, 0, problem):
             found = problem.oracle.first(cuts(problem.best, self.certainty.failure))
             if found is not None:
@@ -236,6 +238,7 @@ class _Run:
                 hint="shrink without `--resume`, into another folder with -o or over this one with -f",
             )
         self.certainty.accepted(candidate)
+        self.context = earlier.context
         self.oracle.on_check = self._checked
         self.oracle.recall(earlier.known)
         self.tell(Resumed(candidate.num_calls, candidate.num_elements, earlier.checks))
@@ -259,7 +262,7 @@ class _Run:
         """What to run in every round at this level."""
         if self.level == "module" and self.context is not None:
             return ()
-        return PASSES if self.level != "step" else (("values", simplify_values),)
+        return PASSES if self.level != "step" else tuple(row for row in PASSES if row[0] in STEP_PASSES)
 
     def _run_rounds(self, problem: Problem) -> bool:
         """Repeat all passes until a round changes nothing; whether that happened."""

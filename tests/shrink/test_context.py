@@ -164,8 +164,7 @@ def test_level_step_keeps_every_call() -> None:
     snapshot = models.masked_attention()
     reduction = shrink(snapshot, level="step")
     assert [call.target for call in reduction.program.calls] == [call.target for call in snapshot.program.calls]
-    shapes = {item.name: reduction.tensors[item.value].shape for item in reduction.program.inputs}
-    assert shapes == {item.name: snapshot.tensors[item.value].shape for item in snapshot.program.inputs}
+    assert reduction.summary()["elements"] < 12
     largest = max(float(t.abs().max()) for t in reduction.tensors.values() if t.is_floating_point())
     assert largest in (0.0, 1.0)
 

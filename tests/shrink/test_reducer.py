@@ -22,7 +22,7 @@ from reprokit.shrink.reducer import REDUCTION_FILE, shrink
 from reprokit.shrink.reduction import Reduction, load
 from reprokit.shrink.signature import Signature, same
 from reprokit.snapshot.format import Snapshot, count_elements
-from tests.shrink import failing
+from tests.shrink import failing, models
 
 # calls, elements, checks at most
 SIZES = {
@@ -177,6 +177,21 @@ def test_an_interrupted_reduction_leaves_the_best_and_goes_on(tmp_path: Path) ->
     whole = shrink(snapshot)
     assert is_alike(resumed, whole)
     assert best.checks < resumed.checks < best.checks + whole.checks
+
+
+def test_a_level_is_gone_on_from_and_no_other_one(tmp_path: Path) -> None:
+    snapshot = models.masked_attention()
+    whole = shrink(snapshot, out_dir=tmp_path, level="module")
+    resumed = shrink(snapshot, out_dir=tmp_path, level="module", resume=True)
+    assert resumed.context is not None and is_alike(resumed, whole)
+    with pytest.raises(UsageError, match="was made at level `module`"):
+        shrink(snapshot, out_dir=tmp_path, resume=True)
+
+
+def test_without_a_piece_of_the_model_the_minimum_is_the_result_and_says_so() -> None:
+    reduction = shrink(failing.adam_half(), level="module")
+    assert reduction.context is None and reduction.program.num_calls == 1
+    assert reduction.notes == ["no piece of the model shows the failure: this is the minimum"]
 
 
 def test_a_spent_budget_is_not_a_proof(tmp_path: Path) -> None:
