@@ -189,8 +189,12 @@ def test_a_level_is_gone_on_from_and_no_other_one(tmp_path: Path) -> None:
 
 
 def test_without_a_piece_of_the_model_the_minimum_is_the_result_and_says_so() -> None:
-    reduction = shrink(failing.adam_half(), level="module")
-    assert reduction.context is None and reduction.program.num_calls == 1
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return ((x * 1e8 + 1.0) - x * 1e8).sum()
+
+    snapshot = failing.traced(step, x=failing.seeded(4, 6))
+    reduction = shrink(snapshot, level="module", check="mismatch:fp64")
+    assert reduction.context is None and reduction.program.num_calls == 2
     assert reduction.notes == ["no piece of the model shows the failure: this is the minimum"]
 
 
