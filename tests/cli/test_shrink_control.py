@@ -177,6 +177,12 @@ def test_a_number_of_checks(shrink: Any) -> None:
     assert all(not item["free"] and item["tried"] is False for item in summary["explain"])
 
 
+def test_a_level_that_keeps_what_could_go_does_not_say_that_it_stopped(shrink: Any) -> None:
+    code, summary, err = shrink("--level", "step")
+    assert code == 0 and summary["stopped"] is None and not summary["one_minimal"]
+    assert "stopped early" not in err and "may shrink further" not in err
+
+
 @pytest.mark.usefixtures("really_verified")
 def test_no_time_at_all_still_leaves_a_verified_result(shrink: Any) -> None:
     code, summary, err = shrink("--max-time", "1e-9")
@@ -488,4 +494,6 @@ def test_ignored_interrupts_stay_ignored(snapshot: Path) -> None:
 
 def test_a_finished_event_and_a_writing_event_read_well() -> None:
     assert str(Finished(2, 5, 11, True)) == "nothing more can go: 2 calls, 5 elements after 11 checks"
+    assert str(Finished(2, 5, 11, False, "max-time")).startswith("stopped early: ")
+    assert str(Finished(2, 5, 11, False)).startswith("done: ")  # at level `module` more could go, and is to stay
     assert "Ctrl-C again" in str(Writing(True))
