@@ -116,7 +116,7 @@ def shrink(
         task = Task.of(observe or Guarded(chosen), snapshot.settings)
         with closing(Isolation(task, isolation, jobs, limits, is_foreign, executor)) as places:
             tell = on_event or (lambda event: None)
-            oracle = Oracle(chosen, snapshot.settings, max_time, max_checks, isolation=places)
+            oracle = Oracle(chosen, places, max_time, max_checks)
             certainty = Certainty(oracle, places, chosen, snapshot.settings, observe is None, snapshot.failure)
             return _Run(snapshot, file, tell, origin, earlier, oracle, certainty, level).reduce()
 
@@ -249,8 +249,7 @@ class _Run:
         if certainty.rule is not None or not isinstance(certainty.check, (NonfiniteCheck, ExceptionCheck)):
             return None
         left = None if max_time is None else max(0.0, max_time - (time.monotonic() - self.started))
-        max_checks, places = self.oracle.max_checks, certainty.isolation
-        oracle = Oracle(certainty.check, self.snapshot.settings, left, max_checks, isolation=places)
+        oracle = Oracle(certainty.check, certainty.isolation, left, self.oracle.max_checks)
 
         def tell(candidate: Candidate, verdict: Verdict, change: str) -> None:
             self.tell(ContextChecked(oracle.checks, verdict.value, change))

@@ -20,7 +20,9 @@ from reprokit.shrink.context.piece import Context, from_plain, to_plain
 from reprokit.shrink.context.search import find_context
 from reprokit.shrink.context.tree import Tree
 from reprokit.shrink.context.variables import variables
-from reprokit.shrink.oracle import Oracle
+from reprokit.shrink.isolation.runner import Isolation
+from reprokit.shrink.isolation.task import Task
+from reprokit.shrink.oracle import Guarded, Oracle
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import load
 from reprokit.shrink.signature import Signature, same
@@ -38,7 +40,8 @@ CASES = (
 
 
 def context_of(snapshot: Snapshot, max_checks: int | None = None) -> Context:
-    oracle = Oracle(choose_check(None, snapshot), snapshot.settings, max_checks=max_checks)
+    check = choose_check(None, snapshot)
+    oracle = Oracle(check, Isolation(Task.of(Guarded(check), snapshot.settings)), max_checks=max_checks)
     found = find_context(Candidate(snapshot.program, snapshot.tensors), snapshot.failure, oracle)
     assert found is not None
     return found

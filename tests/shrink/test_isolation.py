@@ -80,7 +80,7 @@ def test_a_check_that_exits_is_a_crash() -> None:
 
 @needs_fork
 def test_verdicts_of_candidates_that_crash_or_hang() -> None:
-    oracle = Oracle(NonfiniteCheck(Signature("forward", "nan", "torch.log")), isolation=isolation("fork"))
+    oracle = Oracle(NonfiniteCheck(Signature("forward", "nan", "torch.log")), isolation("fork"))
     verdicts = [oracle.check(candidate(number)) for number in (0, 1, 2, 3)]
     assert verdicts == [Verdict.SAME, Verdict.PASSES, Verdict.INVALID, Verdict.INVALID]
 
