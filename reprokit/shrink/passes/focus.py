@@ -6,7 +6,8 @@ import torch
 
 from reprokit.locate.failure import Failure
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.dimensions import Axis, Class, axes_of_output
+from reprokit.shrink.classes import axes_of_output
+from reprokit.shrink.dimensions import Axis, Class
 from reprokit.shrink.indexes import fits
 from reprokit.shrink.problem import Problem
 

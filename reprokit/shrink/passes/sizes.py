@@ -14,8 +14,9 @@ import torch
 
 from reprokit.shrink.arguments import leaves, with_leaf
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.classes import find_classes
 from reprokit.shrink.constants import extremes, holds_large
-from reprokit.shrink.dimensions import Axis, Class, find_classes, shrink_to
+from reprokit.shrink.dimensions import Axis, Class, shrink_to
 from reprokit.shrink.passes.focus import bad_index, focus
 from reprokit.shrink.passes.integers import lower_integers
 from reprokit.shrink.passes.recurrent import simplify_recurrent
