@@ -266,12 +266,13 @@ def two_calls_among_many() -> Snapshot:
 
 
 SCRIPT = """
-import sys
+import signal, sys
 import torch
 from reprokit.shrink.isolation.limits import Limits
 from reprokit.shrink.reducer import shrink
 from tests.shrink import failing
 from tests.shrink.predicates import LeavesTraces
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 try:
     shrink(failing.zero_by_zero(), observe=LeavesTraces(sys.argv[1]), isolation=sys.argv[2], limits=Limits(600.0))
 except KeyboardInterrupt:
