@@ -11,22 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reprokit.capture.block import shown_path
-from reprokit.cli.console import Verbosity, common_options, print_json, say, shown_command
+from reprokit.cli.console import Verbosity, common_options, print_json, say
 from reprokit.cli.interrupts import STAGING, Interrupts
 from reprokit.cli.outputs import make_folder, put_in_place
+from reprokit.cli.result import print_result
 from reprokit.cli.views import CHOICES, View, open_view
 from reprokit.errors import Flaky, Interrupted, NotReproduced, ReprokitError
-from reprokit.render.wording import nearest_words
 from reprokit.shrink.checks.spec import SYNTAX, Spec, parse
 from reprokit.shrink.events import Comparing, Event, Improved, Resumed, Writing
 from reprokit.snapshot.privacy import SOURCES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from rich.table import Table
-
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
     from reprokit.snapshot.privacy import Source as SourcePolicy
@@ -284,90 +279,3 @@ def default_folder(snapshot: Path) -> Path:
     """A folder in the current one with the snapshot's name: ``train-step7.repro.pt`` gives ``train-step7``."""
     stem = snapshot.name.removesuffix(".pt").removesuffix(".repro")
     return Path(stem if stem != snapshot.name else f"{stem}.shrunk")
-
-
-def print_result(summary: dict[str, Any], folder: Path, verbosity: Verbosity = Verbosity.NORMAL) -> None:
-    """What was reached, on stderr: the sizes, the passes (a table with ``-v``), what matters, and what to do next."""
-    from reprokit.locate.diagnosis import from_plain
-    from reprokit.render.diagnosis import one_line
-
-    _print_sizes(summary)
-    verdicts = ", ".join(f"{count} {name}" for name, count in summary["verdicts"].items() if count)
-    say(f"{summary['checks']} checks ({verdicts}) in {summary['seconds']:.1f} s; reproduces {summary['reproduces']}")
-    if verbosity is Verbosity.VERBOSE:
-        _print_passes(summary)
-    elif removed := _removed(summary):
-        say(f"removed by {removed}")
-    for line in (*stopped_lines(summary), *summary.get("notes", ()), *matters_lines(summary)):
-        say(line)
-    if summary.get("diagnosis"):
-        say(f"diagnosis: {one_line(from_plain(summary['diagnosis']))}")
-    repro = summary["repro"]
-    say(f"{repro['lines']} lines, verified {repro['verified']} in clean processes -> {shown_path(folder)}")
-    context = summary.get("context")
-    if context:
-        words = f"{context['lines']} lines, verified {context['verified']}"
-        say(f"the piece of the model it comes from: {words} -> {shown_path(Path(context['path']))}")
-    say(f"next: {shown_command('python', shown_path(Path(repro['path'])))}")
-
-
-def stopped_lines(summary: dict[str, Any]) -> Iterator[str]:
-    """Whether the search ended early, and what it did not try."""
-    if not summary["one_minimal"]:
-        why = f" by --{summary['stopped']}" if summary.get("stopped") in ("max-time", "max-checks") else ""
-        yield f"stopped early{why}: the result may shrink further"
-    if summary.get("untried"):
-        yield f"not tried to the end: {', '.join(summary['untried'])}"
-
-
-def matters_lines(summary: dict[str, Any]) -> Iterator[str]:
-    """Which inputs are free, and the nearest variant that passes."""
-    names = summary["repro"].get("names", {})
-    free = [names.get(item["input"], item["input"]) for item in summary.get("explain", ()) if item["free"]]
-    if free:
-        yield f"any value fails: {', '.join(free)}"
-    if summary.get("nearest"):
-        new, old = nearest_words(summary["nearest"], names)
-        yield f"passes with {new} instead of {old}"
-
-
-def _removed(summary: dict[str, Any]) -> str:
-    """What each pass took away, in a few words."""
-    words = []
-    for row in summary.get("passes", ()):
-        parts = [f"{row[unit]:,} {unit}" for unit in ("calls", "elements") if row[unit] > 0]
-        if parts:
-            words.append(f"{row['name']}: {' and '.join(parts)}")
-    return "; ".join(words)
-
-
-def _print_sizes(summary: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    before = summary["before"]
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for name in ("before", "after"):
-        table.add_column(name, justify="right")
-    table.add_row("torch calls", f"{before['calls']:,}", f"{summary['calls']:,}")
-    table.add_row("input elements", f"{before['elements']:,}", f"{summary['elements']:,}")
-    _print_table(table)
-
-
-def _print_passes(summary: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("pass")
-    for name in ("checks", "kept", "calls removed", "elements removed", "seconds"):
-        table.add_column(name, justify="right")
-    for row in summary.get("passes", ()):
-        numbers = (row["checks"], row["successes"], row["calls"], row["elements"])
-        table.add_row(row["name"], *(f"{number:,}" for number in numbers), f"{row['seconds']:.2f}")
-    _print_table(table)
-
-
-def _print_table(table: Table) -> None:
-    from rich.console import Console
-
-    Console(stderr=True, highlight=False).print(table)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from reprokit.program import plain
 from reprokit.program.ir import Input, Program, iter_refs
+from reprokit.shrink.arguments import leaves
 from reprokit.shrink.plainness import ONES, ZEROS, contents, plainness, raw_bytes, seed_of
 from reprokit.snapshot.format import count_elements
 
@@ -48,14 +49,14 @@ class Candidate:
 
     @cached_property
     def sort_key(self) -> Key:
-        """Smaller is better: calls, elements, settings, dimensions and their sizes, plainness of the values."""
+        """Smaller is better: calls, elements, settings, dimensions and whole numbers, plainness of the values."""
         items = [item for item in self.program.inputs if item.role != "rng"]
         shown = [self.tensors[item.value] for item in items]
         return (
             self.num_calls,
             self.num_elements,
             num_settings(self.program, self.tensors),
-            sum(tensor.dim() + sum(tensor.shape) for tensor in shown),
+            sum(tensor.dim() + sum(tensor.shape) for tensor in shown) + sum(_integers(self.program)),
             round(sum(_plainness(item, self.tensors[item.value]) for item in items), 6),
         )
 
@@ -114,6 +115,12 @@ def weight(value: Any) -> int:
 def round_number(number: float) -> float:
     """The number with at most three significant digits."""
     return float(f"{number:.3g}")
+
+
+def _integers(program: Program) -> Iterator[int]:
+    """The sizes of the integers in arguments, which are sizes themselves more often than not."""
+    for call in program.calls:
+        yield from (abs(leaf) for _, leaf in leaves(call) if isinstance(leaf, int))
 
 
 def _plainness(item: Input, tensor: torch.Tensor) -> float:

@@ -41,7 +41,7 @@ def number_inputs(candidate: Candidate) -> list[Input]:
 def filled(tensor: torch.Tensor, number: float) -> torch.Tensor:
     """The tensor with every finite element replaced, in the same memory layout."""
     plain = torch.full_like(tensor, number, requires_grad=False)
-    infinite = tensor.isinf()
+    infinite = contents(tensor).isinf().reshape(tensor.shape)
     return torch.where(infinite, tensor, plain) if bool(infinite.any()) else plain
 
 
@@ -52,6 +52,11 @@ def sign_of(tensor: torch.Tensor) -> float:
         return 1.0
     finite = values[values.isfinite()]
     return -1.0 if finite.numel() and float(finite[finite.abs().argmax()]) < 0 else 1.0
+
+
+def largest_of(tensor: torch.Tensor) -> float:
+    """The largest size of a finite element."""
+    return float(contents(tensor).abs().nan_to_num(posinf=0.0).max())
 
 
 def rounded(tensor: torch.Tensor, digits: int) -> torch.Tensor:
@@ -88,7 +93,7 @@ def extremes(candidate: Candidate, kind: str, may_be_large: bool) -> Iterator[tu
 def holds_large(candidate: Candidate) -> bool:
     """Whether any number is so large that an overflow may be near."""
     tensors = [candidate.tensors[item.value] for item in number_inputs(candidate)]
-    return any(float(t.abs().nan_to_num(posinf=0.0).max()) > _LARGE.get(t.dtype, 1e3) for t in tensors)
+    return any(largest_of(tensor) > _LARGE.get(tensor.dtype, 1e3) for tensor in tensors)
 
 
 def _chosen(candidate: Candidate, values: list[int], factors: list[float] | None) -> dict[int, torch.Tensor]:

@@ -10,7 +10,7 @@ are exact binomial tails.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from reprokit.locate.failure import Failure
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.protocol import Check
+from reprokit.shrink.isolation.task import Report
 from reprokit.shrink.oracle import Verdict
 
 ERROR = 0.01
@@ -35,6 +36,11 @@ class Rate:
 
     failed: int
     runs: int
+
+    @classmethod
+    def of(cls, check: Check, candidate: Candidate, seen: Sequence[Failure | None]) -> Rate:
+        """The rate among these observations of one candidate."""
+        return cls(sum(check.judge(found, candidate) is Verdict.SAME for found in seen), len(seen))
 
     def __str__(self) -> str:
         return f"{self.failed}/{self.runs}"
@@ -70,11 +76,6 @@ def rule_for(rate: Rate) -> Rule | None:
     return None
 
 
-def measure(observe: Callable[[], Failure | None], check: Check, whole: Candidate, runs: int) -> Rate:
-    """Run so many times."""
-    return Rate(sum(check.judge(observe(), whole) is Verdict.SAME for _ in range(runs)), runs)
-
-
 def _tail(runs: int, needed: int, chance: float) -> float:
     """The probability of at least ``needed`` failures."""
     return sum(math.comb(runs, k) * chance**k * (1 - chance) ** (runs - k) for k in range(needed, runs + 1))
@@ -87,11 +88,6 @@ class RepeatedCheck:
     once: Check
     rule: Rule
 
-    @property
-    def signature(self) -> Any:
-        """That of the failure."""
-        return self.once.signature
-
     def observe(self, candidate: Candidate) -> Failure | None:
         """A run that failed as wanted if enough did, otherwise one that did not."""
         same: list[Failure | None] = []
@@ -101,21 +97,9 @@ class RepeatedCheck:
             (same if self.once.judge(found, candidate) is Verdict.SAME else other).append(found)
         return same[0] if len(same) >= self.rule.needed else other[-1]
 
-    def judge(self, observation: Failure | None, candidate: Candidate) -> Verdict:
-        """Like the check itself."""
-        return self.once.judge(observation, candidate)
-
-    def is_clean(self, candidate: Candidate) -> bool:
-        """Like the check itself."""
-        return self.once.is_clean(candidate)
-
-    def summary(self) -> dict[str, Any]:
-        """Like the check itself."""
-        return self.once.summary()
-
 
 def settings_that_matter(
-    observe: Callable[[Mapping[str, Any]], Failure | None],
+    report: Callable[[Mapping[str, Any]], Report],
     check: Check,
     candidate: Candidate,
     settings: Mapping[str, Any],
@@ -125,7 +109,7 @@ def settings_that_matter(
     """Sentences about the thread count and deterministic algorithms, where they change how often it fails.
 
     Deterministic algorithms are tried for flaky failures and on CUDA only: elsewhere they change nothing in a failure
-    that happens every time, and switching them on loads torch's compiler.
+    that happens every time, and switching them on loads torch's compiler. A run that breaks off says nothing.
     """
     threads = int(settings.get("num_threads", torch.get_num_threads()))
     trials: list[tuple[str, dict[str, Any]]] = []
@@ -136,8 +120,10 @@ def settings_that_matter(
     runs = _SETTING_RUNS if is_flaky else 1
     found = []
     for words, change in trials:
-        tried = {**settings, **change}
-        rate = measure(lambda tried=tried: observe(tried), check, candidate, runs)  # type: ignore[misc]
+        reports = [report({**settings, **change}) for _ in range(runs)]
+        if any(one.error is not None for one in reports):
+            continue
+        rate = Rate.of(check, candidate, [one.observation for one in reports])
         if rate.failed == 0:
             found.append(f"{words} it does not fail ({rate} runs)")
         elif is_flaky and rate.failed == rate.runs:

@@ -137,7 +137,7 @@ class Finished:
     untried: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        end = "nothing more can go" if self.one_minimal else "stopped early"
+        end = "nothing more can go" if self.one_minimal else "stopped early" if self.stopped else "done"
         return f"{end}: {self.calls:,} calls, {self.elements:,} elements after {self.checks:,} checks"
 
 

@@ -7,27 +7,22 @@ a variant that is invalid says nothing. The number of runs is bounded, so that a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
-
-from reprokit.program.ir import Call, Input
-from reprokit.shrink.arguments import Path, leaves, with_leaf
+from reprokit.shrink.arguments import leaves
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.constants import is_number
-from reprokit.shrink.naming import parameters_of
 from reprokit.shrink.oracle import OutOfBudget, Verdict
-from reprokit.shrink.plainness import constant_of, shortened
+from reprokit.shrink.parts import Change, ConstantPart, InputPart, Part
+from reprokit.shrink.plainness import shortened
 from reprokit.shrink.problem import Problem
-from reprokit.shrink.safety import is_safe, trusts_shapes
+from reprokit.shrink.safety import is_safe
 
 MAX_RUNS = 120
-_MAX_PARTS = 16
+_MAX_CONSTANTS = 16
 _MAX_STEPS = 16
 _MAX_CHANGES = 3
-_PLAIN = (0.0, 1.0, -1.0, 0.5)
 
 
 @dataclass
@@ -48,10 +43,10 @@ def explain(problem: Problem) -> Explanation:
     """Vary what is left of the best candidate, one part at a time."""
     trials = _Trials(problem)
     found = Explanation()
-    parts: list[tuple[bool | None, _Part]] = []
+    parts: list[tuple[bool | None, Part]] = []
     for item in problem.best.program.inputs:
         if item.role != "rng":
-            part = _InputPart(problem.best, item)
+            part = InputPart(problem.best, item)
             free = trials.is_free(part)
             found.inputs.append(_item({"input": item.name}, free))
             parts.append((free, part))
@@ -62,117 +57,6 @@ def explain(problem: Problem) -> Explanation:
     found.nearest = _nearest(trials, [part for free, part in parts if free is False])
     found.is_complete = not trials.is_over
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """One number of the result exchanged: what it is, and what makes a candidate of a new number."""
-
-    name: str
-    description: dict[str, Any]
-    old: float | int | bool
-    dtype: torch.dtype
-    apply: Callable[[float | int | bool], Candidate]
-
-
-class _Part(Protocol):
-    """Something that survived: an input or a constant."""
-
-    @property
-    def name(self) -> str:
-        """What it is called."""
-
-    def variants(self) -> Iterator[Candidate]:
-        """The candidate with other contents in this place."""
-
-    def changes(self) -> Iterator[_Change]:
-        """The single numbers it is made of."""
-
-
-class _InputPart:
-    """An input, all of whose elements may be exchanged."""
-
-    def __init__(self, best: Candidate, item: Input) -> None:
-        self.name = item.name
-        self._best, self._item = best, item
-        self._tensor = best.tensors[item.value]
-        self._may_index = not trusts_shapes(best.program)
-
-    def variants(self) -> Iterator[Candidate]:
-        """Plain contents, then random ones."""
-        for other in self._contents():
-            if not torch.equal(other, self._tensor):
-                yield self._best.with_tensors({self._item.value: other})
-
-    def changes(self) -> Iterator[_Change]:
-        """The first elements; numbers that choose something only if choosing wrongly is safe."""
-        tensor = self._tensor
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_complex():
-            return
-        if tensor.is_floating_point() or tensor.dtype is torch.bool or self._may_index:
-            for index in range(min(tensor.numel(), _MAX_PARTS)):
-                place = [int(i) for i in torch.unravel_index(torch.tensor(index), tensor.shape)] if tensor.dim() else []
-                description = {"input": self._item.name, "element": place}
-                yield _Change(
-                    self.name, description, tensor[tuple(place)].item(), tensor.dtype, self._with_element(tuple(place))
-                )
-
-    def _with_element(self, place: tuple[int, ...]) -> Callable[[float | int | bool], Candidate]:
-        def apply(number: float | int | bool) -> Candidate:
-            changed = self._tensor.detach().clone(memory_format=torch.preserve_format)
-            changed[place] = number
-            return self._best.with_tensors({self._item.value: changed})
-
-        return apply
-
-    def _contents(self) -> Iterator[torch.Tensor]:
-        tensor = self._tensor
-        random = torch.Generator().manual_seed(0)
-        if is_number(tensor):
-            for number in _PLAIN:
-                if constant_of(tensor) != number:
-                    yield torch.full_like(tensor, number)
-            for scale in (1.0, 10.0):
-                real = tensor.real.dtype if tensor.is_complex() else tensor.dtype
-                yield (torch.randn(tensor.shape, generator=random) * scale).to(tensor.device, real).to(tensor.dtype)
-        elif tensor.layout is torch.strided and tensor.dtype is torch.bool:
-            yield ~tensor
-            yield torch.zeros_like(tensor)
-            yield torch.ones_like(tensor)
-        elif tensor.layout is torch.strided and tensor.numel() and not tensor.is_quantized and self._may_index:
-            largest = int(tensor.max())
-            if largest > 0:
-                yield torch.zeros_like(tensor)
-                yield torch.full_like(tensor, largest)
-                yield torch.randint(0, largest + 1, tensor.shape, generator=random).to(tensor.device, tensor.dtype)
-
-
-class _ConstantPart:
-    """A number among the arguments of a call."""
-
-    def __init__(self, best: Candidate, index: int, path: Path, number: float | int) -> None:
-        self._best, self._index, self._path, self.number = best, index, path, number
-        call = best.program.calls[index]
-        self.name = _argument_name(call, path)
-        self.description = {"call": call.target, "argument": self.name, "value": number}
-
-    def variants(self) -> Iterator[Candidate]:
-        """A few other numbers."""
-        number = self.number
-        for other in dict.fromkeys((0.0, 1.0, -number, number * 2, number / 2)):
-            if other != number:
-                yield self.apply(other)
-
-    def changes(self) -> Iterator[_Change]:
-        """The number itself."""
-        description = {name: self.description[name] for name in ("call", "argument")}
-        yield _Change(self.name, description, self.number, torch.float64, self.apply)
-
-    def apply(self, number: float | int | bool) -> Candidate:
-        """The candidate with another number here."""
-        calls = list(self._best.program.calls)
-        calls[self._index] = with_leaf(calls[self._index], self._path, number)
-        return replace(self._best, program=replace(self._best.program, calls=tuple(calls)))
 
 
 class _Trials:
@@ -193,11 +77,11 @@ class _Trials:
             self.is_over = True
             return Verdict.INVALID
 
-    def passes(self, change: _Change, number: float | int | bool) -> bool:
+    def passes(self, change: Change, number: float | int | bool) -> bool:
         """Whether nothing goes wrong with this number in place of another one."""
         return self.verdict(change.apply(number), f"{change.name} = {number:.6g}") is Verdict.PASSES
 
-    def is_free(self, part: _Part) -> bool | None:
+    def is_free(self, part: Part) -> bool | None:
         """Whether every variant fails in the same way; ``None`` when none could be run."""
         was_run = False
         for candidate in part.variants():
@@ -212,14 +96,14 @@ def _item(description: dict[str, Any], free: bool | None) -> dict[str, Any]:
     return {**description, "free": bool(free), **({"tried": False} if free is None else {})}
 
 
-def _constants(best: Candidate, trials: _Trials) -> list[_ConstantPart]:
+def _constants(best: Candidate, trials: _Trials) -> list[ConstantPart]:
     """The numbers in arguments; whole ones only where a fraction would do, since others are sizes and places."""
-    found: list[_ConstantPart] = []
+    found: list[ConstantPart] = []
     for index, call in enumerate(best.program.calls):
         for path, leaf in () if call.is_differentiation else leaves(call):
-            if isinstance(leaf, bool) or not isinstance(leaf, (int, float)) or len(found) == _MAX_PARTS:
+            if isinstance(leaf, bool) or not isinstance(leaf, (int, float)) or len(found) == _MAX_CONSTANTS:
                 continue
-            part = _ConstantPart(best, index, path, leaf)
+            part = ConstantPart(best, index, path, leaf)
             if (
                 isinstance(leaf, float)
                 or trials.verdict(part.apply(float(leaf) + 0.5), f"a fraction for {part.name}") is not Verdict.INVALID
@@ -228,16 +112,7 @@ def _constants(best: Candidate, trials: _Trials) -> list[_ConstantPart]:
     return found
 
 
-def _argument_name(call: Call, path: Path) -> str:
-    words = [word for word in path[1:] if isinstance(word, str)]
-    if words:
-        return words[-1]
-    names = parameters_of(call.target)
-    place = path[1]
-    return names[place] if place < len(names) else f"argument {place + 1}"
-
-
-def _nearest(trials: _Trials, parts: list[_Part]) -> dict[str, Any] | None:
+def _nearest(trials: _Trials, parts: list[Part]) -> dict[str, Any] | None:
     """The smallest change of one number that passes, among the first few that were found."""
     found: list[tuple[float, dict[str, Any]]] = []
     for part in parts:
@@ -252,7 +127,7 @@ def _nearest(trials: _Trials, parts: list[_Part]) -> dict[str, Any] | None:
     return min(found, key=lambda pair: pair[0])[1] if found else None
 
 
-def _targets(change: _Change) -> Iterator[float | int | bool]:
+def _targets(change: Change) -> Iterator[float | int | bool]:
     """Numbers that may pass, the plainest first."""
     old = change.old
     if isinstance(old, bool):
@@ -263,7 +138,7 @@ def _targets(change: _Change) -> Iterator[float | int | bool]:
         yield from (number for number in (0.0, 1.0, -1.0) if number != old)
 
 
-def _nearer(trials: _Trials, change: _Change, target: float | int | bool) -> float | int | bool:
+def _nearer(trials: _Trials, change: Change, target: float | int | bool) -> float | int | bool:
     """A number between the old one and ``target`` that still passes, to about a hundredth, with few digits."""
     if not change.dtype.is_floating_point or not math.isfinite(change.old):
         return target
@@ -289,7 +164,7 @@ def _middle(first: float, second: float) -> float:
     return first / 2 + second / 2
 
 
-def _short(trials: _Trials, change: _Change, number: float) -> float:
+def _short(trials: _Trials, change: Change, number: float) -> float:
     """The number with the fewest digits that still passes and is not much further away."""
     limit = 1.02 * _distance(change.old, number)
     for digits in (1, 2, 3):

@@ -13,6 +13,7 @@ from typing import Any
 
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.reduction import Reduction
+from reprokit.snapshot.format import count_elements
 
 _NUMBERS = ("checks", "successes", "calls", "elements", "seconds")
 
@@ -52,7 +53,7 @@ class Ledger:
     def go_on(self, earlier: Reduction) -> None:
         """Count on from an earlier run."""
         self.calls = earlier.program.num_calls
-        self.elements = int(earlier.summary()["elements"])
+        self.elements = count_elements(earlier.program, earlier.tensors)
         self.log = list(earlier.log)
         self.checks, self.verdicts, self.seconds = earlier.checks, dict(earlier.verdicts), earlier.seconds
         self.rows = {row["name"]: PassRow(**row) for row in earlier.passes}

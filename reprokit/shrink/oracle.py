@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from reprokit.locate.failure import Failure
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.isolation.runner import Isolation
-from reprokit.shrink.isolation.task import Observe, Report, Task
+from reprokit.shrink.isolation.task import Report
 from reprokit.shrink.signature import Signature
 
 if TYPE_CHECKING:
@@ -46,49 +45,42 @@ class OutOfBudget(Exception):
 Proposal = tuple[str, Candidate]
 
 
+class Observing(Protocol):
+    """The part of a check that runs candidates."""
+
+    def observe(self, candidate: Candidate) -> Failure | None:
+        """Run a candidate."""
+
+
 @dataclass(frozen=True)
 class Guarded:
-    """Observes with a check in silence, and gives generators and modes back."""
+    """Observes with a check in silence and with gradients on."""
 
-    check: Check
+    check: Observing
 
     def __call__(self, candidate: Candidate) -> Failure | None:
         """What the check observes."""
-        state = torch.get_rng_state()
-        grad = torch.is_grad_enabled()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                torch.set_grad_enabled(True)
-                return self.check.observe(candidate)
-        finally:
-            torch.set_grad_enabled(grad)
-            torch.set_rng_state(state)
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            return self.check.observe(candidate)
 
 
 @dataclass
 class Oracle:
     """Decides candidates with a check.
 
-    ``checks`` counts executions and ``verdicts`` what they said. ``isolation`` decides where candidates run; without
-    one, ``observe`` (by default the check's own) is what runs, under the recorded ``settings``.
+    ``isolation`` decides where candidates run. ``checks`` counts executions.
     """
 
     predicate: Check
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    isolation: Isolation
     max_time: float | None = None
     max_checks: int | None = None
-    observe: Observe | None = None
-    isolation: Isolation | None = None
     on_check: Callable[[Candidate, Verdict, str], None] | None = None
     checks: int = 0
-    verdicts: Counter[str] = field(default_factory=Counter)
     _known: dict[str, Verdict] = field(default_factory=dict)
     _failures: dict[str, Failure] = field(default_factory=dict)
     _started: float = field(default_factory=time.monotonic)
-
-    def __post_init__(self) -> None:
-        self._isolation = self.isolation or Isolation(Task.of(self.observe or Guarded(self.predicate), self.settings))
 
     @property
     def signature(self) -> Signature:
@@ -97,7 +89,7 @@ class Oracle:
 
     def check(self, candidate: Candidate, change: str = "") -> Verdict:
         """The verdict on a candidate; raises `OutOfBudget` when no more checks are allowed."""
-        return self._check(candidate, change, lambda: self._isolation.report(candidate))
+        return self._check(candidate, change, lambda: self.isolation.report(candidate))
 
     def first(self, proposals: Iterable[Proposal]) -> Candidate | None:
         """The first of the proposed candidates that fails the same way.
@@ -105,9 +97,9 @@ class Oracle:
         As many as the isolation has room for run at once. Only those up to the success are counted, in their order, so
         the answer and the log are the same for any number.
         """
-        for batch in _batches(proposals, lambda: self._isolation.num_at_once):
+        for batch in _batches(proposals, lambda: self.isolation.num_at_once):
             unknown = {c.digest: c for _, c in batch if self._without_a_run(c) is None}
-            with closing(self._isolation.reports(list(unknown.values()))) as reports:
+            with closing(self.isolation.reports(list(unknown.values()))) as reports:
                 for change, candidate in batch:
                     if self._check(candidate, change, partial(next, reports)) is Verdict.SAME:
                         return candidate
@@ -115,11 +107,7 @@ class Oracle:
 
     def confirm(self, candidate: Candidate) -> bool:
         """Whether a fresh interpreter gives the same failure; not counted as a check, may raise."""
-        return self._judge(candidate, self._isolation.report_freshly(candidate)) is Verdict.SAME
-
-    def close(self) -> None:
-        """End all processes in which candidates run."""
-        self._isolation.close()
+        return self._judge(candidate, self.isolation.report_freshly(candidate)) is Verdict.SAME
 
     def _without_a_run(self, candidate: Candidate) -> Verdict | None:
         """The verdict on a candidate that need not run: it did already, or is bad from the start."""
@@ -135,14 +123,13 @@ class Oracle:
         self._spend()
         verdict = self._judge(candidate, run())
         self._known[candidate.digest] = verdict
-        self.verdicts[verdict.value] += 1
         if self.on_check is not None:
             self.on_check(candidate, verdict, change)
         return verdict
 
     def failure(self, candidate: Candidate) -> Failure | None:
         """The failure of a candidate under the recorded settings; not counted as a check, may raise."""
-        return self._isolation.report(candidate).value()
+        return self.isolation.report(candidate).value()
 
     def known_failure(self, candidate: Candidate) -> Failure | None:
         """The failure of a candidate that was found to be the same one, without running it again."""

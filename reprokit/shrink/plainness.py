@@ -48,12 +48,14 @@ def constant_of(tensor: torch.Tensor) -> float | complex | int | bool | None:
 
 
 def contents(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in one row."""
+    """The elements in one row, as numbers that torch computes with: it can hardly do anything with an 8-bit float."""
     plain = tensor.detach()
     if plain.layout is not torch.strided:
         plain = plain.to_dense()
     if plain.is_quantized:
         plain = plain.dequantize()
+    if plain.is_floating_point() and plain.element_size() == 1:
+        plain = plain.float()
     return plain.resolve_conj().resolve_neg().reshape(-1)
 
 

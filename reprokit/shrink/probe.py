@@ -35,6 +35,9 @@ class Form:
     dtype: torch.dtype
 
 
+Forms = tuple[tuple[int, Form], ...]
+
+
 class Ground(Enum):
     """What a program is probed on: a device, and whether a warning counts as a refusal."""
 
@@ -58,8 +61,8 @@ class Ground(Enum):
 class Prober:
     """Probes the programs that come up in one reduction, and remembers every answer."""
 
-    _grounds: dict[str, Ground | None] = field(default_factory=dict)
-    _shapes: dict[tuple[str, tuple[tuple[int, Form], ...]], Shapes | None] = field(default_factory=dict)
+    _grounds: dict[tuple[str, Forms], Ground | None] = field(default_factory=dict)
+    _shapes: dict[tuple[str, Forms], Shapes | None] = field(default_factory=dict)
 
     def refuses(self, candidate: Candidate, known: Candidate, *, raises: bool = False) -> bool:
         """Whether a candidate is ill-formed for sure, seen that ``known`` runs.
@@ -87,9 +90,9 @@ class Prober:
 
     def ground(self, known: Candidate) -> Ground | None:
         """What a candidate that is known to run can be probed on; ``None`` if nothing will do."""
-        key = str(known.program.calls)
+        forms = forms_of(known)
+        key = (str(known.program.calls), _in_order(forms))
         if key not in self._grounds:
-            forms = forms_of(known)
             grounds = _grounds_for(known)
             self._grounds[key] = next((g for g in grounds if self.shapes(known.program, forms, g) is not None), None)
         return self._grounds[key]
@@ -97,7 +100,7 @@ class Prober:
     def shapes(self, program: Program, forms: Mapping[int, Form], ground: Ground) -> Shapes | None:
         """The shapes of all values for inputs of these forms, ``None`` when the program does not run with them."""
         leaves = [item.value for item in program.inputs if item.requires_grad]
-        key = (f"{ground}{leaves}{program.calls}", tuple(sorted(forms.items(), key=lambda item: item[0])))
+        key = (f"{ground}{leaves}{program.calls}", _in_order(forms))
         if key not in self._shapes:
             self._shapes[key] = _run_on(program, forms, ground)
         return self._shapes[key]
@@ -107,6 +110,10 @@ def forms_of(candidate: Candidate) -> dict[int, Form]:
     """The forms of a program's inputs."""
     tensors = {item.value: candidate.tensors[item.value] for item in candidate.program.inputs}
     return {value: Form(tuple(tensor.shape), tensor.dtype) for value, tensor in tensors.items()}
+
+
+def _in_order(forms: Mapping[int, Form]) -> Forms:
+    return tuple(sorted(forms.items(), key=lambda item: item[0]))
 
 
 def without_last(candidate: Candidate) -> Candidate:

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reprokit.errors import Flaky, NotReproduced, UsageError
-from reprokit.locate.failure import Failure
+from reprokit.errors import NotReproduced, UsageError
 from reprokit.program.run import determinism
-from reprokit.shrink import determinism as rates
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.certainty import Certainty
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.checks.exception import ExceptionCheck
 from reprokit.shrink.checks.function import FunctionCheck
 from reprokit.shrink.checks.nonfinite import NonfiniteCheck
-from reprokit.shrink.checks.protocol import SignatureCheck
 from reprokit.shrink.context.piece import Context
 from reprokit.shrink.context.search import find_context
-from reprokit.shrink.determinism import Rate, RepeatedCheck, Rule
 from reprokit.shrink.events import (
     Checked,
     ContextChecked,
@@ -61,9 +58,6 @@ from reprokit.snapshot.format import Snapshot
 LEVELS = ("op", "module", "step")
 REDUCTION_FILE = "reduction.pt"
 CUT, EXPLAIN = "cut", "explain"
-REPLAYS = 5
-MIN_REPLAYS = 3
-_SLOW_REPLAY = 1.0
 _MAX_ROUNDS = 20
 
 # In this order: fewer calls make every later check cheaper; strides, padding and flags stand in the way of small sizes;
@@ -77,6 +71,7 @@ PASSES: tuple[tuple[str, Callable[[Problem], None]], ...] = (
     ("values", simplify_values),
     ("precision", simplify_precision),
 )
+STEP_PASSES = ("sizes", "values")  # these leave every call where it is
 
 
 def shrink(
@@ -102,8 +97,8 @@ def shrink(
     does not fail reliably, and `SnapshotError` or `UsageError` when there is nothing to resume from.
 
     ``level`` is ``op`` for the minimum, with the context beside it; ``module`` for the context as the result; ``step``
-    for the whole step with plainer values. ``check`` says what counts as the failure (`checks.spec.SYNTAX`), by default
-    what the snapshot recorded.
+    for the whole step with smaller sizes and plainer values. ``check`` says what counts as the failure
+    (`checks.spec.SYNTAX`), by default what the snapshot recorded.
     ``isolation`` says where candidates run: ``auto`` (here unless they may crash), ``process``, ``fork`` or ``worker``;
     ``executor``, anything like those of ``concurrent.futures``, takes those that do not run here. ``jobs`` is how many
     run at once; it changes neither the result nor the log. ``limits`` bounds each candidate's time and memory, by
@@ -113,7 +108,7 @@ def shrink(
         raise UsageError(f"there is no level `{level}`", hint=f"one of {', '.join(LEVELS)}")
     origin = {**origin_of(snapshot), "check": check or ""}
     file = out_dir / REDUCTION_FILE if out_dir is not None else None
-    earlier = load_earlier(file, snapshot, origin) if resume and file is not None and file.exists() else None
+    earlier = load_earlier(file, snapshot, origin, level) if resume and file is not None and file.exists() else None
     with warnings.catch_warnings(), determinism(snapshot.settings):
         warnings.simplefilter("ignore")
         chosen = choose_check(check, snapshot)
@@ -121,33 +116,24 @@ def shrink(
         task = Task.of(observe or Guarded(chosen), snapshot.settings)
         with closing(Isolation(task, isolation, jobs, limits, is_foreign, executor)) as places:
             tell = on_event or (lambda event: None)
-            run = _Run(snapshot, file, max_time, max_checks, tell, origin, earlier, places, chosen, observe, level)
-            return run.reduce()
+            oracle = Oracle(chosen, places, max_time, max_checks)
+            certainty = Certainty(oracle, places, chosen, snapshot.settings, observe is None, snapshot.failure)
+            return _Run(snapshot, file, tell, origin, earlier, oracle, certainty, level).reduce()
 
 
 @dataclass
 class _Run:
-    """One reduction in progress. ``stopped`` is why the search ended before everything was tried.
-
-    For a flaky failure ``rule`` says how candidates are decided, and ``steps`` are the best candidates so far.
-    """
+    """One reduction in progress. ``stopped`` is why the search ended before everything was tried."""
 
     snapshot: Snapshot
     file: Path | None
-    max_time: float | None
-    max_checks: int | None
     tell: Callable[[Event], None]
     origin: dict[str, Any]
     earlier: Reduction | None
-    isolation: Isolation
-    check: SignatureCheck
-    observe: Observe | None
-    level: str = "op"
+    oracle: Oracle
+    certainty: Certainty
+    level: str
     context: Context | None = None
-    rule: Rule | None = None
-    steps: list[Candidate] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    reproduces: str = ""
     stopped: str | None = None
     is_minimal: bool = False
     explanation: Explanation = field(default_factory=Explanation)
@@ -156,25 +142,17 @@ class _Run:
 
     def reduce(self) -> Reduction:
         """Run the whole schedule."""
-        snapshot = self.snapshot
-        self.failure = snapshot.failure
-        whole = Candidate(snapshot.program, snapshot.tensors)
+        whole = Candidate(self.snapshot.program, self.snapshot.tensors)
         self.ledger = Ledger(whole.num_calls, whole.num_elements)
-        self.tell(Started(whole.num_calls, whole.num_elements, self.max_time, self.max_checks))
-        self.oracle = Oracle(
-            self.check,
-            snapshot.settings,
-            self.max_time,
-            self.max_checks,
-            isolation=self.isolation,
-            on_check=self._checked,
-        )
+        self.tell(Started(whole.num_calls, whole.num_elements, self.oracle.max_time, self.oracle.max_checks))
+        self.oracle.on_check = self._checked
         whole = self._needed(whole)
-        self._replay(whole)
+        self.certainty.establish(whole, lambda rate: self.tell(Replayed(rate.failed, rate.runs)))
         problem = Problem(whole, self.oracle)
         try:
             self._search(problem)
-            self._confirm(problem)
+            problem.best, is_certain = self.certainty.confirmed(problem.best)
+            self.is_minimal = self.is_minimal and is_certain
             self._explain(problem)
             self.seconds = time.monotonic() - self.started
             if self.level == "op":
@@ -204,7 +182,7 @@ class _Run:
             problem.on_accept = self._accepted
             self.is_minimal = self._run_rounds(problem)
         except OutOfBudget:
-            is_spent = self.max_checks is not None and self.oracle.checks >= self.max_checks
+            is_spent = self.oracle.max_checks is not None and self.oracle.checks >= self.oracle.max_checks
             self.stopped = "max-checks" if is_spent else "max-time"
 
     def _explain(self, problem: Problem) -> None:
@@ -215,131 +193,17 @@ class _Run:
 
     def _needed(self, whole: Candidate) -> Candidate:
         """The calls that the failure depends on, if they show it without the rest of the step."""
-        sliced = slice_to(whole, self.failure) if self.check.is_settled and self.level != "step" else None
+        certainty = self.certainty
+        sliced = slice_to(whole, certainty.failure) if certainty.check.is_settled and self.level != "step" else None
         if sliced is None:
             return whole
-        limits = self.isolation.limits
         candidate, failure = sliced
-        report = self.isolation.report(candidate)
-        if report.error is not None or self.check.judge(report.observation, candidate) is not Verdict.SAME:
-            self.isolation.limits = limits  # those of the slice are too tight for the whole step
+        report = certainty.isolation.report(candidate)
+        if report.error is not None or certainty.check.judge(report.observation, candidate) is not Verdict.SAME:
+            certainty.isolation.forget_limits()  # those of the slice are too tight for the whole step
             return whole
-        self.failure = failure
+        certainty.failure = failure
         return candidate
-
-    def _replay(self, whole: Candidate) -> None:
-        """Say how often the snapshot fails; a failure that is sometimes there gets a rule for its decisions."""
-        seen = self._runs(whole, REPLAYS)
-        if not self.check.is_settled:
-            self._adopt(seen, whole)
-        rate = self._rate(seen, whole)
-        if 0 < rate.failed < rate.runs:
-            seen += self._runs(whole, rates.MEASURED_RUNS - len(seen))
-            rate = self._rate(seen, whole)
-        self.reproduces = str(rate)
-        self.tell(Replayed(rate.failed, rate.runs))
-        if rate.failed == 0:
-            raise NotReproduced(
-                "the snapshot does not fail again",
-                hint="was it made with another torch or device?",
-                note=_told(seen),
-            )
-        found = next(f for f in seen if f is not None and self.check.judge(f, whole) is Verdict.SAME)
-        self.oracle.remember(whole, found)
-        if rate.failed < rate.runs:
-            self._repeat(rate, whole)
-
-    def _runs(self, whole: Candidate, times: int) -> list[Failure | None]:
-        """So many runs, fewer when they are slow."""
-        seen: list[Failure | None] = []
-        while len(seen) < times:
-            started = time.monotonic()
-            seen.append(self.oracle.failure(whole))
-            complaint = self.check.complaint(seen[-1])
-            if complaint is not None:
-                raise complaint
-            if len(seen) >= MIN_REPLAYS and times == REPLAYS and time.monotonic() - started > _SLOW_REPLAY:
-                break
-        return seen
-
-    def _rate(self, seen: list[Failure | None], whole: Candidate) -> Rate:
-        return Rate(sum(self.check.judge(failure, whole) is Verdict.SAME for failure in seen), len(seen))
-
-    def _adopt(self, seen: list[Failure | None], whole: Candidate) -> None:
-        """Take the first failure of the check's kind for the one in question."""
-        found = next((failure for failure in seen if failure is not None and self.check.recognises(failure)), None)
-        if found is None:
-            raise NotReproduced(
-                f"the check `{self.check.spec}` does not fail on the snapshot",
-                hint="leave out `--check` to reduce the failure that was captured",
-                note=_told(seen),
-            )
-        self.failure = found
-        self._use(self.check.adopted(found, whole))
-
-    def _use(self, check: SignatureCheck) -> None:
-        """Go on with a check that knows its failure."""
-        self.check = check
-        self.oracle.predicate = check
-        if self.observe is None:
-            self.isolation.change(Task.of(Guarded(check), self.snapshot.settings))
-
-    def _repeat(self, rate: Rate, whole: Candidate) -> None:
-        """From here on decide by repeated runs; raises `Flaky` when that would take too many."""
-        rule = rates.rule_for(rate)
-        self.notes += self._what_matters(whole, is_flaky=True)
-        if rule is None or self.observe is not None:
-            raise Flaky(
-                f"the snapshot fails in {rate.failed} of {rate.runs} runs, too seldom to decide with confidence",
-                hint="`torch.use_deterministic_algorithms(True)` may make it fail every time",
-                note="; ".join([f"reproduces {rate}", *self.notes]),
-            )
-        self.rule = rule
-        self.steps.append(whole)
-        self.notes.append(f"flaky: the snapshot fails in {rate} runs; a change was {rule}")
-        self.isolation.change(Task.of(Guarded(RepeatedCheck(self.check, rule)), self.snapshot.settings))
-
-    def _what_matters(self, candidate: Candidate, *, is_flaky: bool) -> list[str]:
-        """Sentences about settings of torch that decide whether it fails."""
-        if self.observe is not None:
-            return []
-        isolation, task = self.isolation, self.isolation.task
-
-        def observe(settings: Mapping[str, Any]) -> Failure | None:
-            isolation.change(Task.of(Guarded(self.check), settings))
-            return isolation.report(candidate).value()
-
-        try:
-            return rates.settings_that_matter(observe, self.check, candidate, self.snapshot.settings, is_flaky=is_flaky)
-        finally:
-            isolation.change(task)
-
-    def _confirm(self, problem: Problem) -> None:
-        """Run a flaky result again; where chance had a hand, go back to the last step that holds."""
-        if self.rule is None:
-            self.notes += self._what_matters(problem.best, is_flaky=False)
-            self.is_minimal = self.is_minimal and self._has_last_word(problem)
-            return
-        for candidate in reversed(self.steps):
-            failure = self.oracle.failure(candidate)
-            if self.check.judge(failure, candidate) is Verdict.SAME:
-                self.is_minimal = self.is_minimal and candidate is problem.best
-                problem.best = candidate
-                break
-        else:
-            raise Flaky("no reduction holds when it is run again", note=self.notes[-1])
-        once = Task.of(Guarded(self.check), self.snapshot.settings)
-        rate = rates.measure(lambda: once(problem.best), self.check, problem.best, rates.MEASURED_RUNS)
-        self.notes.append(f"the result fails in {rate} runs")
-
-    def _has_last_word(self, problem: Problem) -> bool:
-        """Whether a fresh interpreter agrees, which is asked for a check of the user's or after a crash; in all other
-        cases the repro is verified in clean processes."""
-        if not self.isolation.is_wary:
-            return True
-        agrees = self.oracle.confirm(problem.best)
-        self.notes.append(f"a fresh interpreter gives {'the same failure' if agrees else 'something else'}")
-        return agrees
 
     def _start(self, problem: Problem) -> None:
         """Go on from what is on disk, or cut to the origin."""
@@ -355,8 +219,9 @@ class _Run:
                 self.oracle.remember(problem.best, self.context.failure)
                 self._accepted(problem.best)
                 return
+            self.certainty.notes.append("no piece of the model shows the failure: this is the minimum")
         with self._passing(CUT, 0, problem):
-            found = problem.oracle.first(cuts(problem.best, self.failure))
+            found = problem.oracle.first(cuts(problem.best, self.certainty.failure))
             if found is not None:
                 problem.best = found
                 self._accepted(found)
@@ -372,30 +237,31 @@ class _Run:
                 "cannot resume: the earlier reduction does not fail any more, while the snapshot does",
                 hint="shrink without `--resume`, into another folder with -o or over this one with -f",
             )
-        if self.rule is not None:
-            self.steps.append(candidate)
+        self.certainty.accepted(candidate)
+        self.context = earlier.context
         self.oracle.on_check = self._checked
         self.oracle.recall(earlier.known)
         self.tell(Resumed(candidate.num_calls, candidate.num_elements, earlier.checks))
 
     def _find_context(self, whole: Candidate) -> Context | None:
         """The piece of the model that shows the failure, if that is one value or exception that comes every time."""
-        if self.rule is not None or not isinstance(self.check, (NonfiniteCheck, ExceptionCheck)):
+        certainty, max_time = self.certainty, self.oracle.max_time
+        if certainty.rule is not None or not isinstance(certainty.check, (NonfiniteCheck, ExceptionCheck)):
             return None
-        left = None if self.max_time is None else max(0.0, self.max_time - (time.monotonic() - self.started))
-        oracle = Oracle(self.check, self.snapshot.settings, left, self.max_checks, isolation=self.isolation)
+        left = None if max_time is None else max(0.0, max_time - (time.monotonic() - self.started))
+        oracle = Oracle(certainty.check, certainty.isolation, left, self.oracle.max_checks)
 
         def tell(candidate: Candidate, verdict: Verdict, change: str) -> None:
             self.tell(ContextChecked(oracle.checks, verdict.value, change))
 
         oracle.on_check = tell
-        return find_context(whole, self.failure, oracle)
+        return find_context(whole, certainty.failure, oracle)
 
     def _passes(self) -> tuple[tuple[str, Callable[[Problem], None]], ...]:
         """What to run in every round at this level."""
         if self.level == "module" and self.context is not None:
             return ()
-        return PASSES if self.level != "step" else (("values", simplify_values),)
+        return PASSES if self.level != "step" else tuple(row for row in PASSES if row[0] in STEP_PASSES)
 
     def _run_rounds(self, problem: Problem) -> bool:
         """Repeat all passes until a round changes nothing; whether that happened."""
@@ -432,8 +298,7 @@ class _Run:
 
     def _accepted(self, candidate: Candidate) -> None:
         change = self.ledger.accepted(candidate)
-        if self.rule is not None:
-            self.steps.append(candidate)
+        self.certainty.accepted(candidate)
         self._keep(candidate)
         self.tell(Improved(candidate.num_calls, candidate.num_elements, change))
 
@@ -452,13 +317,13 @@ class _Run:
         return Reduction(
             program,
             {item.value: best.tensors[item.value] for item in program.inputs},
-            failure if failure is not None else self.failure,
+            failure if failure is not None else self.certainty.failure,
             {"calls": self.snapshot.program.num_calls, "elements": self.snapshot.num_elements},
-            self.check.summary(),
+            self.certainty.check.summary(),
             checks=ledger.checks,
             verdicts={verdict.value: ledger.verdicts.get(verdict.value, 0) for verdict in Verdict},
             seconds=ledger.seconds + (self.seconds or time.monotonic() - self.started),
-            reproduces=self.reproduces,
+            reproduces=self.certainty.reproduces,
             explain=self.explanation.inputs,
             one_minimal=self.is_minimal,
             log=list(ledger.log),
@@ -468,17 +333,9 @@ class _Run:
             explain_checks=ledger.variants,
             stopped=self.stopped,
             untried=untried,
-            notes=list(self.notes),
+            notes=list(self.certainty.notes),
             origin=self.origin,
             level=self.level,
             context=self.context,
             known={**(self.earlier.known if self.earlier is not None else {}), **self.oracle.remembered},
         )
-
-
-def _told(outcomes: list[Failure | None]) -> str:
-    """What happened instead, in a few words."""
-    failure = next((found for found in outcomes if found is not None), None)
-    if failure is None:
-        return "nothing goes wrong in a replay"
-    return f"a replay gives {failure.kind} from `{failure.call or failure.input_name}` in the {failure.phase} phase"

@@ -43,8 +43,8 @@ def fingerprint(snapshot: Snapshot) -> str:
     return found.hexdigest()
 
 
-def load_earlier(path: Path, snapshot: Snapshot, origin: Mapping[str, Any]) -> Reduction:
-    """The reduction at ``path``; raises `SnapshotError` for a damaged one, `UsageError` for one of another snapshot."""
+def load_earlier(path: Path, snapshot: Snapshot, origin: Mapping[str, Any], level: str) -> Reduction:
+    """The reduction at ``path``; raises `SnapshotError` for a damaged one, `UsageError` for one of something else."""
     try:
         earlier = load(path)
     except SnapshotError as error:
@@ -56,6 +56,8 @@ def load_earlier(path: Path, snapshot: Snapshot, origin: Mapping[str, Any]) -> R
         raise UsageError(f"cannot resume: `{path}` was made from another snapshot", hint=_HINT)
     if earlier.origin.get("check", "") != origin.get("check", ""):
         raise UsageError(f"cannot resume: `{path}` was made with another check", hint=_HINT)
+    if earlier.level != level:
+        raise UsageError(f"cannot resume: `{path}` was made at level `{earlier.level}`", hint=_HINT)
     if earlier.origin.get("torch") != origin["torch"]:
         earlier.known = {}
     return earlier

@@ -15,7 +15,7 @@ from typing import Any
 
 from reprokit.locate.failure import Failure
 from reprokit.locate.ways import NAN, ways_of
-from reprokit.program.ir import Program, Ref, map_leaves
+from reprokit.program.ir import Call, Program, Ref, map_leaves
 from reprokit.program.run import Tensors
 
 ACCUMULATION = "AccumulateGrad"
@@ -69,11 +69,18 @@ def same(first: Signature, second: Signature) -> bool:
     return first == second
 
 
-def is_clean(program: Program, tensors: Tensors, signature: Signature, ways: frozenset[str]) -> bool:
+def is_clean(
+    program: Program,
+    tensors: Tensors,
+    signature: Signature,
+    ways: frozenset[str],
+    told: frozenset[str] = frozenset(),
+) -> bool:
     """Whether nothing the program is given is bad already in the ways of the failure.
 
     A NaN is never fine and an incoming gradient has to be finite; an infinity of another way, such as a mask filled
-    with ``-inf``, is a legal value. The rule is waived for an input that was itself the failure.
+    with ``-inf``, is a legal value. The rule is waived for an input that was itself the failure, and for constants of
+    these ways that the origin is ``told``, as `masked_fill` may be told ``-inf``.
     """
     forbidden = {NAN} if signature.phase == "backward" else {NAN, *ways}
     for item in program.inputs:
@@ -82,13 +89,16 @@ def is_clean(program: Program, tensors: Tensors, signature: Signature, ways: fro
         found = ways_of(tensors[item.value])
         if found & forbidden or (found and item.role == "gradient"):
             return False
-    return not any(way in forbidden for way in constant_ways(program))
+    return not any(
+        constant_ways(call) & (forbidden - told if call.target == signature.call else forbidden)
+        for call in program.calls
+    )
 
 
 def ways_given(program: Program, tensors: Tensors) -> frozenset[str]:
     """All ways in which anything that the program is given is bad: its inputs and the constants of its calls."""
     ways = (ways_of(tensors[item.value]) for item in program.inputs)
-    return frozenset(constant_ways(program)).union(*ways)
+    return frozenset().union(*ways, *map(constant_ways, program.calls))
 
 
 def _position(failure: Failure, program: Program) -> tuple[Any, ...] | None:
@@ -118,8 +128,8 @@ def _wording(kind: str, message: str) -> tuple[str, str]:
     return kind, re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", first)
 
 
-def constant_ways(program: Program) -> set[str]:
-    """The ways in which constants of the calls are bad."""
+def constant_ways(call: Call) -> set[str]:
+    """The ways in which constants of a call are bad."""
     found: set[str] = set()
 
     def look(leaf: Any) -> Any:
@@ -127,7 +137,6 @@ def constant_ways(program: Program) -> set[str]:
             found.add("nan" if math.isnan(leaf) else "+inf" if leaf > 0 else "-inf")
         return leaf
 
-    for call in program.calls:
-        if not call.is_optimizer_step:  # a bad hyperparameter is a cause worth showing, not a value that flows
-            map_leaves((call.args, dict(call.kwargs)), look)
+    if not call.is_optimizer_step:  # a bad hyperparameter is a cause worth showing, not a value that flows
+        map_leaves((call.args, dict(call.kwargs)), look)
     return found

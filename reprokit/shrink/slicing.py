@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from reprokit.locate.failure import EXCEPTION, Failure
-from reprokit.program.functions import GRAD_WRITES, is_in_place
+from reprokit.program.functions import GRAD_READ, GRAD_WRITES, is_in_place
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, ZERO_GRAD, Call, Program, Ref
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.signature import ACCUMULATION
 
-_GRAD_READS = frozenset({"torch.Tensor.grad.__get__", "torch.Tensor._grad.__get__"})
+_GRAD_READS = frozenset({GRAD_READ, "torch.Tensor._grad.__get__"})
 _BACKWARDS = frozenset({BACKWARD, AUTOGRAD_BACKWARD})
 _ONLY_GRADIENTS = GRAD_WRITES | _BACKWARDS | {ZERO_GRAD}  # matter to who reads ``.grad`` alone
 

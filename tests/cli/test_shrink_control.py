@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import os
@@ -19,10 +18,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from reprokit import render
 from reprokit.cli import main
 from reprokit.cli.console import Verbosity
 from reprokit.cli.views import LiveView, PlainView, Progress, draw, open_view
+from reprokit.render import verify
+from reprokit.render.verify import VerifyResult
 from reprokit.shrink.events import (
     Checked,
     Event,
@@ -39,6 +39,7 @@ from reprokit.shrink.reduction import load
 from reprokit.snapshot.format import save
 from tests.shrink import failing
 
+run_twice = verify.verify
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = {"issue.md", "reduction.pt", "report.html", "repro.py", "test_repro.py"}
 EVENTS: list[Event] = [
@@ -56,12 +57,18 @@ EVENTS: list[Event] = [
 
 @pytest.fixture
 def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A snapshot whose reduction takes over 50 checks, in the current folder. Results are verified twice only."""
+    """A snapshot whose reduction takes over 50 checks, in the current folder. Results count as verified."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(render, "render_all", functools.partial(render.render_all, times=2))
+    monkeypatch.setattr(verify, "verify", lambda path, times: VerifyResult(times, times, 1, "", "", "", 0.0))
     path = tmp_path / "snap.pt"
     save(failing.loss_scaled_twice(), path)
     return path
+
+
+@pytest.fixture
+def really_verified(monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> None:
+    """Results are verified twice, in clean processes as ever."""
+    monkeypatch.setattr(verify, "verify", lambda path, times: run_twice(path, 2))
 
 
 @pytest.fixture
@@ -156,6 +163,7 @@ def test_progress_as_json_leaves_stdout_to_the_result(shrink: Any) -> None:
 # -- budgets and the table of passes -------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("really_verified")
 def test_a_number_of_checks(shrink: Any) -> None:
     code, summary, err = shrink("--max-checks", "12")
     assert code == 0
@@ -169,6 +177,13 @@ def test_a_number_of_checks(shrink: Any) -> None:
     assert all(not item["free"] and item["tried"] is False for item in summary["explain"])
 
 
+def test_a_level_that_keeps_what_could_go_does_not_say_that_it_stopped(shrink: Any) -> None:
+    code, summary, err = shrink("--level", "step")
+    assert code == 0 and summary["stopped"] is None and not summary["one_minimal"]
+    assert "stopped early" not in err and "may shrink further" not in err
+
+
+@pytest.mark.usefixtures("really_verified")
 def test_no_time_at_all_still_leaves_a_verified_result(shrink: Any) -> None:
     code, summary, err = shrink("--max-time", "1e-9")
     assert code == 0
@@ -292,11 +307,8 @@ def test_results_of_another_run_do_not_stay_behind(shrink: Any) -> None:
 RUN = """
 import os, signal, sys
 from collections import Counter
-from functools import partial
-from reprokit import render
 from reprokit.cli import main, views
-
-render.render_all = partial(render.render_all, times=2)
+from reprokit.render import verify
 
 moment, times = sys.argv[1], int(sys.argv[2])
 seen = Counter()
@@ -316,10 +328,11 @@ def show(self, event):
         press()
 
 views.QuietView.show = show
+judge = verify._judge
 if moment == "verification:1":
-    from reprokit.render import verify
-    judge = verify._judge
     verify._judge = lambda *words: press() or judge(*words)
+else:  # what they would say
+    verify.verify = lambda path, times: verify.VerifyResult(times, times, 1, "", "", "", 0.0)
 if moment == "saving:1":
     import torch
     from reprokit.shrink import reduction
@@ -430,11 +443,10 @@ def test_interrupted_while_torch_is_loaded(snapshot: Path) -> None:
 
 WAIT = """
 import sys, time
-from functools import partial
-from reprokit import render
 from reprokit.cli import main, views
+from reprokit.render import verify
 
-render.render_all = partial(render.render_all, times=2)
+verify.verify = lambda path, times: verify.VerifyResult(times, times, 1, "", "", "", 0.0)
 show = views.LiveView.show
 def wait(self, event):
     show(self, event)
@@ -482,4 +494,6 @@ def test_ignored_interrupts_stay_ignored(snapshot: Path) -> None:
 
 def test_a_finished_event_and_a_writing_event_read_well() -> None:
     assert str(Finished(2, 5, 11, True)) == "nothing more can go: 2 calls, 5 elements after 11 checks"
+    assert str(Finished(2, 5, 11, False, "max-time")).startswith("stopped early: ")
+    assert str(Finished(2, 5, 11, False)).startswith("done: ")  # at level `module` more could go, and is to stay
     assert "Ctrl-C again" in str(Writing(True))

@@ -79,6 +79,11 @@ def masked_softmax() -> Snapshot:
     return record(step, x=seeded(3, 7, 8), mask=mask)
 
 
+def asked_for_infinity() -> Snapshot:
+    """The origin itself is told to fill in what is bad, behind calls that have no part in it."""
+    return record(lambda x: torch.tanh(x * 2.0).masked_fill(x > 0, -INF).sum(), x=seeded(4, 5))
+
+
 def zero_times_log_zero() -> Snapshot:
     """0 * log 0."""
     return record(lambda p: (p * p.log()).sum(), p=torch.tensor([0.2, 0.8, 0.0, 0.5]))
@@ -197,6 +202,16 @@ def gradients_added_up() -> Snapshot:
     return record(step, x=torch.zeros(6, dtype=torch.float16, requires_grad=True))
 
 
+def accumulated_gradients() -> Snapshot:
+    """The same two among gradients of batches that add nothing, before and between them."""
+
+    def step(x: torch.Tensor) -> None:
+        for factor in (0.0, 60000.0, 1.0, 60000.0):
+            (torch.tanh(x) * factor).sum().backward()
+
+    return record(step, x=torch.zeros(6, dtype=torch.float16, requires_grad=True))
+
+
 def gradient_penalty() -> Snapshot:
     """A second derivative that does not exist."""
 
@@ -268,6 +283,7 @@ def chosen_column() -> Snapshot:
 
 STEPS: tuple[Step, ...] = (
     masked_softmax,
+    asked_for_infinity,
     zero_times_log_zero,
     zero_by_zero,
     half_linear_overflow,
@@ -281,6 +297,7 @@ STEPS: tuple[Step, ...] = (
     layer_norm_half,
     in_place_gradient,
     gradients_added_up,
+    accumulated_gradients,
     loss_scaled_twice,
     gradient_penalty,
     singular_matrix,

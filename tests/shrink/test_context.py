@@ -25,7 +25,9 @@ from reprokit.shrink.context.piece import Context, from_plain, to_plain
 from reprokit.shrink.context.search import find_context
 from reprokit.shrink.context.tree import tree_of
 from reprokit.shrink.context.variables import variables
-from reprokit.shrink.oracle import Oracle
+from reprokit.shrink.isolation.runner import Isolation
+from reprokit.shrink.isolation.task import Task
+from reprokit.shrink.oracle import Guarded, Oracle
 from reprokit.shrink.plainness import seed_of
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import load
@@ -44,7 +46,8 @@ CASES = (
 
 
 def context_of(snapshot: Snapshot, max_checks: int | None = None) -> Context:
-    oracle = Oracle(choose_check(None, snapshot), snapshot.settings, max_checks=max_checks)
+    check = choose_check(None, snapshot)
+    oracle = Oracle(check, Isolation(Task.of(Guarded(check), snapshot.settings)), max_checks=max_checks)
     found = find_context(Candidate(snapshot.program, snapshot.tensors), snapshot.failure, oracle)
     assert found is not None
     return found
@@ -208,8 +211,7 @@ def test_level_step_keeps_every_call() -> None:
     snapshot = models.masked_attention()
     reduction = shrink(snapshot, level="step")
     assert [call.target for call in reduction.program.calls] == [call.target for call in snapshot.program.calls]
-    shapes = {item.name: reduction.tensors[item.value].shape for item in reduction.program.inputs}
-    assert shapes == {item.name: snapshot.tensors[item.value].shape for item in snapshot.program.inputs}
+    assert reduction.summary()["elements"] < 12
     largest = max(float(t.abs().max()) for t in reduction.tensors.values() if t.is_floating_point())
     assert largest in (0.0, 1.0)
 

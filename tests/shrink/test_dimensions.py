@@ -10,7 +10,8 @@ import torch
 from reprokit.locate.blame import locate
 from reprokit.program.ir import Call, Input, Program, Ref, Slice
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.dimensions import Axis, Class, Constant, Length, find_classes, shrink_to
+from reprokit.shrink.classes import find_classes
+from reprokit.shrink.dimensions import Axis, Class, Constant, Length, shrink_to
 from reprokit.shrink.probe import Ground, Prober
 from reprokit.shrink.safety import is_safe
 

@@ -16,10 +16,11 @@ import torch
 from reprokit.cli import main
 from reprokit.errors import Flaky
 from reprokit.locate.failure import Failure
-from reprokit.shrink import reducer
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.certainty import Certainty
 from reprokit.shrink.checks.protocol import SignatureCheck
 from reprokit.shrink.determinism import MAX_RUNS, Rate, RepeatedCheck, Rule, rule_for, settings_that_matter
+from reprokit.shrink.isolation.task import NotObserved, Report
 from reprokit.shrink.oracle import Verdict
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.signature import Signature
@@ -115,7 +116,7 @@ def test_rarer_failures_take_more_runs_and_then_too_many() -> None:
 def test_runs_end_when_the_answer_is_certain(outcomes: list[int], verdict: Verdict, num_runs: int) -> None:
     remaining = iter(outcomes)
     check = RepeatedCheck(ScriptedCheck(outcomes=remaining), Rule(3, 5))
-    assert check.judge(check.observe(EMPTY), EMPTY) is verdict
+    assert check.once.judge(check.observe(EMPTY), EMPTY) is verdict
     assert len(outcomes) - len(list(remaining)) == num_runs
 
 
@@ -165,13 +166,19 @@ def test_deterministic_algorithms_are_named_when_they_matter(failures: list[int]
     check = ScriptedCheck(outcomes=iter(failures))
     seen: list[Mapping[str, Any]] = []
 
-    def observe(settings: Mapping[str, Any]) -> Failure | None:
+    def report(settings: Mapping[str, Any]) -> Report:
         seen.append(settings)
-        return check.observe(EMPTY)
+        return Report(check.observe(EMPTY))
 
-    notes = settings_that_matter(observe, check, EMPTY, {"num_threads": 1}, is_flaky=True)
+    notes = settings_that_matter(report, check, EMPTY, {"num_threads": 1}, is_flaky=True)
     assert notes == ([f"with deterministic algorithms it {words}"] if words else [])
     assert seen == [{"num_threads": 1, "deterministic_algorithms": True}] * 8
+
+
+def test_a_run_that_breaks_off_says_nothing_about_a_setting() -> None:
+    report = Report(error=NotObserved("time", "the candidate took more than 10 s"))
+    check = ScriptedCheck()
+    assert settings_that_matter(lambda settings: report, check, EMPTY, {"num_threads": 2}, is_flaky=False) == []
 
 
 def test_a_result_that_does_not_hold_is_not_given_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,13 +195,13 @@ def test_a_result_that_does_not_hold_is_not_given_out(tmp_path: Path, monkeypatc
     forgetful.is_over = False  # type: ignore[attr-defined]
     monkeypatch.setattr(SignatureCheck, "judge", forgetful)
 
-    def watch(run: Any, problem: Any) -> None:
-        steps.extend(run.steps)
+    def watch(certainty: Certainty, best: Candidate) -> tuple[Candidate, bool]:
+        steps.extend(certainty.steps)
         forgetful.is_over = True  # type: ignore[attr-defined]
-        confirm(run, problem)
+        return confirmed(certainty, best)
 
-    confirm = reducer._Run._confirm
-    monkeypatch.setattr(reducer._Run, "_confirm", watch)
+    confirmed = Certainty.confirmed
+    monkeypatch.setattr(Certainty, "confirmed", watch)
     reduction = shrink(snapshot_of_growth(), check=f"{file}:sometimes", max_checks=20)
     assert len(steps) >= 2 and not reduction.one_minimal
     kept = Candidate(reduction.program, reduction.tensors)
@@ -204,12 +211,12 @@ def test_a_result_that_does_not_hold_is_not_given_out(tmp_path: Path, monkeypatc
 def test_nothing_that_holds_is_flaky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "flaky.py"
     file.write_text(SOMETIMES.format(period=8, sign="!=", place=3))
-    confirm = reducer._Run._confirm
+    confirmed = Certainty.confirmed
 
-    def unlucky(run: Any, problem: Any) -> None:
-        run.steps.clear()
-        confirm(run, problem)
+    def unlucky(certainty: Certainty, best: Candidate) -> tuple[Candidate, bool]:
+        certainty.steps.clear()
+        return confirmed(certainty, best)
 
-    monkeypatch.setattr(reducer._Run, "_confirm", unlucky)
+    monkeypatch.setattr(Certainty, "confirmed", unlucky)
     with pytest.raises(Flaky, match="no reduction holds"):
         shrink(snapshot_of_growth(), check=f"{file}:sometimes", max_checks=10)

@@ -80,7 +80,7 @@ def test_a_check_that_exits_is_a_crash() -> None:
 
 @needs_fork
 def test_verdicts_of_candidates_that_crash_or_hang() -> None:
-    oracle = Oracle(NonfiniteCheck(Signature("forward", "nan", "torch.log")), isolation=isolation("fork"))
+    oracle = Oracle(NonfiniteCheck(Signature("forward", "nan", "torch.log")), isolation("fork"))
     verdicts = [oracle.check(candidate(number)) for number in (0, 1, 2, 3)]
     assert verdicts == [Verdict.SAME, Verdict.PASSES, Verdict.INVALID, Verdict.INVALID]
 
@@ -144,8 +144,18 @@ def test_limits_follow_from_the_first_run() -> None:
     assert places.allowed == Limits.after(0.0)
     assert isolation("process", limits=SHORT).allowed == SHORT
     limits = Limits.after(7.0)
-    assert limits.seconds == 70.0
+    assert limits.seconds == 70.0 and limits.times(3).seconds == 210.0 and Limits().times(3) == Limits()
     assert limits.memory is not None and limits.memory >= resident_bytes(os.getpid())
+
+
+def test_another_way_to_observe_is_never_without_limits() -> None:
+    places = isolation("process", limits=None)
+    places.report(candidate(1))
+    with places.observing(Task.of(NeedsBoth(), {})):
+        assert places.allowed == Limits.after(0.0)
+    assert places.task.observe is by_number and places.allowed == Limits.after(0.0)
+    places.change(places.task, 5)
+    assert places.allowed == Limits.after(0.0).times(5)
 
 
 @needs_fork
@@ -256,12 +266,13 @@ def two_calls_among_many() -> Snapshot:
 
 
 SCRIPT = """
-import sys
+import signal, sys
 import torch
 from reprokit.shrink.isolation.limits import Limits
 from reprokit.shrink.reducer import shrink
 from tests.shrink import failing
 from tests.shrink.predicates import LeavesTraces
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 try:
     shrink(failing.zero_by_zero(), observe=LeavesTraces(sys.argv[1]), isolation=sys.argv[2], limits=Limits(600.0))
 except KeyboardInterrupt:

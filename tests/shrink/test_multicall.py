@@ -166,7 +166,7 @@ CASES: dict[str, tuple[Callable[[], None], tuple[Any, ...]]] = {
     ),
     "second derivative": (
         loop_with_second_derivative,
-        ("torch.autograd.grad", "PowBackward0", 1, 1, 25, "AssertionError"),
+        ("torch.autograd.grad", "PowBackward0", 1, 1, 30, "AssertionError"),
     ),
 }
 

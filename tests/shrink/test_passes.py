@@ -100,6 +100,7 @@ def only(name: str, run_pass: Pass) -> Iterator[None]:
     """A reducer that begins with the whole step and has one pass."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reducer, "cuts", lambda candidate, failure: iter(()))
+        patch.setattr(reducer, "slice_to", lambda candidate, failure: None)
         patch.setattr(reducer, "PASSES", ((name, run_pass),))
         yield
 

@@ -22,11 +22,12 @@ from reprokit.shrink.reducer import REDUCTION_FILE, shrink
 from reprokit.shrink.reduction import Reduction, load
 from reprokit.shrink.signature import Signature, same
 from reprokit.snapshot.format import Snapshot, count_elements
-from tests.shrink import failing
+from tests.shrink import failing, models
 
 # calls, elements, checks at most
 SIZES = {
     failing.masked_softmax: (1, 1, 8),
+    failing.asked_for_infinity: (1, 2, 12),
     failing.zero_times_log_zero: (1, 1, 8),
     failing.zero_by_zero: (1, 2, 8),
     failing.half_linear_overflow: (1, 2, 16),
@@ -40,6 +41,7 @@ SIZES = {
     failing.layer_norm_half: (1, 1, 12),
     failing.in_place_gradient: (2, 1, 15),
     failing.gradients_added_up: (2, 1, 45),
+    failing.accumulated_gradients: (2, 1, 55),
     failing.loss_scaled_twice: (2, 2, 70),
     failing.gradient_penalty: (1, 1, 10),
     failing.singular_matrix: (1, 1, 10),
@@ -107,6 +109,19 @@ def test_autocast_becomes_half_precision() -> None:
     assert {tensor.dtype for tensor in reduction.tensors.values()} == {torch.float16}
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_eight_bit_floats_with_which_torch_hardly_computes(dtype: torch.dtype) -> None:
+    def step(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.float32) * scale).to(dtype).float().log().sum()
+
+    snapshot = failing.record(step, x=torch.full((4, 4), 1.5).to(dtype), scale=torch.zeros(4))
+    with pytest.MonkeyPatch.context() as patch:  # the tensors themselves meet every pass
+        patch.setattr("reprokit.shrink.reducer.cuts", lambda candidate, failure: iter(()))
+        reduction = shrink(snapshot)
+    assert same(signature_of(reduction), signature_of(snapshot))
+    assert reduction.one_minimal
+
+
 def test_layers_of_a_recurrent_network_go_together_with_their_weights() -> None:
     layer = torch.nn.LSTM(5, 7, num_layers=3, batch_first=True)
     x = failing.seeded(3, 4, 5)
@@ -163,6 +178,25 @@ def test_an_interrupted_reduction_leaves_the_best_and_goes_on(tmp_path: Path) ->
     whole = shrink(snapshot)
     assert is_alike(resumed, whole)
     assert best.checks < resumed.checks < best.checks + whole.checks
+
+
+def test_a_level_is_gone_on_from_and_no_other_one(tmp_path: Path) -> None:
+    snapshot = models.masked_attention()
+    whole = shrink(snapshot, out_dir=tmp_path, level="module")
+    resumed = shrink(snapshot, out_dir=tmp_path, level="module", resume=True)
+    assert resumed.context is not None and is_alike(resumed, whole)
+    with pytest.raises(UsageError, match="was made at level `module`"):
+        shrink(snapshot, out_dir=tmp_path, resume=True)
+
+
+def test_without_a_piece_of_the_model_the_minimum_is_the_result_and_says_so() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return ((x * 1e8 + 1.0) - x * 1e8).sum()
+
+    snapshot = failing.traced(step, x=failing.seeded(4, 6))
+    reduction = shrink(snapshot, level="module", check="mismatch:fp64")
+    assert reduction.context is None and reduction.program.num_calls == 2
+    assert reduction.notes == ["no piece of the model shows the failure: this is the minimum"]
 
 
 def test_a_spent_budget_is_not_a_proof(tmp_path: Path) -> None:

@@ -145,6 +145,31 @@ def shuffled_written_in_place() -> Snapshot:
     return record(step, x=seeded(2, 3, 5, 5, grad=True), weight=seeded(12, 3, 3, 3, grad=True))
 
 
+def overlapping_blocks() -> Snapshot:
+    """Blocks that are added up where they overlap: the image, the kernel and two dimensions depend on each other."""
+    return record(lambda x: F.fold(x, (5, 5), (2, 2), stride=1).sum(), x=torch.full((2, 12, 16), 2e38))
+
+
+def kernel_as_large_as_its_image() -> Snapshot:
+    """Neither can grow alone, and the image can shrink only with the kernel."""
+    x, weight = torch.full((2, 4, 20), 1e20), torch.full((6, 2, 5), 1e20)
+
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.conv1d(x, weight, stride=2, padding=3, dilation=2, groups=2).sum()
+
+    return record(step, x=x, weight=weight)
+
+
+def pooled_sum() -> Snapshot:
+    """A kernel that has to stay larger than one."""
+    return record(lambda x: F.avg_pool2d(x, 3).sum(), x=torch.full((2, 2, 9, 9), 2e38))
+
+
+def normalised_batch() -> Snapshot:
+    """An exception, whose equal sizes need not belong together."""
+    return record(lambda x: F.batch_norm(x, None, None, training=True, eps=0).sum(), x=torch.ones(4, 3, 5, 5))
+
+
 # calls, elements, checks at most
 SIZES: dict[Callable[[], Snapshot], tuple[int, int, int]] = {
     unreachable_alignment: (1, 6, 20),
@@ -159,6 +184,10 @@ SIZES: dict[Callable[[], Snapshot], tuple[int, int, int]] = {
     transposed_view: (1, 4, 35),
     heads_written_in_place: (3, 2, 50),
     shuffled_written_in_place: (3, 1, 45),
+    overlapping_blocks: (1, 4, 25),
+    kernel_as_large_as_its_image: (1, 2, 30),
+    pooled_sum: (1, 4, 30),
+    normalised_batch: (1, 2, 35),
 }
 by_name = pytest.mark.parametrize("step", SIZES, ids=lambda step: step.__name__)
 

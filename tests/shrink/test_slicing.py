@@ -9,6 +9,8 @@ import torch
 
 from reprokit.program.ir import Call, Ref
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.certainty import Certainty
+from reprokit.shrink.isolation.limits import Limits
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.slicing import slice_to
 from tests.shrink import failing
@@ -75,6 +77,15 @@ def test_a_slice_that_does_not_fail_is_not_used(monkeypatch: pytest.MonkeyPatch)
         tensors = {value: torch.ones_like(tensor) for value, tensor in candidate.tensors.items()}
         return candidate.with_tensors(tensors), failure
 
+    limits: list[Limits] = []
+    establish = Certainty.establish
+
+    def watch(certainty: Certainty, whole: Candidate, tell: Any) -> None:
+        limits.append(certainty.isolation.allowed)
+        establish(certainty, whole, tell)
+
     monkeypatch.setattr("reprokit.shrink.reducer.slice_to", healthy)
+    monkeypatch.setattr(Certainty, "establish", watch)
     reduction = shrink(failing.zero_by_zero())
     assert (reduction.reproduces, reduction.program.num_calls) == ("5/5", 1)
+    assert limits == [Limits()]  # what the slice needs is too little for the whole step

@@ -26,6 +26,10 @@ class Limits:
         """The limits after a first run that took so long and, at its peak, as much memory as the system remembers."""
         return cls(max(_LEAST_SECONDS, _TIMES_FIRST * seconds), max(_LEAST_BYTES, _TIMES_PEAK * peak_bytes()))
 
+    def times(self, runs: int) -> Limits:
+        """The limits for so many runs in a row."""
+        return self if self.seconds is None else Limits(runs * self.seconds, self.memory)
+
 
 def peak_bytes() -> int:
     """The most memory that this process, or any child that has ended, ever held."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Generator, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
 from reprokit.errors import UsageError
@@ -86,10 +86,27 @@ class Isolation:
         """The report from an interpreter that is started for this candidate alone."""
         return observe_freshly(self.task, candidate, self.allowed)
 
-    def change(self, task: Task) -> None:
-        """Observe in another way from here on; how long that takes is found out again."""
+    def change(self, task: Task, runs: int = 1) -> None:
+        """Observe in another way from here on, which takes so many runs for each candidate. The limits stay, so that
+        no candidate is ever without any."""
         self.close()
-        self.task, self._measured = task, None
+        self.task = task
+        if self._measured is not None:
+            self._measured = self._measured.times(runs)
+
+    @contextmanager
+    def observing(self, task: Task) -> Iterator[None]:
+        """Observe in another way for a while."""
+        before = self.task
+        self.change(task)
+        try:
+            yield
+        finally:
+            self.change(before)
+
+    def forget_limits(self) -> None:
+        """Let them follow from the next run: what ran so far was smaller than what comes."""
+        self._measured = None
 
     def close(self) -> None:
         """End all workers."""

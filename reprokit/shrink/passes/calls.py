@@ -20,8 +20,6 @@ from reprokit.shrink.signature import ACCUMULATION
 
 def remove_calls(problem: Problem) -> None:
     """Take out every call that the failure does not need."""
-    if problem.best.num_calls < 2:
-        return
     _remove_scopes(problem)
     window = max(1, len(problem.best.program.calls) // 2)
     while True:
@@ -57,15 +55,21 @@ def _remove_windows(problem: Problem, window: int) -> None:
 
 
 def _removable(problem: Problem) -> list[int]:
-    """Every call but the origin and those that the failure is seen at."""
+    """Every call but the origin, and the backward pass that a bad gradient is seen in when there is only one."""
     calls = problem.best.program.calls
     failure = problem.failure
+    passes = [index for index, call in enumerate(calls) if call.is_differentiation]
+    kept = set(passes if failure.phase == "backward" and len(passes) == 1 else ())
     origin = failure.call_index if failure.backward_node != ACCUMULATION else None
-    kept = [i for i, call in enumerate(calls) if i == origin or call.is_differentiation or call.is_optimizer_step]
-    return [index for index in range(len(calls)) if index not in kept]
+    return [index for index in range(len(calls)) if index not in kept and index != origin]
 
 
 def _remove(problem: Problem, chosen: frozenset[int], change: str) -> bool:
+    """Take out these calls; a program of none shows nothing, even if what it is given is bad."""
+    program = problem.best.program
+    rest = tuple(call for index, call in enumerate(program.calls) if index not in chosen)
+    if replace(program, calls=rest).num_calls == 0:
+        return False
     recording = record(problem.best, chosen)
     may_bypass = len(chosen) == 1 or problem.failure.is_of_whole_step  # a value given has to be ordinary there
     proposals = _without(problem.best, chosen, recording, may_bypass)

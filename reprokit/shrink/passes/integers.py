@@ -1,13 +1,16 @@
 """Integers in arguments: 1 where it will do, then 0 and 2: kernels, groups, heads, numbers of classes, diagonals.
 
-What an integer means for the shapes is not known. It is lowered alone and together with its equals in the same call,
-and a dimension is lowered with it, in proportion or with its square, when a probe of the shapes finds that this fits.
+What an integer means for the shapes is not known. It is lowered alone, together with its equals in the same call, and
+last together with one other, as a kernel only gets smaller with the image it moves over. A dimension is lowered with
+them when a probe of the shapes finds that this fits: in proportion or with the square first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import torch
 
@@ -15,10 +18,15 @@ from reprokit.program.ir import Call
 from reprokit.shrink.arguments import Path, leaves, with_leaf
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.dimensions import Axis, Class, shrink_to
-from reprokit.shrink.probe import Prober, forms_of
+from reprokit.shrink.passes.focus import focus
+from reprokit.shrink.probe import Form, forms_of
 from reprokit.shrink.problem import Problem
 
 _MAX_CALLS = 8
+_MAX_PAIRED = 6
+_MAX_SIZE = 64
+Integer = tuple[Path, int]
+Ratios = Sequence[Fraction] | None
 
 
 def lower_integers(problem: Problem) -> None:
@@ -29,9 +37,10 @@ def lower_integers(problem: Problem) -> None:
         if not (call.is_differentiation or call.is_optimizer_step):
             for path, number in _integers(call):
                 _lower(problem, index, path, number)
+            _lower_together(problem, index)
 
 
-def _integers(call: Call) -> list[tuple[Path, int]]:
+def _integers(call: Call) -> list[Integer]:
     return [(path, leaf) for path, leaf in leaves(call) if isinstance(leaf, int) and leaf >= 2]
 
 
@@ -41,8 +50,8 @@ def _lower(problem: Problem, index: int, path: Path, number: int) -> None:
         return  # lowered together with an equal one
     for lower in (1, 0, 2):
         for changed in _lowered(call, path, number, lower) if lower < number else ():
-            candidate = next(_fitting(problem, index, changed, number, lower), None)
-            if candidate is not None and problem.consider(candidate, f"{lower} instead of {number}"):
+            ratio = Fraction(lower, number)
+            if _consider(problem, index, changed, (ratio, ratio**2), f"{lower} instead of {number}"):
                 return
 
 
@@ -57,23 +66,57 @@ def _lowered(call: Call, path: Path, number: int, lower: int) -> Iterator[Call]:
         yield with_leaf(call, path, lower)
 
 
-def _fitting(problem: Problem, index: int, call: Call, number: int, lower: int) -> Iterator[Candidate]:
-    """The best candidate with this call, if need be with one dimension lowered as well."""
+def _lower_together(problem: Problem, index: int) -> None:
+    """Lower two integers that only get smaller together: both to 1, else one less again and again; so each alone."""
+    paths = [path for path, _ in _integers(problem.best.program.calls[index])]
+    for number in (2, 1) if len(paths) <= _MAX_PAIRED else ():
+        for some in itertools.combinations(paths, number):
+            _lower_some(problem, index, some, to_one=True)
+            while _lower_some(problem, index, some, to_one=False):
+                pass
+
+
+def _lower_some(problem: Problem, index: int, paths: tuple[Path, ...], *, to_one: bool) -> bool:
+    call = problem.best.program.calls[index]
+    numbers = dict(_integers(call))
+    if any(path not in numbers for path in paths):
+        return False
+    changed = call
+    for path in paths:
+        changed = with_leaf(changed, path, 1 if to_one else numbers[path] - 1)
+    return _consider(problem, index, changed, None, "lower numbers")
+
+
+def _consider(problem: Problem, index: int, call: Call, ratios: Ratios, change: str) -> bool:
+    candidate = next(_fitting(problem, index, call, ratios), None)
+    return candidate is not None and problem.consider(candidate, change)
+
+
+def _fitting(problem: Problem, index: int, call: Call, ratios: Ratios) -> Iterator[Candidate]:
+    """The best candidate with this call, if need be with one dimension lowered as well: by one of these ratios, or
+    without any to whatever size fits."""
     best, prober = problem.best, problem.prober
     calls = (*best.program.calls[:index], call, *best.program.calls[index + 1 :])
     plain = replace(best, program=replace(best.program, calls=calls))
-    for candidate in (plain, *_with_lower_dimension(plain, prober, number, lower)):
+    for candidate in (plain, *_with_lower_dimension(problem, plain, ratios)):
         is_smaller = candidate.pruned().sort_key < best.sort_key
         if is_smaller and not prober.refuses(candidate, best, raises=problem.oracle.signature.kind == "exception"):
             yield candidate
 
 
-def _with_lower_dimension(candidate: Candidate, prober: Prober, number: int, lower: int) -> Iterator[Candidate]:
-    if prober.ground(candidate) is not None or lower == 0:
+def _with_lower_dimension(problem: Problem, candidate: Candidate, ratios: Ratios) -> Iterator[Candidate]:
+    if problem.prober.ground(candidate) is not None:
         return  # it fits as it is
     for value, form in forms_of(candidate).items():
         for axis, size in enumerate(form.shape):
-            for power in (1, 2):
-                smaller, rest = divmod(size * lower**power, number**power)
-                if rest == 0 and 0 < smaller < size and form.dtype is not torch.uint8:
-                    yield shrink_to(candidate, {Class(size, (Axis(value, axis),)): range(smaller)})
+            group = Class(size, (Axis(value, axis),))
+            for smaller in _smaller_sizes(form, size, ratios):
+                yield shrink_to(candidate, {group: sorted(focus(problem, group)[:smaller])})
+
+
+def _smaller_sizes(form: Form, size: int, ratios: Ratios) -> list[int]:
+    if form.dtype is torch.uint8:
+        return []
+    if ratios is None:
+        return list(range(1, min(size, _MAX_SIZE)))
+    return [int(size * ratio) for ratio in ratios if (size * ratio).denominator == 1 and ratio]

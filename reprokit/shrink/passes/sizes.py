@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import torch
 
-from reprokit.locate.failure import Failure
 from reprokit.shrink.arguments import leaves, with_leaf
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.classes import find_classes
 from reprokit.shrink.constants import extremes, holds_large
-from reprokit.shrink.dimensions import Axis, Class, axes_of_output, find_classes, shrink_to
-from reprokit.shrink.indexes import fits
+from reprokit.shrink.dimensions import Axis, Class, shrink_to
+from reprokit.shrink.passes.focus import bad_index, focus
 from reprokit.shrink.passes.integers import lower_integers
 from reprokit.shrink.passes.recurrent import simplify_recurrent
 from reprokit.shrink.problem import Problem
@@ -53,7 +53,7 @@ def _single_indexes(problem: Problem, classes: Sequence[Class]) -> Iterator[dict
     """One index for each class. When nothing tells where the bad value sits, as in a sum over everything, the places of
     the largest, the greatest and the least number are all worth a look."""
     yield {group: focus(problem, group)[:1] for group in classes}
-    if all(_bad_index(problem, group) is None for group in classes):
+    if all(bad_index(problem, group) is None for group in classes):
         for sign in (1.0, -1.0):
             yield {group: focus(problem, group, sign)[:1] for group in classes}
 
@@ -65,21 +65,6 @@ def drop_dimensions(problem: Problem) -> None:
             return
 
 
-def focus(problem: Problem, group: Class, sign: float | None = None) -> list[int]:
-    """The indexes of a class, the one most likely needed first.
-
-    That is where the bad element sits, if the class reaches it, otherwise where infinities and large numbers are (with
-    ``sign``, only those of one sign count); second comes an index that an index tensor points to.
-    """
-    candidate = problem.best
-    place = _bad_index(problem, group)
-    scores = _scores(candidate, group, sign)
-    order = sorted(range(group.size), key=lambda index: (-scores[index], index))
-    pointed = sorted(_pointed_to(candidate, group))
-    first = [place] if place is not None else order[:1]
-    return list(dict.fromkeys((*first, *pointed[:1], *order)))
-
-
 def _shrink_classes_of(problem: Problem, size: int) -> None:
     """Shrink each class that has this size; classes are found again after every success, since sizes went."""
     tried: set[tuple[object, ...]] = set()
@@ -89,7 +74,10 @@ def _shrink_classes_of(problem: Problem, size: int) -> None:
         if group is None:
             return
         tried.add(group.members)
-        _shrink_class(problem, group)
+        before = problem.best
+        for one in (group, *group.parts):
+            if problem.best is before:
+                _shrink_class(problem, one)
 
 
 def _shrink_class(problem: Problem, group: Class) -> None:
@@ -177,44 +165,6 @@ def _outline(candidate: Candidate) -> str:
         if item.role != "gradient"
     ]
     return f"{calls} {forms}"
-
-
-def _bad_index(problem: Problem, group: Class) -> int | None:
-    """The index of the bad element along the class, if the tensor it sits in has that dimension."""
-    failure: Failure = problem.failure
-    if failure.value is None or failure.element is None:
-        return None
-    direct = [member.axis for member in group.axes if member.value == failure.value]
-    axes = direct or axes_of_output(group, problem.best, problem.prober, failure.value)
-    usable = [axis for axis in axes if axis < len(failure.element)]
-    return failure.element[usable[0]] % group.size if usable else None
-
-
-def _scores(candidate: Candidate, group: Class, sign: float | None) -> list[float]:
-    """How remarkable the numbers at each index are."""
-    scores = torch.zeros(group.size, dtype=torch.float64)
-    is_by_index = not fits(candidate.program.calls, candidate.tensors)  # then a large index is what matters
-    for member in group.axes:
-        tensor = candidate.tensors[member.value]
-        if (tensor.is_floating_point() or is_by_index) and tensor.numel():
-            scores += _sizes_along(tensor.abs() if sign is None else sign * tensor, member, group.size)
-    return [float(score) for score in scores]
-
-
-def _sizes_along(tensor: torch.Tensor, member: Axis, size: int) -> torch.Tensor:
-    """The logarithm of the largest element at each index, with its sign; an infinity outweighs everything."""
-    rows = tensor.detach().to_dense().double().movedim(member.axis, 0).reshape(member.factor, size, -1)
-    largest = rows.nan_to_num(nan=0.0, posinf=float("inf"), neginf=float("-inf")).amax(dim=(0, 2))
-    return (largest.sign() * largest.abs().log1p()).clamp(-1e6, 1e6)
-
-
-def _pointed_to(candidate: Candidate, group: Class) -> set[int]:
-    found: set[int] = set()
-    for item in candidate.program.inputs:
-        tensor = candidate.tensors[item.value]
-        if tensor.dtype in (torch.int64, torch.int32) and 0 < tensor.numel() <= 4096:
-            found.update(int(index) for index in tensor.flatten().tolist() if 0 <= int(index) < group.size)
-    return found if len(found) < group.size else set()
 
 
 def _leading_ones(candidate: Candidate, keep: int) -> Iterator[Axis]:

@@ -13,7 +13,7 @@ import torch
 
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.constants import filled, is_number, ladder, number_inputs, rounded
+from reprokit.shrink.constants import filled, is_number, ladder, largest_of, number_inputs, rounded
 from reprokit.shrink.plainness import MAX_LITERALS, ONES, constant_of, plainness
 from reprokit.shrink.problem import Problem
 
@@ -46,9 +46,8 @@ def _plainer_numbers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     constant = constant_of(tensor)
     if isinstance(constant, float) and constant < 0:
         yield filled(tensor, -1.0)
-    largest = float(tensor.abs().nan_to_num(posinf=0.0).max())
     if constant is None:
-        yield filled(tensor, largest)
+        yield filled(tensor, largest_of(tensor))
     if tensor.numel() <= MAX_LITERALS:
         for digits in (1, 2, 3):
             yield rounded(tensor, digits)

@@ -1,0 +1,166 @@
+"""How certain a reduction is: how often the snapshot fails again, how candidates are decided then, and the last word.
+
+A failure that comes every time is decided by one run. One that comes often is decided by repeated runs under a rule
+with a stated confidence, and its result is run again in the end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from reprokit.errors import Flaky, NotReproduced
+from reprokit.locate.failure import Failure
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks.protocol import SignatureCheck
+from reprokit.shrink.determinism import MEASURED_RUNS, Rate, RepeatedCheck, Rule, rule_for, settings_that_matter
+from reprokit.shrink.isolation.runner import Isolation
+from reprokit.shrink.isolation.task import Report, Task
+from reprokit.shrink.oracle import Guarded, Oracle, Verdict
+
+REPLAYS = 5
+MIN_REPLAYS = 3
+_SLOW_REPLAY = 1.0
+
+
+@dataclass
+class Certainty:
+    """The failure in question, and how it is recognised.
+
+    ``is_own_check`` says that candidates run by ``check`` and not by something that the caller gave. For a failure
+    that is only sometimes there, ``rule`` says how candidates are decided and ``steps`` are the best so far. ``notes``
+    are sentences for the user.
+    """
+
+    oracle: Oracle
+    isolation: Isolation
+    check: SignatureCheck
+    settings: Mapping[str, Any]
+    is_own_check: bool
+    failure: Failure
+    rule: Rule | None = None
+    reproduces: str = ""
+    notes: list[str] = field(default_factory=list)
+    steps: list[Candidate] = field(default_factory=list)
+
+    def establish(self, whole: Candidate, tell: Callable[[Rate], None]) -> None:
+        """Find out and tell how often the whole program fails. Raises `NotReproduced` when it never does, and `Flaky`
+        when too seldom."""
+        seen = self._runs(whole, REPLAYS)
+        if not self.check.is_settled:
+            self._adopt(seen, whole)
+        rate = Rate.of(self.check, whole, seen)
+        if 0 < rate.failed < rate.runs:
+            seen += self._runs(whole, MEASURED_RUNS - len(seen))
+            rate = Rate.of(self.check, whole, seen)
+        self.reproduces = str(rate)
+        tell(rate)
+        found = next((f for f in seen if f is not None and self._is_same(f, whole)), None)
+        if found is None:
+            raise NotReproduced(
+                "the snapshot does not fail again",
+                hint="was it made with another torch or device?",
+                note=_told(seen),
+            )
+        self.oracle.remember(whole, found)
+        if rate.failed < rate.runs:
+            self._decide_by_rule(rate, whole)
+
+    def accepted(self, candidate: Candidate) -> None:
+        """A candidate became the best one."""
+        if self.rule is not None:
+            self.steps.append(candidate)
+
+    def confirmed(self, best: Candidate) -> tuple[Candidate, bool]:
+        """The result after a last look, and whether nothing speaks against the best candidate.
+
+        A fresh interpreter is asked about a check of the user's and after a crash; in all other cases the repro is
+        verified in clean processes. A flaky result is run again, and where chance had a hand the last step that holds
+        is the result.
+        """
+        if self.rule is not None:
+            return self._last_that_holds(best)
+        self.notes += self._what_matters(best, is_flaky=False)
+        if not self.isolation.is_wary:
+            return best, True
+        agrees = self.oracle.confirm(best)
+        self.notes.append(f"a fresh interpreter gives {'the same failure' if agrees else 'something else'}")
+        return best, agrees
+
+    def _decide_by_rule(self, rate: Rate, whole: Candidate) -> None:
+        """From here on decide by repeated runs."""
+        rule = rule_for(rate)
+        self.notes += self._what_matters(whole, is_flaky=True)
+        if rule is None or not self.is_own_check:
+            raise Flaky(
+                f"the snapshot fails in {rate.failed} of {rate.runs} runs, too seldom to decide with confidence",
+                hint="`torch.use_deterministic_algorithms(True)` may make it fail every time",
+                note="; ".join([f"reproduces {rate}", *self.notes]),
+            )
+        self.rule = rule
+        self.accepted(whole)
+        self.notes.append(f"flaky: the snapshot fails in {rate} runs; a change was {rule}")
+        self.isolation.change(Task.of(Guarded(RepeatedCheck(self.check, rule)), self.settings), rule.runs)
+
+    def _last_that_holds(self, best: Candidate) -> tuple[Candidate, bool]:
+        def observed(candidate: Candidate) -> Failure | None:
+            return self.isolation.report(candidate).observation  # a run that broke off did not fail as wanted
+
+        found = next((step for step in reversed(self.steps) if self._is_same(observed(step), step)), None)
+        if found is None:
+            raise Flaky("no reduction holds when it is run again", note=self.notes[-1])
+        with self.isolation.observing(Task.of(Guarded(self.check), self.settings)):
+            rate = Rate.of(self.check, found, [observed(found) for _ in range(MEASURED_RUNS)])
+        self.notes.append(f"the result fails in {rate} runs")
+        return found, found is best
+
+    def _what_matters(self, candidate: Candidate, *, is_flaky: bool) -> list[str]:
+        """Sentences about settings of torch that decide whether it fails."""
+        if not self.is_own_check:
+            return []
+
+        def report(settings: Mapping[str, Any]) -> Report:
+            with self.isolation.observing(Task.of(Guarded(self.check), settings)):
+                return self.isolation.report(candidate)
+
+        return settings_that_matter(report, self.check, candidate, self.settings, is_flaky=is_flaky)
+
+    def _runs(self, whole: Candidate, times: int) -> list[Failure | None]:
+        """So many runs, fewer when they are slow."""
+        seen: list[Failure | None] = []
+        while len(seen) < times:
+            started = time.monotonic()
+            seen.append(self.oracle.failure(whole))
+            complaint = self.check.complaint(seen[-1])
+            if complaint is not None:
+                raise complaint
+            if len(seen) >= MIN_REPLAYS and times == REPLAYS and time.monotonic() - started > _SLOW_REPLAY:
+                break
+        return seen
+
+    def _adopt(self, seen: list[Failure | None], whole: Candidate) -> None:
+        """Take the first failure of the check's kind for the one in question."""
+        found = next((failure for failure in seen if failure is not None and self.check.recognises(failure)), None)
+        if found is None:
+            raise NotReproduced(
+                f"the check `{self.check.spec}` does not fail on the snapshot",
+                hint="leave out `--check` to reduce the failure that was captured",
+                note=_told(seen),
+            )
+        self.failure = found
+        self.check = self.oracle.predicate = self.check.adopted(found, whole)
+        if self.is_own_check:
+            self.isolation.change(Task.of(Guarded(self.check), self.settings))
+
+    def _is_same(self, observation: Failure | None, candidate: Candidate) -> bool:
+        return self.check.judge(observation, candidate) is Verdict.SAME
+
+
+def _told(outcomes: list[Failure | None]) -> str:
+    """What happened instead, in a few words."""
+    failure = next((found for found in outcomes if found is not None), None)
+    if failure is None:
+        return "nothing goes wrong in a replay"
+    return f"a replay gives {failure.kind} from `{failure.call or failure.input_name}` in the {failure.phase} phase"

@@ -1,0 +1,140 @@
+"""The parts of a result that could be otherwise: an input or a number in the arguments, with other contents for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from reprokit.program.ir import Call, Input
+from reprokit.shrink.arguments import Path, with_leaf
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.constants import is_number
+from reprokit.shrink.naming import parameters_of
+from reprokit.shrink.plainness import constant_of, contents
+from reprokit.shrink.safety import trusts_shapes
+
+_MAX_ELEMENTS = 16
+_PLAIN = (0.0, 1.0, -1.0, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One number of the result exchanged: what it is, and what makes a candidate of a new number."""
+
+    name: str
+    description: dict[str, Any]
+    old: float | int | bool
+    dtype: torch.dtype
+    apply: Callable[[float | int | bool], Candidate]
+
+
+class Part(Protocol):
+    """Something that survived: an input or a constant."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+
+    def variants(self) -> Iterator[Candidate]:
+        """The candidate with other contents in this place."""
+
+    def changes(self) -> Iterator[Change]:
+        """The single numbers it is made of."""
+
+
+class InputPart:
+    """An input, all of whose elements may be exchanged."""
+
+    def __init__(self, best: Candidate, item: Input) -> None:
+        self.name = item.name
+        self._best, self._item = best, item
+        self._tensor = best.tensors[item.value]
+        self._may_index = not trusts_shapes(best.program)
+
+    def variants(self) -> Iterator[Candidate]:
+        """Plain contents, then random ones."""
+        for other in self._contents():
+            if not torch.equal(contents(other), contents(self._tensor)):
+                yield self._best.with_tensors({self._item.value: other})
+
+    def changes(self) -> Iterator[Change]:
+        """The first elements; numbers that choose something only if choosing wrongly is safe."""
+        tensor = self._tensor
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_complex():
+            return
+        if tensor.is_floating_point() or tensor.dtype is torch.bool or self._may_index:
+            for index in range(min(tensor.numel(), _MAX_ELEMENTS)):
+                place = [int(i) for i in torch.unravel_index(torch.tensor(index), tensor.shape)] if tensor.dim() else []
+                description = {"input": self._item.name, "element": place}
+                yield Change(
+                    self.name, description, tensor[tuple(place)].item(), tensor.dtype, self._with_element(tuple(place))
+                )
+
+    def _with_element(self, place: tuple[int, ...]) -> Callable[[float | int | bool], Candidate]:
+        def apply(number: float | int | bool) -> Candidate:
+            changed = self._tensor.detach().clone(memory_format=torch.preserve_format)
+            changed[place] = number
+            return self._best.with_tensors({self._item.value: changed})
+
+        return apply
+
+    def _contents(self) -> Iterator[torch.Tensor]:
+        tensor = self._tensor
+        random = torch.Generator().manual_seed(0)
+        if is_number(tensor):
+            for number in _PLAIN:
+                if constant_of(tensor) != number:
+                    yield torch.full_like(tensor, number)
+            for scale in (1.0, 10.0):
+                real = tensor.real.dtype if tensor.is_complex() else tensor.dtype
+                yield (torch.randn(tensor.shape, generator=random) * scale).to(tensor.device, real).to(tensor.dtype)
+        elif tensor.layout is torch.strided and tensor.dtype is torch.bool:
+            yield ~tensor
+            yield torch.zeros_like(tensor)
+            yield torch.ones_like(tensor)
+        elif tensor.layout is torch.strided and tensor.numel() and not tensor.is_quantized and self._may_index:
+            largest = int(tensor.max())
+            if largest > 0:
+                yield torch.zeros_like(tensor)
+                yield torch.full_like(tensor, largest)
+                yield torch.randint(0, largest + 1, tensor.shape, generator=random).to(tensor.device, tensor.dtype)
+
+
+class ConstantPart:
+    """A number among the arguments of a call."""
+
+    def __init__(self, best: Candidate, index: int, path: Path, number: float | int) -> None:
+        self._best, self._index, self._path, self.number = best, index, path, number
+        call = best.program.calls[index]
+        self.name = _argument_name(call, path)
+        self.description = {"call": call.target, "argument": self.name, "value": number}
+
+    def variants(self) -> Iterator[Candidate]:
+        """A few other numbers."""
+        number = self.number
+        for other in dict.fromkeys((0.0, 1.0, -number, number * 2, number / 2)):
+            if other != number:
+                yield self.apply(other)
+
+    def changes(self) -> Iterator[Change]:
+        """The number itself."""
+        description = {name: self.description[name] for name in ("call", "argument")}
+        yield Change(self.name, description, self.number, torch.float64, self.apply)
+
+    def apply(self, number: float | int | bool) -> Candidate:
+        """The candidate with another number here."""
+        calls = list(self._best.program.calls)
+        calls[self._index] = with_leaf(calls[self._index], self._path, number)
+        return replace(self._best, program=replace(self._best.program, calls=tuple(calls)))
+
+
+def _argument_name(call: Call, path: Path) -> str:
+    words = [word for word in path[1:] if isinstance(word, str)]
+    if words:
+        return words[-1]
+    names = parameters_of(call.target)
+    place = path[1]
+    return names[place] if place < len(names) else f"argument {place + 1}"
