@@ -27,14 +27,19 @@ _MAX_LABELS = 6
 # -- numbers on axes -------------------------------------------------------------------------------------------------
 
 
-def tick_text(value: float) -> str:
-    """A number as an axis shows it: ``0.25``, ``1,000``, ``10⁻⁷``, ``3×10⁵``."""
+def tick_text(value: float, digits: int = 4) -> str:
+    """A number as an axis shows it: ``0.25``, ``1,000``, ``10⁻⁷``, ``3×10⁵``, with so many digits before a power."""
     if value == 0 or 1e-4 <= abs(value) < 1e5:
         return f"{value:,.6g}"
-    mantissa, exponent = f"{value:.3e}".split("e")
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
     power = f"10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
     short = f"{float(mantissa):g}"
     return power if short == "1" else f"-{power}" if short == "-1" else f"{short}×{power}"
+
+
+def power_text(exponent: int) -> str:
+    """A power of ten, which may be one that no float holds."""
+    return tick_text(10.0**exponent) if -4 <= exponent < 5 else f"10{str(exponent).translate(_SUPERSCRIPTS)}"
 
 
 def linear_ticks(low: float, high: float, count: int) -> list[float]:
@@ -48,12 +53,12 @@ def linear_ticks(low: float, high: float, count: int) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-def decade_ticks(low: float, high: float, count: int) -> list[float]:
-    """At most ``count`` powers of ten between two positive numbers, evenly spaced."""
-    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+def decade_ticks(low: float, high: float, count: int) -> list[int]:
+    """At most ``count`` powers of ten between two exponents, evenly spaced, as exponents."""
+    first, last = math.ceil(low - 1e-9), math.floor(high + 1e-9)
     stride = max(1, math.ceil((last - first + 1) / count))
     start = math.ceil(first / stride) * stride
-    return [10.0**exponent for exponent in range(start, last + 1, stride)]
+    return list(range(start, last + 1, stride))
 
 
 # -- strips ----------------------------------------------------------------------------------------------------------
@@ -86,8 +91,8 @@ class Axis:
             tiny, largest = math.log10(limit.tiny), math.log10(limit.largest)
             is_narrow = largest - tiny < _NARROW
             near_top, near_bottom = is_narrow or largest - high < _REACH, is_narrow or low - tiny < _REACH
-            limits += [(largest, f"{limit.dtype} up to {tick_text(_short(limit.largest))}")] if near_top else []
-            limits += [(tiny, f"{limit.dtype} normal from {tick_text(_short(limit.tiny))}")] if near_bottom else []
+            limits += [(largest, f"{limit.dtype} up to {tick_text(limit.largest, 2)}")] if near_top else []
+            limits += [(tiny, f"{limit.dtype} normal from {tick_text(limit.tiny, 2)}")] if near_bottom else []
             beyond += [limit] if not (near_top or near_bottom) else []
         ends = [low, high, *(exponent for exponent, _ in limits)]
         margin = max(0.5, 0.04 * (max(ends) - min(ends)))
@@ -98,20 +103,22 @@ class Axis:
         return _PLOT_LEFT + (_PLOT_RIGHT - _PLOT_LEFT) * (exponent - self.low) / (self.high - self.low)
 
     @property
-    def ticks(self) -> list[float]:
-        """Powers of ten to label."""
-        return decade_ticks(10.0**self.low, 10.0**self.high, _MAX_LABELS) if self.low > -300 else []
+    def ticks(self) -> list[int]:
+        """Exponents of ten to label."""
+        return decade_ticks(self.low, self.high, _MAX_LABELS)
 
     @property
     def beyond_text(self) -> str:
         """What to say of formats whose limits are too far away to be drawn."""
-        said = [f"{limit.dtype} from {_power(limit.tiny)} to {_power(limit.largest)}" for limit in self.beyond]
+        said = [
+            f"{limit.dtype} from {tick_text(limit.tiny, 1)} to {tick_text(limit.largest, 1)}" for limit in self.beyond
+        ]
         return f"Far outside of this axis: the limits of {', '.join(said)}." if said else ""
 
 
 def strip(found: Range | None, axis: Axis) -> Markup:
     """One range on the axis: a bar over its magnitudes, a ring for zeros, and words for what is not finite."""
-    marks = [_upright(axis.place(tick), "grid") for tick in map(math.log10, axis.ticks)]
+    marks = [_upright(axis.place(tick), "grid") for tick in axis.ticks]
     marks += [_upright(axis.place(exponent), "limit", text) for exponent, text in axis.limits]
     if found is not None:
         marks += _bar(found, axis)
@@ -124,8 +131,8 @@ def strip(found: Range | None, axis: Axis) -> Markup:
 
 def strip_header(axis: Axis) -> Markup:
     """The labels above strips: powers of ten, then a line for every format's limits."""
-    lines = [[(axis.place(math.log10(tick)), tick_text(tick), "tick", "middle") for tick in axis.ticks]]
-    lines[0] = [(_ZERO_AT, "0", "tick", "middle"), *lines[0]]
+    powers = [(axis.place(tick), power_text(tick), "tick", "middle") for tick in axis.ticks]
+    lines = [[(_ZERO_AT, "0", "tick", "middle"), *powers]]
     for exponent, text in axis.limits:
         place = axis.place(exponent)
         lines.append([(place, text, "limit-text", "end" if place > 45 else "start")])
@@ -179,14 +186,6 @@ def _exponents(numbers: Iterable[float]) -> tuple[float, float]:
     return min(exponents), max(exponents)
 
 
-def _short(value: float) -> float:
-    return value if value == int(value) and value < 1e6 else float(f"{value:.2g}")
-
-
-def _power(value: float) -> str:
-    return tick_text(float(f"{value:.1g}"))
-
-
 # -- plots -----------------------------------------------------------------------------------------------------------
 
 
@@ -210,6 +209,7 @@ class _Area:
 
 _AREA = _Area()
 _X_TICKS, _Y_TICKS = 5, 4
+_HUGE = 1e300  # what is larger is drawn here, because its distance to other numbers may overflow
 Point = tuple[float, float | None]
 
 
@@ -239,8 +239,9 @@ class Scale:
 
     def ticks(self, count: int) -> list[float]:
         """Round numbers to label."""
-        make = decade_ticks if self.is_logarithmic else linear_ticks
-        return make(self.low, self.high, count)
+        if self.is_logarithmic:
+            return [10.0**exponent for exponent in decade_ticks(math.log10(self.low), math.log10(self.high), count)]
+        return linear_ticks(self.low, self.high, count)
 
 
 def plot(points: Sequence[Point], label: str, *, mark: float | None = None, is_stepped: bool = False) -> Markup | None:
@@ -249,7 +250,7 @@ def plot(points: Sequence[Point], label: str, *, mark: float | None = None, is_s
     A step with a NaN or an infinity is a cross at the upper edge, one with ``None`` a gap. ``None`` when there are not
     two finite numbers.
     """
-    finite = [(x, y) for x, y in points if y is not None and math.isfinite(y)]
+    finite = [(x, max(-_HUGE, min(y, _HUGE))) for x, y in points if y is not None and math.isfinite(y)]
     if len(finite) < 2:
         return None
     xs = [x for x, y in points if y is not None] + ([mark] if mark is not None else [])
