@@ -63,7 +63,7 @@ def render_all(
         "lines": script.num_lines,
         "files": script.files,
         "names": dict(script.names),
-        "verified": result.verified if result.fails else f"0/{times}",
+        "verified": result.verified if result.fails else f"{result.num_failed}/{times}",
     }
 
 

@@ -41,7 +41,9 @@ def main(arguments: list[str]) -> None:
             finish(running)
     finally:
         for child, (folder, _) in running.items():
-            os.killpg(child, signal.SIGKILL)
+            for end in (os.killpg, os.kill):  # it may not have got round to leading a group
+                with contextlib.suppress(ProcessLookupError):
+                    end(child, signal.SIGKILL)
             shutil.rmtree(folder, ignore_errors=True)
 
 
