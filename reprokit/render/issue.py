@@ -87,7 +87,7 @@ def make_issue(
         "origin": shorten_paths(_origin(snapshot)),
         "size": _size(snapshot, reduction),
         "reduced": reduction is not None,
-        "matters": redact_source(wording.what_matters(reduction, script.names)) if reduction is not None else "",
+        "matters": _matters(reduction, script) if reduction is not None else "",
         "environment": _lines(facts.versions(snapshot.environment)),
     }
     text = _fitted(chosen, context, long_texts)
@@ -153,6 +153,10 @@ def _long_texts(
 def _program_of(script: Script, reduction: Reduction) -> str:
     """Which of the what-if table's programs the script is; one made of modules names no inputs."""
     return CONTEXT if reduction.level == "module" and not script.names else MINIMUM
+
+
+def _matters(reduction: Reduction, script: Script) -> str:
+    return redact_source(wording.what_matters(reduction, wording.shown_names(reduction, script.names)))
 
 
 def _diagnosis(reduction: Reduction | None) -> str:

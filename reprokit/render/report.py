@@ -76,6 +76,7 @@ def write_report(
     shown_frames, frames_left_out = frames(found)
     texts = _long_texts(snapshot, script, verified, reduction)
     tables = reduction.whatif if reduction is not None else {}
+    inputs = wording.shown_names(reduction, script.names) if reduction is not None else {}
     reason = reduction.diagnosis if reduction is not None else None
     content = {
         "title": title(snapshot, reduction),
@@ -98,8 +99,8 @@ def write_report(
         "num_calls": reduction.program.num_calls if reduction is not None else None,
         "num_elements": count_elements(reduction.program, reduction.tensors) if reduction is not None else None,
         "progress": _progress(reduction) if reduction is not None else [],
-        "explained": wording.explained(reduction, script.names) if reduction is not None else [],
-        "nearest": wording.nearest_words(reduction.nearest, script.names) if reduction and reduction.nearest else None,
+        "explained": wording.explained(reduction, inputs) if reduction is not None else [],
+        "nearest": wording.nearest_words(reduction.nearest, inputs) if reduction and reduction.nearest else None,
         "diagnosis": _diagnosis(reason) if reason else None,
         "whatif_programs": whatif.programs(tables),
         "whatif_rows": whatif.rows(tables),

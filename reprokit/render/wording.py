@@ -125,6 +125,12 @@ def expected(failure: Failure) -> str:
     return f"A finite result: nothing that it is given is {kind_words(failure)}."
 
 
+def shown_names(reduction: Reduction, names: Mapping[str, str]) -> dict[str, str]:
+    """What the text calls the inputs: as the repro does, where it has a variable for them."""
+    incoming = {item.name: "incoming gradient" for item in reduction.program.inputs if item.role == "gradient"}
+    return {**incoming, **names}
+
+
 def explained(reduction: Reduction, names: Mapping[str, str]) -> list[tuple[str, str]]:
     """For every input and constant that is left: what the repro calls it, and whether it matters."""
     inputs = [(names.get(item["input"], item["input"]), _says(item)) for item in reduction.explain]
