@@ -200,7 +200,7 @@ def test_one_text_from_a_snapshot(tmp_path: Path) -> None:
     assert render_one(tmp_path / "snapshot.pt", "test", out=tmp_path / "test_it.py") == tmp_path / "test_it.py"
     assert "def test_softmax_returns_nan" in (tmp_path / "test_it.py").read_text()
     assert render_one(tmp_path / "snapshot.pt", "repro", out=tmp_path) == tmp_path / "repro.py"
-    issue = render_one(tmp_path / "snapshot.pt", "issue", template="generic")
+    issue = render_one(tmp_path / "snapshot.pt", "issue")
     assert isinstance(issue, str) and "failed 20 of 20 runs" in issue
     with pytest.raises(UsageError, match="cannot render as `poem`"):
         render_one(tmp_path / "snapshot.pt", "poem")
@@ -224,8 +224,11 @@ def test_a_repro_with_a_side_file_needs_a_folder(tmp_path: Path) -> None:
     save(snapshot_of((program, {0: values})), tmp_path / "snapshot.pt")
     with pytest.raises(UsageError, match="beside it"):
         render_one(tmp_path / "snapshot.pt", "repro")
-    render_one(tmp_path / "snapshot.pt", "repro", out=tmp_path)
-    assert (tmp_path / "repro_inputs.pt").exists()
+    (tmp_path / "repro_inputs.pt").write_text("of another repro")
+    assert main(["render", str(tmp_path / "snapshot.pt"), "-o", str(tmp_path)]) == 2
+    assert (tmp_path / "repro_inputs.pt").read_text() == "of another repro"
+    assert main(["render", str(tmp_path / "snapshot.pt"), "-f", "-o", str(tmp_path)]) == 0
+    assert len(torch.load(tmp_path / "repro_inputs.pt")) == 1
 
 
 def test_the_test_is_named_after_the_failure() -> None:
