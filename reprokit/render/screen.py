@@ -64,7 +64,16 @@ def steps(snapshot: Snapshot) -> list[Step]:
     written = {index: written_by(program.calls[index], failure) for index in shown}
     inside = {value for values in written.values() for value in values}
     given = [Step(names[value], range_text(seen)) for value, seen in found.operands.items() if value not in inside]
-    return [*given, *(_step(found, names, index, values) for index, values in written.items())]
+    made = [_step(found, names, index, values) for index, values in written.items()]
+    return [*given, *made, *_gradient(found, names)]
+
+
+def _gradient(found: Survey, names: Mapping[int, str]) -> list[Step]:
+    """What a backward failure made of the gradient."""
+    value = found.failure.value
+    if found.failure.phase != "backward" or value is None or value not in found.gradients:
+        return []
+    return [Step(f"gradient of {names[value]}", range_text(found.gradients[value]), is_origin=True)]
 
 
 def _step(found: Survey, names: Mapping[int, str], index: int, written: Sequence[int]) -> Step:
