@@ -1,6 +1,6 @@
-"""Draws `docs/show.svg`: what `reprokit show` prints of an example, as it looks in a terminal.
+"""Draws the pictures of the README: `show.svg`, what `reprokit show` prints, and `report.png`, the top of a report.
 
-python docs/pictures.py
+python docs/pictures.py    # the report is that of examples/gallery; needs Chromium
 """
 
 from __future__ import annotations
@@ -32,7 +32,19 @@ def main() -> int:
         shown = reprokit(Path(folder), "show", SNAPSHOT)
     text = Text.from_ansi(f"$ reprokit show {SNAPSHOT}\n{shown.rstrip()}\n")
     (HERE / "show.svg").write_text(drawn(text), encoding="utf-8")
+    photograph(HERE.parent / "examples" / "gallery" / "backward" / "report.html", HERE / "report.png")
     return 0
+
+
+def photograph(page: Path, picture: Path) -> None:
+    """The top of a page, in its light theme."""
+    with tempfile.TemporaryDirectory(prefix="pictures-") as profile:
+        command = [
+            *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+            *("--blink-settings=preferredColorScheme=1", "--window-size=1000,1420"),
+            *(f"--user-data-dir={profile}", f"--screenshot={picture}", page.as_uri()),
+        ]
+        subprocess.run(command, check=True, capture_output=True)
 
 
 def reprokit(folder: Path, *words: str) -> str:

@@ -319,6 +319,15 @@ def test_settings_file_environment_and_command_line(
 
 
 @pytest.mark.parametrize(
+    ("setting", "verbosity"), [("quiet = true", "quiet"), ("verbose = true", "verbose"), ("quiet = false", "normal")]
+)
+def test_a_switch_is_a_setting_too(setting: str, verbosity: str, planned: list[Capture], tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(f"[tool.reprokit.capture]\njson = true\n{setting}\n")
+    assert main(["capture", "train.py"]) == 0
+    assert (planned[0].verbosity.value, planned[0].json) == (verbosity, True)
+
+
+@pytest.mark.parametrize(
     ("text", "complaint"),
     [
         ("[tool.reprokit.capture]\ncolour = 1\n", "sets `colour`"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope
+from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Symbol
 from reprokit.render.frames import MAX_FRAMES, frames
 from reprokit.render.labels import labels
 from reprokit.render.positions import MAX_COLUMNS, MAX_ROWS, pattern_of, positions_of
@@ -124,6 +124,22 @@ def test_every_kind_of_failure_has_a_report(case: Any) -> None:
     Checker(html)
     assert "The way of the bad value" in html and "it was not reduced" in html
     assert ">Before the failure<" not in html and ">Reduction<" not in html
+
+
+@pytest.mark.parametrize(
+    ("target", "argument", "value"),
+    [
+        ("torch.Tensor.mul", INF, torch.tensor([0.0, 1.0]).to_sparse()),
+        ("torch.Tensor.to", Symbol("torch.float8_e5m2"), torch.tensor([1e6, 1.0])),
+        ("torch.Tensor.exp2", None, torch.tensor([1023.0, 1024.0], dtype=torch.float64)),
+    ],
+)
+def test_every_kind_of_tensor_has_a_report(target: str, argument: Any, value: torch.Tensor) -> None:
+    arguments = (Ref(0),) if argument is None else (Ref(0), argument)
+    program = Program((Call(target, arguments, {}, Ref(1)),), (Input(0, "x"),), (Ref(1),))
+    snapshot = snapshot_of((program, {0: value}))
+    html = write_report(snapshot, snapshot_script(snapshot), VERIFIED)
+    assert "1 inf" in html and "could not be run" not in html
 
 
 def test_the_code_begins_with_its_first_line() -> None:
