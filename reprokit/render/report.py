@@ -15,14 +15,17 @@ from markupsafe import Markup, escape
 
 from reprokit.locate.diagnosis import from_plain
 from reprokit.locate.failure import Failure
-from reprokit.render import charts, diagnosis, facts, story, whatif, wording
+from reprokit.render import diagnosis, facts, story, whatif, wording
 from reprokit.render.environment import render_template
 from reprokit.render.frames import frames
 from reprokit.render.issue import cut, rate, shown_output, title
 from reprokit.render.labels import labels
+from reprokit.render.plots import plot
+from reprokit.render.position_map import position_map
 from reprokit.render.progress import progress
 from reprokit.render.ranges import Range, range_text
 from reprokit.render.script import Script
+from reprokit.render.strips import Axis, strip, strip_header
 from reprokit.render.survey import Survey, survey
 from reprokit.render.way import Stop, Way, ways
 from reprokit.snapshot.format import count_elements
@@ -91,7 +94,7 @@ def write_report(
         "operands": _operands(found.operands, names),
         "operands_left_out": max(0, len(found.operands) - MAX_OPERANDS),
         "positions": found.positions,
-        "position_map": charts.position_map(found.positions) if found.positions is not None else None,
+        "position_map": position_map(found.positions) if found.positions is not None else None,
         "timeline": _timeline(snapshot),
         "frames": shown_frames,
         "frames_left_out": frames_left_out,
@@ -109,7 +112,6 @@ def write_report(
         "texts": texts,
         "num_variables": len(snapshot.environment.get("variables", {})),
         "range_text": range_text,
-        "number": charts.tick_text,
         "with_code": with_code,
     }
     page = render_template(TEMPLATE, **content, redacted=[])
@@ -129,9 +131,9 @@ def _bad_name(failure: Failure, names: Mapping[int, str]) -> str:
 
 
 def _drawn(way: Way, failure: Failure) -> DrawnWay:
-    axis = charts.Axis.over(way.ranges)
-    stops = tuple(DrawnStop(stop, charts.strip(stop.range, axis), _about(stop, failure)) for stop in way.stops)
-    return DrawnWay(way, charts.strip_header(axis), stops, axis.beyond_text)
+    axis = Axis.over(way.ranges)
+    stops = tuple(DrawnStop(stop, strip(stop.range, axis), _about(stop, failure)) for stop in way.stops)
+    return DrawnWay(way, strip_header(axis), stops, axis.beyond_text)
 
 
 def _about(stop: Stop, failure: Failure) -> str:
@@ -153,7 +155,7 @@ def _timeline(snapshot: Snapshot) -> list[Chart]:
     entries = [entry for entry in snapshot.timeline if isinstance(entry.get("step"), int)]
     for key, name in _SERIES:
         points = [(float(entry["step"]), _number(entry.get(key))) for entry in entries]
-        svg = charts.plot(points, f"{name} per step, with the failing step marked", mark=float(snapshot.step))
+        svg = plot(points, f"{name} per step, with the failing step marked", mark=float(snapshot.step))
         if svg is not None:
             numbers = [value for _, value in points if value is not None]
             made.append(Chart(name, svg, f"last {numbers[-1]:.4g}"))
@@ -169,7 +171,7 @@ def _progress(reduction: Reduction) -> list[Chart]:
     }
     made = []
     for name, points in series.items():
-        svg = charts.plot(points, f"{name} against checks", is_stepped=True)
+        svg = plot(points, f"{name} against checks", is_stepped=True)
         if svg is not None:
             made.append(Chart(name, svg, f"{points[0][1]:,.0f} to {points[-1][1]:,.0f}"))
     return made
