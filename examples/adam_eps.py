@@ -1,8 +1,8 @@
 """Adam in float16: eps is lost.
 
-A table of user vectors is trained in float16 with Adam's default ``eps=1e-8``, which is zero in float16. As soon as
-a gradient is exactly
-zero for a vector that was never touched, the update is 0 / 0. Loss and gradients are finite; the weights are NaN.
+A table of user vectors is trained in float16 with Adam's default ``eps=1e-8``, which is zero in float16. As soon
+as a gradient is exactly zero for a vector that was never touched, the update is 0 / 0. Loss and gradients are
+finite; the weights are NaN.
 
 Expect: optimizer, origin ``torch.optim.Adam.step``.
 """

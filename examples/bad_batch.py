@@ -1,8 +1,7 @@
 """A batch that is bad before the model sees it.
 
 Heart-beat recordings are normalised to unit variance by the dataset. One electrode was off, its recording is
-constant, and 0 / 0 makes NaN. The
-model is innocent.
+constant, and 0 / 0 makes NaN. The model is innocent.
 
 Expect: forward, origin ``div`` in the dataset's own line, module ``null``.
 """

@@ -1,10 +1,11 @@
 """A T5-style feed-forward block in float16.
 
-The weights grow while training goes on, and at some step the product in the second layer of a feed-forward block is
-larger than
-65504, the largest number of float16. The infinity becomes a NaN only later, in the next normalisation.
+The weights grow while training goes on, and at some step the product in the second layer of a feed-forward block
+is larger than 65504, the largest number of float16. The infinity becomes a NaN only later, in the next
+normalisation.
 
-Expect: forward, origin ``linear`` (inf) in ``blocks.<n>.feed_forward.wo``, not the normalisation where NaN shows first.
+Expect: forward, origin ``linear`` (inf) in ``blocks.<n>.feed_forward.wo``, not the normalisation where NaN shows
+first.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """A learning rate that explodes.
 
-A schedule was meant to decay the learning rate by a factor of ten and multiplies it by a thousand instead. The model
-of a river's level
-diverges over a few steps until its squared error is larger than the largest float32.
+A schedule was meant to decay the learning rate by a factor of ten and multiplies it by a thousand instead. The
+model of a river's level diverges over a few steps until its squared error is larger than the largest float32.
 
 Expect: forward, the first call that overflows, with the growth of the loss visible in the timeline.
 """

@@ -1,8 +1,8 @@
 """A sentence that is all padding.
 
-A small classifier reads song titles, word by word. Titles are filtered against a vocabulary before padding, and one
-title has no
-known word at all: every position of it is masked, its attention scores are all ``-inf``, and softmax returns NaN.
+A small classifier reads song titles, word by word. Titles are filtered against a vocabulary before padding, and
+one title has no known word at all: every position of it is masked, its attention scores are all ``-inf``, and
+softmax returns NaN.
 
 Expect: step 6, forward, origin ``softmax`` inside ``block.attention``. The mask itself is not blamed.
 """

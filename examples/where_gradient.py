@@ -1,10 +1,9 @@
 """The ``where`` trap: a finite loss with a NaN gradient.
 
 A robot arm learns how far its hand is from a target. The distance is a square root that ``torch.where`` guards at
-zero, so the
-forward pass is fine even when the hand is exactly on the target. The gradient is not: the branch that was not
-selected still
-computes 0 * inf. From then on every distance is NaN, ``where`` turns it into 0, and training looks perfect.
+zero, so the forward pass is fine even when the hand is exactly on the target. The gradient is not: the branch that
+was not selected still computes 0 * inf. From then on every distance is NaN, ``where`` turns it into 0, and
+training looks perfect.
 
 Expect: step 7, backward, origin ``sqrt``.
 """

@@ -48,13 +48,13 @@ def test_every_message_has_one_anchor() -> None:
     assert len(found) == len(set(found))
 
 
-@pytest.mark.parametrize("command", ["capture", "show", "shrink", "render", "verify"])
+@pytest.mark.parametrize("command", ["capture", "show", "shrink", "whatif", "render", "verify"])
 def test_every_command_has_a_page(command: str) -> None:
     assert f"reprokit {command}" in (ROOT / "docs" / f"{command}.md").read_text(encoding="utf-8")
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for target in (part.partition(")")[0] for part in page.read_text(encoding="utf-8").split("](")[1:]):
             if "://" not in target:
-                assert (page.parent / target.partition("#")[0]).is_file(), (page.name, target)
+                assert (page.parent / target.partition("#")[0]).exists(), (page.name, target)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprokit.capture.options import ON, After, Source, Watch
-from reprokit.capture.words import growth, place_line
+from reprokit.capture.words import growth, place_line, what
 from reprokit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -81,25 +81,13 @@ def capture(
 
 def captured_lines(path: Path, result: Mapping[str, Any], start: Path) -> list[str]:
     """What was captured, where it is, and the command to go on with; paths as seen from the folder ``start``."""
-    failure = result["failure"]
     shown = shown_path(path, start)
-    if failure["exception"] and failure["call"] is None:
-        where = failure["site"]
-        what = failure["exception"]["type"] + (f" raised at {where['file']}:{where['line']}" if where else "")
-    elif failure["exception"]:
-        what = f"{failure['exception']['type']} from `{failure['call']}`"
-    elif failure["call"] is None and failure["input"] is None:
-        what = f"{failure['kind']} of unknown origin"
-    elif failure["call"] is None:
-        what = f"{failure['kind']} that was already in `{failure['input']}`"
-    else:
-        what = f"{failure['kind']} from `{failure['call']}`"
     place = place_line(result)
     told = [f"  {place}"] if place is not None else []
     told += [f"  {name}  {numbers}" for name, numbers in growth(result["timeline"]) if name in _TOLD]
     command = "shrink" if can_be_shrunk(result) else "show"
     return [
-        f"captured {what} at step {failure['step']} -> {shown}",
+        f"captured {what(result)} at step {result['failure']['step']} -> {shown}",
         *told,
         f"next: {shlex.join(['reprokit', command, shown])}",
     ]

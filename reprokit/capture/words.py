@@ -11,6 +11,18 @@ _NUMBERS = (("loss", "loss"), ("gradient norm", "grad_norm"), ("learning rate", 
 _FAST = 2.0  # how many times larger the last number is before it is worth a word
 
 
+def what(result: Mapping[str, Any]) -> str:
+    """What failed: ``nan from `torch.sqrt` ``, without the space at the end."""
+    failure = result["failure"]
+    name: str = failure["exception"]["type"] if failure["exception"] else failure["kind"]
+    if failure["call"] is not None:
+        return f"{name} from `{failure['call']}`"
+    if failure["exception"]:
+        site = failure["site"]
+        return name + (f" raised at {site['file']}:{site['line']}" if site else "")
+    return f"{name} that was already in `{failure['input']}`" if failure["input"] else f"{name} of unknown origin"
+
+
 def place_line(result: Mapping[str, Any]) -> str | None:
     """Module, line and code of the origin: ``in layers.1, train.py:31: p = F.softmax(s, -1)``."""
     failure = result["failure"]

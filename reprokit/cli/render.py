@@ -15,14 +15,14 @@ from reprokit.capture.block import shown_path
 from reprokit.cli.console import Verbosity, common_options, print_json, say
 from reprokit.cli.outputs import check_file
 from reprokit.errors import UsageError
+from reprokit.render import KINDS, prepare_issue, render_one
 from reprokit.snapshot.privacy import SOURCES
 
 if TYPE_CHECKING:
     from reprokit.render.issue import Issue
     from reprokit.snapshot.privacy import Source
 
-ISSUE_FILE = "issue.md"
-REPRO_FILE = "repro.py"
+REPRO_FILES = ("repro.py", "repro_inputs.pt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,6 @@ class Render:
 
     source: Path
     kind: str
-    template: str | None
     output: Path | None
     overwrite: bool
     json: bool
@@ -44,17 +43,10 @@ class Render:
         """Write the text to the output, or to stdout when there is none; a repro may go into a folder."""
         if self.output is not None:
             is_folder = self.kind == "repro" and self.output.is_dir()
-            check_file(self.output / REPRO_FILE if is_folder else self.output, overwrite=self.overwrite)
-        from reprokit.render import render_one
-
+            for file in (self.output / name for name in REPRO_FILES) if is_folder else (self.output,):
+                check_file(file, overwrite=self.overwrite)
         rendered = render_one(
-            self.source,
-            self.kind,
-            self.template,
-            self.output,
-            snapshot=self.snapshot,
-            policy=self.policy,
-            no_data=self.no_data,
+            self.source, self.kind, self.output, snapshot=self.snapshot, policy=self.policy, no_data=self.no_data
         )
         if isinstance(rendered, Path):
             say(f"wrote {shown_path(rendered)}", self.verbosity)
@@ -89,8 +81,7 @@ class RenderIssue:
         output = self._output()
         if output is not None:
             check_file(output, overwrite=self.overwrite)
-        from reprokit.render import prepare_issue
-        from reprokit.render.sharing import create_command, issue_url, write_zip
+        from reprokit.render.sharing import ISSUE_FILE, create_command, issue_url, write_zip
 
         issue, script = prepare_issue(
             self.source, self.template, snapshot=self.snapshot, policy=self.policy, no_data=self.no_data
@@ -139,7 +130,7 @@ class RenderIssue:
 @click.option(
     "--as",
     "kind",
-    type=click.Choice(["repro", "issue", "report", "test"]),
+    type=click.Choice(KINDS),
     help="What to write: the repro, unless an option below is about an issue.",
 )
 @click.option(
@@ -195,4 +186,4 @@ def command(
         return RenderIssue(
             source, template, output, force, json, level, policy, no_data, as_zip, with_data, url, repository, snapshot
         )
-    return Render(source, kind or "repro", template, output, force, json, level, policy, no_data, snapshot)
+    return Render(source, kind or "repro", output, force, json, level, policy, no_data, snapshot)

@@ -38,10 +38,17 @@ def _options(group: click.Group, name: str, table: Any, path: Path) -> dict[str,
     command = group.commands.get(name)
     if command is None or not isinstance(table, dict):
         raise UsageError(f"`{path}` has settings for `{name}`, which is not a command", hint="see `reprokit --help`")
-    by_option = {option: param.name for param in command.params for option in param.opts if param.name}
+    by_option = {option: param for param in command.params for option in param.opts if param.name}
     unknown = [key for key in table if f"--{key}" not in by_option]
     if unknown:
         raise UsageError(
             f"`{path}` sets `{unknown[0]}`, which `{name}` does not have", hint=f"see `reprokit {name} --help`"
         )
-    return {by_option[f"--{key}"]: value for key, value in table.items()}
+    params = {key: by_option[f"--{key}"] for key in table}
+    return {str(param.name): _default(param, table[key]) for key, param in params.items()}
+
+
+def _default(param: click.Parameter, value: Any) -> Any:
+    """The value as click takes it: of a switch that stands for a word, such as ``quiet = true``, the word."""
+    stands_for_word = isinstance(param, click.Option) and param.is_flag and not param.is_bool_flag
+    return (param.flag_value if value is True else None) if stands_for_word else value  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reprokit.capture.block import can_be_shrunk
-from reprokit.capture.words import growth
+from reprokit.capture.words import growth, what
 from reprokit.cli.console import Verbosity, common_options, print_json, shown_command
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ class Show:
         if self.json:
             print_json(summary)
         else:
-            command = ("reprokit", "shrink", str(self.snapshot)) if can_be_shrunk(summary) else ()
-            print_screen(snapshot, summary, next_command=shown_command(*command))
+            words = ("reprokit", "shrink", str(self.snapshot)) if can_be_shrunk(summary) else ()
+            print_screen(snapshot, f"{what(summary)} at step {snapshot.step}", next_command=shown_command(*words))
             if self.verbosity is Verbosity.VERBOSE:
-                print_environment(summary["environment"])
+                click.echo(f"\n{snapshot.environment.get('collect_env', '')}", err=True)
         return 0
 
 
@@ -55,14 +55,14 @@ def command(snapshot: Path, verbosity: str | None, json: bool) -> Show:
     return Show(snapshot, json, Verbosity(verbosity or "normal"))
 
 
-def print_screen(snapshot: Snapshot, summary: dict[str, Any], next_command: str) -> None:
+def print_screen(snapshot: Snapshot, headline: str, next_command: str) -> None:
     """One screen on stderr: the failure, its line, the calls that led to it, and what surrounded the step."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(stderr=True, highlight=False)
-    console.print(Text(_headline(summary["failure"]), style="bold"))
-    for section in (_source(snapshot), _steps(snapshot, console.width), _facts(summary)):
+    console.print(Text(headline, style="bold"))
+    for section in (_source(snapshot), _steps(snapshot, console.width), _facts(snapshot)):
         if section is not None:
             console.print()
             console.print(section)
@@ -81,15 +81,16 @@ def _grid(*options: dict[str, Any]) -> Table:
 
 
 def _source(snapshot: Snapshot) -> Table | None:
-    """The origin's line among its neighbours, marked."""
+    """The origin's line among its neighbours, marked, under the name of the file."""
     from rich.text import Text
 
     from reprokit.render.screen import source_lines
 
-    lines = source_lines(snapshot)
-    if not lines:
+    lines, site = source_lines(snapshot), snapshot.failure.site
+    if site is None:
         return None
     grid = _grid({}, {"justify": "right", "style": "dim", "no_wrap": True}, {"no_wrap": True, "overflow": "ellipsis"})
+    grid.add_row("", "", Text(f"{site.file}:{site.line}", style="dim"))
     for line in lines:
         style = "bold" if line.is_origin else ""
         grid.add_row(">" if line.is_origin else "", str(line.number), Text(line.code, style=style))
@@ -114,73 +115,28 @@ def _steps(snapshot: Snapshot, width: int) -> Table | None:
     return grid
 
 
-def _facts(summary: dict[str, Any]) -> Table:
+def _facts(snapshot: Snapshot) -> Table:
     """Names and values."""
     from rich.text import Text
 
+    from reprokit.render import facts
+
+    failed = (fact for fact in facts.of_failure(snapshot) if fact[0] != "line")  # it is shown above
+    rows = [*failed, *growth(snapshot.timeline), *_capture(snapshot), *facts.source(snapshot)]
+    versions = dict(facts.versions(snapshot.environment))
+    shown = (f"{name} {versions[name]}" for name in ("torch", "python", "devices") if name in versions)
+    rows.append(("environment", ", ".join(shown)))
     grid = _grid({"style": "dim", "no_wrap": True}, {"overflow": "fold"})
-    for name, value in _rows(summary):
+    for name, value in rows:
         grid.add_row(name, Text(value))
     return grid
 
 
-def print_environment(environment: dict[str, Any]) -> None:
-    """The whole text of ``collect_env`` on stderr."""
-    click.echo(f"\n{environment.get('collect_env', '')}", err=True)
-
-
-def _headline(failure: dict[str, Any]) -> str:
-    """One sentence on what failed, for example ``nan from softmax in layers.1 at step 7``."""
-    what = failure["exception"]["type"] if failure["exception"] else failure["kind"]
-    if failure["call"] is not None:
-        return f"{what} from `{failure['call']}` ({failure['phase']}) at step {failure['step']}"
-    if failure["input"] is not None:
-        return f"{what} already in `{failure['input']}` at step {failure['step']}"
-    return f"{what} at step {failure['step']}" + ("" if failure["exception"] else ", of unknown origin")
-
-
-def _rows(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    failure = summary["failure"]
-    if failure["call"] is None:
-        yield "call", _without_call(failure)
-    if failure["backward_node"]:
-        yield "autograd node", failure["backward_node"]
-    yield "module", failure["module"] or "the training loop itself"
-    if failure["site"]:
-        yield "line", f"{failure['site']['file']}:{failure['site']['line']}"
-    if failure["exception"]:
-        yield "exception", f"{failure['exception']['type']}: {failure['exception']['message']}"
-    elif failure["num_elements"]:
-        yield "bad elements", f"{failure['num_bad']:,} of {failure['num_elements']:,}, first at {failure['element']}"
-    yield "noticed in", failure["observed_at"]
-    yield "when", f"step {failure['step']}, micro-step {failure['micro_step']}, {failure['phase']}"
-    note = f" ({summary['fidelity_note']})" if summary.get("fidelity_note") else ""
-    yield "replay", f"{summary['fidelity']}{note}"
-    yield "program", f"{summary['program']['calls']:,} calls, {summary['program']['elements']:,} input elements"
-    yield from _surroundings(summary)
-
-
-def _without_call(failure: dict[str, Any]) -> str:
-    if failure["exception"]:
-        return "none: raised by the training loop's own code"
-    return "none: the value was bad before the step began" if failure["input"] is not None else "unknown"
-
-
-def _surroundings(summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield from growth(summary["timeline"])
-    capture = summary["capture"]
-    if "rank" in capture:
-        yield "process", f"rank {capture['rank']} of {capture['world_size']}"
-    if "watch" in capture:
-        size = f"{capture['history_bytes'] / 2**20:,.1f} MiB of state"
-        yield "capture", f"{capture['watch']}, with {capture['history_steps']:,} earlier steps and {size}"
-    environment = summary["environment"]
-    if environment:
-        devices = ", ".join(environment["devices"]) or "CPU"
-        yield "environment", f"torch {environment['torch']}, python {environment['python']}, {devices}"
-    git = summary["git"]
-    if git.get("commit"):
-        changed = ", uncommitted changes" if git["dirty"] else ""
-        yield "git", f"{git['commit'][:12]} on {git['branch'] or 'no branch'}{changed}"
-    if git.get("command"):
-        yield "command", shown_command(*git["command"])
+def _capture(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
+    """How it was watched."""
+    settings = snapshot.settings
+    if "rank" in settings:
+        yield "process", f"rank {settings['rank']} of {settings['world_size']}"
+    if "watch" in settings:
+        size = f"{settings['history_bytes'] / 2**20:,.1f} MiB of state"
+        yield "capture", f"{settings['watch']}, with {settings['history_steps']:,} earlier steps and {size}"

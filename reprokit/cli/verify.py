@@ -29,7 +29,10 @@ class Verify:
             print_json(result.summary())
         say(f"{result.agreed} of {result.times} runs agree: {result.signature}", self.verbosity)
         if self.expect_fixed and result.exit_code != 0:
-            say("the bug is still there", self.verbosity)
+            say(
+                "the bug is still there" if result.fails else "this does not show whether the bug is gone",
+                self.verbosity,
+            )
             return 1
         return 0 if result.is_unanimous else 5
 

@@ -63,7 +63,7 @@ def render_all(
         "lines": script.num_lines,
         "files": script.files,
         "names": dict(script.names),
-        "verified": result.verified if result.fails else f"0/{times}",
+        "verified": result.verified if result.fails else f"{result.num_failed}/{times}",
     }
 
 
@@ -96,7 +96,6 @@ def render_context(
 def render_one(
     source: Path,
     kind: str,
-    template: str | None = None,
     out: Path | None = None,
     *,
     snapshot: Path | None = None,
@@ -106,11 +105,13 @@ def render_one(
     """One text from a snapshot, a reduction or a folder of results: its path if written to ``out``, else itself."""
     from reprokit.render.sources import open_source
 
+    if kind not in KINDS:
+        raise UsageError(f"cannot render as `{kind}`", hint=f"one of {', '.join(KINDS)}")
     opened = open_source(source, snapshot).private(policy, no_data=no_data)
     script = opened.script()
     if kind == "repro":
         return _write_repro(script, source, out)
-    text = _text(opened, script, kind, template, source)
+    text = _text(opened, script, kind, source)
     if out is None:
         return text
     out.write_text(text, encoding="utf-8")
@@ -150,36 +151,27 @@ def write_test(subject: Reduction | Snapshot) -> str:
 
 
 def _write_repro(script: Script, source: Path, out: Path | None) -> Path | str:
-    if out is None:
-        if script.side and not script.is_withheld:
-            raise UsageError(
-                f"the repro of `{source}` needs a file of tensors beside it",
-                hint="choose a folder with -o, to write both there",
-            )
-        return script.text
-    if out.is_dir():
+    if out is not None and out.is_dir():
         return script.write(out)
     if script.side and not script.is_withheld:
         raise UsageError(
-            f"the repro of `{source}` needs a file of tensors beside it", hint="name an existing folder with -o"
+            f"the repro of `{source}` needs a file of tensors beside it",
+            hint="name an existing folder with -o, to write both there",
         )
+    if out is None:
+        return script.text
     out.write_text(script.text, encoding="utf-8")
     return out
 
 
-def _text(opened: Source, script: Script, kind: str, template: str | None, source: Path) -> str:
+def _text(opened: Source, script: Script, kind: str, source: Path) -> str:
     from reprokit.render.issue import write_issue
     from reprokit.render.report import write_report
 
-    if kind not in KINDS:
-        raise UsageError(f"cannot render as `{kind}`", hint=f"one of {', '.join(KINDS)}")
-    snapshot = opened.snapshot
     if kind == "test":
-        return write_test(opened.reduction or _required(snapshot, source))
-    result = _verified(script)
-    if kind == "report":
-        return write_report(_required(snapshot, source), script, result, reduction=opened.reduction)
-    return write_issue(_required(snapshot, source), script, result, reduction=opened.reduction, template=template)
+        return write_test(opened.reduction or _required(opened.snapshot, source))
+    write = write_report if kind == "report" else write_issue
+    return write(_required(opened.snapshot, source), script, _verified(script), reduction=opened.reduction)
 
 
 def _verified(script: Script, times: int = TIMES) -> VerifyResult:

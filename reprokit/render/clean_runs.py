@@ -9,6 +9,7 @@ reported as one line of JSON.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import shutil
@@ -29,8 +30,7 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if torch_folder not in sys.path:
         sys.path.append(torch_folder)
-    with contextlib.suppress(ImportError):  # the script then says so itself
-        import torch  # noqa: F401
+    load(script)
     num_waiting, running = int(times), Running()
     try:
         while num_waiting or running:
@@ -41,8 +41,19 @@ def main(arguments: list[str]) -> None:
             finish(running)
     finally:
         for child, (folder, _) in running.items():
-            os.killpg(child, signal.SIGKILL)
+            for end in (os.killpg, os.kill):  # it may not have got round to leading a group
+                with contextlib.suppress(ProcessLookupError):
+                    end(child, signal.SIGKILL)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def load(script: str) -> None:
+    """Import what the runs would import, each for itself: torch, and its compiler, which making an optimizer loads."""
+    with open(script, encoding="utf-8", errors="replace") as file:
+        modules = ["torch", "torch._dynamo"] if "torch.optim" in file.read() else ["torch"]
+    with contextlib.suppress(ImportError):  # the script then says so itself
+        for module in modules:
+            importlib.import_module(module)
 
 
 def prepare(files: list[str]) -> str:

@@ -16,10 +16,12 @@ import torch
 
 from reprokit.errors import ReprokitError
 from reprokit.locate.failure import Failure
+from reprokit.locate.ways import ways_of
 from reprokit.program.functions import UnknownFunction, function_named
 from reprokit.program.ir import Call, Program, iter_refs
 from reprokit.program.run import Tensors, bind_arguments, run
 from reprokit.render.domains import BACKWARD_RULES, FORWARD_RULES, Edge, Given
+from reprokit.render.ranges import measure
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.references import in_dtype
 
@@ -83,7 +85,7 @@ def find_edge(program: Program, tensors: Tensors, failure: Failure) -> Edge | No
         rules = BACKWARD_RULES if failure.phase == "backward" else FORWARD_RULES
         found = (rule(given) for rule in rules)
         edge = next((edge for edge in found if edge is not None), None) or _in_double(given, program, tensors)
-    is_forward_finite = all(bool(result.isfinite().all()) for result in given.results)
+    is_forward_finite = not any(map(ways_of, given.results))
     return replace(edge, is_forward_finite=is_forward_finite) if edge is not None else None
 
 
@@ -116,7 +118,7 @@ def _in_double(given: Given, program: Program, tensors: Tensors) -> Edge | None:
     result = given.result
     if result is None or result.dtype is torch.float64 or given.failure.phase == "backward":
         return None
-    if all(bool(tensor.isfinite().all()) for tensor in given.results):
+    if not any(map(ways_of, given.results)):
         return None  # here it does not fail
     limit = torch.finfo(result.dtype).max
     lost = _lost_eps(given, result.dtype)
@@ -151,9 +153,9 @@ def _exact(given: Given, program: Program, tensors: Tensors) -> float | None:
         run(wide.program, wide.tensors, observer=look)
     except (ReprokitError, UnknownFunction, RuntimeError):
         return None
-    floats = [tensor for tensor in look.results if tensor.is_floating_point() and tensor.numel()]
-    largest = max((float(tensor.abs().max()) for tensor in floats), default=float("nan"))
-    return largest if largest < float("inf") else None
+    found = [measure(tensor) for tensor in look.results if tensor.is_floating_point()]
+    highs = [seen.high for seen in found if seen.high is not None]
+    return max(highs, default=None) if not any(seen.is_bad for seen in found) else None
 
 
 def _lost_eps(given: Given, dtype: torch.dtype) -> Edge | None:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from reprokit.locate.failure import EXCEPTION, Failure, module_of
 from reprokit.program.functions import display_name
-from reprokit.program.ir import Call, Input, Program, Site
+from reprokit.program.ir import Call, Input, Program
 from reprokit.render import wording
 from reprokit.render.domains import Edge
 from reprokit.render.edges import find_edge
-from reprokit.snapshot.redact import redact_source
+from reprokit.snapshot.redact import redact_text
 
 if TYPE_CHECKING:
     from reprokit.shrink.reduction import Reduction
@@ -64,7 +64,6 @@ _PASSING = frozenset(
         "dropout",
     )
 )
-_MAX_CODE = 160
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +141,11 @@ def _made_by(snapshot: Snapshot, value: int | None) -> str:
 
 def place(call: Call) -> str:
     """Where a call was written: `` at `train.py:17` in `Net`: `x = a - b` ``, with a space in front."""
-    words = f" at {wording.code_span(f'{call.site.file}:{call.site.line}')}" if call.site is not None else ""
+    site = call.site
+    words = f" at {wording.code_span(redact_text(f'{site.file}:{site.line}'))}" if site is not None else ""
     module = module_of(call)
     words += f" in {wording.code_span(module.strip('<>'))}" if module else ""
-    return words + code_of(call.site)
-
-
-def code_of(site: Site | None) -> str:
-    """``: `x = a - b` ``, shortened, or nothing."""
-    code = redact_source(site.code.strip()) if site is not None else ""
-    short = code if len(code) <= _MAX_CODE else f"{code[:_MAX_CODE]} ..."
-    return f": {wording.code_span(short)}" if short else ""
+    return words + wording.code_of(site)
 
 
 def _maker(program: Program, value: int, before: int) -> Call | Input | None:

@@ -6,18 +6,20 @@ mechanical. What came from the user's machine is redacted again here, and a text
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprokit.locate.diagnosis import from_plain
-from reprokit.render import diagnosis, wording
-from reprokit.render.expectation import OWN, Expectation, code_of, expect
+from reprokit.render import diagnosis, facts, whatif, wording
+from reprokit.render.expectation import OWN, Expectation, expect
 from reprokit.render.issue_templates import Template, find_template
 from reprokit.render.script import Script
-from reprokit.render.whatif import markdown
+from reprokit.shrink.candidate import Candidate
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
+from reprokit.whatif.table import CONTEXT, MINIMUM
+from reprokit.whatif.variants import home_of
 
 if TYPE_CHECKING:
     from reprokit.program.ir import Site
@@ -72,9 +74,9 @@ def make_issue(
     long_texts = _long_texts(snapshot, script, verified, reduction)
     context = {
         "title": title(snapshot, reduction, expectation),
-        "observed": shorten_paths(redact_source(expectation.observed)),
-        "expected": shorten_paths(redact_source(expectation.expected)),
-        "remark": shorten_paths(redact_source(expectation.remark)),
+        "observed": shorten_paths(expectation.observed),
+        "expected": shorten_paths(expectation.expected),
+        "remark": shorten_paths(expectation.remark),
         "owner": expectation.owner,
         "is_upstream": expectation.owner != OWN,
         "files": script.files,
@@ -85,8 +87,8 @@ def make_issue(
         "origin": shorten_paths(_origin(snapshot)),
         "size": _size(snapshot, reduction),
         "reduced": reduction is not None,
-        "matters": redact_source(wording.what_matters(reduction, script.names)) if reduction is not None else "",
-        "environment": _short_versions(snapshot.environment),
+        "matters": _matters(reduction, script) if reduction is not None else "",
+        "environment": _lines(facts.versions(snapshot.environment)),
     }
     text = _fitted(chosen, context, long_texts)
     short_texts = {**long_texts, **dict.fromkeys(_SHORT_WITHOUT, ""), "versions": context["environment"]}
@@ -104,18 +106,26 @@ def title(snapshot: Snapshot, reduction: Reduction | None = None, expectation: E
     words = [wording.headline(source.failure), found.words]
     module = (snapshot.failure.module or "").strip("<>")
     if found.owner == OWN and found.words:
-        words.append(f"in {module}" if module else _at(snapshot.failure.site))
+        words.append(f"in {module}" if module else _in_line(snapshot.failure.site))
     version = str(snapshot.environment.get("torch", "")).partition("+")[0]
-    device = next((item for item in snapshot.environment.get("devices", ()) if item), "CPU")
-    details = ", ".join(part for part in (_dtype(source), device, version) if part)
+    details = ", ".join(part for part in (_dtype(source), _device(source, snapshot), version) if part)
     return f"{' '.join(word for word in words if word)} ({redact_text(details)})"
 
 
 def rate(verified: VerifyResult) -> str:
     """How often it fails, in words that claim no more than was seen."""
-    if not verified.fails:
-        return f"It did not fail when it was run {verified.times} times, each in a process of its own."
-    return f"It failed {verified.agreed} of {verified.times} runs in the same way, each in a process of its own."
+    runs, apart = f"{verified.times} runs", "each in a process of its own"
+    if verified.num_failed:
+        is_one_way = verified.fails and verified.agreed == verified.num_failed
+        return f"It failed {verified.num_failed} of {runs}{' in the same way' if is_one_way else ''}, {apart}."
+    if verified.exit_code == 0:
+        return f"It did not fail in {runs}, {apart}."
+    return f"It neither failed nor passed in {runs}, {apart}; {verified.agreed} ended with {verified.signature}."
+
+
+def shown_output(script: Script, verified: VerifyResult) -> str:
+    """What a repro printed, or how it ended where that would tell values that are withheld."""
+    return (verified.output.strip() if not script.is_withheld else "") or verified.signature
 
 
 def cut(text: str, limit: int) -> str:
@@ -129,18 +139,24 @@ def cut(text: str, limit: int) -> str:
 def _long_texts(
     snapshot: Snapshot, script: Script, verified: VerifyResult, reduction: Reduction | None
 ) -> dict[str, str]:
-    output = verified.output.rstrip() or verified.signature
-    if script.is_withheld:
-        output = verified.signature
     return {
         "script": script.text.rstrip(),
-        "output": cut(shorten_paths(redact_text(output)), MAX_OUTPUT_CHARACTERS),
+        "output": cut(shorten_paths(redact_text(shown_output(script, verified))), MAX_OUTPUT_CHARACTERS),
         "traceback": shorten_paths(redact_text(verified.error_output.rstrip())),
-        "versions": redact_text(_versions(snapshot.environment)),
+        "versions": _versions(snapshot.environment),
         "log": redact_source("\n".join(reduction.log)) if reduction is not None else "",
-        "variants": markdown(reduction.whatif) if reduction is not None else "",
+        "variants": whatif.markdown(reduction.whatif, _program_of(script, reduction)) if reduction is not None else "",
         "diagnosis": _diagnosis(reduction),
     }
+
+
+def _program_of(script: Script, reduction: Reduction) -> str:
+    """Which of the what-if table's programs the script is; one made of modules names no inputs."""
+    return CONTEXT if reduction.level == "module" and not script.names else MINIMUM
+
+
+def _matters(reduction: Reduction, script: Script) -> str:
+    return redact_source(wording.what_matters(reduction, wording.shown_names(reduction, script.names)))
 
 
 def _diagnosis(reduction: Reduction | None) -> str:
@@ -150,41 +166,42 @@ def _diagnosis(reduction: Reduction | None) -> str:
 
 
 def _dtype(source: Reduction | Snapshot) -> str:
-    """The dtype of the first floating-point input."""
+    """The dtype that the origin computes in: that of autocast around it, else of the first floating-point input."""
+    index = source.failure.call_index
+    autocast = source.program.calls[index].mode.autocast if index is not None else ()
+    if autocast:
+        return f"autocast to {autocast[0][1].removeprefix('torch.')}"
     tensors = (source.tensors[item.value] for item in source.program.inputs if item.role != "rng")
     floats = (tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex())
     return next((str(tensor.dtype).removeprefix("torch.") for tensor in floats), "")
 
 
+def _device(source: Reduction | Snapshot, snapshot: Snapshot) -> str:
+    """Where the program runs, which is not the GPU of the machine only because there is one."""
+    home = home_of(Candidate(source.program, source.tensors))
+    names = snapshot.environment.get("devices", ())
+    return str(names[0]) if home == "cuda" and names else home.upper()
+
+
 def _versions(environment: Mapping[str, Any]) -> str:
     """What ``collect_env`` said, and the libraries that the program had imported."""
-    collected = str(environment.get("collect_env") or "").strip()
-    return f"{collected}\n\n{_libraries(environment)}".strip() if collected else _short_versions(environment)
+    collected = redact_text(str(environment.get("collect_env") or "").strip())
+    if not collected:
+        return _lines(facts.versions(environment))
+    return f"{collected}\n\n{_lines(facts.libraries(environment))}".strip()
 
 
-def _short_versions(environment: Mapping[str, Any]) -> str:
-    shown = {name: environment.get(name) for name in ("torch", "python", "platform", "cuda", "cudnn")}
-    shown["devices"] = ", ".join(map(str, environment.get("devices", ())))
-    lines = [f"{name}: {value}" for name, value in shown.items() if value]
-    return redact_text("\n".join((*lines, _libraries(environment))).strip())
-
-
-def _libraries(environment: Mapping[str, Any]) -> str:
-    return "\n".join(f"{name}: {version}" for name, version in sorted(environment.get("libraries", {}).items()))
+def _lines(rows: Iterable[facts.Fact]) -> str:
+    return "\n".join(f"{name}: {value}" for name, value in rows)
 
 
 def _origin(snapshot: Snapshot) -> str:
-    failure = snapshot.failure
-    where = f"step {snapshot.step} of a training run, {wording.phase_words(failure)}"
-    if failure.module:
-        where += f", module {wording.code_span(failure.module)}"
-    if failure.site is not None:
-        where += f", at {wording.code_span(f'{Path(failure.site.file).name}:{failure.site.line}')}"
-    return where + code_of(failure.site)
+    place = f", at {facts.line(snapshot.failure)}" if snapshot.failure.site is not None else ""
+    return f"{facts.when(snapshot)} of a training run, {facts.where(snapshot.failure)}{place}"
 
 
-def _at(site: Site | None) -> str:
-    return f"at {Path(site.file).name}:{site.line}" if site is not None else ""
+def _in_line(site: Site | None) -> str:
+    return f"in {Path(site.file).name}:{site.line}" if site is not None else ""
 
 
 def _size(snapshot: Snapshot, reduction: Reduction | None) -> str:

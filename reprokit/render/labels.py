@@ -1,4 +1,4 @@
-"""What the report calls the values of a program: parameters by their full names, anything else by the user's variables.
+"""A program for people: parameters by their full names, other values by the user's variables, calls as Python.
 
 A name is used again once the value before is done with, as in the source, so two values that are alive at the same time
 never share one.
@@ -9,8 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
-from reprokit.program.ir import Call, Program
+from reprokit.program.ir import OPAQUE, Call, Program, Ref
+from reprokit.render import calls
+from reprokit.render.expression import Expr
 from reprokit.render.names import identifier, name_for_input, name_for_output
 from reprokit.shrink.context.variables import variables
 
@@ -38,6 +42,21 @@ def labels(program: Program) -> dict[int, str]:
             if value not in found:
                 give(value, written.get(value) or _noun(call), index, last_reads.get(value, index))
     return found
+
+
+def call_text(call: Call, names: Mapping[int, str]) -> str:
+    """A call as Python, with the names of its tensors."""
+
+    def leaf(ref: Any) -> Expr:
+        return Expr(names[ref.value]) if isinstance(ref, Ref) else Expr(repr(ref))
+
+    if call.target == OPAQUE:
+        return f"{call.kwargs.get('name', 'opaque')}(...)"
+    if call.is_optimizer_step:
+        return f"{'.'.join(call.target.split('.')[2:])}()"
+    written = calls.write_call(call, leaf).text
+    targets = [names[value] for value in call.output_refs() if value not in call.input_refs()]
+    return f"{', '.join(targets)} = {written}" if targets and "=" not in written.split("(")[0] else written
 
 
 def _noun(call: Call) -> str:

@@ -96,9 +96,9 @@ def _magnitudes(tensor: torch.Tensor) -> torch.Tensor | None:
         plain = plain.dequantize()
     if plain.layout is not torch.strided:
         plain = plain.to_dense()
-    if plain.dtype is torch.bool:
-        return plain.byte()
-    if plain.element_size() == _ONE_BYTE and plain.is_floating_point():
+    if not (plain.is_floating_point() or plain.is_complex()):
+        plain = plain.double()  # the smallest integer has no positive counterpart of its own type
+    elif plain.element_size() == _ONE_BYTE:
         plain = plain.float()
     return plain.abs()
 

@@ -15,16 +15,20 @@ from markupsafe import Markup, escape
 
 from reprokit.locate.diagnosis import from_plain
 from reprokit.locate.failure import Failure
-from reprokit.render import charts, diagnosis, story, whatif, wording
+from reprokit.render import diagnosis, facts, story, whatif, wording
 from reprokit.render.environment import render_template
 from reprokit.render.frames import frames
-from reprokit.render.issue import cut, rate, title
+from reprokit.render.issue import cut, rate, shown_output, title
 from reprokit.render.labels import labels
+from reprokit.render.plots import plot
+from reprokit.render.position_map import position_map
 from reprokit.render.progress import progress
 from reprokit.render.ranges import Range, range_text
 from reprokit.render.script import Script
-from reprokit.render.survey import survey
+from reprokit.render.strips import Axis, strip, strip_header
+from reprokit.render.survey import Survey, survey
 from reprokit.render.way import Stop, Way, ways
+from reprokit.snapshot.format import count_elements
 from reprokit.snapshot.redact import REDACTED, redact_text
 
 if TYPE_CHECKING:
@@ -32,8 +36,7 @@ if TYPE_CHECKING:
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
 
-__all__ = ["range_text", "with_code", "write_report"]
-
+TEMPLATE = "report.html.j2"
 MAX_TEXT = 30_000
 MAX_OPERANDS = 20
 _SERIES = (("loss", "Loss"), ("grad_norm", "Gradient norm"), ("lr", "Learning rate"), ("scale", "Loss scale"))
@@ -71,48 +74,49 @@ def write_report(
     snapshot: Snapshot, script: Script, verified: VerifyResult, *, reduction: Reduction | None = None
 ) -> str:
     """The report's HTML."""
-    failure = snapshot.failure
-    names = labels(snapshot.program)
-    found = survey(snapshot.program, snapshot.tensors, failure, _bad_name(failure, names), snapshot.settings)
+    failure, names = snapshot.failure, labels(snapshot.program)
+    found = survey(snapshot, _bad_name(failure, names))
     shown_frames, frames_left_out = frames(found)
-    texts = _long_texts(snapshot, verified, reduction)
+    texts = _long_texts(snapshot, script, verified, reduction)
     tables = reduction.whatif if reduction is not None else {}
+    inputs = wording.shown_names(reduction, script.names) if reduction is not None else {}
     reason = reduction.diagnosis if reduction is not None else None
-    environment, source = _environment_rows(snapshot.environment), _source_rows(snapshot)
-    return render_template(
-        "report.html.j2",
-        title=title(snapshot, reduction),
-        headline=wording.headline(failure),
-        story=[with_code(redact_text(line)) for line in story.sentences(snapshot, reduction, verified)],
-        failure=failure,
-        snapshot=snapshot,
-        where=wording.phase_words(failure),
-        script=script,
-        rate=rate(verified),
-        ways=[_drawn(way, failure) for way in ways(found, names)],
-        operands=_operands(found.operands, names),
-        operands_left_out=max(0, len(found.operands) - MAX_OPERANDS),
-        positions=found.positions,
-        position_map=charts.position_map(found.positions) if found.positions is not None else None,
-        timeline=_timeline(snapshot),
-        frames=shown_frames,
-        frames_left_out=frames_left_out,
-        reduction=reduction,
-        progress=_progress(reduction) if reduction is not None else [],
-        explained=wording.explained(reduction, script.names) if reduction is not None else [],
-        nearest=wording.nearest_words(reduction.nearest, script.names) if reduction and reduction.nearest else None,
-        diagnosis=_diagnosis(reason) if reason else None,
-        whatif_programs=whatif.programs(tables),
-        whatif_rows=whatif.rows(tables),
-        environment=environment,
-        source=source,
-        texts=texts,
-        redacted=_redacted({**texts, "environment": _joined(environment), "source": _joined(source)}),
-        num_variables=len(snapshot.environment.get("variables", {})),
-        range_text=range_text,
-        number=charts.tick_text,
-        with_code=with_code,
-    )
+    content = {
+        "title": title(snapshot, reduction),
+        "headline": wording.headline(failure),
+        "story": story.sentences(snapshot, reduction, verified),
+        "facts": facts.of_failure(snapshot),
+        "step": snapshot.step,
+        "script": script,
+        "rate": rate(verified),
+        "trouble": _trouble(found),
+        "ways": [_drawn(way, failure) for way in ways(found, names)],
+        "operands": _operands(found.operands, names),
+        "operands_left_out": max(0, len(found.operands) - MAX_OPERANDS),
+        "positions": found.positions,
+        "position_map": position_map(found.positions) if found.positions is not None else None,
+        "timeline": _timeline(snapshot),
+        "frames": shown_frames,
+        "frames_left_out": frames_left_out,
+        "reduction": reduction,
+        "num_calls": reduction.program.num_calls if reduction is not None else None,
+        "num_elements": count_elements(reduction.program, reduction.tensors) if reduction is not None else None,
+        "progress": _progress(reduction) if reduction is not None else [],
+        "explained": wording.explained(reduction, inputs) if reduction is not None else [],
+        "nearest": wording.nearest_words(reduction.nearest, inputs) if reduction and reduction.nearest else None,
+        "diagnosis": _diagnosis(reason) if reason else None,
+        "whatif_programs": whatif.programs(tables),
+        "whatif_rows": whatif.rows(tables),
+        "environment": [*facts.versions(snapshot.environment), *facts.settings(snapshot.environment)],
+        "source": facts.source(snapshot),
+        "texts": texts,
+        "num_variables": len(snapshot.environment.get("variables", {})),
+        "range_text": range_text,
+        "with_code": with_code,
+    }
+    page = render_template(TEMPLATE, **content, redacted=[])
+    hidden = _redacted(texts, page)
+    return render_template(TEMPLATE, **content, redacted=hidden) if hidden else page
 
 
 def with_code(text: str) -> Markup:
@@ -127,9 +131,9 @@ def _bad_name(failure: Failure, names: Mapping[int, str]) -> str:
 
 
 def _drawn(way: Way, failure: Failure) -> DrawnWay:
-    axis = charts.Axis.over(way.ranges)
-    stops = tuple(DrawnStop(stop, charts.strip(stop.range, axis), _about(stop, failure)) for stop in way.stops)
-    return DrawnWay(way, charts.strip_header(axis), stops, axis.beyond_text)
+    axis = Axis.over(way.ranges)
+    stops = tuple(DrawnStop(stop, strip(stop.range, axis), _about(stop, failure)) for stop in way.stops)
+    return DrawnWay(way, strip_header(axis), stops, axis.beyond_text)
 
 
 def _about(stop: Stop, failure: Failure) -> str:
@@ -151,7 +155,7 @@ def _timeline(snapshot: Snapshot) -> list[Chart]:
     entries = [entry for entry in snapshot.timeline if isinstance(entry.get("step"), int)]
     for key, name in _SERIES:
         points = [(float(entry["step"]), _number(entry.get(key))) for entry in entries]
-        svg = charts.plot(points, f"{name} per step, with the failing step marked", mark=float(snapshot.step))
+        svg = plot(points, f"{name} per step, with the failing step marked", mark=float(snapshot.step))
         if svg is not None:
             numbers = [value for _, value in points if value is not None]
             made.append(Chart(name, svg, f"last {numbers[-1]:.4g}"))
@@ -167,7 +171,7 @@ def _progress(reduction: Reduction) -> list[Chart]:
     }
     made = []
     for name, points in series.items():
-        svg = charts.plot(points, f"{name} against checks", is_stepped=True)
+        svg = plot(points, f"{name} against checks", is_stepped=True)
         if svg is not None:
             made.append(Chart(name, svg, f"{points[0][1]:,.0f} to {points[-1][1]:,.0f}"))
     return made
@@ -183,10 +187,18 @@ def _diagnosis(plain: dict[str, Any]) -> dict[str, Any]:
     return {**page, "links": [link for link in page["links"] if link.startswith("https://")]}
 
 
-def _long_texts(snapshot: Snapshot, verified: VerifyResult, reduction: Reduction | None) -> dict[str, str]:
+def _trouble(found: Survey) -> str:
+    """Why the step could not be measured to its end, redacted; nothing where it could."""
+    error = found.error
+    return redact_text(f"{type(error).__name__}: {error}".splitlines()[0]) if error is not None else ""
+
+
+def _long_texts(
+    snapshot: Snapshot, script: Script, verified: VerifyResult, reduction: Reduction | None
+) -> dict[str, str]:
     """Texts that may be long, redacted and cut where it shows."""
     texts = {
-        "output": (verified.output or verified.signature).strip(),
+        "output": shown_output(script, verified),
         "log": "\n".join(reduction.log) if reduction is not None else "",
         "collect_env": str(snapshot.environment.get("collect_env", "")),
         "diff": str(snapshot.source.get("diff") or ""),
@@ -194,35 +206,13 @@ def _long_texts(snapshot: Snapshot, verified: VerifyResult, reduction: Reduction
     return {name: cut(redact_text(text), MAX_TEXT) for name, text in texts.items()}
 
 
-def _redacted(texts: Mapping[str, str]) -> list[tuple[str, int]]:
+def _redacted(texts: Mapping[str, str], page: str) -> list[tuple[str, int]]:
     """Where something secret was taken out, and how often."""
     words = {"output": "output of the repro", "log": "log", "collect_env": "collect_env", "diff": "uncommitted changes"}
-    counts = [(words.get(name, name), text.count(REDACTED)) for name, text in texts.items()]
-    return [(name, count) for name, count in counts if count]
+    counts = {words[name]: _num_hidden(text) for name, text in texts.items()}
+    counts["rest of the page"] = _num_hidden(page) - sum(counts.values())
+    return [(name, count) for name, count in counts.items() if count > 0]
 
 
-def _joined(rows: list[tuple[str, str]]) -> str:
-    return "\n".join(f"{name} {value}" for name, value in rows)
-
-
-def _environment_rows(environment: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = [(name, environment.get(name)) for name in ("torch", "python", "platform", "cuda", "cudnn", "devices")]
-    rows += sorted(environment.get("libraries", {}).items())
-    rows += sorted(environment.get("variables", {}).items())
-    rows += [(name.replace("_", " "), value) for name, value in environment.get("switches", {}).items()]
-    return [(name, redact_text(_plain(value))) for name, value in rows if value not in (None, [], "")]
-
-
-def _source_rows(snapshot: Snapshot) -> list[tuple[str, str]]:
-    source = snapshot.source
-    command = source.get("command") or snapshot.command
-    rows: list[tuple[str, Any]] = [("command", " ".join(command) or None)]
-    rows += [(name, source.get(name)) for name in ("file", "commit", "branch", "remote")]
-    rows += [("uncommitted changes", source.get("dirty"))]
-    return [(name, redact_text(_plain(value))) for name, value in rows if value is not None]
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+def _num_hidden(text: str) -> int:
+    return len(re.findall(rf"(?<!\*){re.escape(REDACTED)}(?!\*)", text))

@@ -1,11 +1,16 @@
-"""What a terminal shows of a snapshot beside its summary: the lines around the origin and the calls that led to it."""
+"""What a terminal shows of a snapshot beside its facts: the lines around the origin and the calls that led to it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reprokit.program.ir import Program, Site
+from reprokit.render.labels import call_text, labels
+from reprokit.render.ranges import range_text
+from reprokit.render.survey import Survey, survey, written_by
+from reprokit.render.way import ways
 
 if TYPE_CHECKING:
     from reprokit.snapshot.format import Snapshot
@@ -43,25 +48,37 @@ def source_lines(snapshot: Snapshot) -> list[Line]:
 
 
 def steps(snapshot: Snapshot) -> list[Step]:
-    """The calls before the origin and the origin itself, measured in one run of the program.
+    """What the origin was given, the calls before it, and the origin itself, measured in one run of the program.
 
-    Empty where there is no origin, or where the program cannot be run here.
+    Empty where there is no origin, or where the program cannot be run up to it here.
     """
-    from reprokit.render.outline import outline
-    from reprokit.render.report import range_text
+    program, failure = snapshot.program, snapshot.failure
+    if failure.call_index is None:
+        return []
+    found, names = survey(snapshot), labels(program)
+    if found.optimizer:
+        return [Step(stop.text, range_text(stop.range), stop.is_origin) for stop in ways(found, names)[0].stops]
+    if not found.operands:
+        return []
+    shown = range(max(0, failure.call_index - CALLS_BEFORE), failure.call_index + 1)
+    written = {index: written_by(program.calls[index], failure) for index in shown}
+    inside = {value for values in written.values() for value in values}
+    given = [Step(names[value], range_text(seen)) for value, seen in found.operands.items() if value not in inside]
+    made = [_step(found, names, index, values) for index, values in written.items()]
+    return [*given, *made, *_gradient(found, names)]
 
-    origin = snapshot.failure.call_index
-    if origin is None:
+
+def _gradient(found: Survey, names: Mapping[int, str]) -> list[Step]:
+    """What a backward failure made of the gradient."""
+    value = found.failure.value
+    if found.failure.phase != "backward" or value is None or value not in found.gradients:
         return []
-    try:
-        found = outline(snapshot.program, snapshot.tensors, snapshot.failure, snapshot.settings)
-    except Exception:  # the summary is worth showing whatever a run of the program does on this machine
-        return []
-    before = [row for row in found.rows if row.index <= origin][-CALLS_BEFORE - 1 :]
-    shown = {name for row in before for name, _ in row.results}
-    given = [Step(name, range_text(value)) for name, value in found.operands if name not in shown]
-    calls = [Step(row.text, "; ".join(range_text(value) for _, value in row.results), row.is_origin) for row in before]
-    return [*given, *calls]
+    return [Step(f"gradient of {names[value]}", range_text(found.gradients[value]), is_origin=True)]
+
+
+def _step(found: Survey, names: Mapping[int, str], index: int, written: Sequence[int]) -> Step:
+    ranges = "; ".join(range_text(found.written.get((index, value))) for value in written)
+    return Step(call_text(found.program.calls[index], names), ranges, index == found.failure.call_index)
 
 
 def _called(program: Program, site: Site) -> dict[int, str]:

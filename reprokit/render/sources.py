@@ -65,12 +65,15 @@ def open_source(path: Path, snapshot: Path | None = None) -> Source:
     if path.is_dir():
         return _open_reduction(path / REDUCTION_FILE)
     try:
-        return Source(None, snapshots.load(path))
+        found = snapshots.load(path)
     except NotASnapshot as error:
         try:
             return _open_reduction(path)
         except NotASnapshot:
             raise error from None
+    if not found.program.calls:
+        raise SnapshotError(f"`{path}` holds no program that could be run", hint=f"`reprokit show {path}` says why")
+    return Source(None, found)
 
 
 def _open_reduction(file: Path) -> Source:

@@ -5,21 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from reprokit.render import wording
+from reprokit.render import facts, wording
 from reprokit.render.issue import rate
 from reprokit.snapshot.format import count_elements
+from reprokit.snapshot.redact import redact_text
 
 if TYPE_CHECKING:
     from reprokit.render.verify import VerifyResult
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
-
-_NOTICED = {
-    "loss": "the loss",
-    "gradient": "a gradient",
-    "parameter": "a parameter",
-    "output": "an output of the model",
-}
 
 
 def sentences(snapshot: Snapshot, reduction: Reduction | None, verified: VerifyResult) -> list[str]:
@@ -30,15 +24,13 @@ def sentences(snapshot: Snapshot, reduction: Reduction | None, verified: VerifyR
 def _failure(snapshot: Snapshot) -> Iterator[str]:
     failure = snapshot.failure
     said = wording.observed(failure)
-    module = f", in module {wording.code_span(failure.module)}" if failure.module else ""
-    step = f"step {snapshot.step}" + (f", micro-step {snapshot.micro_step}" if snapshot.micro_step else "")
-    yield f"It happened at {step} of the training run, {wording.phase_words(failure)}{module}. {said}"
-    if failure.num_elements > 1 and failure.num_bad:
-        yield f"{failure.num_bad:,} of {failure.num_elements:,} elements are {failure.way}."
-    if snapshot.observed_at in _NOTICED:
-        yield f"It was noticed in {_NOTICED[snapshot.observed_at]}."
+    yield f"It happened at {facts.when(snapshot)} of the training run, {facts.where(failure)}. {said}"
+    if facts.how_much(failure):
+        yield f"{facts.how_much(failure)}."
+    if facts.noticed_in(snapshot):
+        yield f"It was noticed in {facts.noticed_in(snapshot)}."
     if snapshot.fidelity != "exact":
-        note = f": {snapshot.fidelity_note}" if snapshot.fidelity_note else ""
+        note = f": {redact_text(snapshot.fidelity_note)}" if snapshot.fidelity_note else ""
         yield f"The captured step replays {snapshot.fidelity}, not bit for bit{note}."
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from reprokit.locate.failure import Failure
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import Call, Program, Ref
-from reprokit.program.run import Tensors, determinism, run
+from reprokit.program.run import determinism, run
 from reprokit.render.positions import Positions, positions_of
 from reprokit.render.ranges import Range, measure
+from reprokit.snapshot.format import Snapshot
 
 
 @dataclass
@@ -28,7 +28,8 @@ class Survey:
     ``written`` holds the range of a value after a call, by (index, value); ``inputs`` the range of what the program was
     given, when it was first read; ``gradients`` what the backward passes sent to a value. ``operands`` is what the
     origin read, ``optimizer`` what an optimizer's step had for the parameter it ruined. ``positions`` is about the bad
-    tensor. ``writers`` and ``readers`` list for every value the calls that wrote and read it, in order.
+    tensor. ``writers`` and ``readers`` list for every value the calls that wrote and read it, in order. ``error`` ended
+    the run before its time.
     """
 
     program: Program
@@ -42,6 +43,7 @@ class Survey:
     positions: Positions | None = None
     writers: dict[int, list[int]] = field(default_factory=dict)
     readers: dict[int, list[int]] = field(default_factory=dict)
+    error: Exception | None = None
 
     def writer(self, value: int, before: int) -> int | None:
         """The last call before number ``before`` that wrote this value."""
@@ -53,12 +55,17 @@ class Survey:
         return self.written.get((index, value)) if index is not None else self.inputs.get(value)
 
 
-def survey(program: Program, tensors: Tensors, failure: Failure, name: str, settings: Mapping[str, Any]) -> Survey:
-    """Run the program once and measure it; ``name`` is what the bad tensor is called."""
-    found = Survey(program, failure, name)
-    with determinism(settings), warnings.catch_warnings():
+def survey(snapshot: Snapshot, name: str = "") -> Survey:
+    """Run the captured step once and measure it, as far as it can be run here; ``name`` is that of the bad tensor."""
+    found = Survey(snapshot.program, snapshot.failure, name)
+    with determinism(snapshot.settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run(program, tensors, observer=_Watch(found), keep=frozenset())
+        try:
+            outcome = run(snapshot.program, snapshot.tensors, observer=_Watch(found), keep=frozenset())
+        except Exception as error:  # what else is known is worth showing whatever this machine lacks
+            found.error = error
+        else:
+            found.error = outcome.error if outcome.error_call != snapshot.failure.call_index else None
     return found
 
 

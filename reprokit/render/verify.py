@@ -25,6 +25,7 @@ from reprokit.errors import ReprokitError, UsageError
 
 CLEAN_RUNS = Path(__file__).with_name("clean_runs.py")
 SECONDS_PER_RUN = 120.0
+SHOWS_BUG = 1  # the exit code of a repro while the bug is there
 _PASSED_ON = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TEMP", "TMP", "SYSTEMROOT", "LD_LIBRARY_PATH",
     "DYLD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
@@ -61,10 +62,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """How many of the runs agree, and how these ended."""
+    """How many of the runs agree, and how these ended; ``num_failed`` of all runs show the bug, in whatever words."""
 
     times: int
     agreed: int
+    num_failed: int
     exit_code: int | None
     signature: str
     output: str
@@ -79,7 +81,7 @@ class VerifyResult:
     @property
     def fails(self) -> bool:
         """Whether the runs that agree show the bug."""
-        return self.exit_code == 1
+        return self.exit_code == SHOWS_BUG
 
     @property
     def verified(self) -> str:
@@ -92,6 +94,7 @@ class VerifyResult:
             "schema": 1,
             "times": self.times,
             "agreed": self.agreed,
+            "failed": self.num_failed,
             "verified": self.verified,
             "exit_code": self.exit_code,
             "signature": self.signature,
@@ -131,7 +134,8 @@ def _judge(runs: Sequence[Run], seconds: float) -> VerifyResult:
     typical = next(run for run in runs if run.signature == signature)
     text = "timeout" if typical.exit_code is None else f"exit code {typical.exit_code}"
     text += f": {typical.last_line}" if typical.last_line else ""
-    return VerifyResult(len(runs), agreed, typical.exit_code, text, typical.stdout, typical.stderr, seconds)
+    num_failed = sum(run.exit_code == SHOWS_BUG for run in runs)
+    return VerifyResult(len(runs), agreed, num_failed, typical.exit_code, text, typical.stdout, typical.stderr, seconds)
 
 
 def side_files(script: Path) -> list[Path]:

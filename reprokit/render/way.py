@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from reprokit.locate.failure import EXCEPTION, module_of
 from reprokit.program.ir import Call
-from reprokit.render.outline import call_text
+from reprokit.render.labels import call_text
 from reprokit.render.ranges import Range
 from reprokit.render.survey import Survey, written_by
 

@@ -1,18 +1,20 @@
 """The what-if table as text: pure functions of the plain data that a reduction keeps.
 
-`rows` is for HTML, where a template chooses the marks; `markdown` is for an issue; `lines` for a terminal.
+`rows` is for HTML, where a template chooses the marks; `plain_rows` for a terminal; `markdown` for an issue, whose text
+must not differ from one run to the next: it has no times, and leaves out what there was no time for.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from reprokit.snapshot.redact import redact_text
+from reprokit.whatif.table import NOT_DONE
 
-SAME, OTHER, PASSES, CANNOT_RUN = "same", "other", "passes", "cannot_run"
-WORDS = {SAME: "fails the same", OTHER: "fails otherwise", PASSES: "passes", CANNOT_RUN: "cannot run"}
+WORDS = {"same": "fails the same", "other": "fails otherwise", "passes": "passes", "cannot_run": "cannot run"}
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
@@ -51,24 +53,23 @@ def rows(table: Mapping[str, Any]) -> list[Row]:
     for program, items in table.get("tables", {}).items():
         for item in items:
             names[item["variant"]] = item["name"]
-            cell = Cell(item["answer"], redact_text(item["detail"]), seconds_text(item["seconds"]))
-            found.setdefault(item["variant"], {})[program] = cell
+            found.setdefault(item["variant"], {})[program] = _cell(item)
     return [
         Row(names[variant], tuple(cells.get(program) for program in programs(table)))
         for variant, cells in found.items()
     ]
 
 
-def markdown(table: Mapping[str, Any]) -> str:
-    """A Markdown table, empty without rows."""
-    if not programs(table):
+def markdown(table: Mapping[str, Any], program: str) -> str:
+    """A Markdown table about one program, a line for every way in which it ended; empty without any."""
+    variants: dict[str, list[str]] = {}
+    for item in table.get("tables", {}).get(program, ()):
+        if not item["detail"].startswith(NOT_DONE):
+            variants.setdefault(_cell(item).text, []).append(item["name"])
+    if not variants:
         return ""
-    header = ["variant", *(word for program in programs(table) for word in (program, "time"))]
-    lines = [_line(header), _line(["---"] * len(header))]
-    for row in rows(table):
-        cells = [word for cell in row.cells for word in _words(cell)]
-        lines.append(_line([row.name, *map(_escaped, cells)]))
-    return "\n".join(lines)
+    body = (("; ".join(names), _escaped(text)) for text, names in variants.items())
+    return "\n".join(f"| {run} | {result} |" for run, result in (("how it is run", "result"), ("---", "---"), *body))
 
 
 def plain_rows(table: Mapping[str, Any]) -> list[list[str]]:
@@ -90,10 +91,11 @@ def _words(cell: Cell | None) -> tuple[str, str]:
     return (cell.text, cell.time) if cell is not None else ("", "")
 
 
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _cell(item: Mapping[str, Any]) -> Cell:
+    return Cell(item["answer"], redact_text(item["detail"]), seconds_text(item["seconds"]))
 
 
 def _escaped(text: str) -> str:
     """Text that neither ends a cell nor becomes markup; code spans stay."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    plain = " ".join(text.split()).replace("|", "\\|")
+    return re.sub("`[^`]*`|<", lambda match: "&lt;" if match[0] == "<" else match[0], plain)

@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from reprokit.locate.failure import Failure
+from reprokit.snapshot.redact import redact_source, redact_text
 
 if TYPE_CHECKING:
+    from reprokit.program.ir import Site
     from reprokit.shrink.reduction import Reduction
 
+_MAX_CODE, _MAX_MESSAGE = 160, 300
 _FREE, _MATTERS = "any value fails", "its value matters"
 _OPERATORS = {
     "add": "addition",
@@ -28,8 +31,6 @@ _OPERATORS = {
     "getitem": "indexing",
     "setitem": "index assignment",
 }
-
-
 _PLACES = {"fp64": "in float64", "compile": "in eager mode", "cpu-cuda": "on the other device"}
 _REFERENCES = {"fp64": "float64", "compile": "eager", "cpu-cuda": "the other device"}
 
@@ -88,8 +89,7 @@ def observed(failure: Failure, *, is_forward_finite: bool = True) -> str:
         way = "compiled" if failure.way.startswith("compile") else "as it is"
         return f"{what} gives another result {way} than {_PLACES.get(failure.way.split(':')[0].split(',')[0], '')}."
     if failure.exception is not None:
-        first_line = (failure.exception[1].strip().splitlines() or [""])[0]
-        return f"{name} raises `{kind}`" + (f": {code_span(first_line)}" if first_line else ".")
+        return f"{name} raises `{kind}`" + (f": {message(failure)}" if message(failure) else ".")
     if failure.call is None:
         return f"The input {name} is already {kind} before the first call reads it."
     if failure.phase == "backward":
@@ -100,6 +100,12 @@ def observed(failure: Failure, *, is_forward_finite: bool = True) -> str:
         return f"{name} turns a finite parameter with a finite gradient into {kind}."
     inside = ", called in the optimizer step," if failure.phase == "optimizer" else ""
     return f"{name}{inside} returns {kind} although none of its inputs is {failure.way or kind}."
+
+
+def message(failure: Failure) -> str:
+    """The first line of the exception's message as inline code, redacted; nothing where there is none."""
+    text = failure.exception[1].strip() if failure.exception is not None else ""
+    return code_span(_shortened(redact_text(text.splitlines()[0]), _MAX_MESSAGE)) if text else ""
 
 
 def expected(failure: Failure) -> str:
@@ -117,6 +123,12 @@ def expected(failure: Failure) -> str:
     if failure.phase == "optimizer":
         return "A finite parameter after the step."
     return f"A finite result: nothing that it is given is {kind_words(failure)}."
+
+
+def shown_names(reduction: Reduction, names: Mapping[str, str]) -> dict[str, str]:
+    """What the text calls the inputs: as the repro does, where it has a variable for them."""
+    incoming = {item.name: "incoming gradient" for item in reduction.program.inputs if item.role == "gradient"}
+    return {**incoming, **names}
 
 
 def explained(reduction: Reduction, names: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -180,6 +192,16 @@ def code_span(text: str) -> str:
     ticks = "`" * (longest_run(text, "`") + 1)
     padding = " " if text.startswith("`") or text.endswith("`") else ""
     return f"{ticks}{padding}{' '.join(text.split())}{padding}{ticks}"
+
+
+def code_of(site: Site | None) -> str:
+    """``: `x = a - b` ``, redacted and shortened, or nothing."""
+    code = redact_source(site.code.strip()) if site is not None else ""
+    return f": {code_span(_shortened(code, _MAX_CODE))}" if code else ""
+
+
+def _shortened(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[:limit]} ..."
 
 
 def longest_run(text: str, character: str) -> int:

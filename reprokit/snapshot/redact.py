@@ -74,6 +74,7 @@ _QUOTED_CODE = re.compile(r"(?m)^(?P<place>\s*File \"[^\"\n]*\", line [0-9]+.*\n
 _LIBRARIES = re.compile(r"(?<![\w.~-])(?:[A-Za-z]:)?[/\\][^\s\"':;,)>\]]*[/\\](?:site|dist)-packages[/\\]")
 _ABSOLUTE = re.compile(r"(?<![\w.~:/*%<)\]-])/(?:[\w.+@-]+/)+(?P<last>[\w.+@-]+)")
 _PUBLIC_FOLDERS = ("/usr/", "/lib/", "/lib64/", "/bin/", "/opt/", "/proc/", "/sys/", "/etc/", "/dev/")
+_COMPILER_CACHE = re.compile(r"(?<=[/\\]torchinductor)_[\w.@-]+")  # torch names it after the user
 _HOMES = re.compile(r"(?<![\w.~-])(?:/home/|/Users/|[A-Za-z]:\\+Users\\+)(?!\.)[^/\\\s\"':;,)>\]]+")
 
 
@@ -167,7 +168,7 @@ def _hide_places(text: str) -> str:
     home = str(Path.home())
     if len(home) > 1:
         text = re.sub(rf"(?<![\w.~/\\-]){re.escape(home)}(?![\w.-])", "~", text)
-    text = _HOMES.sub("~", text)
+    text = _COMPILER_CACHE.sub("", _HOMES.sub("~", text))
     host = _distinctive_host()
     return re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", "localhost", text) if host else text
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from reprokit.shrink.reduction import Reduction
 
 MINIMUM, CONTEXT, SNAPSHOT = "minimum", "context", "snapshot"
+NOT_DONE = "not done within"  # what the detail begins with where there was no time left
 SECONDS = 10.0
 _LEAST_BYTES = 4 << 30
 _LEAST_SECONDS = 0.2  # less is not worth a process
@@ -129,7 +130,7 @@ class _Table:
         return Trial(Answer.CANNOT_RUN, str(error) if reason == "memory" else one_line(error))
 
     def _too_late(self) -> Trial:
-        return Trial(Answer.CANNOT_RUN, f"not done within the {self._budget:g} s for this table")
+        return Trial(Answer.CANNOT_RUN, f"{NOT_DONE} the {self._budget:g} s for this table")
 
     def _rows(self, name: str) -> Iterator[dict[str, Any]]:
         for variant in self._variants:

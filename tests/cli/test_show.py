@@ -63,7 +63,7 @@ def test_one_screen(shown: tuple[str, str, Path]) -> None:
     assert len(lines) <= 40
     assert all(len(line) <= 100 for line in lines)
     assert "\x1b" not in shown[1]
-    assert lines[0] == "inf from `torch.Tensor.div` (forward) at step 3"
+    assert lines[0] == "inf from `torch.Tensor.div` at step 3"
     assert lines[-1] == "next: reprokit shrink x.pt"
 
 
@@ -81,7 +81,7 @@ def test_the_calls_before_the_origin_have_ranges(shown: tuple[str, str, Path]) -
     at = next(number for number, line in enumerate(lines) if line.startswith("> ") and "float32" in line)
     assert lines[at].endswith("float32 3, 3 inf")
     assert "weight / 2" in lines[at - 1] and lines[at - 1].endswith("float32 3, |x| = 0.425")
-    assert any(line == " input float32 scalar, |x| = 0" for line in lines)
+    assert any(line == " x float32 scalar, |x| = 0" for line in lines)
 
 
 def test_capture_ends_with_the_place_the_losses_and_the_next_command(shown: tuple[str, str, Path]) -> None:

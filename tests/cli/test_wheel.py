@@ -51,10 +51,15 @@ def test_it_captures_and_renders(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     captured = run(installed, tmp_path, "capture", "-o", "x.pt", "train.py")
     assert captured.returncode == 3, captured.stderr
-    for kind in ("repro", "issue", "report", "test"):
-        rendered = run(installed, tmp_path, "render", "x.pt", "--as", kind)
-        assert rendered.returncode == 0, rendered.stderr
-        assert rendered.stdout.strip()
+    code = "from reprokit.cli import main\n"
+    code += "for kind in ('repro', 'issue', 'report', 'test'):\n"
+    code += "    assert main(['render', 'x.pt', '--as', kind, '-o', kind + '.txt']) == 0, kind\n"
+    environment = {**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"}
+    rendered = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert rendered.returncode == 0, rendered.stderr
+    assert all((tmp_path / f"{kind}.txt").read_text() for kind in ("repro", "issue", "report", "test"))
 
 
 def test_it_finds_its_example(installed: Path, tmp_path: Path) -> None:

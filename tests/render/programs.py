@@ -13,9 +13,13 @@ from reprokit.locate.blame import locate
 from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.program.trace import Tracer
 from reprokit.render.code import SIDE_FILE, Code
+from reprokit.render.verify import VerifyResult
 from reprokit.snapshot.format import Snapshot
 
 Case = tuple[Program, dict[int, torch.Tensor]]
+VERIFIED = VerifyResult(
+    20, 20, 20, 1, "exit code 1: AssertionError", "out = tensor([nan])\n", "Traceback\nAssertionError\n", 1.0
+)
 
 
 def record(function: Callable[[], Any]) -> tuple[Program, dict[int, torch.Tensor]]:

@@ -8,12 +8,10 @@ from reprokit.locate.diagnose import diagnose
 from reprokit.render.issue import write_issue
 from reprokit.render.report import write_report
 from reprokit.render.sources import reduction_script
-from reprokit.render.verify import VerifyResult
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import load
+from tests.render.programs import VERIFIED
 from tests.shrink.failing import zero_by_zero
-
-VERIFIED = VerifyResult(20, 20, 1, "exit code 1: AssertionError", "", "", 1.0)
 
 
 def test_the_issue_and_the_report_tell_it(tmp_path: Path) -> None:

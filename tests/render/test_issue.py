@@ -16,17 +16,17 @@ from markdown_it import MarkdownIt
 
 from reprokit.cli import main
 from reprokit.errors import UsageError
-from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
+from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Site
 from reprokit.render.edges import find_edge
 from reprokit.render.expectation import expect
-from reprokit.render.issue import MAX_CHARACTERS, Issue, make_issue
+from reprokit.render.issue import MAX_CHARACTERS, Issue, make_issue, rate, title
 from reprokit.render.issue_templates import find_template, template_names, tidied
 from reprokit.render.script import Script
 from reprokit.render.sharing import MAX_URL, create_command, issue_url, write_zip
 from reprokit.render.sources import snapshot_script
-from reprokit.render.verify import VerifyResult
 from reprokit.snapshot.format import Snapshot, save
 from tests.render.programs import (
+    VERIFIED,
     failing_cholesky,
     half_precision_adam,
     masked_softmax,
@@ -36,9 +36,6 @@ from tests.render.programs import (
 
 INF = float("inf")
 F = "torch.nn.functional"
-VERIFIED = VerifyResult(
-    20, 20, 1, "exit code 1: AssertionError", "out = tensor(nan)\n", "Traceback\nAssertionError\n", 1.0
-)
 HEADINGS = {
     "generic": [],
     "pytorch": ["### 🐛 Describe the bug", "### Versions"],
@@ -188,6 +185,40 @@ def test_exceptions_are_the_callers_unless_torch_says_otherwise() -> None:
     assert expect(snapshot).template == "generic"
     internal = replace(snapshot.failure, exception=("RuntimeError", "x INTERNAL ASSERT FAILED at y"))
     assert expect(replace(snapshot, failure=internal)).template == "pytorch"
+
+
+def test_the_device_and_dtype_of_the_title_are_those_of_the_program() -> None:
+    snapshot = replace(one_call("torch.log", [-1.0]), environment={"torch": "2.13.0", "devices": ["A GPU"]})
+    assert title(snapshot).endswith("(float32, CPU, 2.13.0)")  # that the machine has another one says nothing
+    (call,) = snapshot.program.calls
+    mixed = replace(call, mode=Mode(autocast=(("cpu", "torch.bfloat16"),)))
+    snapshot = replace(snapshot, program=replace(snapshot.program, calls=(mixed,)))
+    assert title(snapshot).endswith("(autocast to bfloat16, CPU, 2.13.0)")
+
+
+def test_the_message_of_an_exception_is_short_and_has_no_secrets() -> None:
+    snapshot = snapshot_of(failing_cholesky())
+    for message in ("x" * 70_000, "cannot log in: password=hunter22"):
+        failure = replace(snapshot.failure, exception=("RuntimeError", message))
+        text = make_issue(replace(snapshot, failure=failure), snapshot_script(snapshot), VERIFIED).text
+        assert "python repro.py" in text and "hunter22" not in text and len(text) < 5_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "It failed 20 of 20 runs in the same way, each in a process of its own."),
+        ({"agreed": 1}, "It failed 20 of 20 runs, each in a process of its own."),
+        ({"agreed": 12, "num_failed": 8, "exit_code": 0}, "It failed 8 of 20 runs, each in a process of its own."),
+        ({"num_failed": 0, "exit_code": 0}, "It did not fail in 20 runs, each in a process of its own."),
+        (
+            {"num_failed": 0, "exit_code": -11, "signature": "exit code -11"},
+            "It neither failed nor passed in 20 runs, each in a process of its own; 20 ended with exit code -11.",
+        ),
+    ],
+)
+def test_the_rate_says_what_was_seen(fields: dict[str, Any], words: str) -> None:
+    assert rate(replace(VERIFIED, **fields)) == words
 
 
 # -- templates ---------------------------------------------------------------------------------------------------------
@@ -340,7 +371,7 @@ def test_the_command_line_writes_and_tells(
     assert main(["render", "snap.repro.pt", "--url", "--repo", "ada/engine", "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["url"].startswith("https://github.com/ada/engine/issues/new?title=log+returns+nan")
-    assert summary["title"] == "log returns nan for a negative number at train.py:7 (float32, CPU, 2.13.0)"
+    assert summary["title"] == "log returns nan for a negative number in train.py:7 (float32, CPU, 2.13.0)"
     assert main(["render", "snap.repro.pt", "--url"]) == 2
     assert "--repo OWNER/NAME" in capsys.readouterr().err
     assert main(["render", "snap.repro.pt", "--as", "report", "--zip"]) == 2

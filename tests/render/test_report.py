@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope
+from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Symbol
 from reprokit.render.frames import MAX_FRAMES, frames
 from reprokit.render.labels import labels
 from reprokit.render.positions import MAX_COLUMNS, MAX_ROWS, pattern_of, positions_of
@@ -23,6 +23,7 @@ from reprokit.render.survey import Survey, survey
 from reprokit.render.way import MAX_BEFORE, MAX_CALL, Way, ways
 from reprokit.snapshot.format import Snapshot
 from tests.render.programs import (
+    VERIFIED,
     Case,
     failing_cholesky,
     half_precision_adam,
@@ -30,14 +31,14 @@ from tests.render.programs import (
     snapshot_of,
     square_root_at_zero,
 )
-from tests.render.test_texts import VERIFIED, attention_step, reduced
+from tests.render.test_texts import attention_step, reduced
 
 NAN, INF = float("nan"), float("inf")
 CASES = [square_root_at_zero, half_precision_adam, failing_cholesky, masked_softmax]
 
 
 def surveyed(snapshot: Snapshot) -> Survey:
-    return survey(snapshot.program, snapshot.tensors, snapshot.failure, "x", snapshot.settings)
+    return survey(snapshot, "x")
 
 
 def ways_of(snapshot: Snapshot) -> list[Way]:
@@ -125,6 +126,22 @@ def test_every_kind_of_failure_has_a_report(case: Any) -> None:
     assert ">Before the failure<" not in html and ">Reduction<" not in html
 
 
+@pytest.mark.parametrize(
+    ("target", "argument", "value"),
+    [
+        ("torch.Tensor.mul", INF, torch.tensor([0.0, 1.0]).to_sparse()),
+        ("torch.Tensor.to", Symbol("torch.float8_e5m2"), torch.tensor([1e6, 1.0])),
+        ("torch.Tensor.exp2", None, torch.tensor([1023.0, 1024.0], dtype=torch.float64)),
+    ],
+)
+def test_every_kind_of_tensor_has_a_report(target: str, argument: Any, value: torch.Tensor) -> None:
+    arguments = (Ref(0),) if argument is None else (Ref(0), argument)
+    program = Program((Call(target, arguments, {}, Ref(1)),), (Input(0, "x"),), (Ref(1),))
+    snapshot = snapshot_of((program, {0: value}))
+    html = write_report(snapshot, snapshot_script(snapshot), VERIFIED)
+    assert "1 inf" in html and "could not be run" not in html
+
+
 def test_the_code_begins_with_its_first_line() -> None:
     snapshot = attention_step()
     script = reduction_script(reduced(snapshot))
@@ -153,7 +170,28 @@ def test_the_report_says_what_was_redacted() -> None:
     snapshot.source.update({"command": ["train.py", "--api-key", "a1B2" * 8], "diff": "+password = 'hunter22'"})
     html = report(snapshot)
     assert "a1B2" not in html and "hunter22" not in html
-    assert "stands in place of one 1 time in the uncommitted changes, 1 time in the source" in html
+    assert "stands in place of one 1 time in the uncommitted changes, 1 time in the rest of the page" in html
+    snapshot = attention_step()
+    snapshot.environment["collect_env"] = "***** not a secret *****"
+    assert "none were found" in report(snapshot)
+    site = replace(snapshot.failure.site, code="x = load(password='hunter22')")
+    assert "1 time in the rest" in report(replace(snapshot, failure=replace(snapshot.failure, site=site)))
+
+
+def test_what_a_withheld_repro_printed_is_not_told() -> None:
+    snapshot = snapshot_of(masked_softmax())
+    script = replace(snapshot_script(snapshot), is_withheld=True)
+    html = write_report(snapshot, script, replace(VERIFIED, output="out = tensor([nan, 0.9191])"))
+    assert "0.9191" not in html and "AssertionError" in html
+
+
+def test_a_step_that_cannot_be_run_here_has_a_report_without_ranges() -> None:
+    snapshot = attention_step()
+    snapshot.tensors[1] = torch.zeros(3, 3, dtype=torch.bool)  # as where a kernel is missing
+    html = report(snapshot)
+    assert "could not be run to its end where this page was made (RuntimeError" in html
+    assert "could not be run" not in report(attention_step())
+    Checker(html)
 
 
 def test_no_contents_of_tensors_are_shown() -> None:

@@ -16,8 +16,8 @@ import torch
 from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
 from reprokit.render.report import write_report
 from reprokit.render.sources import reduction_script
-from tests.render.programs import snapshot_of
-from tests.render.test_texts import VERIFIED, attention_step, reduced
+from tests.render.programs import VERIFIED, snapshot_of
+from tests.render.test_texts import attention_step, reduced
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")

@@ -12,28 +12,25 @@ from typing import Any
 import pytest
 import torch
 
+from reprokit.cli import main
 from reprokit.errors import UsageError
+from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
 from reprokit.render import render_all, render_one, write_test
 from reprokit.render.environment import jinja_environment, template_folder
 from reprokit.render.issue import MAX_CHARACTERS, cut, title, write_issue
 from reprokit.render.issue_templates import fence
-from reprokit.render.outline import outline
 from reprokit.render.report import write_report
 from reprokit.render.sources import reduction_script, snapshot_script
-from reprokit.render.verify import VerifyResult
 from reprokit.render.wording import code_span, headline, observed
 from reprokit.snapshot.format import Snapshot, save
 from tests.render.programs import (
+    VERIFIED,
     failing_cholesky,
     half_precision_adam,
     masked_softmax,
     snapshot_of,
     square_root_at_zero,
-)
-
-VERIFIED = VerifyResult(
-    20, 20, 1, "exit code 1: AssertionError", "out = tensor([nan])\n", "Traceback\nAssertionError\n", 1.0
 )
 
 
@@ -172,27 +169,6 @@ def test_headlines() -> None:
     )
 
 
-# -- outline -------------------------------------------------------------------------------------------------------
-
-
-def test_the_outline_measures_around_the_origin() -> None:
-    snapshot = attention_step()
-    found = outline(snapshot.program, snapshot.tensors, snapshot.failure)
-    assert (found.num_before, found.num_after) == (2, 0)
-    assert [row.index for row in found.rows if row.is_origin] == [8]
-    row = next(row for row in found.rows if row.is_origin)
-    assert row.text == "weights = F.softmax(masked, dim=-1)"
-    (_, measured), *_ = row.results
-    assert measured is not None and (measured.num_nan, measured.shape, measured.low, measured.high) == (
-        2,
-        (2, 2),
-        0.0,
-        1.0,
-    )
-    (name, operand), *_ = found.operands
-    assert (name, operand.num_inf) == ("masked", 3)
-
-
 # -- everything ----------------------------------------------------------------------------------------------------
 
 
@@ -224,10 +200,21 @@ def test_one_text_from_a_snapshot(tmp_path: Path) -> None:
     assert render_one(tmp_path / "snapshot.pt", "test", out=tmp_path / "test_it.py") == tmp_path / "test_it.py"
     assert "def test_softmax_returns_nan" in (tmp_path / "test_it.py").read_text()
     assert render_one(tmp_path / "snapshot.pt", "repro", out=tmp_path) == tmp_path / "repro.py"
-    issue = render_one(tmp_path / "snapshot.pt", "issue", template="generic")
+    issue = render_one(tmp_path / "snapshot.pt", "issue")
     assert isinstance(issue, str) and "failed 20 of 20 runs" in issue
     with pytest.raises(UsageError, match="cannot render as `poem`"):
         render_one(tmp_path / "snapshot.pt", "poem")
+
+
+@pytest.mark.parametrize("command", ["render", "whatif", "verify"])
+def test_a_snapshot_without_a_program_is_only_for_show(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "x.pt"
+    save(Snapshot(Program((), ()), {}, Failure("backward", "nan", "nan"), 3, 0, "gradient"), path)
+    assert main([command, str(path)]) == 1
+    assert "holds no program that could be run" in capsys.readouterr().err
+    assert main(["show", str(path)]) == 0
 
 
 def test_a_repro_with_a_side_file_needs_a_folder(tmp_path: Path) -> None:
@@ -237,8 +224,11 @@ def test_a_repro_with_a_side_file_needs_a_folder(tmp_path: Path) -> None:
     save(snapshot_of((program, {0: values})), tmp_path / "snapshot.pt")
     with pytest.raises(UsageError, match="beside it"):
         render_one(tmp_path / "snapshot.pt", "repro")
-    render_one(tmp_path / "snapshot.pt", "repro", out=tmp_path)
-    assert (tmp_path / "repro_inputs.pt").exists()
+    (tmp_path / "repro_inputs.pt").write_text("of another repro")
+    assert main(["render", str(tmp_path / "snapshot.pt"), "-o", str(tmp_path)]) == 2
+    assert (tmp_path / "repro_inputs.pt").read_text() == "of another repro"
+    assert main(["render", str(tmp_path / "snapshot.pt"), "-f", "-o", str(tmp_path)]) == 0
+    assert len(torch.load(tmp_path / "repro_inputs.pt")) == 1
 
 
 def test_the_test_is_named_after_the_failure() -> None:

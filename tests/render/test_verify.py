@@ -89,6 +89,12 @@ def test_files_that_the_script_names_come_along(write: Write, tmp_path: Path) ->
     assert verify(path, 1).exit_code == 0
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are not forked here")
+def test_what_an_optimizer_loads_is_loaded_once(write: Write) -> None:
+    result = verify(write("import sys; print('torch._dynamo' in sys.modules, 'torch.optim')"), 1)
+    assert result.output == "True torch.optim\n"
+
+
 def test_leaves_no_folders_behind(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "temporary"
     folder.mkdir()

@@ -10,7 +10,9 @@ from reprokit.render import whatif
 from reprokit.render.issue import write_issue
 from reprokit.render.report import with_code, write_report
 from reprokit.render.sources import snapshot_script
-from tests.render.test_texts import VERIFIED, attention_step, reduced
+from reprokit.whatif.table import NOT_DONE
+from tests.render.programs import VERIFIED
+from tests.render.test_texts import attention_step, reduced
 
 
 def row(variant: str, answer: str, detail: str = "", seconds: float | None = None, name: str = "") -> dict[str, Any]:
@@ -27,29 +29,35 @@ TABLE = {
 }
 
 
-def test_markdown() -> None:
-    assert whatif.markdown(TABLE).splitlines() == [
-        "| variant | minimum | time | context | time |",
-        "| --- | --- | --- | --- | --- |",
-        "| float64 | fails the same | 12.3 µs | passes | 12.3 ms |",
-        "| cuda | cannot run: torch sees no GPU |  |  |  |",
-        "| autocast_off |  |  | fails otherwise: inf from `exp` | 2 s |",
+def test_markdown_groups_by_result_and_has_no_times() -> None:
+    late = row("compile", "cannot_run", f"{NOT_DONE} the 10 s for this table")
+    rows = [*TABLE["tables"]["minimum"], row("bfloat16", "same", "", 2.0), late]
+    assert whatif.markdown({"tables": {"minimum": rows}}, "minimum").splitlines() == [
+        "| how it is run | result |",
+        "| --- | --- |",
+        "| float64; bfloat16 | fails the same |",
+        "| cuda | cannot run: torch sees no GPU |",
     ]
-    assert whatif.markdown({}) == ""
+    assert "fails otherwise: inf from `exp`" in whatif.markdown(TABLE, "context")
+    assert whatif.markdown(TABLE, "snapshot") == whatif.markdown({}, "minimum") == ""
 
 
-@pytest.mark.parametrize("detail", ["a | b", "two\nlines", "<script>alert(1)</script>"])
+@pytest.mark.parametrize("detail", ["a | b", "two\nlines", "<script>alert(1)</script>", "`a` <b> `c|`"])
 def test_no_detail_breaks_the_table(detail: str) -> None:
-    text = whatif.markdown({"tables": {"minimum": [row("x", "other", detail)]}})
+    text = whatif.markdown({"tables": {"minimum": [row("x", "other", detail)]}}, "minimum")
     assert len(text.splitlines()) == 3
     last = text.splitlines()[-1]
-    assert last.replace("\\|", "").count("|") == 4
+    assert last.replace("\\|", "").count("|") == 3
     assert "<" not in last
+
+
+def test_code_in_a_detail_stays_as_it_is() -> None:
+    assert "`a < b` &lt; c" in whatif.markdown({"tables": {"minimum": [row("x", "other", "`a < b` < c")]}}, "minimum")
 
 
 def test_secrets_are_redacted() -> None:
     secret = "hf_" + "a1b2" * 9
-    assert secret not in whatif.markdown({"tables": {"minimum": [row("x", "other", f"token={secret}")]}})
+    assert secret not in whatif.markdown({"tables": {"minimum": [row("x", "other", f"token={secret}")]}}, "minimum")
 
 
 def test_rows_for_html() -> None:
@@ -73,7 +81,7 @@ def test_the_issue_has_the_table_where_there_is_one(template: str) -> None:
     for table in (TABLE, {}):
         small = reduced(snapshot, whatif=table)
         text = write_issue(snapshot, snapshot_script(snapshot), VERIFIED, reduction=small, template=template)
-        assert ("\n\n" + whatif.markdown(TABLE) + "\n\n" in text) == bool(table)
+        assert ("\n\n" + whatif.markdown(TABLE, "minimum") + "\n\n" in text) == bool(table)
 
 
 def test_the_report_has_the_table_where_there_is_one() -> None:

@@ -87,6 +87,7 @@ def test_home_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     assert redact_text('File "/srv/people/ada/train.py"') == 'File "~/train.py"'
     assert redact_text("/home/grace/x and /Users/grace/x") == "~/x and ~/x"
     assert redact_text("/data/home/x stays") == "/data/home/x stays"
+    assert redact_text("/tmp/torchinductor_ada/ab/x.py") == "/tmp/torchinductor/ab/x.py"
     assert redact_text("/srv/people/adam/x") == "/srv/people/adam/x"
 
 

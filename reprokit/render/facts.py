@@ -1,0 +1,132 @@
+"""What is known of a snapshot, as names and values: gathered here once, laid out by terminal, issue and report.
+
+Values are redacted text in which code stands in backticks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from reprokit.locate.failure import Failure
+from reprokit.render import wording
+from reprokit.snapshot.format import Snapshot
+from reprokit.snapshot.redact import redact_text
+
+Fact = tuple[str, str]
+
+_NOTICED = {
+    "loss": "the loss",
+    "gradient": "a gradient",
+    "parameter": "a parameter",
+    "output": "an output of the model",
+}
+
+
+def of_failure(snapshot: Snapshot) -> list[Fact]:
+    """What failed, where and when, and how far the replay can be trusted."""
+    failure = snapshot.failure
+    noticed = f", noticed in {noticed_in(snapshot)}" if noticed_in(snapshot) else ""
+    message = f": {wording.message(failure)}" if wording.message(failure) else ""
+    note = f": {redact_text(snapshot.fidelity_note)}" if snapshot.fidelity_note else ""
+    size = f"{snapshot.program.num_calls:,} calls, {snapshot.num_elements:,} input elements"
+    facts = [
+        ("where", where(failure)),
+        ("origin", origin(failure)),
+        ("line", line(failure)),
+        ("exception", f"`{failure.exception[0]}`{message}" if failure.exception is not None else ""),
+        ("how much", how_much(failure)),
+        ("when", f"{when(snapshot)}{noticed}"),
+        ("replay", f"{snapshot.fidelity}{note}"),
+        ("program", size),
+    ]
+    return [(name, value) for name, value in facts if value]
+
+
+def where(failure: Failure) -> str:
+    """``in the forward pass, in module `layers.1` ``, without the space at the end."""
+    place = f", in module {wording.code_span(failure.module)}" if failure.module else ""
+    if failure.call is not None and not failure.module and failure.phase != "optimizer":
+        place = ", outside of any module"
+    return f"{wording.phase_words(failure)}{place}"
+
+
+def origin(failure: Failure) -> str:
+    """The call that it began with, or what there is in its place."""
+    if failure.call is not None:
+        node = f" ({failure.backward_node})" if failure.backward_node else ""
+        return f"`{failure.call}`{node}"
+    if failure.input_name is not None:
+        return f"the input {wording.code_span(failure.input_name)}, bad before the first call reads it"
+    return "the training loop's own code" if failure.exception is not None else "unknown"
+
+
+def line(failure: Failure) -> str:
+    """``file:line`` and its code."""
+    site = failure.site
+    if site is None:
+        return ""
+    return f"{wording.code_span(redact_text(f'{site.file}:{site.line}'))}{wording.code_of(site)}"
+
+
+def how_much(failure: Failure) -> str:
+    """How many elements of the bad tensor are bad; nothing of a single number."""
+    if failure.num_elements <= 1 or not failure.num_bad:
+        return ""
+    verb = "is" if failure.num_bad == 1 else "are"
+    first = f", first at {list(failure.element)}" if failure.element is not None else ""
+    return f"{failure.num_bad:,} of {failure.num_elements:,} elements {verb} {failure.way}{first}"
+
+
+def when(snapshot: Snapshot) -> str:
+    """The step of the training, and the batch in it where it is not the first one."""
+    is_later = snapshot.micro_step and snapshot.failure.phase != "optimizer"
+    return f"step {snapshot.step}" + (f", micro-step {snapshot.micro_step}" if is_later else "")
+
+
+def noticed_in(snapshot: Snapshot) -> str:
+    """Where the bad value was seen; empty for an exception."""
+    return _NOTICED.get(snapshot.observed_at, "")
+
+
+def versions(environment: Mapping[str, Any]) -> list[Fact]:
+    """Versions, the machine, and the libraries that the program had imported."""
+    rows = [(name, environment.get(name)) for name in ("torch", "python", "platform", "cuda", "cudnn", "devices")]
+    return _shown([*rows, *libraries(environment)])
+
+
+def libraries(environment: Mapping[str, Any]) -> list[Fact]:
+    """The libraries that the program had imported."""
+    return _shown(sorted(environment.get("libraries", {}).items()))
+
+
+def settings(environment: Mapping[str, Any]) -> list[Fact]:
+    """Environment variables and switches of torch."""
+    switches = ((name.replace("_", " "), value) for name, value in environment.get("switches", {}).items())
+    return _shown([*sorted(environment.get("variables", {}).items()), *switches])
+
+
+def source(snapshot: Snapshot) -> list[Fact]:
+    """The command, and the state of the repository."""
+    git = snapshot.source
+    commit = git.get("commit")
+    changed = ", with uncommitted changes" if git.get("dirty") else ""
+    return _shown(
+        [
+            ("command", " ".join(git.get("command") or snapshot.command)),
+            ("file", git.get("file")),
+            ("commit", f"{commit[:12]} on {git.get('branch') or 'no branch'}{changed}" if commit else ""),
+            ("remote", git.get("remote")),
+        ]
+    )
+
+
+def _shown(rows: Iterable[tuple[str, Any]]) -> list[Fact]:
+    """The rows that say something, redacted."""
+    return [(name, redact_text(_plain(value))) for name, value in rows if value not in (None, [], "")]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
