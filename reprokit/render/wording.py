@@ -138,12 +138,18 @@ def explained(reduction: Reduction, names: Mapping[str, str]) -> list[tuple[str,
     return inputs + constants
 
 
+def _named(name: str) -> str:
+    return f"the {name}" if " " in name else code_span(name)
+
+
 def what_matters(reduction: Reduction, names: Mapping[str, str]) -> str:
     """Which parts are free, which matter, and the nearest variant that passes, in up to three sentences."""
     words = explained(reduction, names)
-    free, matters = ([code_span(name) for name, text in words if text == wanted] for wanted in (_FREE, _MATTERS))
+    free, matters = ([_named(name) for name, text in words if text == wanted] for wanted in (_FREE, _MATTERS))
     sentences = [f"Every value of {_listed(free)} that was tried fails."] if free else []
-    sentences += [f"The value of {_listed(matters)} matters."] if matters else []
+    if matters:
+        subject, verb = ("value", "matters") if len(matters) == 1 else ("values", "matter")
+        sentences.append(f"The {subject} of {_listed(matters)} {verb}.")
     if reduction.nearest is not None:
         new, old = nearest_words(reduction.nearest, names)
         sentences.append(f"It passes with {code_span(new)} instead of {code_span(old)}.")
