@@ -1,0 +1,72 @@
+"""Steps that are frozen and thawed: the same calls, with empty tensors where a step had made something."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from reprokit.capture.entry import Entry, versions_of
+from reprokit.capture.past import Freezer, PastStep
+from reprokit.program.ir import Mode
+
+
+def noted(name: str, target: Any, *args: Any, **kwargs: Any) -> Entry:
+    """The entry of a call that is made here."""
+    entry = Entry("function", target, args, kwargs, Mode(), None, name, versions=versions_of(args, kwargs))
+    entry.output = target(*args, **kwargs)
+    return entry
+
+
+def step(*entries: Entry, saved: dict[int, torch.Tensor] | None = None) -> PastStep:
+    return PastStep(list(entries), saved or {}, 3, 1, 0.5, None)
+
+
+def test_a_thawed_step_makes_the_same_calls() -> None:
+    weight, batch = torch.nn.Parameter(torch.ones(3)), torch.arange(3.0)
+    product = noted("mul", torch.mul, weight, batch)
+    stacked = noted("stack", torch.stack, [product.output, batch], dim=0)
+    total = noted("sum", torch.sum, input=stacked.output, dim=[0, 1])
+    product.rng = (torch.get_rng_state(), None)
+    total.writes_view = True
+    frozen = step(product, stacked, total, saved={id(batch): torch.zeros(3), id(product.output): torch.ones(3)})
+    freezer = Freezer()
+    freezer.freeze(frozen)
+    assert not frozen.entries and not any(isinstance(item, Entry) for item in frozen.flat or ())
+    thawed = freezer.thaw(frozen)
+    first, second, third = thawed.entries
+    assert first.args == (weight, batch) and first.args[0] is weight and first.args[1] is batch
+    assert first.versions == [(batch, 0)]
+    assert first.rng is not None and torch.equal(first.rng[0], torch.get_rng_state())
+    made = first.output[0]
+    assert made.numel() == 0 and second.args[0][0] is made and second.args[0][1] is batch
+    assert second.kwargs == {"dim": 0} and third.kwargs["dim"] == [0, 1] and third.kwargs["input"] is second.output[0]
+    assert (third.writes_state, third.writes_view, third.has_stepped) == (False, True, False)
+    assert set(thawed.saved) == {id(batch), id(made)}
+    assert (thawed.completed, thawed.micro_step, thawed.loss) == (3, 1, 0.5)
+
+
+def test_what_a_later_step_uses_with_its_graph_keeps_its_place() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    made = noted("mul", torch.mul, weight, 2.0)
+    freezer, earlier = Freezer(), step(made)
+    freezer.freeze(earlier)
+    later = step(noted("sum", torch.sum, made.output))
+    freezer.freeze(later)
+    assert not later.is_cut
+    assert freezer.thaw(later).entries[0].args[0] is freezer.thaw(earlier).entries[0].output[0]
+
+
+def test_a_graph_from_before_anything_remembered_cuts_the_past() -> None:
+    unknown = torch.nn.Parameter(torch.ones(3)) * 2
+    frozen = step(noted("sum", torch.sum, unknown))
+    Freezer().freeze(frozen)
+    assert frozen.is_cut
+
+
+def test_lightening_leaves_the_step_as_it_is() -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    running, pending = step(noted("mul", torch.mul, weight, 2.0)), noted("sum", torch.sum, weight)
+    light = Freezer().lightened(running, pending)
+    assert len(light.entries) == 2 and light.entries[0] is not running.entries[0]
+    assert len(running.entries) == 1 and running.entries[0].output.numel() == 3
