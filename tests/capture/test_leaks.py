@@ -159,4 +159,4 @@ def test_a_remembered_step_is_a_handful_of_objects(tmp_path: Path) -> None:
         for _ in range(steps):
             update(optimizer, classify(model, x, y))
         gc.collect()
-        assert len(gc.get_objects()) - before < 8 * steps
+        assert len(gc.get_objects()) - before < 12 * steps

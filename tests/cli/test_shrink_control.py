@@ -59,7 +59,7 @@ EVENTS: list[Event] = [
 def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A snapshot whose reduction takes over 50 checks, in the current folder. Results count as verified."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(verify, "verify", lambda path, times: VerifyResult(times, times, 1, "", "", "", 0.0))
+    monkeypatch.setattr(verify, "verify", lambda path, times: VerifyResult(times, times, times, 1, "", "", "", 0.0))
     path = tmp_path / "snap.pt"
     save(failing.loss_scaled_twice(), path)
     return path
@@ -332,7 +332,7 @@ judge = verify._judge
 if moment == "verification:1":
     verify._judge = lambda *words: press() or judge(*words)
 else:  # what they would say
-    verify.verify = lambda path, times: verify.VerifyResult(times, times, 1, "", "", "", 0.0)
+    verify.verify = lambda path, times: verify.VerifyResult(times, times, times, 1, "", "", "", 0.0)
 if moment == "saving:1":
     import torch
     from reprokit.shrink import reduction
@@ -446,7 +446,7 @@ import sys, time
 from reprokit.cli import main, views
 from reprokit.render import verify
 
-verify.verify = lambda path, times: verify.VerifyResult(times, times, 1, "", "", "", 0.0)
+verify.verify = lambda path, times: verify.VerifyResult(times, times, times, 1, "", "", "", 0.0)
 show = views.LiveView.show
 def wait(self, event):
     show(self, event)
