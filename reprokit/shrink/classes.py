@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from reprokit.shrink.arguments import leaves, lists_of_tensors
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.dimensions import Axis, Class, Constant, Length, Member, resized
@@ -52,8 +54,9 @@ def axes_of_output(group: Class, candidate: Candidate, prober: Prober, value: in
 def _sizes(candidate: Candidate) -> dict[Member, int]:
     sizes: dict[Member, int] = {}
     for item in candidate.program.inputs:
-        if item.role != "rng":
-            for axis, size in enumerate(candidate.tensors[item.value].shape):
+        tensor = candidate.tensors[item.value]
+        if item.role != "rng" and tensor.layout in (torch.strided, torch.sparse_coo):  # others cannot be sliced
+            for axis, size in enumerate(tensor.shape):
                 sizes[Axis(item.value, axis)] = size
     for index, call in enumerate(candidate.program.calls):
         if not (call.is_differentiation or call.is_optimizer_step):

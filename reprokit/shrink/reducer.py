@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reprokit.errors import NotReproduced, UsageError
+from reprokit.errors import NotReproduced, ReprokitError, UsageError
 from reprokit.program.run import determinism
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.certainty import Certainty
@@ -123,7 +123,8 @@ def shrink(
 
 @dataclass
 class _Run:
-    """One reduction in progress. ``stopped`` is why the search ended before everything was tried."""
+    """One reduction in progress. ``stopped`` is why the search ended before everything was tried; ``broken`` are parts
+    of the work that ended with an error of their own."""
 
     snapshot: Snapshot
     file: Path | None
@@ -137,6 +138,7 @@ class _Run:
     stopped: str | None = None
     is_minimal: bool = False
     explanation: Explanation = field(default_factory=Explanation)
+    broken: set[str] = field(default_factory=set)
     seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
 
@@ -156,7 +158,8 @@ class _Run:
             self._explain(problem)
             self.seconds = time.monotonic() - self.started
             if self.level == "op":
-                self.context = self._find_context(whole)
+                with self._failing_open("context"):
+                    self.context = self._find_context(whole)
         except KeyboardInterrupt:
             if problem.best is not whole:
                 self.stopped = self.stopped or "interrupted"
@@ -188,7 +191,7 @@ class _Run:
     def _explain(self, problem: Problem) -> None:
         """Say which parts of the result matter; these runs are booked apart."""
         self.oracle.on_check = self._varied
-        with self.ledger.passing(EXPLAIN):
+        with self._failing_open(EXPLAIN), self.ledger.passing(EXPLAIN):
             self.explanation = explain(problem)
 
     def _needed(self, whole: Candidate) -> Candidate:
@@ -213,7 +216,8 @@ class _Run:
         if self.level == "step":
             return
         if self.level == "module":
-            self.context = self._find_context(problem.best)
+            with self._failing_open("context"):
+                self.context = self._find_context(problem.best)
             if self.context is not None:
                 problem.best = self.context.candidate
                 self.oracle.remember(problem.best, self.context.failure)
@@ -268,12 +272,27 @@ class _Run:
         for number in range(1, _MAX_ROUNDS + 1):
             before = problem.best
             for name, run_pass in self._passes():
-                with self._passing(name, number, problem):
-                    run_pass(problem)
+                if name not in self.broken:
+                    with self._failing_open(name), self._passing(name, number, problem):
+                        run_pass(problem)
             if problem.best is before:
-                return problem.is_exhaustive and self.level == "op"
+                return problem.is_exhaustive and self.level == "op" and not self.broken
         self.stopped = "max-rounds"
         return False
+
+    @contextmanager
+    def _failing_open(self, name: str) -> Iterator[None]:
+        """An error of our own in a part of the work ends that part only, and is told."""
+        try:
+            yield
+        except (ReprokitError, OutOfBudget):
+            raise
+        except Exception as error:
+            self.broken.add(name)
+            first_line = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.certainty.notes.append(
+                f"`{name}` broke off after an error of its own ({first_line}); the rest went on"
+            )
 
     @contextmanager
     def _passing(self, name: str, number: int, problem: Problem) -> Iterator[None]:
@@ -313,7 +332,7 @@ class _Run:
         program, ledger = best.program, self.ledger
         failure = self.oracle.known_failure(best)
         untried = [] if self.is_minimal else [name for name, _ in self._passes() if name not in ledger.settled]
-        untried += [] if self.explanation.is_complete else [EXPLAIN]
+        untried += [] if self.explanation.is_complete and EXPLAIN not in self.broken else [EXPLAIN]
         return Reduction(
             program,
             {item.value: best.tensors[item.value] for item in program.inputs},

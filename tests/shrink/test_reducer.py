@@ -234,6 +234,30 @@ def test_a_flaky_failure_is_told_with_its_rate(monkeypatch: pytest.MonkeyPatch) 
         shrink(failing.zero_by_zero())
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc, torch.sparse_coo])
+def test_sparse_inputs(layout: torch.layout) -> None:
+    graph = torch.tensor([[3e38, 0.0], [0.0, 1.0]]).to_sparse(layout=layout)
+    reduction = shrink(failing.record(lambda graph, x: (graph @ x).sum(), graph=graph, x=torch.full((2, 3), 10.0)))
+    assert reduction.one_minimal and not reduction.notes
+    assert [call.target for call in reduction.program.calls] == ["torch.Tensor.matmul"]
+    assert layout in {tensor.layout for tensor in reduction.tensors.values()}
+
+
+def test_a_pass_that_breaks_off_costs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(*args: object) -> None:
+        raise RuntimeError("not today\nand more")
+
+    monkeypatch.setattr("reprokit.shrink.passes.sizes.find_classes", breaks)
+    monkeypatch.setattr("reprokit.shrink.reducer.explain", breaks)
+    monkeypatch.setattr("reprokit.shrink.reducer.find_context", breaks)
+    reduction = shrink(failing.zero_by_zero())
+    assert reduction.program.num_calls == 1 and not reduction.one_minimal
+    assert reduction.untried == ["sizes", "explain"]
+    told = "broke off after an error of its own (RuntimeError: not today); the rest went on"
+    assert reduction.notes == [f"`{part}` {told}" for part in ("sizes", "explain", "context")]
+
+
 def test_a_level_that_does_not_exist() -> None:
     with pytest.raises(UsageError, match="no level `layer`"):
         shrink(failing.zero_by_zero(), level="layer")
