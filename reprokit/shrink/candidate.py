@@ -93,7 +93,7 @@ def num_settings(program: Program, tensors: Mapping[int, torch.Tensor]) -> int:
             count += seed_of(tensor) is None
             continue
         count += 1 + item.requires_grad + (tensor.device.type != "cpu") + (tensor.dtype not in _COMMON)
-        count += tensor.layout is torch.strided and not tensor.is_contiguous()
+        count += tensor.layout is not torch.strided or not tensor.is_contiguous()
     return count
 
 

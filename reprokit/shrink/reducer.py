@@ -290,9 +290,8 @@ class _Run:
         except Exception as error:
             self.broken.add(name)
             first_line = f"{type(error).__name__}: {error}".splitlines()[0]
-            self.certainty.notes.append(
-                f"`{name}` broke off after an error of its own ({first_line}); the rest went on"
-            )
+            told = f"`{name}` broke off after an error of its own ({first_line}); the rest went on"
+            self.certainty.notes.append(told)
 
     @contextmanager
     def _passing(self, name: str, number: int, problem: Problem) -> Iterator[None]:

@@ -241,7 +241,16 @@ def test_sparse_inputs(layout: torch.layout) -> None:
     reduction = shrink(failing.record(lambda graph, x: (graph @ x).sum(), graph=graph, x=torch.full((2, 3), 10.0)))
     assert reduction.one_minimal and not reduction.notes
     assert [call.target for call in reduction.program.calls] == ["torch.Tensor.matmul"]
-    assert layout in {tensor.layout for tensor in reduction.tensors.values()}
+    assert [tensor.shape for tensor in reduction.tensors.values()] == [(1,), (1,)]
+    assert {tensor.layout for tensor in reduction.tensors.values()} == {torch.strided}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
+def test_an_input_that_has_to_be_sparse_stays_so() -> None:
+    graph = torch.tensor([[3e38, 0.0], [0.0, 1.0]]).to_sparse_csr()
+    reduction = shrink(failing.record(lambda graph, x: torch.sparse.sum(graph * 10.0) * x, graph=graph, x=torch.ones(2)))
+    assert reduction.one_minimal and not reduction.notes
+    assert torch.sparse_csr in {tensor.layout for tensor in reduction.tensors.values()}
 
 
 def test_a_pass_that_breaks_off_costs_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,8 +70,11 @@ def _overflows(candidate: Candidate, cast: dict[int, torch.Tensor]) -> bool:
 
 
 def _simplify_layout(problem: Problem) -> None:
-    """Contiguous inputs, gradients on."""
+    """Dense and contiguous inputs, gradients on."""
     best = problem.best
+    dense = {value: t.to_dense() for value, t in best.tensors.items() if t.layout is not torch.strided}
+    if dense and problem.consider(best.with_tensors(dense), "dense inputs"):
+        best = problem.best
     plain = {value: t.contiguous() for value, t in best.tensors.items() if t.layout is torch.strided}
     problem.consider(best.with_tensors(plain), "contiguous inputs")
     best = problem.best
