@@ -357,6 +357,21 @@ def test_a_zip_has_the_same_bytes_every_time(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.zip", "b.zip"]
 
 
+def test_the_command_names_a_file_that_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(one_call("torch.log", [-1.0]), Path("snap.repro.pt"))
+    assert main(["shrink", "snap.repro.pt", "--no-whatif", "-q"]) == 0
+    for options in (["--as", "issue", "-o", "mine.md"], ["--zip"], ["--url", "--repo", "ada/engine"]):
+        capsys.readouterr()
+        assert main(["render", "snap", *options]) == 0
+        named = Path(shlex.split(capsys.readouterr().err.splitlines()[-1])[-1])
+        assert named.read_text(encoding="utf-8") == Path("snap/issue.md").read_text(encoding="utf-8")
+    assert main(["render", "snap", "--zip", "-f", "--template", "lightning"]) == 0
+    assert "unpack issue.md" in capsys.readouterr().err  # another text than that in the folder
+
+
 def test_the_command_line_writes_and_tells(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
