@@ -105,7 +105,7 @@ def _also(entry: Entry, others: list[tuple[Entry, Numbers]]) -> Iterator[dict[st
 
 
 def _rank(entry: Entry) -> tuple[Any, ...]:
-    return TIERS.index(entry.tier), CONFIDENCES.index(entry.confidence), -len(entry.when)
+    return TIERS.index(entry.tier), CONFIDENCES.index(entry.confidence), -len(entry.when), not entry.calls
 
 
 def numbers_of(entry: Entry, scene: Scene) -> Numbers | None:

@@ -25,6 +25,7 @@ from reprokit.render.script import Script
 from reprokit.render.sharing import MAX_URL, create_command, issue_url, write_zip
 from reprokit.render.sources import snapshot_script
 from reprokit.snapshot.format import Snapshot, save
+from tests.locate.mechanisms import NAN, sgd
 from tests.render.programs import (
     VERIFIED,
     failing_cholesky,
@@ -106,6 +107,9 @@ LAST = {"dim": -1}
         (lambda: one_call("torch.acos", [1.0], gradient=[1.0]), "at the edge of [-1, 1]"),
         (lambda: one_call("torch.exp", [100.0], gradient=[0.0]), "where it overflows"),
         (lambda: one_call("torch.Tensor.pow", [0.0], 0.5, gradient=[1.0]), "at zero"),
+        (lambda: one_call("torch.Tensor.mul", [1.0], NAN), "for the argument nan"),
+        (lambda: one_call("torch.add", [1.0], [2.0], alpha=NAN), "for alpha=nan"),
+        (sgd(NAN, grad=1.0), "for lr=nan"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:std")
