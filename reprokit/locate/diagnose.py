@@ -120,7 +120,8 @@ def numbers_of(entry: Entry, scene: Scene) -> Numbers | None:
         return None
     if entry.nodes and not any((failure.backward_node or "").startswith(node) for node in entry.nodes):
         return None
-    numbers: Numbers = {"call": name, "count": 0, "total": 0}
+    shown = (_optimizer(call.target) if call is not None else None) or name
+    numbers: Numbers = {"call": shown, "count": 0, "total": 0}
     for condition in entry.when:
         try:
             seen = SIGNS[condition.sign](scene, **condition.parameters)
