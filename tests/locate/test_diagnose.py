@@ -121,6 +121,13 @@ def test_the_code_of_a_fix_is_about_what_failed(name: str, code: str) -> None:
     assert fix is not None and code in fix.code
 
 
+@pytest.mark.parametrize(
+    ("numbers", "words"), [([0.0, 1.0], "1 of 2 arguments is exactly zero"), ([0.0, 0.0], "2 of 2 arguments are")]
+)
+def test_evidence_counts_in_whole_sentences(numbers: list[float], words: str) -> None:
+    assert diagnose(record(lambda x: x.log(), x=torch.tensor(numbers))).evidence[0].startswith(words)
+
+
 def test_an_optimizer_is_named() -> None:
     assert "`lr` of `SGD.step` is nan" in diagnosis_of("bad-hyperparameter").mechanism
 
