@@ -91,9 +91,9 @@ class RenderIssue:
             write_zip(output, script, issue, with_data=self.with_data)
         elif output is not None:
             output.write_text(issue.text, encoding="utf-8")
-        body = output if output is not None and not self.zip else Path(ISSUE_FILE)
-        command = create_command(issue, shown_path(body), self.repository)
-        self._tell(issue, output, url, command)
+        body = self._body(issue, output)
+        command = create_command(issue, shown_path(body or Path(ISSUE_FILE)), self.repository)
+        self._tell(issue, output, url, command, is_there=body is not None)
         return 0
 
     def _output(self) -> Path | None:
@@ -102,7 +102,17 @@ class RenderIssue:
         name = self.source.resolve().name.removesuffix(".pt").removesuffix(".repro")
         return Path(f"{name}.zip")
 
-    def _tell(self, issue: Issue, output: Path | None, url: str | None, command: str) -> None:
+    def _body(self, issue: Issue, output: Path | None) -> Path | None:
+        """The file that holds the text: what was written, or the same text beside the reduction."""
+        from reprokit.render.sharing import ISSUE_FILE
+
+        if output is not None and not self.zip:
+            return output
+        beside = (self.source if self.source.is_dir() else self.source.parent) / ISSUE_FILE
+        is_same = beside.is_file() and beside.read_text(encoding="utf-8", errors="replace") == issue.text
+        return beside if is_same else None
+
+    def _tell(self, issue: Issue, output: Path | None, url: str | None, command: str, *, is_there: bool) -> None:
         if output is not None:
             say(f"wrote {shown_path(output)}", self.verbosity)
         if self.json:
@@ -114,7 +124,8 @@ class RenderIssue:
             click.echo(url)
         elif self.url:
             say("the text is too long for a link, even without its folded parts; use the command", Verbosity.NORMAL)
-        say("nothing was sent; add your own words to the text, and then:", self.verbosity)
+        first = "" if is_there else f"{'unpack' if self.zip else 'save the text as'} issue.md, "
+        say(f"nothing was sent; {first}add your own words to the text, and then:", self.verbosity)
         if self.verbosity is not Verbosity.QUIET:
             click.echo(command, err=True)
 

@@ -40,7 +40,7 @@ def short_name(call: Call) -> str:
     """The function in a word that all its spellings share: ``div`` for ``/=``, ``acos`` for ``arccos``."""
     last = display_name(call.target).rpartition(".")[2]
     last = last.removeprefix("special_")
-    if is_in_place(call.target) and last.endswith("_"):
+    if is_in_place(call.target) and last.endswith("_") and not last.endswith("__"):
         last = last.rstrip("_")
     return _ALIASES.get(last, last)
 

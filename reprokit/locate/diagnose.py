@@ -6,6 +6,7 @@ step: no names of files, models or users have a say.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -26,6 +27,8 @@ from reprokit.program.run import determinism
 
 MAX_ALSO = 3
 _KINDS = ("nan", "inf", EXCEPTION)
+_VERB = re.compile(r"\b(?:are|have|divide|hold|overflow|raise)\b")
+_SINGULAR = {"are": "is", "have": "has"}
 
 
 class Reduced(Protocol):
@@ -53,7 +56,7 @@ def diagnose(step: Step, reduction: Reduced | None = None, *, budget: Budget | N
         entry.id,
         entry.title,
         entry.mechanism.format(**numbers),
-        (*(line.format(**numbers) for line in entry.evidence), *_from(reduction)),
+        (*(_said(line, numbers) for line in entry.evidence), *_from(reduction)),
         entry.confidence,
         entry.advice,
         entry.links,
@@ -100,12 +103,19 @@ def _also(entry: Entry, others: list[tuple[Entry, Numbers]]) -> Iterator[dict[st
         signs = {condition.sign for condition in other.when}
         if other.tier != "general" and not signs <= known:
             known |= signs
-            evidence = [line.format(**numbers) for line in other.evidence]
+            evidence = [_said(line, numbers) for line in other.evidence]
             yield {"id": other.id, "title": other.title, "evidence": evidence}
 
 
+def _said(line: str, numbers: Numbers) -> str:
+    """A line of evidence with its numbers; ``1 of 3 arguments is zero``."""
+    if numbers["count"] == 1 and line.startswith("{count} of "):
+        line = _VERB.sub(lambda match: _SINGULAR.get(match[0], f"{match[0]}s"), line, count=1)
+    return line.format(**numbers)
+
+
 def _rank(entry: Entry) -> tuple[Any, ...]:
-    return TIERS.index(entry.tier), CONFIDENCES.index(entry.confidence), -len(entry.when)
+    return TIERS.index(entry.tier), CONFIDENCES.index(entry.confidence), -len(entry.when), not entry.calls
 
 
 def numbers_of(entry: Entry, scene: Scene) -> Numbers | None:
@@ -120,7 +130,8 @@ def numbers_of(entry: Entry, scene: Scene) -> Numbers | None:
         return None
     if entry.nodes and not any((failure.backward_node or "").startswith(node) for node in entry.nodes):
         return None
-    numbers: Numbers = {"call": name, "count": 0, "total": 0}
+    shown = (_optimizer(call.target) if call is not None else None) or name
+    numbers: Numbers = {"call": shown, "count": 0, "total": 0}
     for condition in entry.when:
         try:
             seen = SIGNS[condition.sign](scene, **condition.parameters)

@@ -7,6 +7,7 @@ applies there is no answer, and the issue may well be about a bug of the functio
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -84,7 +85,8 @@ def find_edge(program: Program, tensors: Tensors, failure: Failure) -> Edge | No
             return None
         rules = BACKWARD_RULES if failure.phase == "backward" else FORWARD_RULES
         found = (rule(given) for rule in rules)
-        edge = next((edge for edge in found if edge is not None), None) or _in_double(given, program, tensors)
+        edge = _bad_number(given) or next((edge for edge in found if edge is not None), None)
+        edge = edge or _in_double(given, program, tensors)
     is_forward_finite = not any(map(ways_of, given.results))
     return replace(edge, is_forward_finite=is_forward_finite) if edge is not None else None
 
@@ -111,6 +113,18 @@ def _copied(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_copied(item) for item in value)
     return {name: _copied(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+def _bad_number(given: Given) -> Edge | None:
+    """A number, not a tensor, that is NaN: an argument of the call, or an option of the optimizer."""
+    groups = given.call.kwargs.get("options", ()) if given.call.is_optimizer_step else (given.kwargs,)
+    named = [(f"{name}=", value) for group in groups for name, value in group.items()]
+    for name, value in (*named, *(("", value) for value in given.args)):
+        numbers = value if isinstance(value, (list, tuple)) else (value,)
+        if any(isinstance(number, float) and math.isnan(number) for number in numbers):
+            fact = f"what is computed with {name}nan is nan"
+            return Edge(f"for {name or 'the argument '}nan", fact, "a number that is finite")
+    return None
 
 
 def _in_double(given: Given, program: Program, tensors: Tensors) -> Edge | None:

@@ -120,7 +120,8 @@ def _remark(snapshot: Snapshot, edge: Edge | None, owner: str) -> str:
         return ""
     origin = _made_by(snapshot, edge.value)
     whom = {OWN: "the training code rather than PyTorch", TORCH: "PyTorch"}.get(owner, f"`{owner}`")
-    return f"{origin}Why it has the values it has is a question about {whom}."
+    why = "Why it has the values it has" if origin else "Why it is given these values"
+    return f"{origin}{why} is a question about {whom}."
 
 
 def _made_by(snapshot: Snapshot, value: int | None) -> str:

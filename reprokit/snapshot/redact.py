@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import getpass
 import re
 import socket
 from collections.abc import Mapping, Sequence
@@ -38,15 +39,25 @@ _KNOWN_SECRET = re.compile(
     | \bxox[abeoprs]-[A-Za-z0-9-]{10,}                       # Slack
     | \b(?:npm|pypi|dop_v1|nvapi|r8|gsk)[_-][A-Za-z0-9_-]{20,}
     | \beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*  # JSON web token
+    | \bya29\.[A-Za-z0-9_-]{20,} | \bGOCSPX-[A-Za-z0-9_-]{20,}  # Google's OAuth
+    | \bSG\.[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_-]{16,}             # SendGrid
+    | (?<![0-9])[0-9]{8,10}:AA[A-Za-z0-9_-]{30,}                # Telegram
+    | (?<=hooks\.slack\.com/services/)[A-Za-z0-9/]+            # webhooks, with which anybody can write
+    | (?<=discord\.com/api/webhooks/)[A-Za-z0-9_/-]+
     """,
     re.VERBOSE,
 )
 _PRIVATE_KEY = re.compile(r"-----BEGIN ([A-Z ]*PRIVATE KEY)-----.*?(?:-----END \1-----|\Z)", re.DOTALL)
-_BEARER = re.compile(r"\b(Bearer|Basic)\s+([A-Za-z0-9._~+/=-]{16,})")
+_BEARER = re.compile(r"\b(Bearer|Basic|(?i:Authorization[\"']?\s*[:=]\s*[\"']?token))\s+([A-Za-z0-9._~+/=-]{16,})")
+_LOGIN = re.compile(r"""(\blogin\(\s*["'])((?=[^0-9"']*[0-9])(?=[^A-Za-z"']*[A-Za-z])[A-Za-z0-9_-]{20,})""")
 _USERINFO = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*://)[^\s/@'\"]*:?[^\s/@'\"]*@")
 
 _KEY_OWNERS = r"api|access|account|auth|private|secret|signing|encryption|license|wandb"
-_STRONG_WORDS = rf"password|passwd|passphrase|secret|credentials?|(?:{_KEY_OWNERS})[_-]?key"
+_PASS_OWNERS = r"admin|db|ftp|http|login|mongo|mysql|pg|postgres|proxy|redis|smtp|ssh|sudo|user"
+_STRONG_WORDS = (
+    rf"password|passwd|passphrase|secret|credentials?|(?:{_KEY_OWNERS})[_-]?key|(?:{_PASS_OWNERS})[_-]?pass(?![A-Za-z])"
+    r"|(?<![A-Za-z])pwd"
+)
 _WEAK_WORDS = r"token|auth|authorization|signature|sig|pat"
 _BARE_WORD = r"key"  # of a dictionary as often as of a service
 _KEY = (
@@ -75,6 +86,8 @@ _LIBRARIES = re.compile(r"(?<![\w.~-])(?:[A-Za-z]:)?[/\\][^\s\"':;,)>\]]*[/\\](?
 _ABSOLUTE = re.compile(r"(?<![\w.~:/*%<)\]-])/(?:[\w.+@-]+/)+(?P<last>[\w.+@-]+)")
 _PUBLIC_FOLDERS = ("/usr/", "/lib/", "/lib64/", "/bin/", "/opt/", "/proc/", "/sys/", "/etc/", "/dev/")
 _COMPILER_CACHE = re.compile(r"(?<=[/\\]torchinductor)_[\w.@-]+")  # torch names it after the user
+_FOLDERS = re.compile(r"(?<![\w~.:/-])(?:/[\w.+@-]+)+")
+_NOBODY = frozenset(("admin", "jovyan", "nobody", "root", "runner", "ubuntu", "user", "vscode"))
 _HOMES = re.compile(r"(?<![\w.~-])(?:/home/|/Users/|[A-Za-z]:\\+Users\\+)(?!\.)[^/\\\s\"':;,)>\]]+")
 
 
@@ -112,6 +125,7 @@ def _hide_known(text: str) -> str:
     text = _PRIVATE_KEY.sub(REDACTED, text)
     text = _USERINFO.sub(rf"\g<1>{REDACTED}@", text)
     text = _KNOWN_SECRET.sub(REDACTED, text)
+    text = _LOGIN.sub(rf"\g<1>{REDACTED}", text)
     return _BEARER.sub(rf"\g<1> {REDACTED}", text)
 
 
@@ -158,6 +172,8 @@ def _could_be_secret(value: str, name: re.Match[str]) -> bool:
     """Whether ``value`` may be what its name promises; after a weak word such as ``token`` it must look like a key."""
     if _NOT_SECRET.fullmatch(value) or value.startswith(REDACTED):
         return False
+    if (name["strong"] or "").lower() == "pwd" and re.match(r"[~.]?[/\\]|[A-Za-z]:\\", value):
+        return False  # the shell's working folder
     shape = _KEY_SHAPE if name["bare"] else _TOKEN_SHAPE
     return bool(name["strong"]) or shape.fullmatch(value) is not None
 
@@ -169,8 +185,20 @@ def _hide_places(text: str) -> str:
     if len(home) > 1:
         text = re.sub(rf"(?<![\w.~/\\-]){re.escape(home)}(?![\w.-])", "~", text)
     text = _COMPILER_CACHE.sub("", _HOMES.sub("~", text))
+    if user := _user():
+        text = _FOLDERS.sub(lambda match: re.sub(rf"(?<=/){re.escape(user)}(?=/|$)", "user", match[0]), text)
     host = _distinctive_host()
     return re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", "localhost", text) if host else text
+
+
+@functools.cache
+def _user() -> str | None:
+    """Who runs this, where that is a name; ``root`` and the users of container images are nobody's."""
+    try:
+        name = getpass.getuser()
+    except (OSError, KeyError, ImportError):
+        return None
+    return name if len(name) >= 2 and name not in _NOBODY else None
 
 
 @functools.cache

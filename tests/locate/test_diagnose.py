@@ -105,6 +105,33 @@ def test_the_code_of_a_fix_names_the_call_that_was_changed() -> None:
     assert all("{" not in item for name in CASES for fix in [diagnosis_of(name).fix] if fix for item in fix.code)
 
 
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("half-overflow", "y = linear(x.float(), ...)"),
+        ("half-overflow matmul", "y = matmul(x.float(), ...)"),
+        ("huge-learning-rate", "torch.optim.SGD(params, lr=1e-3)"),
+        ("optimizer-eps-lost", "torch.optim.Adam(params, eps=1e-4)"),
+    ],
+)
+def test_the_code_of_a_fix_is_about_what_failed(name: str, code: str) -> None:
+    wide = torch.full((1, 4), 300.0).half()
+    made = CASES[name]() if name in CASES else record(lambda x: (x @ x.T).sum(), x=wide)
+    fix = diagnose(made).fix
+    assert fix is not None and code in fix.code
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"), [([0.0, 1.0], "1 of 2 arguments is exactly zero"), ([0.0, 0.0], "2 of 2 arguments are")]
+)
+def test_evidence_counts_in_whole_sentences(numbers: list[float], words: str) -> None:
+    assert diagnose(record(lambda x: x.log(), x=torch.tensor(numbers))).evidence[0].startswith(words)
+
+
+def test_an_optimizer_is_named() -> None:
+    assert "`lr` of `SGD.step` is nan" in diagnosis_of("bad-hyperparameter").mechanism
+
+
 def test_a_rewrite_that_does_not_help_is_said_not_to() -> None:
     scene = observe(CASES["division-by-zero"]())
     remedy = Remedy("away_from_zero", {"operand": "numerator"}, "replace zeros in the numerator")

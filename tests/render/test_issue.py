@@ -25,6 +25,7 @@ from reprokit.render.script import Script
 from reprokit.render.sharing import MAX_URL, create_command, issue_url, write_zip
 from reprokit.render.sources import snapshot_script
 from reprokit.snapshot.format import Snapshot, save
+from tests.locate.mechanisms import NAN, sgd
 from tests.render.programs import (
     VERIFIED,
     failing_cholesky,
@@ -106,6 +107,9 @@ LAST = {"dim": -1}
         (lambda: one_call("torch.acos", [1.0], gradient=[1.0]), "at the edge of [-1, 1]"),
         (lambda: one_call("torch.exp", [100.0], gradient=[0.0]), "where it overflows"),
         (lambda: one_call("torch.Tensor.pow", [0.0], 0.5, gradient=[1.0]), "at zero"),
+        (lambda: one_call("torch.Tensor.mul", [1.0], NAN), "for the argument nan"),
+        (lambda: one_call("torch.add", [1.0], [2.0], alpha=NAN), "for alpha=nan"),
+        (sgd(NAN, grad=1.0), "for lr=nan"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:std")
@@ -355,6 +359,21 @@ def test_a_zip_has_the_same_bytes_every_time(tmp_path: Path) -> None:
     first, second = (write_zip(tmp_path / name, script, issue).read_bytes() for name in ("a.zip", "b.zip"))
     assert first == second and b"repro_inputs.pt" in first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.zip", "b.zip"]
+
+
+def test_the_command_names_a_file_that_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(one_call("torch.log", [-1.0]), Path("snap.repro.pt"))
+    assert main(["shrink", "snap.repro.pt", "--no-whatif", "-q"]) == 0
+    for options in (["--as", "issue", "-o", "mine.md"], ["--zip"], ["--url", "--repo", "ada/engine"]):
+        capsys.readouterr()
+        assert main(["render", "snap", *options]) == 0
+        named = Path(shlex.split(capsys.readouterr().err.splitlines()[-1])[-1])
+        assert named.read_text(encoding="utf-8") == Path("snap/issue.md").read_text(encoding="utf-8")
+    assert main(["render", "snap", "--zip", "-f", "--template", "lightning"]) == 0
+    assert "unpack issue.md" in capsys.readouterr().err  # another text than that in the folder
 
 
 def test_the_command_line_writes_and_tells(

@@ -60,6 +60,66 @@ def test_a_known_key_format_needs_no_name() -> None:
     assert redact_text("key AKIAABCDEFGHIJKLMNOP here") == f"key {REDACTED} here"
 
 
+KEY = "aB3dE6gH9jK2mN5pQ8sT" + "uV1wX4yZ7aB3dE6"
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "https://hooks.slack.com/services/T0/{}",
+        "https://discord.com/api/webhooks/12345/{}",
+        "https://api.telegram.org/bot12345678:AA{}/send",
+        "ya29.{}",
+        "GOCSPX-{}",
+        "SG.{0}.{0}",
+        "Authorization: token {}",
+        'wandb.login("{}")',
+    ],
+)
+def test_keys_that_their_place_gives_away(pattern: str) -> None:
+    clean = redact_text(pattern.format(KEY))
+    assert KEY not in clean and REDACTED in clean
+    assert redact_text(clean) == clean
+
+
+@pytest.mark.parametrize("argument", ["--pwd hunter2x", "--db-pass=hunter2x", "smtp_pass=hunter2x", "PWD=hunter2x"])
+def test_short_names_of_passwords(argument: str) -> None:
+    assert "hunter2x" not in redact_text(argument)
+    assert "hunter2x" not in " ".join(redact_argv(["train.py", *argument.split()]))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "PWD=/work/run",
+        "--pass forward",
+        "backward_pass=second_order",
+        "user_passes = many",
+        'login("somebody")',
+        "Authorization: token or password",
+    ],
+)
+def test_words_near_passwords_stay(text: str) -> None:
+    assert redact_text(text) == text
+
+
+@pytest.mark.parametrize(
+    ("user", "text", "expected"),
+    [
+        ("ada", "/scratch/ada/runs/ada --out=/mnt/ada", "/scratch/user/runs/user --out=/mnt/user"),
+        ("ada", "src/ada/model.py, https://github.com/ada/x, /mnt/adam/x", None),
+        ("root", "/mnt/root/x", None),
+    ],
+)
+def test_the_name_of_the_user_in_paths(
+    monkeypatch: pytest.MonkeyPatch, user: str, text: str, expected: str | None
+) -> None:
+    monkeypatch.setattr(redact.getpass, "getuser", lambda: user)
+    redact._user.cache_clear()
+    assert redact_text(text) == (expected or text)
+    redact._user.cache_clear()
+
+
 def test_private_keys_go_whole() -> None:
     key = "-----BEGIN RSA PRIVATE KEY-----\nMIIabc\n-----END RSA PRIVATE KEY-----"
     assert redact_text(f"before\n{key}\nafter") == f"before\n{REDACTED}\nafter"

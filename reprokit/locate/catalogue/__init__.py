@@ -31,7 +31,10 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A rewrite to try, its parameters, and how to say it in a sentence and in code; ``{call}`` is the origin."""
+    """A rewrite to try, its parameters, and how to say it in a sentence and in code.
+
+    ``{call}`` is the origin, ``{optimizer}`` its class where it is an optimizer's step.
+    """
 
     rewrite: str
     parameters: Mapping[str, Any]
@@ -41,7 +44,8 @@ class Remedy:
     def words_for(self, scene: Scene) -> tuple[str, str]:
         """The sentence and the code, with the origin's name in them."""
         name = short_name(scene.call) if scene.call is not None else "the input"
-        return self.text.format(call=name), self.code.format(call=name)
+        optimizer = scene.call.target.split(".")[-2] if scene.call is not None else ""
+        return self.text.format(call=name), self.code.format(call=name, optimizer=optimizer)
 
 
 @dataclass(frozen=True, slots=True)
