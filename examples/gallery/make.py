@@ -42,8 +42,12 @@ def make(name: str, folder: Path) -> None:
         work = Path(scratch)
         shutil.copy(HERE.parent / script, work)
         reprokit(work, "capture", "-q", "-o", snapshot, script, expected=CAPTURED)
-        reprokit(work, "shrink", "-q", "-o", Path(script).stem, snapshot, expected=0)
         results = work / Path(script).stem
+        reprokit(work, "shrink", "-q", "--no-whatif", "-o", results.name, snapshot, expected=0)
+        reprokit(work, "whatif", "-q", "--keep", "--max-time", "300", results.name, expected=0)  # time for every row
+        for text, file in (("issue", "issue.md"), ("report", "report.html")):
+            output = f"{results.name}/{file}"
+            reprokit(work, "render", "-q", "--as", text, "-f", "-o", output, results.name, expected=0)
         folder.mkdir(parents=True, exist_ok=True)
         for file in FILES:
             (folder / file).unlink(missing_ok=True)
