@@ -7,14 +7,14 @@ alive is one more for Python's garbage collector to walk through, again and agai
 
 from __future__ import annotations
 
-import itertools
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from reprokit.capture.entry import Entry, new_tensors
+from reprokit.capture.entry import Entry, is_among, new_tensors
 from reprokit.capture.state import num_bytes
 from reprokit.capture.structure import ATOMS, iter_tensors, map_tensors
 
@@ -59,27 +59,29 @@ class Freezer:
         self._carried: dict[int, tuple[weakref.ref[torch.Tensor], Made]] = {}
         self._stand_ins: dict[Made, torch.Tensor] = {}
         self._num_made = 0
-        self._last_rng: torch.Tensor | None = None
 
     def forget(self) -> None:
         """No step before now can be played again."""
-        self._carried, self._stand_ins, self._last_rng = {}, {}, None
+        self._carried, self._stand_ins = {}, {}
 
     def freeze(self, step: PastStep) -> None:
         """Let go of what the step made."""
         entries = step.entries
         made: set[int] = set()
         for entry in entries:
-            made.update(map(id, new_tensors(entry, made)))
+            output = entry.output
+            if output.__class__ is torch.Tensor:
+                if not is_among(output, entry.versions):
+                    made.add(id(output))
+            elif output is not None:
+                made.update(map(id, new_tensors(entry, made)))
         work = _Freezing(self, made)
         for entry in entries:
             work.add(entry)
         kept: list[Any] = []
         for key, content in step.saved.items():
-            if key in work.numbers:
-                kept += (work.numbers[key], content)
-            elif key in work.outside:
-                kept += (work.outside[key], content)
+            if key in work.frozen:
+                kept += (work.frozen[key], content)
         step.flat, step.kept, step.entries, step.saved = work.flat, kept or None, _NO_ENTRIES, _NOTHING_SAVED
         step.num_bytes = num_bytes([*work.outside.values(), *kept[1::2]])
         step.made_bytes, step.is_cut = work.made_bytes, work.is_cut
@@ -103,7 +105,7 @@ class Freezer:
         entries, position, thawed = [], 0, self._thawed
         while position < len(flat):
             head = flat[position : position + _HEAD]
-            kind, target, mode, name, code, line, rng, cuda_rng, outcome, settings, flags, names, num_args = head[:13]
+            kind, target, mode, name, code, line, rng, cuda_rng, outcome, settings, marks, names, num_args = head[:13]
             num_outputs, num_versions = head[13:]
             ends = [position + _HEAD + num_args]
             for length in (len(names), max(num_outputs, 0), 2 * num_versions):
@@ -113,7 +115,7 @@ class Freezer:
             entry = Entry(kind, target, args, kwargs, mode, None, name, code, line)
             entry.rng = None if rng is None else (rng, cuda_rng)
             entry.outcome, entry.settings = outcome, settings
-            entry.writes_state, entry.writes_view, entry.has_stepped = flags
+            entry.writes_state, entry.writes_view, entry.has_stepped = marks
             if num_outputs >= 0:
                 entry.output = list(map(thawed, flat[ends[1] : ends[2]]))
             entry.versions = list(zip(flat[ends[2] : ends[3] : 2], flat[ends[2] + 1 : ends[3] : 2], strict=True))
@@ -144,24 +146,19 @@ class Freezer:
         reference, number = self._carried.get(id(tensor), (None, None))
         return number if reference is not None and reference() is tensor else None
 
-    def shared(self, rng: torch.Tensor) -> torch.Tensor:
-        """The state of a generator, or the last one that was kept if that is the same."""
-        if self._last_rng is None or not torch.equal(self._last_rng, rng):
-            self._last_rng = rng
-        return self._last_rng
-
 
 class _Freezing:
     """One step on its way into a flat list; ``made`` are the ids of the tensors that it made.
 
     Of an entry the list holds ``_HEAD`` values, the last of which say how many arguments, results and pairs of tensors
-    and versions follow; a number of results of -1 stands for none at all.
+    and versions follow; a number of results of -1 stands for none at all. ``frozen`` maps ids of tensors to what stands
+    for them: a number, or themselves.
     """
 
     def __init__(self, freezer: Freezer, made: set[int]) -> None:
         self._freezer = freezer
         self._made = made
-        self.numbers: dict[int, Made] = {}
+        self.frozen: dict[int, torch.Tensor | Made] = {}
         self.outside: dict[int, torch.Tensor] = {}
         self.flat: list[Any] = []
         self.is_cut = False
@@ -170,20 +167,22 @@ class _Freezing:
 
     def add(self, entry: Entry) -> None:
         """Append an entry."""
-        frozen, outside = self._frozen, self.outside
         self._reads_values = not entry.mode.grad or entry.name in _VALUE_READS
-        args: Any = entry.args
-        kwargs = entry.kwargs
-        values: Any = kwargs.values()
-        if entry.kind not in _WITHOUT_RESULTS:
-            args = [value if type(value) in ATOMS else frozen(value) for value in args]
-            if kwargs:
-                values = [value if type(value) in ATOMS else frozen(value) for value in values]
-        output = entry.output
-        outputs: Any = () if output is None else (output,) if isinstance(output, torch.Tensor) else iter_tensors(output)
-        results = [frozen(tensor) for tensor in outputs]
-        versions = [item for pair in entry.versions if id(pair[0]) in outside for item in pair]
+        args, kwargs, output = entry.args, entry.kwargs, entry.output
+        names: tuple[str, ...] = ()
+        if kwargs:
+            names = _names_of(kwargs)
+            args = (*args, *kwargs.values())
+        values: Any = args if entry.kind in _WITHOUT_RESULTS else self._all_frozen(args)
+        results: Any = ()
+        if output is not None:
+            results = self._all_frozen((output,) if isinstance(output, torch.Tensor) else iter_tensors(output))
+        versions: Any = ()
+        if entry.versions:
+            outside = self.outside
+            versions = [item for pair in entry.versions if id(pair[0]) in outside for item in pair]
         rng, cuda_rng = entry.rng or _NO_RNG
+        marks = entry.writes_state, entry.writes_view, entry.has_stepped
         self.flat += (
             entry.kind,
             entry.target,
@@ -191,53 +190,58 @@ class _Freezing:
             entry.name,
             entry.code,
             entry.line,
-            None if rng is None else self._freezer.shared(rng),
+            rng,
             cuda_rng,
             entry.outcome,
             entry.settings,
-            _FLAGS[entry.writes_state, entry.writes_view, entry.has_stepped],
-            _names_of(kwargs) if kwargs else (),
-            len(args),
+            _NO_MARKS if marks == _NO_MARKS else marks,
+            names,
+            len(args) - len(names),
             -1 if output is None else len(results),
             len(versions) // 2,
-            *args,
             *values,
             *results,
             *versions,
         )
 
-    def _frozen(self, value: Any) -> Any:
-        """What stands for an argument or a result."""
-        if isinstance(value, torch.Tensor):
-            return self._frozen_tensor(value)
-        return map_tensors(value, self._light)
+    def _all_frozen(self, values: Iterable[Any]) -> list[Any]:
+        """What stands for arguments or results."""
+        frozen, found = self.frozen, []
+        for value in values:
+            if type(value) in ATOMS:
+                found.append(value)
+            elif isinstance(value, torch.Tensor):
+                known = frozen.get(id(value))
+                found.append(self._freeze(value) if known is None else known)
+            else:
+                found.append(map_tensors(value, self._light))
+        return found
 
     def _light(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Like `_frozen_tensor`, for a tensor inside of something else, where only a tensor can stand."""
-        frozen = self._frozen_tensor(tensor)
+        """What stands for a tensor inside of something else, where only a tensor can."""
+        known = self.frozen.get(id(tensor))
+        frozen = self._freeze(tensor) if known is None else known
         return frozen if isinstance(frozen, torch.Tensor) else self._freezer.stand_in(frozen)
 
-    def _frozen_tensor(self, tensor: torch.Tensor) -> torch.Tensor | Made:
+    def _freeze(self, tensor: torch.Tensor) -> torch.Tensor | Made:
+        """What stands for a tensor that is met for the first time."""
         key = id(tensor)
-        known = self.numbers.get(key)
-        if known is not None:
-            return known
+        result: torch.Tensor | Made = tensor
         if key in self._made:
-            known = self._freezer.number(tensor)
+            result = self._freezer.number(tensor)
             self.made_bytes += tensor.numel() * tensor.element_size()
-        elif tensor.grad_fn is not None and tensor.requires_grad:
-            known = self._freezer.carried(tensor)
-            if known is None:
+        elif tensor.requires_grad and tensor.grad_fn is not None:
+            carried = self._freezer.carried(tensor)
+            if carried is None:
                 if self._reads_values:  # such as the last loss, which many loops add to a sum
                     return tensor.detach()
                 self.is_cut = True
                 return tensor.detach().requires_grad_()
-        else:
-            if type(tensor) is not torch.nn.Parameter:
-                self.outside[key] = tensor
-            return tensor
-        self.numbers[key] = known
-        return known
+            result = carried
+        elif type(tensor) is not torch.nn.Parameter:
+            self.outside[key] = tensor
+        self.frozen[key] = result
+        return result
 
 
 def _names_of(kwargs: dict[str, Any]) -> tuple[str, ...]:
@@ -262,7 +266,7 @@ def with_makers(entries: list[Entry], earlier: list[list[Entry]]) -> list[Entry]
 
 _HEAD = 15  # values in a flat list before an entry's arguments
 _NAMES: dict[tuple[str, ...], tuple[str, ...]] = {}
-_FLAGS = {flags: flags for flags in itertools.product((False, True), repeat=3)}
+_NO_MARKS = (False, False, False)
 _NO_RNG = (None, None)
 _NO_ENTRIES: list[Entry] = []
 _NOTHING_SAVED: dict[int, torch.Tensor] = {}
