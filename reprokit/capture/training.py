@@ -20,7 +20,7 @@ from reprokit.capture.state import BufferCopies
 from reprokit.capture.tape import Tape
 from reprokit.capture.timeline import Timeline
 
-_MOST_WAITING = 8  # steps that are frozen together: work that is done in one go is done faster
+_MOST_WAITING = 16  # steps that are frozen together: work that is done in one go is done faster
 _WAITING_BYTES = 16 * 2**20  # that these may hold
 SETTLED_AFTER = 2  # optimizer steps after which every root module is taken to be known
 

@@ -150,7 +150,7 @@ def test_a_remembered_step_is_a_handful_of_objects(tmp_path: Path) -> None:
     """Python's garbage collector walks through every container that stays alive, so steps must not pile them up."""
     model = plain_net()
     optimizer = torch.optim.AdamW(model.parameters())
-    (_, x, y), steps = next(batches(1)), 160
+    (_, x, y), steps = next(batches(1)), 320
     with Session(directory=tmp_path, quiet=True, history=1000):
         for _ in range(8):
             update(optimizer, classify(model, x, y))
