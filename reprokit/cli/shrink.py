@@ -153,7 +153,7 @@ class _Work:
 
     def _write(self, reduction: Reduction) -> dict[str, Any]:
         """Render beside the results, and put everything in place at once when it is verified."""
-        from reprokit.render import render_all, render_context
+        from reprokit.render import render_all
 
         withheld: tuple[int, ...] = ()
         if self._plan.no_data:
@@ -164,12 +164,25 @@ class _Work:
             if self._plan.check is not None and self._plan.check.file is not None:
                 shutil.copy(self._plan.check.file, staging)  # the repro runs it
             repro = render_all(reduction, self._snapshot, Path(staging), source=self._plan.source, withheld=withheld)
-            context = render_context(reduction, self._snapshot, Path(staging))
+            context = self._render_context(reduction, Path(staging))
             with self._interrupts.held():
                 put_in_place(Path(staging), self._folder)
                 reduction.save(self._folder / REDUCTION)
         summary = {**reduction.summary(), "context": context, "repro": repro}
         return {name: _moved(value, staging, str(self._folder)) for name, value in summary.items()}
+
+    def _render_context(self, reduction: Reduction, folder: Path) -> dict[str, Any] | None:
+        """Render what lies beside the repro if possible. Where it is not, that is told and costs nothing else."""
+        from reprokit.render import render_context
+
+        def tell(reason: str) -> None:
+            say(f"there is no repro_module.py: {reason}", self._plan.verbosity)
+
+        try:
+            return render_context(reduction, self._snapshot, folder, tell=tell)
+        except Exception as error:
+            tell(f"{type(error).__name__}: {error}")
+            return None
 
     def _print_verdict(self, error: ReprokitError) -> None:
         if self._plan.json:

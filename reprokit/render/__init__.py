@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,19 +69,33 @@ def render_all(
 
 
 def render_context(
-    reduction: Reduction, snapshot: Snapshot | None, out_dir: Path, *, times: int = TIMES
+    reduction: Reduction,
+    snapshot: Snapshot | None,
+    out_dir: Path,
+    *,
+    times: int = TIMES,
+    tell: Callable[[str], None] = lambda reason: None,
 ) -> dict[str, Any] | None:
-    """Write ``repro_module.py`` and verify it; a summary, or ``None`` when there is no context to show."""
+    """Write ``repro_module.py`` and verify it; a summary, or ``None`` when there is no context to show.
+
+    ``tell`` is given the reason when there is one that cannot be shown.
+    """
     from reprokit.render.module import MAX_LINES
     from reprokit.render.sources import context_script
     from reprokit.render.verify import verify
 
     script = context_script(reduction, snapshot)
-    if script is None or script.num_lines > MAX_LINES:
+    if script is None:
+        if reduction.context is not None:
+            tell("it would need more recorded numbers than a repro may hold")
+        return None
+    if script.num_lines > MAX_LINES:
+        tell(f"it would have {script.num_lines} lines, and {MAX_LINES} is the limit")
         return None
     path = script.write(out_dir)
     result = verify(path, times)
     if not (result.fails and result.is_unanimous):
+        tell(f"only {result.num_failed} of {times} runs of it failed by themselves")
         path.unlink()
         return None
     return {

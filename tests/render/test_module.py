@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from reprokit.program.ir import Scope
 from reprokit.render import render_context
@@ -133,3 +134,34 @@ def test_level_module_prints_modules() -> None:
 def test_names_of_classes(cls: str, name: str, variable: str) -> None:
     assert class_name(Scope("", cls).cls) == name
     assert snake_case(cls) == variable
+
+
+class Tied(nn.Module):
+    """A layer that is called with the weight of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Linear(3, 1)
+        self.score = nn.Linear(3, 2)
+        nn.init.constant_(self.words.weight, 10.0)
+        nn.init.constant_(self.score.weight, 10.0)
+
+    def forward(self) -> torch.Tensor:
+        return torch.exp(self.score(self.words.weight))
+
+
+def test_a_parameter_that_a_layer_is_called_with_belongs_to_the_module_around_it(tmp_path: Path) -> None:
+    model = Tied()
+    context = shrink(models.record_model(model, model)).context
+    assert context is not None
+    script = write_module_script(context)
+    assert script is not None and "class Tied(nn.Module)" in script.text
+    assert verify(script.write(tmp_path), 1).fails
+
+
+def test_a_context_that_cannot_be_shown_is_told(reduction: Reduction, tmp_path: Path) -> None:
+    reasons: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("reprokit.render.module.MAX_LINES", 3)
+        assert render_context(reduction, None, tmp_path, tell=reasons.append) is None
+    assert len(reasons) == 1 and reasons[0].endswith("lines, and 3 is the limit")

@@ -118,7 +118,10 @@ def _free(calls: list[Call]) -> dict[int, None]:
 
 
 def owners_in(root: Block, program: Program) -> dict[int, Key]:
-    """For each parameter or buffer the innermost module that everything which uses it is in."""
+    """For each parameter or buffer the innermost module that everything which uses it is in.
+
+    What one of torch's layers is called with, rather than what it keeps, is used by the module around it.
+    """
     kept = {item.value for item in program.inputs if item.role in ("parameter", "buffer")}
     places: dict[int, list[tuple[Key, ...]]] = {}
 
@@ -127,8 +130,9 @@ def owners_in(root: Block, program: Program) -> dict[int, Key]:
             if isinstance(item, Block):
                 visit(item, path if item.is_function else (*path, item.key))
             elif path:
+                own = kept if block.layer is None else set(block.layer.state.values())
                 for value in set(item.input_refs()) & kept:
-                    places.setdefault(value, []).append(path)
+                    places.setdefault(value, []).append(path if value in own else path[:-1])
 
     visit(root, ())
     owners = {}

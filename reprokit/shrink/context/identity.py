@@ -30,9 +30,10 @@ def without_module(candidate: Candidate, run: frozenset[int], shapes: Shapes) ->
     leaving = sorted(made & needed)
     if len(leaving) != 1 or any(is_in_place(program.calls[index].target) for index in run):
         return
+    kept = {item.value for item in program.inputs if item.role in ("parameter", "buffer")}  # is no activation
     read = dict.fromkeys(value for index in sorted(run) for value in program.calls[index].input_refs())
     for value in read:
-        if value not in made and shapes.get(value) == shapes.get(leaving[0]):
+        if value not in made | kept and shapes.get(value) == shapes.get(leaving[0]):
             yield _redirected(candidate, run, leaving[0], value)
 
 
