@@ -38,7 +38,7 @@ class Demo:
         """Capture, shrink, render and verify; says every command and, in the end, every path."""
         started = time.perf_counter()
         folder = self.folder or free_folder(Path("reprokit-demo"))
-        make_folder(folder, overwrite=False)
+        make_folder(folder, option="--dir", force="")
         shutil.copy(find_example(), folder / EXAMPLE)
         self._run(folder, EXIT_CAPTURED, "capture", "-o", SNAPSHOT, EXAMPLE)
         shrunk = self._run(folder, 0, "shrink", "-o", RESULTS, "--json", SNAPSHOT)

@@ -35,14 +35,17 @@ def check_folder(folder: Path) -> None:
         raise UsageError(f"cannot write into `{folder}`: {reason}", hint="choose another place with -o") from None
 
 
-def make_folder(folder: Path, *, overwrite: bool) -> None:
-    """Make a folder for results; raises `UsageError` when it holds something already, unless ``overwrite``."""
+def make_folder(folder: Path, *, overwrite: bool = False, option: str = "-o", force: str = "-f") -> None:
+    """Make a folder for results; raises `UsageError` when it holds something already, unless ``overwrite``.
+
+    ``option`` is what the command calls the folder, ``force`` what lets it be written into, empty if nothing does.
+    """
+    another = f"choose another one with {option}"
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"`{folder}` is not a folder", hint="choose another one with -o")
+        raise UsageError(f"`{folder}` is not a folder", hint=another)
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
-        raise UsageError(
-            f"the folder `{folder}` is not empty", hint="choose another one with -o, or write into it with -f"
-        )
+        hint = f"{another}, or write into it with {force}" if force else another
+        raise UsageError(f"the folder `{folder}` is not empty", hint=hint)
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     check_folder(existing)
     folder.mkdir(parents=True, exist_ok=True)

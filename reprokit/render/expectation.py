@@ -109,7 +109,7 @@ def _expected(failure: Failure, edge: Edge | None) -> str:
         return f"{about[0].upper()}{about[1:]}: {edge.fact}."
     name = wording.code_span(wording.short_call(failure))
     return (
-        f"{about[0].upper()}{about[1:]}, which takes {edge.wanted}. "
+        f"{about[0].upper()}{about[1:]}, which needs {edge.wanted}. "
         f"For what it is given, {name} does what it is defined to do: {edge.fact}."
     )
 

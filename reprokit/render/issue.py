@@ -97,7 +97,7 @@ def make_issue(
 
 
 def title(snapshot: Snapshot, reduction: Reduction | None = None, expectation: Expectation | None = None) -> str:
-    """``softmax returns nan for a fully masked row in Attention (float32, CPU, 2.13.0)``.
+    """``softmax returns nan for a fully masked row in Attention (float32, CPU, torch 2.13.0)``.
 
     The module or the line is named where the failure is a matter of the model's code.
     """
@@ -107,7 +107,8 @@ def title(snapshot: Snapshot, reduction: Reduction | None = None, expectation: E
     module = (snapshot.failure.module or "").strip("<>")
     if found.owner == OWN and found.words:
         words.append(f"in {module}" if module else _in_line(snapshot.failure.site))
-    version = str(snapshot.environment.get("torch", "")).partition("+")[0]
+    number = str(snapshot.environment.get("torch", "")).partition("+")[0]
+    version = f"torch {number}" if number else ""
     details = ", ".join(part for part in (_dtype(source), _device(source, snapshot), version) if part)
     return f"{' '.join(word for word in words if word)} ({redact_text(details)})"
 

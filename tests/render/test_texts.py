@@ -93,7 +93,7 @@ def test_the_issue_says_it_all_on_the_first_screen(template: str) -> None:
     reduction = reduced(snapshot)
     text = write_issue(snapshot, reduction_script(reduction), VERIFIED, reduction=reduction, template=template)
     screen = text.partition("<details>")[0]
-    heading = "softmax returns nan for a fully masked row in layers.1.attention (float32, CPU, 2.13.0)"
+    heading = "softmax returns nan for a fully masked row in layers.1.attention (float32, CPU, torch 2.13.0)"
     assert text.startswith(f"<!-- Title: {heading} -->\n")
     for words in ("**Observed:**", "**Expected:**", "```python", "python repro.py", "out = tensor([nan])"):
         assert words in screen
