@@ -35,11 +35,15 @@ def place_line(result: Mapping[str, Any]) -> str | None:
 
 
 def growth(timeline: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """What the numbers of the training did in the last steps, by name; numbers that never changed are left out."""
+    """What the numbers of the training did in the last steps, by name; numbers that never changed are left out.
+
+    Every name has the same steps, with a dash where there was no number.
+    """
     for name, key in _NUMBERS:
         values = [entry[key] for entry in timeline if entry.get(key) is not None]
         if len(values) > 1 and (key == "loss" or len(set(values)) > 1):
-            yield name, "  ".join(f"{value:.4g}" for value in values[-_STEPS:]) + _trend(values)
+            shown = (entry.get(key) for entry in timeline[-_STEPS:])
+            yield name, "  ".join("-" if value is None else f"{value:.4g}" for value in shown) + _trend(values)
 
 
 def _trend(values: Sequence[float]) -> str:

@@ -6,10 +6,13 @@ many runs and how much time that may take is bounded.
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -27,6 +30,7 @@ from reprokit.program.ir import Program, Ref, iter_refs
 from reprokit.program.run import Outcome, run
 
 MAX_CHANGES = 4  # in one fix, when each change uncovers the next failure
+_FAR = 1000.0  # how many times the losses of the steps before
 NextRemedies = Callable[[Scene], Iterable[Remedy]]
 
 
@@ -72,7 +76,7 @@ def attempt(scene: Scene, remedy: Remedy, budget: Budget, next_remedies: NextRem
         changes.append((following, current))
         failure = failure_of(edited)
         if failure is None:
-            return _fix(changes, True, _finite(edited))
+            return _fix(changes, True, _finite(edited, scene.timeline))
         fix = _fix(changes, False, _still(failure, current.failure))
         if failure.kind == EXCEPTION or _is_same(failure, current.failure) or not budget.take():
             break
@@ -125,15 +129,18 @@ def _still(failure: Failure, before: Failure) -> str:
     return f"then {name} gives {failure.way or failure.kind} in the {failure.phase} pass"
 
 
-def _finite(edited: Edited) -> str:
-    """What the whole step leaves behind: ``loss 2.31, all 34 gradients finite, all parameters finite``."""
+def _finite(edited: Edited, timeline: Sequence[Mapping[str, Any]]) -> str:
+    """What the whole step leaves behind: ``loss 2.31, all 34 gradients finite, all parameters finite``.
+
+    A loss that is far above those of the steps before is finite and no good; that is said.
+    """
     program = edited.program
     losses = _losses(program)
     try:
         outcome = run(program, edited.tensors, keep=frozenset(losses) | {ref.value for ref in program.outputs})
     except UnknownFunction:
         return "finite"
-    words = [_loss_words(outcome, losses)] if losses else []
+    words = [_loss_words(outcome, losses, timeline)] if losses else []
     words += [_all_words(list(outcome.gradients.values()), "gradient")] if outcome.gradients else []
     if any(call.is_optimizer_step or call.phase == "optimizer" for call in program.calls):
         after = [outcome.inputs[item.value] for item in program.inputs if item.role == "parameter"]
@@ -158,10 +165,16 @@ def _unscaled(program: Program, value: int) -> int:
     return value
 
 
-def _loss_words(outcome: Outcome, losses: list[int]) -> str:
-    numbers = [outcome.values[value] for value in losses if value in outcome.values]
-    shown = [f"{float(number.detach()):.4g}" for number in numbers if number.numel() == 1]
-    return f"loss {', '.join(shown)}" if shown else ""
+def _loss_words(outcome: Outcome, losses: list[int], timeline: Sequence[Mapping[str, Any]]) -> str:
+    found = [outcome.values[value] for value in losses if value in outcome.values]
+    numbers = [float(number.detach()) for number in found if number.numel() == 1]
+    if not numbers:
+        return ""
+    before = [abs(row["loss"]) for row in timeline if row.get("loss") is not None and math.isfinite(row["loss"])]
+    usual = statistics.median(before) if before else math.inf
+    is_far = max(map(abs, numbers)) > _FAR * max(usual, 1.0)
+    note = f" (about {usual:.3g} in the steps before)" if is_far else ""
+    return f"loss {', '.join(f'{number:.4g}' for number in numbers)}{note}"
 
 
 def _all_words(tensors: list[torch.Tensor], noun: str) -> str:

@@ -132,7 +132,7 @@ def test_a_program_that_cannot_run_here_has_no_ranges() -> None:
 
 
 def test_growth_is_told_where_there_is_some() -> None:
-    def timeline(**numbers: list[float]) -> list[dict[str, Any]]:
+    def timeline(**numbers: list[Any]) -> list[dict[str, Any]]:
         length = len(next(iter(numbers.values())))
         return [{name: values[step] for name, values in numbers.items()} for step in range(length)]
 
@@ -141,6 +141,7 @@ def test_growth_is_told_where_there_is_some() -> None:
     grown = dict(growth(timeline(loss=[1.0, 1.0, 1.0, 50.0, nan])))
     assert grown == {"loss": "1  1  1  50  nan  (the last finite one is 50 times the median)"}
     assert dict(growth(timeline(loss=[1.0]))) == {}
+    assert dict(growth(timeline(loss=[1.0, 2.0, nan], scale=[4.0, 2.0, None])))["scale"] == "4  2  -"
     assert "learning rate" in dict(growth(timeline(loss=[1.0, 1.0], lr=[0.1, 0.2])))
 
 

@@ -312,3 +312,18 @@ def test_an_edited_step_that_raises_is_no_fix() -> None:
     remedy = Remedy("set_argument", {"name": "weight", "value": 2.0}, "another weight")
     fix = attempt(scene, remedy, Budget(), lambda scene: [])
     assert fix is not None and not fix.helped and "raises TypeError" in fix.outcome
+
+
+def test_a_fix_that_leaves_a_loss_out_of_all_proportion_says_so() -> None:
+    def step(x: torch.Tensor) -> None:
+        x.exp().sum().backward()
+
+    snapshot = record(step, x=torch.tensor([200.0]).requires_grad_())
+    outcomes = []
+    for losses in ([2.0, 1.0, 3.0, NAN], []):
+        snapshot.timeline = [{"step": number, "loss": loss} for number, loss in enumerate(losses)]
+        fix = diagnose(snapshot).fix
+        assert fix is not None and fix.helped
+        outcomes.append(fix.outcome)
+    assert "(about 2 in the steps before)" in outcomes[0]
+    assert "before" not in outcomes[1]
