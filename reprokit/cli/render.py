@@ -5,6 +5,7 @@ An issue can also become a zip for attaching or a link to a form that is filled 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,6 +194,8 @@ def command(
         raise UsageError(f"an option is about an issue, but --as says `{kind}`", hint="leave out --as")
     if no_data and with_data:
         raise UsageError("--no-data and --with-data exclude each other", hint="give one of them")
+    if repository is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        raise UsageError(f"`{repository}` does not name a repository", hint="--repo OWNER/NAME, as in pytorch/pytorch")
     if kind == "issue" or is_about_issue:
         return RenderIssue(
             source, template, output, force, json, level, policy, no_data, as_zip, with_data, url, repository, snapshot

@@ -394,5 +394,7 @@ def test_the_command_line_writes_and_tells(
     assert summary["title"] == "log returns nan for a negative number in train.py:7 (float32, CPU, torch 2.13.0)"
     assert main(["render", "snap.repro.pt", "--url"]) == 2
     assert "--repo OWNER/NAME" in capsys.readouterr().err
+    assert main(["render", "snap.repro.pt", "--url", "--repo", "engine"]) == 2
+    assert "`engine` does not name a repository" in capsys.readouterr().err
     assert main(["render", "snap.repro.pt", "--as", "report", "--zip"]) == 2
     assert main(["render", "snap.repro.pt", "--zip", "--no-data", "--with-data"]) == 2
