@@ -22,7 +22,7 @@ DEFAULT_STATE_BYTES = 2 * 2**30
 DEFAULT_STEP_BYTES = 256 * 2**20
 MOST_STEPS = 1000
 _STATISTICS = ("running_mean", "running_var")
-_SHORT = 0.05  # seconds: going back some steps that short takes no time that anybody notices
+_SHORT = 0.005  # seconds: in a step that short every microsecond counts
 _SHARE = 0.003  # of the training time, for copying and checking together
 
 
@@ -168,11 +168,6 @@ class History:
                     yield tensor
 
     # -- steps ---------------------------------------------------------------------------------------------------
-
-    @property
-    def num_waiting(self) -> int:
-        """How many steps still hold everything they made."""
-        return len(self.steps) - self._num_frozen
 
     def waiting(self) -> list[PastStep]:
         """The steps that still hold everything they made."""

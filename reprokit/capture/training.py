@@ -108,7 +108,7 @@ class Training:
         """Let the step become the past."""
         history, running = self.history, self.running
         history.steps.append(self.step_of(running.entries, running.memory.saved))
-        if history.num_waiting >= self._may_wait:
+        if len(history.waiting()) >= self._may_wait:
             self.freeze_past()
 
     def freeze_past(self) -> None:
