@@ -29,7 +29,7 @@ from tests.render.programs import Case, execute
 # These read beyond their arguments, take the process down or promise nothing when those do not fit together.
 DANGEROUS = re.compile(
     r"torch\.(Tensor\.index_copy_|native_group_norm|_convert_indices_from_csr_to_coo|_cummin_helper|_cummax_helper"
-    r"|_dyn_quant_matmul_4bit|_neg_view_copy|_nnpack_spatial_convolution|_pad_packed_sequence"
+    r"|_compute_linear_combination|_dyn_quant_matmul_4bit|_neg_view_copy|_nnpack_spatial_convolution|_pad_packed_sequence"
     r"|_transform_bias_rescale_qkv|_add_batch_dim|_reshape_alias_copy|_weight_norm_interface"
     r"|sparse_(csr|csc|bsr|bsc)_tensor|linalg\.lstsq)"
 )
@@ -82,6 +82,7 @@ BY_HAND: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
      {"window": lambda: torch.ones(4)}),
     ("torch.stft", (make_float(16), 4), {"window": make_float(4), "return_complex": True}),
     ("torch.Tensor.stft", (make_float(16), 4), {"window": make_float(4), "return_complex": True}),
+    ("torch._compute_linear_combination", (make_float(4, 2), make_float(3, 4)), {}),
     ("torch.conv3d", (make_float(1, 2, 3, 3, 3), make_float(2, 2, 2, 2, 2), None, (1, 1, 1), (0, 0, 0)), {}),
     ("torch.conv_tbc", (make_float(4, 1, 2), make_float(2, 2, 2), make_float(2)), {"pad": 1}),
     ("torch.conv_transpose1d", (make_float(1, 2, 4), make_float(2, 2, 2)), {"stride": 2}),
