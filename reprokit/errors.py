@@ -3,7 +3,7 @@
 ReprokitError            exit code 1
 ├── UsageError           2
 ├── SnapshotError        1
-│   ├── NotASnapshot
+│   ├── NotASnapshot     2
 │   ├── TruncatedSnapshot
 │   └── NewerFormat
 ├── NotReproduced        4
@@ -37,7 +37,9 @@ class SnapshotError(ReprokitError):
 
 
 class NotASnapshot(SnapshotError):
-    """The file is something else."""
+    """The file is something else, so another one has to be named."""
+
+    exit_code = 2
 
 
 class TruncatedSnapshot(SnapshotError):

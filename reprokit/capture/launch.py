@@ -52,11 +52,15 @@ def read_script(path: str) -> bytes:
     if os.path.isdir(path):
         raise UsageError(f"`{path}` is a folder", hint="name the script, or use `-m` for a package")
     try:
-        return Path(path).read_bytes()
+        source = Path(path).read_bytes()
     except FileNotFoundError:
         raise UsageError(f"`{path}` does not exist", hint="check the path of the training script") from None
     except OSError as error:
-        raise UsageError(f"cannot read `{path}`: {(error.strerror or str(error)).lower()}") from None
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(f"cannot read `{path}`: {reason}", hint="check its name and its permissions") from None
+    if source.startswith(b"PK\x03\x04"):
+        raise UsageError(f"`{path}` is an archive, not a script", hint=f"if it is a snapshot: reprokit show {path}")
+    return source
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ class Capture:
 
     def file(self) -> Path | None:
         """The file that was asked for, with the process's rank under torchrun."""
-        if self.output is None or self.output.is_dir():
+        if self.output is None or os.path.isdir(self.output):
             return self.output
         stem, suffix = _split_suffix(self.output.name)
         return self.output.with_name(f"{stem}{rank_suffix()}{suffix}")

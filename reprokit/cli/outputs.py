@@ -14,6 +14,7 @@ OPTIONAL_RESULTS = ("repro_module.py", "repro_inputs.pt")
 
 def check_file(path: Path, *, overwrite: bool) -> None:
     """Raise `UsageError` unless a file can be written at ``path``."""
+    _require_name(path)
     if path.is_dir():
         raise UsageError(f"`{path}` is a folder", hint="name the file to write, for example with -o run.repro.pt")
     if path.exists() and not overwrite:
@@ -41,6 +42,7 @@ def make_folder(folder: Path, *, overwrite: bool = False, option: str = "-o", fo
     ``option`` is what the command calls the folder, ``force`` what lets it be written into, empty if nothing does.
     """
     another = f"choose another one with {option}"
+    _require_name(folder)
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"`{folder}` is not a folder", hint=another)
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
@@ -49,6 +51,15 @@ def make_folder(folder: Path, *, overwrite: bool = False, option: str = "-o", fo
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     check_folder(existing)
     folder.mkdir(parents=True, exist_ok=True)
+
+
+def _require_name(path: Path) -> None:
+    """Raise `UsageError` for what no file can be called, or where it cannot even be asked for."""
+    try:
+        path.exists()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(f"cannot write `{path}`: {reason}", hint="choose another name with -o") from None
 
 
 def put_in_place(finished: Path, folder: Path) -> None:

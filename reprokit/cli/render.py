@@ -5,6 +5,7 @@ An issue can also become a zip for attaching or a link to a form that is filled 
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ class Render:
     def execute(self) -> int:
         """Write the text to the output, or to stdout when there is none; a repro may go into a folder."""
         if self.output is not None:
-            is_folder = self.kind == "repro" and self.output.is_dir()
+            is_folder = self.kind == "repro" and os.path.isdir(self.output)
             for file in (self.output / name for name in REPRO_FILES) if is_folder else (self.output,):
                 check_file(file, overwrite=self.overwrite)
         rendered = render_one(

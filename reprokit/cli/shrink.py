@@ -19,6 +19,7 @@ from reprokit.cli.views import CHOICES, View, open_view
 from reprokit.errors import Flaky, Interrupted, NotReproduced, ReprokitError
 from reprokit.shrink.checks.spec import SYNTAX, Spec, parse
 from reprokit.shrink.events import Comparing, Event, Improved, Resumed, Writing
+from reprokit.snapshot.paths import REDUCTION_FILE
 from reprokit.snapshot.privacy import SOURCES
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from reprokit.snapshot.format import Snapshot
     from reprokit.snapshot.privacy import Source as SourcePolicy
 
-REDUCTION = "reduction.pt"
 WHATIF_SECONDS = 10.0
 VERDICTS = {NotReproduced: "not_reproduced", Flaky: "flaky"}
 
@@ -123,7 +123,7 @@ class _Work:
             self._interrupts.answer()
             if not self._has_best:
                 raise Interrupted("interrupted before anything smaller was found") from None
-            return load(self._folder / REDUCTION), True
+            return load(self._folder / REDUCTION_FILE), True
         return reduction, False
 
     def _compare(self, reduction: Reduction, view: View) -> None:
@@ -167,7 +167,8 @@ class _Work:
             context = self._render_context(reduction, Path(staging))
             with self._interrupts.held():
                 put_in_place(Path(staging), self._folder)
-                reduction.save(self._folder / REDUCTION)
+                reduction.origin["file"] = self._plan.snapshot.name  # by which `render` finds it again
+                reduction.save(self._folder / REDUCTION_FILE)
         summary = {**reduction.summary(), "context": context, "repro": repro}
         return {name: _moved(value, staging, str(self._folder)) for name, value in summary.items()}
 

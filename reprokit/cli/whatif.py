@@ -10,6 +10,7 @@ import click
 
 from reprokit.cli.console import Verbosity, common_options, print_json, say
 from reprokit.errors import UsageError
+from reprokit.snapshot.paths import REDUCTION_FILE
 
 if TYPE_CHECKING:
     from reprokit.render.sources import Source
@@ -29,7 +30,7 @@ class WhatIf:
 
     def execute(self) -> int:
         """Make the table and print it."""
-        from reprokit.render.sources import REDUCTION_FILE, open_source
+        from reprokit.render.sources import open_source
 
         opened = open_source(self.source)
         if self.keep and opened.reduction is None:

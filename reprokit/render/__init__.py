@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reprokit.errors import SnapshotError, UsageError
+from reprokit.errors import UsageError
 
 if TYPE_CHECKING:
     from reprokit.render.issue import Issue
@@ -149,7 +149,7 @@ def prepare_issue(
     if template is not None:
         find_template(template)  # a mistake in it is told before any work
     opened = open_source(source, snapshot).private(policy, no_data=no_data)
-    whole = _required(opened.snapshot, source)
+    whole = _required(opened, source)
     script = opened.script()
     return make_issue(whole, script, _verified(script), reduction=opened.reduction, template=template), script
 
@@ -157,7 +157,7 @@ def prepare_issue(
 def write_test(subject: Reduction | Snapshot) -> str:
     """A pytest file that runs the ``repro.py`` beside it."""
     from reprokit.render.environment import render_template
-    from reprokit.render.script import REPRO_FILE
+    from reprokit.snapshot.paths import REPRO_FILE
     from reprokit.render.wording import headline
 
     words = headline(subject.failure)
@@ -184,9 +184,9 @@ def _text(opened: Source, script: Script, kind: str, source: Path) -> str:
     from reprokit.render.report import write_report
 
     if kind == "test":
-        return write_test(opened.reduction or _required(opened.snapshot, source))
+        return write_test(opened.reduction or _required(opened, source))
     write = write_report if kind == "report" else write_issue
-    return write(_required(opened.snapshot, source), script, _verified(script), reduction=opened.reduction)
+    return write(_required(opened, source), script, _verified(script), reduction=opened.reduction)
 
 
 def _verified(script: Script, times: int = TIMES) -> VerifyResult:
@@ -198,10 +198,10 @@ def _verified(script: Script, times: int = TIMES) -> VerifyResult:
         return verify(script.write(Path(folder), is_private=True), times)
 
 
-def _required(snapshot: Snapshot | None, source: Path) -> Snapshot:
-    if snapshot is None:
-        raise SnapshotError(
-            f"`{source}` holds a reduction, and the snapshot it came from is not beside it",
-            hint="name it with --snapshot FILE",
-        )
-    return snapshot
+def _required(opened: Source, path: Path) -> Snapshot:
+    from reprokit.render.sources import missing_snapshot
+
+    if opened.snapshot is not None:
+        return opened.snapshot
+    assert opened.reduction is not None, "a source holds one or the other"
+    raise missing_snapshot(path, opened.reduction)

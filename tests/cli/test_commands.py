@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -96,12 +98,6 @@ def test_help_and_version_without_torch(words: list[str], run_python: Run) -> No
 )
 def test_what_cannot_work_is_said_in_one_line(words: list[str], text: str, run_reprokit: Run) -> None:
     assert_one_error(run_reprokit(*words), text)
-
-
-@pytest.mark.parametrize("command", ["show", "shrink", "whatif", "render"])
-def test_a_snapshot_that_is_missing(command: str, run_here: Run, tmp_path: Path) -> None:
-    assert_one_error(run_here(command, "nowhere.pt"), "`nowhere.pt` does not exist", exit_code=1)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_output_that_exists(run_reprokit: Run, tmp_path: Path) -> None:
@@ -236,34 +232,99 @@ def test_show(captured: tuple[Path, subprocess.CompletedProcess[str]], run_here:
     assert "PyTorch version" in run_here("show", "-v", path).stderr
 
 
-BROKEN = {
-    "empty": (b"", "is empty"),
-    "text": (b"not a snapshot at all", "was not written by reprokit"),
-    "cut": (b"PK\x03\x04" + bytes(100), "is cut off"),
+def a_reduction(folder: Path) -> None:
+    torch.save({"format": "reprokit", "kind": "reduction", "version": 1}, folder / "x.pt")
+
+
+def newer(folder: Path) -> None:
+    torch.save({"format": "reprokit", "kind": "snapshot", "version": 99}, folder / "x.pt")
+
+
+def damaged(folder: Path) -> None:
+    torch.save({"format": "reprokit", "kind": "snapshot", "version": 1}, folder / "x.pt")
+
+
+READERS = ["show", "shrink", "render", "whatif", "verify"]
+# What is wrong: how it comes to be, what is given, what is said, and the exit code of every command.
+MISTAKES: dict[str, tuple[Callable[[Path], object], str, str, int]] = {
+    "missing": (lambda folder: None, "x.pt", "`x.pt` does not exist", 2),
+    "below a file": (lambda folder: (folder / "x").write_text(""), "x/y.pt", "`x/y.pt` does not exist", 2),
+    "no name": (lambda folder: None, "x" * 300, "cannot read", 2),
+    "device": (lambda folder: None, os.devnull, "is not a file", 2),
+    "folder": (lambda folder: (folder / "x").mkdir(), "x", "folder", 2),
+    "text": (lambda folder: (folder / "x.pt").write_text("text"), "x.pt", "was not written by reprokit", 2),
+    "checkpoint": (lambda folder: torch.save([], folder / "x.pt"), "x.pt", "was not written by reprokit", 2),
+    "pickle": (lambda folder: torch.save(print, folder / "x.pt"), "x.pt", "holds more than plain data", 2),
+    "empty": (lambda folder: (folder / "x.pt").touch(), "x.pt", "is empty", 1),
+    "cut": (lambda folder: (folder / "x.pt").write_bytes(b"PK\x03\x04" + bytes(100)), "x.pt", "is cut off", 1),
+    "newer": (newer, "x.pt", "has format version 99", 1),
+    "damaged": (damaged, "x.pt", "is damaged", 1),
 }
 
 
+@pytest.mark.parametrize("command", READERS)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_one_mistake_has_one_answer_in_every_command(mistake: str, command: str, run_here: Run, tmp_path: Path) -> None:
+    make, given, text, exit_code = MISTAKES[mistake]
+    make(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert_one_error(run_here(command, given), text, exit_code)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize("command", ["show", "shrink"])
-@pytest.mark.parametrize("name", BROKEN)
-def test_files_that_are_not_snapshots(name: str, command: str, run_here: Run, tmp_path: Path) -> None:
-    content, text = BROKEN[name]
-    (tmp_path / "x.pt").write_bytes(content)
-    assert_one_error(run_here(command, "x.pt"), text, exit_code=1)
+def test_a_reduction_in_the_place_of_a_snapshot(command: str, run_here: Run, tmp_path: Path) -> None:
+    a_reduction(tmp_path)
+    assert_one_error(run_here(command, "x.pt"), "is a reduction, not a snapshot")
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ({"weights": torch.zeros(2)}, "was not written by reprokit"),
-        ({"format": "reprokit", "kind": "snapshot", "version": 99}, "has format version 99"),
-        ({"format": "reprokit", "kind": "reduction", "version": 1}, "is a reduction, not a snapshot"),
-        ({"format": "reprokit", "kind": "snapshot", "version": 1}, "is damaged"),
-        (print, "holds more than plain data"),
-    ],
-)
-def test_files_of_torch_that_are_not_snapshots(content: object, text: str, run_here: Run, tmp_path: Path) -> None:
-    torch.save(content, tmp_path / "x.pt")
-    assert_one_error(run_here("show", "x.pt"), text, exit_code=1)
+@pytest.mark.parametrize("command", READERS)
+def test_the_hint_for_a_folder_names_the_snapshots_in_it(command: str, run_here: Run, tmp_path: Path) -> None:
+    for number in range(7):
+        (tmp_path / f"train-step{number}.repro.pt").touch()
+    hint = run_here(command, ".").stderr.splitlines()[1]
+    shown = ", ".join(f"train-step{number}.repro.pt" for number in range(5))
+    assert hint == f"hint: name a snapshot in it: {shown} and 2 more"
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "reduction.pt").touch()
+    if command in ("show", "shrink"):
+        assert "beside it there is train-step0.repro.pt" in run_here(command, "results").stderr.splitlines()[1]
+
+
+def test_the_hint_for_a_missing_file_names_its_neighbours(run_here: Run, tmp_path: Path) -> None:
+    (tmp_path / "train-step3.repro.pt").touch()
+    assert run_here("show", "train-step4.repro.pt").stderr.splitlines()[1] == "hint: there is train-step3.repro.pt"
+
+
+def test_verify_is_told_the_repro_in_a_folder(run_here: Run, tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "repro.py").touch()
+    result = run_here("verify", "x")
+    assert_one_error(result, "`x` is a folder, not a repro")
+    assert result.stderr.splitlines()[1] == "hint: name the repro in it: x/repro.py"
+
+
+def test_a_file_that_nobody_may_read(run_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *words: object) -> NoReturn:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "x.pt").touch()
+    monkeypatch.setattr(Path, "open", refuse)
+    for command in READERS:
+        assert_one_error(run_here(command, "x.pt"), "cannot read `x.pt`: permission denied")
+
+
+def test_a_snapshot_is_no_script(run_here: Run, tmp_path: Path) -> None:
+    damaged(tmp_path)
+    assert_one_error(run_here("capture", "x.pt"), "`x.pt` is an archive, not a script")
+
+
+@pytest.mark.parametrize("words", [["shrink", "-o"], ["render", "-o"], ["render", "--as", "issue", "-o"]])
+def test_an_output_that_no_file_can_be_called(
+    words: list[str], captured: tuple[Path, subprocess.CompletedProcess[str]], run_here: Run
+) -> None:
+    path = str(captured[0] / "train-step3.repro.pt")
+    assert_one_error(run_here(*words, "x" * 300, path), "cannot write")
 
 
 def test_a_snapshot_that_was_cut_off(
