@@ -163,8 +163,15 @@ class _Work:
         with tempfile.TemporaryDirectory(prefix=STAGING, dir=self._folder) as staging:
             if self._plan.check is not None and self._plan.check.file is not None:
                 shutil.copy(self._plan.check.file, staging)  # the repro runs it
-            repro = render_all(reduction, self._snapshot, Path(staging), source=self._plan.source, withheld=withheld)
             context = self._render_context(reduction, Path(staging))
+            repro = render_all(
+                reduction,
+                self._snapshot,
+                Path(staging),
+                source=self._plan.source,
+                withheld=withheld,
+                context=Path(context["path"]) if context is not None else None,
+            )
             with self._interrupts.held():
                 put_in_place(Path(staging), self._folder)
                 reduction.origin["file"] = self._plan.snapshot.name  # by which `render` finds it again
