@@ -15,7 +15,7 @@ from reprokit.cli.console import Verbosity, common_options, print_json, say
 from reprokit.cli.interrupts import STAGING, Interrupts
 from reprokit.cli.outputs import make_folder, put_in_place
 from reprokit.cli.result import print_result
-from reprokit.cli.views import CHOICES, View, open_view
+from reprokit.cli.views import View, open_view, progress_option
 from reprokit.errors import Flaky, Interrupted, NotReproduced, ReprokitError
 from reprokit.shrink.checks.spec import SYNTAX, Spec, parse
 from reprokit.shrink.events import Comparing, Event, Improved, Resumed, Writing
@@ -246,13 +246,7 @@ def _interrupted(summary: dict[str, Any], folder: Path) -> Interrupted:
     help="How much of your code the texts show: the lines that a traceback shows, none, or all that was captured.",
 )
 @click.option("--no-data", is_flag=True, help="Put plain values in the place of recorded ones, or withhold them.")
-@click.option(
-    "--progress",
-    type=click.Choice(CHOICES),
-    default="auto",
-    show_default=True,
-    help="How to show the work on stderr; auto is live on a terminal, plain lines elsewhere.",
-)
+@progress_option
 @common_options
 def command(
     snapshot: Path,
