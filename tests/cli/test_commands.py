@@ -155,6 +155,24 @@ def test_secrets_of_the_command_line_stay_out_of_the_file(
     assert not any(secret.encode() in content for secret in SECRETS.values())
 
 
+def test_addresses_stay_out_of_the_file_and_its_texts(run_reprokit: Run, tmp_path: Path) -> None:
+    address = "ada@example.org"
+    (tmp_path / address).mkdir()
+    script = NAN_SCRIPT.replace(".sum()", ".sum()  # ask " + address) + f"contact = '{address}'\n"
+    (tmp_path / address / "train.py").write_text(script)
+    for words in (["init", "-q"], ["config", "user.email", address], ["remote", "add", "origin", f"{address}:o/x"]):
+        subprocess.run(["git", *words], cwd=tmp_path / address, check=True)
+    words = ("capture", "--source", "all", "-o", "x.repro.pt", f"{address}/train.py", "--notify", address)
+    assert run_reprokit(*words, TORCH_HOME=f"/data/{address}").returncode == 3
+    assert address.encode() not in (tmp_path / "x.repro.pt").read_bytes()
+    shown = json.loads(run_reprokit("show", "--json", "x.repro.pt").stdout)
+    assert shown["failure"]["site"]["code"].endswith(".sum()  # ask ***")
+    assert shown["failure"]["site"]["file"] == "***/train.py"
+    assert shown["git"]["remote"] == "***@example.org:o/x"
+    assert shown["git"]["command"][-2:] == ["--notify", "***"]
+    assert shown["environment"]["variables"]["TORCH_HOME"] == "/data/***"
+
+
 def test_the_path_is_the_last_thing_said(run_reprokit: Run, tmp_path: Path) -> None:
     ending = "import atexit, os, sys\natexit.register(lambda: print('bye', file=sys.stderr))\n"
     (tmp_path / "train.py").write_text(ending + NAN_SCRIPT + "os.chdir('/')\n")
