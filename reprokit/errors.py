@@ -8,6 +8,7 @@ ReprokitError            exit code 1
 │   └── NewerFormat
 ├── NotReproduced        4
 ├── Flaky                5
+├── OutputError          1  (also an OSError)
 └── Interrupted          130
 """
 
@@ -60,6 +61,10 @@ class Flaky(ReprokitError):
     """The failure happens again only sometimes."""
 
     exit_code = 5
+
+
+class OutputError(ReprokitError, OSError):
+    """What a command prints cannot be written."""
 
 
 class Interrupted(ReprokitError):

@@ -141,8 +141,9 @@ class _Awaited(importlib.abc.MetaPathFinder):
 
 def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
     """The spec and code that ``python -m name`` runs: the module, or a package's ``__main__``."""
+    is_name = not name.startswith(".") and not os.path.isfile(name)
     try:
-        spec = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name) if is_name else None
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
             if spec is None:
@@ -154,9 +155,10 @@ def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
     except ValueError:
         spec = None
     if spec is None:
-        raise UsageError(
-            f"no module named `{name}`", hint="`-m` looks in the current folder and among installed packages"
-        )
+        hint = "`-m` looks in the current folder and among installed packages"
+        if os.path.isfile(name):
+            hint = f"leave out `-m` to run the file: reprokit capture {name}"
+        raise UsageError(f"no module named `{name}`", hint=hint)
     get_code = getattr(spec.loader, "get_code", None)
     code = get_code(spec.name) if get_code is not None else None
     if code is None:

@@ -15,7 +15,7 @@ import click
 
 from reprokit.capture.block import shown_path
 from reprokit.cli.capture import EXIT_CAPTURED
-from reprokit.cli.console import Verbosity, common_options, print_json, say, shown_command
+from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, say, shown_command
 from reprokit.cli.outputs import make_folder
 from reprokit.errors import ReprokitError
 
@@ -94,7 +94,7 @@ class Demo:
 
 
 @click.command("demo", short_help="Capture, shrink and verify a bundled example.")
-@click.option("--dir", "folder", type=click.Path(path_type=Path), metavar="DIR", help="A folder for the files.")
+@click.option("--dir", "folder", type=FilePath(), metavar="DIR", help="A folder for the files.")
 @common_options
 def command(folder: Path | None, verbosity: str | None, json: bool) -> Demo:
     """Capture, shrink, render and verify a bundled example, in under a minute."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reprokit.capture.block import shown_path
-from reprokit.cli.console import Verbosity, common_options, print_json, say, shown_command
+from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, print_text, say, shown_command
 from reprokit.cli.outputs import check_file
 from reprokit.errors import UsageError
 from reprokit.render import KINDS, prepare_issue, render_one
@@ -59,7 +59,7 @@ class Render:
             key = "path" if isinstance(rendered, Path) else "text"
             print_json({"schema": 1, "as": self.kind, key: str(rendered)})
         elif isinstance(rendered, str):
-            click.echo(rendered, nl=not rendered.endswith("\n"))
+            print_text(rendered if rendered.endswith("\n") else f"{rendered}\n")
         return 0
 
     def _tell_of_repro(self) -> None:
@@ -138,9 +138,9 @@ class RenderIssue:
             print_json(self._summary(issue, output, url, command))
             return
         if output is None and not self.url:
-            click.echo(issue.text, nl=False)
+            print_text(issue.text)
         if url is not None:
-            click.echo(url)
+            print_text(f"{url}\n")
         elif self.url:
             say("the text is too long for a link, even without its folded parts; use the command", Verbosity.NORMAL)
         first = "" if is_there else f"{'unpack' if self.zip else 'save the text as'} issue.md, "
@@ -156,7 +156,7 @@ class RenderIssue:
 
 
 @click.command("render", short_help="Write the repro, issue, report or test of a file.")
-@click.argument("source", type=click.Path(path_type=Path), metavar="(FILE | DIR)")
+@click.argument("source", type=FilePath(), metavar="(FILE | DIR)")
 @click.option(
     "--as",
     "kind",
@@ -172,9 +172,7 @@ class RenderIssue:
 @click.option("--zip", "as_zip", is_flag=True, help="Pack the repro, what lies beside it and the issue for attaching.")
 @click.option("--url", is_flag=True, help="Print a link to a new issue with the text filled in, if it fits.")
 @click.option("--repo", "repository", metavar="OWNER/NAME", help="Where the issue belongs.")
-@click.option(
-    "--snapshot", type=click.Path(path_type=Path), metavar="FILE", help="What DIR was made from, if not beside it."
-)
+@click.option("--snapshot", type=FilePath(), metavar="FILE", help="What DIR was made from, if not beside it.")
 @click.option(
     "--source",
     "policy",
@@ -184,9 +182,7 @@ class RenderIssue:
 )
 @click.option("--no-data", is_flag=True, help="Put plain values in the place of recorded ones, or withhold them.")
 @click.option("--with-data", is_flag=True, help="Pack recorded values even if there are many.")
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="OUT", help="Where to write; stdout without it."
-)
+@click.option("-o", "--output", type=FilePath(), metavar="OUT", help="Where to write; stdout without it.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite OUT if it exists.")
 @common_options
 def command(

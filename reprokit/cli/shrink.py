@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reprokit.cli.console import Verbosity, common_options, print_json, say
+from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, say
 from reprokit.cli.interrupts import STAGING, Interrupts
 from reprokit.cli.outputs import make_folder, put_in_place
 from reprokit.cli.result import print_result
@@ -62,8 +62,15 @@ class Shrink:
             from reprokit.snapshot.format import load
 
             snapshot = load(self.snapshot)
+            was_there = self.folder.exists()
             make_folder(self.folder, overwrite=self.overwrite or self.resume)
-            return _Work(self, snapshot, interrupts).run()
+            try:
+                return _Work(self, snapshot, interrupts).run()
+            except ReprokitError:
+                if not was_there:
+                    with contextlib.suppress(OSError):  # something was written
+                        self.folder.rmdir()
+                raise
 
 
 class _Work:
@@ -223,8 +230,8 @@ def _interrupted(summary: dict[str, Any], folder: Path) -> Interrupted:
 
 
 @click.command("shrink", short_help="Find the smallest program that fails the same way.")
-@click.argument("snapshot", type=click.Path(path_type=Path), metavar="FILE")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Folder for the results.")
+@click.argument("snapshot", type=FilePath(), metavar="FILE")
+@click.option("-o", "--output", type=FilePath(), metavar="DIR", help="Folder for the results.")
 @click.option("-f", "--force", is_flag=True, help="Write into DIR even if it holds something.")
 @click.option(
     "--level",
@@ -234,7 +241,7 @@ def _interrupted(summary: dict[str, Any], folder: Path) -> Interrupted:
     help="What a piece of the result is.",
 )
 @click.option("--check", metavar="SPEC", help=f"What counts as the failure: {SYNTAX}. Default: what was captured.")
-@click.option("--max-time", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Stop after S seconds.")
+@click.option("--max-time", type=Seconds(), metavar="S", help="Stop after S seconds.")
 @click.option("--max-checks", type=click.IntRange(min=1), metavar="N", help="Stop after N checks.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Candidates to check at once.")
 @click.option("--resume", is_flag=True, help="Go on from the reduction that is in DIR.")

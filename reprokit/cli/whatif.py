@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reprokit.cli.console import Verbosity, common_options, print_json, say
+from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, say
 from reprokit.cli.views import View, open_view, progress_option
 from reprokit.errors import UsageError
 from reprokit.shrink.events import Compared, Started
@@ -55,11 +55,11 @@ class WhatIf:
 
 
 @click.command("whatif", short_help="Run a failing program in other precisions, compiled and so on.")
-@click.argument("source", type=click.Path(path_type=Path), metavar="(FILE | DIR)")
+@click.argument("source", type=FilePath(), metavar="(FILE | DIR)")
 @click.option(
     "--max-time",
     "seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Seconds(),
     default=DEFAULT_SECONDS,
     show_default=True,
     metavar="S",

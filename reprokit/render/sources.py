@@ -71,6 +71,8 @@ def open_source(path: Path, snapshot: Path | None = None) -> Source:
         try:
             return _open_reduction(path)
         except NotASnapshot:
+            if (path.parent / REDUCTION_FILE).is_file():
+                error.hint = f"give the folder that it is in: {path.parent}"
             raise error from None
     if not found.program.calls:
         raise SnapshotError(f"`{path}` holds no program that could be run", hint=f"`reprokit show {path}` says why")

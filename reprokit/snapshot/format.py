@@ -183,8 +183,15 @@ def read_file(path: Path | str, kind: str) -> dict[str, Any]:
             hint="pip install -U torch-reprokit",
         )
     if content.get("kind") != kind:
-        raise NotASnapshot(f"`{target}` is a {content.get('kind')}, not a {kind}", hint=f"give the {kind} file")
+        raise NotASnapshot(f"`{target}` is a {content.get('kind')}, not a {kind}", hint=_hint_for_kind(content, kind))
     return content
+
+
+def _hint_for_kind(content: Mapping[str, Any], kind: str) -> str:
+    """What to give in the place of a file of another kind; a reduction may know the name of its snapshot."""
+    origin = content.get("origin")
+    name = origin.get("file") if isinstance(origin, dict) else None
+    return f"give the {kind} that it was made from, `{name}`" if name else f"give a {kind} file"
 
 
 def _unpickle(target: Path, kind: str) -> Any:

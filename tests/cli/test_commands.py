@@ -15,7 +15,7 @@ import torch
 
 from reprokit.cli import main
 from reprokit.cli.capture import Capture
-from tests.conftest import Run, run_python_in
+from tests.conftest import ROOT, Run, run_python_in
 
 COMMANDS = ["capture", "show", "shrink", "whatif", "verify", "render", "demo"]
 NAN_SCRIPT = """\
@@ -91,13 +91,31 @@ def test_help_and_version_without_torch(words: list[str], run_python: Run) -> No
         (["capture", "."], "`.` is a folder"),
         (["capture", "-m", "no_such_module_here"], "no module named `no_such_module_here`"),
         (["capture", "-m", "no_such.module_here"], "no module named `no_such.module_here`"),
+        (["capture", ""], "no script given"),
+        (["capture", "-m", ".relative"], "no module named `.relative`"),
         (["show"], "missing argument"),
+        (["show", ""], "an empty word names no file"),
+        (["shrink", "x.pt", "-o", ""], "an empty word names no file"),
+        (["shrink", "x.pt", "--max-time", "nan"], "nan is not a number of seconds"),
+        (["whatif", "x.pt", "--max-time", "nan"], "nan is not a number of seconds"),
         (["verify", "nowhere.py"], "`nowhere.py` does not exist"),
         (["verify", "--times", "0", "x.py"], "invalid value"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line(words: list[str], text: str, run_reprokit: Run) -> None:
     assert_one_error(run_reprokit(*words), text)
+
+
+def test_the_hint_names_the_command_that_was_meant(run_here: Run) -> None:
+    assert run_here("capture", "--watch").stderr.splitlines()[1] == "hint: see `reprokit capture --help`"
+    assert run_here("--watch").stderr.splitlines()[1] == "hint: see `reprokit --help`"
+
+
+def test_a_script_that_is_given_as_a_module(run_here: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise RuntimeError('it ran')\n")
+    result = run_here("capture", "-q", "-m", "train.py")
+    assert_one_error(result, "no module named `train.py`")
+    assert result.stderr.splitlines()[1] == "hint: leave out `-m` to run the file: reprokit capture train.py"
 
 
 def test_an_output_that_exists(run_reprokit: Run, tmp_path: Path) -> None:
@@ -309,6 +327,71 @@ def test_the_hint_for_a_folder_names_the_snapshots_in_it(command: str, run_here:
         assert "beside it there is train-step0.repro.pt" in run_here(command, "results").stderr.splitlines()[1]
 
 
+def test_a_file_among_results_stands_for_its_folder(run_here: Run, tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    for name in ("reduction.pt", "repro.py"):
+        (tmp_path / "x" / name).write_text("pass")
+    assert run_here("render", "x/repro.py").stderr.splitlines()[1] == "hint: give the folder that it is in: x"
+
+
+@pytest.mark.parametrize("option", ["-o", "--dir"])
+def test_a_place_below_a_file(
+    option: str, captured: tuple[Path, subprocess.CompletedProcess[str]], run_here: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "x").write_text("")
+    path = str(captured[0] / "train-step3.repro.pt")
+    result = run_here(*(["shrink", path] if option == "-o" else ["demo"]), option, "x/y")
+    assert_one_error(result, "`x` is not a folder")
+    assert result.stderr.splitlines()[1] == f"hint: choose another place with {option}"
+
+
+def test_a_reduction_that_failed_leaves_no_empty_folder(
+    captured: tuple[Path, subprocess.CompletedProcess[str]], run_here: Run, tmp_path: Path
+) -> None:
+    words = ("shrink", str(captured[0] / "train-step3.repro.pt"), "--check", "exception", "-q", "-o")
+    assert run_here(*words, "made").returncode == 4
+    assert not (tmp_path / "made").exists()
+    (tmp_path / "there").mkdir()
+    assert run_here(*words, "there").returncode == 4
+    assert (tmp_path / "there").is_dir()
+
+
+def test_a_disk_that_is_full(
+    captured: tuple[Path, subprocess.CompletedProcess[str]], run_here: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *words: object, **options: object) -> NoReturn:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    path = str(captured[0] / "train-step3.repro.pt")
+    result = run_here("render", path, "-o", "x.py")
+    assert_one_error(result, "the system refuses: no space left on device", exit_code=1)
+    assert result.stderr.splitlines()[2] == "note: it was about `x.py`"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that takes nothing")
+@pytest.mark.parametrize("words", [["show", "--json"], ["render"]])
+def test_an_output_that_takes_nothing(
+    words: list[str], captured: tuple[Path, subprocess.CompletedProcess[str]]
+) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "reprokit", *words, str(captured[0] / "train-step3.repro.pt")],
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "reprokit: error: cannot write the output: no space left on device",
+        "hint: look at where it goes, or use -o",
+    ]
+
+
+def test_an_output_that_knows_few_characters(run_python: Run) -> None:
+    code = "from reprokit.cli.console import *; print_json({'a': 'µ\U0001f41b'}); print_text('µ\\n')"
+    result = run_python("-c", code, PYTHONIOENCODING="ascii")
+    assert result.stdout == '{"a": "\\u00b5\\ud83d\\udc1b"}\n\\xb5\n'
+
+
 def test_the_hint_for_a_missing_file_names_its_neighbours(run_here: Run, tmp_path: Path) -> None:
     (tmp_path / "train-step3.repro.pt").touch()
     assert run_here("show", "train-step4.repro.pt").stderr.splitlines()[1] == "hint: there is train-step3.repro.pt"
@@ -371,6 +454,29 @@ def test_an_unexpected_error_is_reported_as_ours(
     error = capsys.readouterr().err
     assert "ZeroDivisionError" in error
     assert error.splitlines()[-1].startswith("reprokit: this is an error in reprokit itself; please report")
+
+
+@pytest.mark.parametrize(
+    ("setting", "hint"),
+    [
+        ("json = 5", "true or false"),
+        ('quiet = "yes"', "true or false"),
+        ("output = [1]", "a word or a number"),
+        ("output = true", "a word or a number"),
+        ('on = "nonfinite"', "a list of words"),
+        ("on = [1]", "a list of words"),
+    ],
+)
+def test_a_setting_of_the_wrong_kind(setting: str, hint: str, run_here: Run, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(f"[tool.reprokit.capture]\n{setting}\n")
+    result = run_here("capture", "train.py")
+    assert_one_error(result, f"sets `{setting.split()[0]}` of `capture` to ")
+    assert result.stderr.splitlines()[1] == f"hint: it takes {hint}"
+
+
+def test_a_pyproject_that_is_none(run_here: Run, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("tool = 3\n")
+    assert_one_error(run_here("show", "x.pt"), "`x.pt` does not exist")
 
 
 def test_interrupting_our_own_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
