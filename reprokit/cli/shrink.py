@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -62,8 +63,11 @@ class Shrink:
             from reprokit.snapshot.format import load
 
             snapshot = load(self.snapshot)
-            was_there = self.folder.exists()
-            make_folder(self.folder, overwrite=self.overwrite or self.resume)
+            was_there = os.path.exists(self.folder)
+            goes_on = self.resume and os.path.isfile(
+                self.folder / REDUCTION_FILE
+            )  # else --resume begins from the start
+            make_folder(self.folder, overwrite=self.overwrite or goes_on)
             try:
                 return _Work(self, snapshot, interrupts).run()
             except ReprokitError:

@@ -17,7 +17,7 @@ from reprokit.program.ir import Program
 from reprokit.shrink.context import piece as pieces
 from reprokit.shrink.context.piece import Context
 from reprokit.shrink.plainness import contents
-from reprokit.snapshot.format import count_elements, read_file, require_tensors, storable, write_file
+from reprokit.snapshot.format import count_elements, read_file, require_call, require_tensors, storable, write_file
 
 KIND = "reduction"
 
@@ -112,6 +112,7 @@ def load(path: Path | str) -> Reduction:
         content["program"] = plain.from_plain(content["program"])
         content["failure"] = failures.from_plain(content["failure"])
         require_tensors(content["program"], content["tensors"])
+        require_call(content["program"], content["failure"])
         content["context"] = pieces.from_plain(content.get("context"))
         return Reduction(**{name: content[name] for name in Reduction.__dataclass_fields__ if name in content})
     except (KeyError, TypeError, ValueError, AttributeError) as error:

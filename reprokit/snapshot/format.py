@@ -94,6 +94,12 @@ class Snapshot:
         }
 
 
+_SWITCHES = {
+    "num_threads": int,
+    "deterministic_algorithms": bool,
+    "history_steps": int,
+    "history_bytes": int,
+}
 _CAPTURE_SETTINGS = ("watch", "history_steps", "history_bytes", "rank", "world_size")
 
 
@@ -118,6 +124,8 @@ def load(path: Path | str) -> Snapshot:
         content["program"] = plain.from_plain(content["program"])
         content["failure"] = failures.from_plain(content["failure"])
         require_tensors(content["program"], content["tensors"])
+        require_call(content["program"], content["failure"])
+        _require_settings(content["settings"])
         return Snapshot(**{name: _typed(name, hint, content[name]) for name, hint in get_type_hints(Snapshot).items()})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SnapshotError(f"`{path}` is damaged: {error}", hint="capture it again") from error
@@ -128,6 +136,22 @@ def require_tensors(program: Program, tensors: Any) -> None:
     lacking = [item.name for item in program.inputs if not isinstance(tensors.get(item.value), torch.Tensor)]
     if lacking:
         raise ValueError(f"the input `{lacking[0]}` has no tensor")
+
+
+def require_call(program: Program, failure: Failure) -> None:
+    """Raise `ValueError` unless the call that a failure comes from is one of the program's."""
+    index = failure.call_index
+    if index is not None and index not in range(len(program.calls)):
+        raise ValueError(f"the failure comes from call {index!r} of {len(program.calls)}")
+
+
+def _require_settings(settings: Mapping[str, Any]) -> None:
+    """Raise `ValueError` unless the switches for a replay are of their kinds; absent ones are left as they are."""
+    for name, kind in _SWITCHES.items():
+        if name in settings:
+            _typed(name, kind, settings[name])
+    if settings.get("num_threads", 1) < 1:
+        raise ValueError(f"`num_threads` is {settings['num_threads']}")
 
 
 def _typed(name: str, hint: Any, value: Any) -> Any:
@@ -172,12 +196,14 @@ def read_file(path: Path | str, kind: str) -> dict[str, Any]:
     target = Path(path)
     require_file(target, kind)
     if target.stat().st_size == 0:
-        raise TruncatedSnapshot(f"`{target}` is empty", hint="capture it again")
+        raise TruncatedSnapshot(f"`{target}` is empty", hint=_again(kind))
     content = _unpickle(target, kind)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise NotASnapshot(f"`{target}` was not written by reprokit", hint=f"give the {kind} file that reprokit wrote")
     version = content.get("version")
-    if not isinstance(version, int) or version > VERSION:
+    if not isinstance(version, int):
+        raise SnapshotError(f"`{target}` is damaged: its version is {version!r}", hint=_again(kind))
+    if version > VERSION:
         raise NewerFormat(
             f"`{target}` has format version {version}, this reprokit reads up to {VERSION}",
             hint="pip install -U torch-reprokit",
@@ -185,6 +211,10 @@ def read_file(path: Path | str, kind: str) -> dict[str, Any]:
     if content.get("kind") != kind:
         raise NotASnapshot(f"`{target}` is a {content.get('kind')}, not a {kind}", hint=_hint_for_kind(content, kind))
     return content
+
+
+def _again(kind: str) -> str:
+    return "capture it again" if kind == "snapshot" else "shrink the snapshot again"
 
 
 def _hint_for_kind(content: Mapping[str, Any], kind: str) -> str:
@@ -199,7 +229,7 @@ def _unpickle(target: Path, kind: str) -> Any:
         with target.open("rb") as file:
             started_as_zip = file.read(4) == b"PK\x03\x04"
         if started_as_zip:
-            raise TruncatedSnapshot(f"`{target}` is cut off", hint="copy it again, or capture it again")
+            raise TruncatedSnapshot(f"`{target}` is cut off", hint=f"copy it again, or {_again(kind)}")
         raise NotASnapshot(f"`{target}` was not written by reprokit", hint=f"give the {kind} file that reprokit wrote")
     try:
         return torch.load(target, weights_only=True, map_location="cpu")
@@ -210,7 +240,7 @@ def _unpickle(target: Path, kind: str) -> Any:
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         raise TruncatedSnapshot(
-            f"`{target}` is damaged", hint="copy it again, or capture it again", note=str(error).split("\n")[0]
+            f"`{target}` is damaged", hint=f"copy it again, or {_again(kind)}", note=str(error).split("\n")[0]
         ) from error
 
 

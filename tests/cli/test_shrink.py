@@ -205,8 +205,18 @@ def test_interrupted_before_anything_was_found(reducer: SimpleNamespace, capsys:
 def test_a_folder_in_use(flags: list[str], exit_code: int, reducer: SimpleNamespace) -> None:
     Path("x").mkdir()
     Path("x", "note.txt").write_text("mine")
+    Path("x", "reduction.pt").write_text("an earlier one")
     assert main(["shrink", *flags, "x.pt"]) == exit_code
     assert Path("x", "note.txt").read_text() == "mine"
+
+
+def test_nothing_of_others_is_overwritten_because_there_is_nothing_to_resume(reducer: SimpleNamespace) -> None:
+    Path("x").mkdir()
+    assert main(["shrink", "--resume", "x.pt"]) == 0
+    Path("x", "reduction.pt").unlink()
+    Path("x", "repro.py").write_text("mine")
+    assert main(["shrink", "--resume", "x.pt"]) == 2
+    assert Path("x", "repro.py").read_text() == "mine"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from reprokit.errors import SnapshotError
 from reprokit.snapshot.format import Snapshot, load, read_file, save, write_file
@@ -33,3 +34,27 @@ def test_an_input_without_a_tensor(content: dict[str, Any], tmp_path: Path) -> N
         write_file(tmp_path / "broken.pt", "snapshot", {**content, "tensors": tensors})
         with pytest.raises(SnapshotError, match="has no tensor"):
             load(tmp_path / "broken.pt")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_threads", "two"), ("num_threads", 0), ("deterministic_algorithms", 3), ("history_bytes", "many")],
+)
+def test_a_switch_of_another_kind(content: dict[str, Any], name: str, value: Any, tmp_path: Path) -> None:
+    write_file(tmp_path / "broken.pt", "snapshot", {**content, "settings": {**content["settings"], name: value}})
+    with pytest.raises(SnapshotError, match=f"is damaged: `{name}` is"):
+        load(tmp_path / "broken.pt")
+
+
+@pytest.mark.parametrize("index", [-1, 1_000_000])
+def test_a_failure_of_a_call_that_is_not_there(content: dict[str, Any], index: int, tmp_path: Path) -> None:
+    failure = {**content["failure"], "call_index": index}
+    write_file(tmp_path / "broken.pt", "snapshot", {**content, "failure": failure})
+    with pytest.raises(SnapshotError, match=f"is damaged: the failure comes from call {index} of"):
+        load(tmp_path / "broken.pt")
+
+
+def test_a_version_that_is_none(content: dict[str, Any], tmp_path: Path) -> None:
+    torch.save({**content, "version": "1"}, tmp_path / "broken.pt")
+    with pytest.raises(SnapshotError, match="is damaged: its version is '1'"):
+        load(tmp_path / "broken.pt")
