@@ -24,6 +24,8 @@ from reprokit.snapshot.paths import REDUCTION_FILE
 from reprokit.snapshot.privacy import SOURCES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
     from reprokit.snapshot.privacy import Source as SourcePolicy
@@ -63,18 +65,22 @@ class Shrink:
             from reprokit.snapshot.format import load
 
             snapshot = load(self.snapshot)
-            was_there = os.path.exists(self.folder)
-            goes_on = self.resume and os.path.isfile(
-                self.folder / REDUCTION_FILE
-            )  # else --resume begins from the start
-            make_folder(self.folder, overwrite=self.overwrite or goes_on)
-            try:
+            with self._made_folder():
                 return _Work(self, snapshot, interrupts).run()
-            except ReprokitError:
-                if not was_there:
-                    with contextlib.suppress(OSError):  # something was written
-                        self.folder.rmdir()
-                raise
+
+    @contextlib.contextmanager
+    def _made_folder(self) -> Iterator[None]:
+        """The folder for the results, taken away again after an error if it was made here and is empty."""
+        was_there = os.path.exists(self.folder)
+        goes_on = self.resume and os.path.isfile(self.folder / REDUCTION_FILE)
+        make_folder(self.folder, overwrite=self.overwrite or goes_on)
+        try:
+            yield
+        except ReprokitError:
+            if not was_there:
+                with contextlib.suppress(OSError):  # something was written
+                    self.folder.rmdir()
+            raise
 
 
 class _Work:
