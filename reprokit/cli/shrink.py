@@ -22,6 +22,8 @@ from reprokit.shrink.events import Comparing, Event, Improved, Resumed, Writing
 from reprokit.snapshot.privacy import SOURCES
 
 if TYPE_CHECKING:
+    from reprokit.program.ir import Program
+    from reprokit.program.run import Tensors
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
     from reprokit.snapshot.privacy import Source as SourcePolicy
@@ -192,9 +194,17 @@ class _Work:
 def _diagnosed(snapshot: Snapshot) -> dict[str, Any] | None:
     """Why the step failed, as plain data. A diagnosis that fails is told and costs nothing else."""
     from reprokit.locate.diagnose import diagnose
+    from reprokit.render.fix_code import fix_code
+
+    def write(before: Program, after: Program, tensors: Tensors) -> str:
+        try:
+            return fix_code(before, after, tensors)
+        except Exception as error:
+            say(f"the fix is told without its code: {type(error).__name__}: {error}")
+            return ""
 
     try:
-        return diagnose(snapshot).summary()
+        return diagnose(snapshot, write=write).summary()
     except Exception as error:
         say(f"no diagnosis: {type(error).__name__}: {error}")
         return None
