@@ -20,6 +20,7 @@ from reprokit.errors import Flaky, Interrupted, NotReproduced, ReprokitError
 from reprokit.shrink.checks.spec import SYNTAX, Spec, parse
 from reprokit.shrink.events import Comparing, Event, Improved, Resumed, Writing
 from reprokit.snapshot.privacy import SOURCES
+from reprokit.words import counted
 
 if TYPE_CHECKING:
     from reprokit.program.ir import Program
@@ -220,7 +221,7 @@ def _moved(value: Any, old: str, new: str) -> Any:
 
 
 def _interrupted(summary: dict[str, Any], folder: Path) -> Interrupted:
-    size = f"{summary['calls']:,} calls, {summary['elements']:,} elements"
+    size = f"{counted(summary['calls'], 'call')}, {counted(summary['elements'], 'element')}"
     return Interrupted(f"interrupted; the best so far ({size}) is in `{folder}`, and `--resume` goes on from there")
 
 
