@@ -3,11 +3,12 @@
 ReprokitError            exit code 1
 ├── UsageError           2
 ├── SnapshotError        1
-│   ├── NotASnapshot
+│   ├── NotASnapshot     2
 │   ├── TruncatedSnapshot
 │   └── NewerFormat
 ├── NotReproduced        4
 ├── Flaky                5
+├── OutputError          1  (also an OSError)
 └── Interrupted          130
 """
 
@@ -37,7 +38,9 @@ class SnapshotError(ReprokitError):
 
 
 class NotASnapshot(SnapshotError):
-    """The file is something else."""
+    """The file is something else, so another one has to be named."""
+
+    exit_code = 2
 
 
 class TruncatedSnapshot(SnapshotError):
@@ -58,6 +61,10 @@ class Flaky(ReprokitError):
     """The failure happens again only sometimes."""
 
     exit_code = 5
+
+
+class OutputError(ReprokitError, OSError):
+    """What a command prints cannot be written."""
 
 
 class Interrupted(ReprokitError):

@@ -52,11 +52,15 @@ def read_script(path: str) -> bytes:
     if os.path.isdir(path):
         raise UsageError(f"`{path}` is a folder", hint="name the script, or use `-m` for a package")
     try:
-        return Path(path).read_bytes()
+        source = Path(path).read_bytes()
     except FileNotFoundError:
         raise UsageError(f"`{path}` does not exist", hint="check the path of the training script") from None
     except OSError as error:
-        raise UsageError(f"cannot read `{path}`: {(error.strerror or str(error)).lower()}") from None
+        reason = (error.strerror or str(error)).lower()
+        raise UsageError(f"cannot read `{path}`: {reason}", hint="check its name and its permissions") from None
+    if source.startswith(b"PK\x03\x04"):
+        raise UsageError(f"`{path}` is an archive, not a script", hint=f"if it is a snapshot: reprokit show {path}")
+    return source
 
 
 @contextlib.contextmanager
@@ -137,8 +141,9 @@ class _Awaited(importlib.abc.MetaPathFinder):
 
 def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
     """The spec and code that ``python -m name`` runs: the module, or a package's ``__main__``."""
+    is_name = not name.startswith(".") and not os.path.isfile(name)
     try:
-        spec = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name) if is_name else None
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
             if spec is None:
@@ -150,9 +155,10 @@ def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
     except ValueError:
         spec = None
     if spec is None:
-        raise UsageError(
-            f"no module named `{name}`", hint="`-m` looks in the current folder and among installed packages"
-        )
+        hint = "`-m` looks in the current folder and among installed packages"
+        if os.path.isfile(name):
+            hint = f"leave out `-m` to run the file: reprokit capture {name}"
+        raise UsageError(f"no module named `{name}`", hint=hint)
     get_code = getattr(spec.loader, "get_code", None)
     code = get_code(spec.name) if get_code is not None else None
     if code is None:

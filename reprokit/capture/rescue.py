@@ -148,7 +148,6 @@ def _names(step: FailedStep, frame: FrameType | None) -> Names:
 def _assemble(
     step: FailedStep, replayed: Replayed, failure: Failure, notes: list[str], rng: dict[str, Any]
 ) -> Snapshot:
-    script = Path(step.command[0]) if step.command else None
     return Snapshot(
         program=replayed.program,
         tensors=replayed.tensors,
@@ -159,12 +158,18 @@ def _assemble(
         fidelity="exact" if not notes else "close" if replayed.is_close else "unfaithful",
         fidelity_note="; ".join(dict.fromkeys(notes)) or None,
         environment=collect_environment(),
-        source=describe_source(script, step.command),
+        source=describe_source(_running_file(), step.command),
         settings={**_settings(), **step.capture},
         rng=rng,
         timeline=step.timeline,
         command=step.command,
     )
+
+
+def _running_file() -> Path | None:
+    """The file that runs as the program; the command line is of no use here, as names have been taken out of it."""
+    found = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(found) if isinstance(found, str) else None
 
 
 def _why_not_again(replayed: Replayed) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from reprokit.cli.console import say, say_error
 from reprokit.cli.settings import read_settings
 from reprokit.errors import Interrupted, ReprokitError, UsageError
 
+_REFUSALS = frozenset((errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS))
 ISSUES = "https://github.com/reprokit/reprokit/issues"
 
 
@@ -62,16 +64,17 @@ def _parse(argv: list[str]) -> Plan | None:
         settings = read_settings(app, Path.cwd())
         plan = app.main(argv, prog_name="reprokit", standalone_mode=False, default_map=settings)
     except click.UsageError as error:
-        raise _usage_error(error) from None
+        raise _usage_error(error, argv) from None
     except (click.Abort, KeyboardInterrupt):
         raise Interrupted("interrupted") from None
     return None if isinstance(plan, int) else plan
 
 
-def _usage_error(error: click.UsageError) -> UsageError:
+def _usage_error(error: click.UsageError, argv: Sequence[str]) -> UsageError:
     """Click's complaint as one of ours."""
     message = error.format_message().rstrip(".").replace("'", "`")
-    path = error.ctx.command_path if error.ctx is not None else "reprokit"
+    named = f"reprokit {argv[0]}" if argv and argv[0] in app.commands else "reprokit"
+    path = error.ctx.command_path if error.ctx is not None else named
     return UsageError(message[:1].lower() + message[1:], hint=f"see `{path} --help`")
 
 
@@ -83,7 +86,19 @@ def _execute(plan: Plan) -> int:
         raise
     except KeyboardInterrupt:
         raise Interrupted("interrupted") from None
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _REFUSALS:
+            raise _refusal(error) from None
         traceback.print_exc()
         say(f"this is an error in reprokit itself; please report the lines above at {ISSUES}")
         return 1
+
+
+def _refusal(error: OSError) -> ReprokitError:
+    """What the system refused while a command was at work, which is nobody's error."""
+    reason = (error.strerror or str(error)).lower()
+    return ReprokitError(
+        f"the system refuses: {reason}",
+        hint="make room, or choose another place with -o",
+        note=f"it was about `{error.filename}`" if error.filename else None,
+    )

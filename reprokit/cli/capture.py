@@ -19,7 +19,7 @@ import click
 from reprokit.capture import launch, options
 from reprokit.capture.block import captured_lines, shown_path
 from reprokit.capture.rank_name import rank_suffix
-from reprokit.cli.console import Verbosity, common_options, print_json, say
+from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, say
 from reprokit.cli.outputs import check_file, check_folder
 from reprokit.errors import UsageError
 
@@ -67,7 +67,7 @@ class Capture:
 
     def file(self) -> Path | None:
         """The file that was asked for, with the process's rank under torchrun."""
-        if self.output is None or self.output.is_dir():
+        if self.output is None or os.path.isdir(self.output):
             return self.output
         stem, suffix = _split_suffix(self.output.name)
         return self.output.with_name(f"{stem}{rank_suffix()}{suffix}")
@@ -156,7 +156,7 @@ class Watch:
 
 
 @click.command("capture", context_settings={"allow_interspersed_args": False})
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Where to write the snapshot.")
+@click.option("-o", "--output", type=FilePath(), metavar="FILE", help="Where to write the snapshot.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite FILE if it exists.")
 @click.option(
     "--after-capture",
@@ -214,7 +214,7 @@ def command(
 
     Everything after the script's name belongs to the script.
     """
-    if not target:
+    if not target or not target[0]:
         kind = "module" if module else "script"
         raise UsageError(f"no {kind} given", hint="reprokit capture train.py [ARGS]...")
     level = Verbosity(verbosity or "normal")

@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from reprokit.errors import ReprokitError
+from reprokit.errors import OutputError, ReprokitError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+class FilePath(click.Path):
+    """The path of a file or folder. An empty word, such as a variable of the shell that is not set, is none."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The path."""
+        if value == "":
+            self.fail("an empty word names no file", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Seconds(click.FloatRange):
+    """A time to spend."""
+
+    def __init__(self) -> None:
+        super().__init__(min=0, min_open=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The seconds; infinitely many are no limit."""
+        seconds = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail("nan is not a number of seconds", param, ctx)
+        return seconds
 
 
 class Verbosity(Enum):
@@ -51,9 +82,30 @@ def say_error(error: ReprokitError) -> None:
     sys.stderr.flush()
 
 
+def print_text(text: str) -> None:
+    """Text on stdout, with escapes for what that cannot say; raises `OutputError`, after which it takes anything."""
+    encoding = _encoding()
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)
+    except OSError as error:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # its buffer would be written at the end again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        reason = (error.strerror or str(error)).lower()
+        raise OutputError(f"cannot write the output: {reason}", hint="look at where it goes, or use -o") from None
+
+
 def print_json(result: Mapping[str, Any]) -> None:
-    """A result as one line of JSON on stdout."""
-    print(json.dumps(result, ensure_ascii=False, allow_nan=True), flush=True)
+    """A result as one line of JSON on stdout, with JSON's own escapes for what that cannot say."""
+    text = json.dumps(result, ensure_ascii=False, allow_nan=True)
+    try:
+        text.encode(_encoding())
+    except UnicodeEncodeError:
+        text = json.dumps(result, allow_nan=True)
+    print_text(f"{text}\n")
+
+
+def _encoding() -> str:
+    return getattr(sys.stdout, "encoding", None) or "utf-8"
 
 
 def shown_command(*words: str) -> str:

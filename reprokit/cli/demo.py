@@ -15,13 +15,22 @@ import click
 
 from reprokit.capture.block import shown_path
 from reprokit.cli.capture import EXIT_CAPTURED
-from reprokit.cli.console import Verbosity, common_options, print_json, say, shown_command
+from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, say, shown_command
 from reprokit.cli.outputs import make_folder
 from reprokit.errors import ReprokitError
 
 EXAMPLE = "masked_attention.py"
 SNAPSHOT = "snapshot.repro.pt"
 RESULTS = "results"
+NAMES = {
+    "repro.py": "repro",
+    "repro_inputs.pt": "tensors",
+    "repro_module.py": "module",
+    "issue.md": "issue",
+    "report.html": "report",
+    "test_repro.py": "test",
+    "reduction.pt": "reduction",
+}
 _PACKAGE = Path(__file__).resolve().parent.parent
 _START = "import sys; sys.path.append(sys.argv.pop(1)); from reprokit.cli import main; sys.exit(main())"
 
@@ -71,27 +80,21 @@ class Demo:
         return {}
 
     def _tell(self, folder: Path, shrunk: dict[str, Any], verified: dict[str, Any], seconds: float) -> None:
-        results = folder / RESULTS
-        files = {
-            "script": folder / EXAMPLE,
-            "snapshot": folder / SNAPSHOT,
-            "repro": results / "repro.py",
-            "issue": results / "issue.md",
-            "report": results / "report.html",
-            "test": results / "test_repro.py",
-        }
+        results = found_results(folder / RESULTS)
+        files = {"script": folder / EXAMPLE, "snapshot": folder / SNAPSHOT, **results}
         if self.json:
             paths = {name: str(path.absolute()) for name, path in files.items()}
             print_json({"schema": 1, **paths, "shrink": shrunk, "verify": verified, "seconds": round(seconds, 1)})
         if self.verbosity is not Verbosity.QUIET:
             click.echo("\n" + files["repro"].read_text(encoding="utf-8"), err=True)
         say(f"done in {seconds:.0f} s; the results:", self.verbosity)
+        width = max(map(len, files))
         for name, path in files.items():
-            say(f"  {name:<9} {shown_path(path)}", self.verbosity)
+            say(f"  {name:<{width}} {shown_path(path)}", self.verbosity)
 
 
 @click.command("demo", short_help="Capture, shrink and verify a bundled example.")
-@click.option("--dir", "folder", type=click.Path(path_type=Path), metavar="DIR", help="A folder for the files.")
+@click.option("--dir", "folder", type=FilePath(), metavar="DIR", help="A folder for the files.")
 @common_options
 def command(folder: Path | None, verbosity: str | None, json: bool) -> Demo:
     """Capture, shrink, render and verify a bundled example, in under a minute."""
@@ -104,6 +107,13 @@ def find_example() -> Path:
         if (folder / EXAMPLE).is_file():
             return folder / EXAMPLE
     raise ReprokitError(f"the example `{EXAMPLE}` is missing", hint="install torch-reprokit again")
+
+
+def found_results(folder: Path) -> dict[str, Path]:
+    """Every file of a folder of results by a short name, the best known first."""
+    files = sorted(folder.iterdir())
+    known = {name: folder / file for file, name in NAMES.items() if folder / file in files}
+    return {**known, **{path.name: path for path in files if path.name not in NAMES}}
 
 
 def free_folder(folder: Path) -> Path:

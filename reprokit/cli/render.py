@@ -5,6 +5,7 @@ An issue can also become a zip for attaching or a link to a form that is filled 
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +14,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reprokit.capture.block import shown_path
-from reprokit.cli.console import Verbosity, common_options, print_json, say
+from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, print_text, say, shown_command
 from reprokit.cli.outputs import check_file
 from reprokit.errors import UsageError
 from reprokit.render import KINDS, prepare_issue, render_one
+from reprokit.snapshot.paths import REPRO_FILE
 from reprokit.snapshot.privacy import SOURCES
 
 if TYPE_CHECKING:
     from reprokit.render.issue import Issue
     from reprokit.snapshot.privacy import Source
 
-REPRO_FILES = ("repro.py", "repro_inputs.pt")
+REPRO_FILES = (REPRO_FILE, "repro_inputs.pt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Render:
     def execute(self) -> int:
         """Write the text to the output, or to stdout when there is none; a repro may go into a folder."""
         if self.output is not None:
-            is_folder = self.kind == "repro" and self.output.is_dir()
+            is_folder = self.kind == "repro" and os.path.isdir(self.output)
             for file in (self.output / name for name in REPRO_FILES) if is_folder else (self.output,):
                 check_file(file, overwrite=self.overwrite)
         rendered = render_one(
@@ -51,12 +53,27 @@ class Render:
         )
         if isinstance(rendered, Path):
             say(f"wrote {shown_path(rendered)}", self.verbosity)
+        if self.kind == "test":
+            self._tell_of_repro()
         if self.json:
             key = "path" if isinstance(rendered, Path) else "text"
             print_json({"schema": 1, "as": self.kind, key: str(rendered)})
         elif isinstance(rendered, str):
-            click.echo(rendered, nl=not rendered.endswith("\n"))
+            print_text(rendered if rendered.endswith("\n") else f"{rendered}\n")
         return 0
+
+    def _tell_of_repro(self) -> None:
+        """Say that a test runs the repro beside it, where that does not lie there already."""
+        folder = self.output.parent if self.output is not None else None
+        if folder is not None and (folder / REPRO_FILE).is_file():
+            return
+        written = self.source / REPRO_FILE
+        if written.is_file():
+            how = f"copy {shown_path(written)} there"
+        else:
+            place = "FOLDER" if folder is None else shown_path(folder)
+            how = f"write it with: {shown_command('reprokit', 'render', str(self.source), '-o', place)}"
+        say(f"the test runs the {REPRO_FILE} beside it; {how}", self.verbosity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +101,13 @@ class RenderIssue:
             check_file(output, overwrite=self.overwrite)
         from reprokit.render.sharing import ISSUE_FILE, create_command, issue_url, write_zip
 
-        issue, script = prepare_issue(
+        prepared = prepare_issue(
             self.source, self.template, snapshot=self.snapshot, policy=self.policy, no_data=self.no_data
         )
+        issue = prepared.issue
         url = issue_url(issue, self.repository) if self.url else None
         if self.zip and output is not None:
-            write_zip(output, script, issue, with_data=self.with_data)
+            write_zip(output, prepared.script, issue, context=prepared.context, with_data=self.with_data)
         elif output is not None:
             output.write_text(issue.text, encoding="utf-8")
         body = self._body(issue, output)
@@ -120,9 +138,9 @@ class RenderIssue:
             print_json(self._summary(issue, output, url, command))
             return
         if output is None and not self.url:
-            click.echo(issue.text, nl=False)
+            print_text(issue.text)
         if url is not None:
-            click.echo(url)
+            print_text(f"{url}\n")
         elif self.url:
             say("the text is too long for a link, even without its folded parts; use the command", Verbosity.NORMAL)
         first = "" if is_there else f"{'unpack' if self.zip else 'save the text as'} issue.md, "
@@ -138,7 +156,7 @@ class RenderIssue:
 
 
 @click.command("render", short_help="Write the repro, issue, report or test of a file.")
-@click.argument("source", type=click.Path(path_type=Path), metavar="(FILE | DIR)")
+@click.argument("source", type=FilePath(), metavar="(FILE | DIR)")
 @click.option(
     "--as",
     "kind",
@@ -151,12 +169,10 @@ class RenderIssue:
     help="Of the issue: pytorch, transformers, lightning, generic, or the path of a Jinja file or folder. "
     "Default: the one of whose code the failure is about.",
 )
-@click.option("--zip", "as_zip", is_flag=True, help="Pack the repro, its side files and the issue for attaching.")
+@click.option("--zip", "as_zip", is_flag=True, help="Pack the repro, what lies beside it and the issue for attaching.")
 @click.option("--url", is_flag=True, help="Print a link to a new issue with the text filled in, if it fits.")
 @click.option("--repo", "repository", metavar="OWNER/NAME", help="Where the issue belongs.")
-@click.option(
-    "--snapshot", type=click.Path(path_type=Path), metavar="FILE", help="What DIR was made from, if not beside it."
-)
+@click.option("--snapshot", type=FilePath(), metavar="FILE", help="What DIR was made from, if not beside it.")
 @click.option(
     "--source",
     "policy",
@@ -166,9 +182,7 @@ class RenderIssue:
 )
 @click.option("--no-data", is_flag=True, help="Put plain values in the place of recorded ones, or withhold them.")
 @click.option("--with-data", is_flag=True, help="Pack recorded values even if there are many.")
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="OUT", help="Where to write; stdout without it."
-)
+@click.option("-o", "--output", type=FilePath(), metavar="OUT", help="Where to write; stdout without it.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite OUT if it exists.")
 @common_options
 def command(

@@ -30,7 +30,8 @@ def _read_tables(path: Path) -> dict[str, Any] | None:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return None  # the file belongs to the user's project; another tool will complain about it
-    tables = content.get("tool", {}).get("reprokit")
+    tools = content.get("tool")
+    tables = tools.get("reprokit") if isinstance(tools, dict) else None
     return tables if isinstance(tables, dict) else None
 
 
@@ -45,10 +46,24 @@ def _options(group: click.Group, name: str, table: Any, path: Path) -> dict[str,
             f"`{path}` sets `{unknown[0]}`, which `{name}` does not have", hint=f"see `reprokit {name} --help`"
         )
     params = {key: by_option[f"--{key}"] for key in table}
+    for key, param in params.items():
+        if wanted := _wanted_instead(param, table[key]):
+            raise UsageError(f"`{path}` sets `{key}` of `{name}` to {table[key]!r}", hint=f"it takes {wanted}")
     return {str(param.name): _default(param, table[key]) for key, param in params.items()}
+
+
+def _wanted_instead(param: click.Parameter, value: Any) -> str:
+    """What a setting takes, if the file gives it something of another kind; whether the value fits is for click."""
+    if isinstance(param, click.Option) and param.is_flag:
+        return "" if isinstance(value, bool) else "true or false"
+    if param.multiple:
+        return "" if isinstance(value, list) and all(isinstance(item, str) for item in value) else "a list of words"
+    return "a word or a number" if isinstance(value, (bool, list, dict)) else ""
 
 
 def _default(param: click.Parameter, value: Any) -> Any:
     """The value as click takes it: of a switch that stands for a word, such as ``quiet = true``, the word."""
     stands_for_word = isinstance(param, click.Option) and param.is_flag and not param.is_bool_flag
-    return (param.flag_value if value is True else None) if stands_for_word else value  # type: ignore[attr-defined]
+    if stands_for_word:
+        return param.flag_value if value is True else None  # type: ignore[attr-defined]
+    return value if isinstance(value, (bool, list)) else str(value)

@@ -11,7 +11,7 @@ import click
 
 from reprokit.capture.block import can_be_shrunk
 from reprokit.capture.words import growth, what
-from reprokit.cli.console import Verbosity, common_options, print_json, shown_command
+from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, shown_command
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,7 +48,7 @@ class Show:
 
 
 @click.command("show", short_help="Show what a snapshot holds.")
-@click.argument("snapshot", type=click.Path(path_type=Path), metavar="FILE")
+@click.argument("snapshot", type=FilePath(), metavar="FILE")
 @common_options
 def command(snapshot: Path, verbosity: str | None, json: bool) -> Show:
     """Show what a snapshot holds: the failure, where it began, and what surrounded it."""

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from reprokit.cli.console import Verbosity, common_options, print_json, say
+from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, say
 from reprokit.cli.interrupts import STAGING, Interrupts
 from reprokit.cli.outputs import make_folder, put_in_place
 from reprokit.cli.result import print_result
-from reprokit.cli.views import CHOICES, View, open_view
+from reprokit.cli.views import View, open_view, progress_option
 from reprokit.errors import Flaky, Interrupted, NotReproduced, ReprokitError
 from reprokit.shrink.checks.spec import SYNTAX, Spec, parse
 from reprokit.shrink.events import Comparing, Event, Improved, Resumed, Writing
+from reprokit.snapshot.paths import REDUCTION_FILE
 from reprokit.snapshot.privacy import SOURCES
 from reprokit.words import counted
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from reprokit.snapshot.format import Snapshot
     from reprokit.snapshot.privacy import Source as SourcePolicy
 
-REDUCTION = "reduction.pt"
 WHATIF_SECONDS = 10.0
 VERDICTS = {NotReproduced: "not_reproduced", Flaky: "flaky"}
 
@@ -65,8 +65,15 @@ class Shrink:
             from reprokit.snapshot.format import load
 
             snapshot = load(self.snapshot)
+            was_there = self.folder.exists()
             make_folder(self.folder, overwrite=self.overwrite or self.resume)
-            return _Work(self, snapshot, interrupts).run()
+            try:
+                return _Work(self, snapshot, interrupts).run()
+            except ReprokitError:
+                if not was_there:
+                    with contextlib.suppress(OSError):  # something was written
+                        self.folder.rmdir()
+                raise
 
 
 class _Work:
@@ -126,7 +133,7 @@ class _Work:
             self._interrupts.answer()
             if not self._has_best:
                 raise Interrupted("interrupted before anything smaller was found") from None
-            return load(self._folder / REDUCTION), True
+            return load(self._folder / REDUCTION_FILE), True
         return reduction, False
 
     def _compare(self, reduction: Reduction, view: View) -> None:
@@ -166,11 +173,19 @@ class _Work:
         with tempfile.TemporaryDirectory(prefix=STAGING, dir=self._folder) as staging:
             if self._plan.check is not None and self._plan.check.file is not None:
                 shutil.copy(self._plan.check.file, staging)  # the repro runs it
-            repro = render_all(reduction, self._snapshot, Path(staging), source=self._plan.source, withheld=withheld)
             context = self._render_context(reduction, Path(staging))
+            repro = render_all(
+                reduction,
+                self._snapshot,
+                Path(staging),
+                source=self._plan.source,
+                withheld=withheld,
+                context=Path(context["path"]) if context is not None else None,
+            )
             with self._interrupts.held():
                 put_in_place(Path(staging), self._folder)
-                reduction.save(self._folder / REDUCTION)
+                reduction.origin["file"] = self._plan.snapshot.name  # by which `render` finds it again
+                reduction.save(self._folder / REDUCTION_FILE)
         summary = {**reduction.summary(), "context": context, "repro": repro}
         return {name: _moved(value, staging, str(self._folder)) for name, value in summary.items()}
 
@@ -226,8 +241,8 @@ def _interrupted(summary: dict[str, Any], folder: Path) -> Interrupted:
 
 
 @click.command("shrink", short_help="Find the smallest program that fails the same way.")
-@click.argument("snapshot", type=click.Path(path_type=Path), metavar="FILE")
-@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="DIR", help="Folder for the results.")
+@click.argument("snapshot", type=FilePath(), metavar="FILE")
+@click.option("-o", "--output", type=FilePath(), metavar="DIR", help="Folder for the results.")
 @click.option("-f", "--force", is_flag=True, help="Write into DIR even if it holds something.")
 @click.option(
     "--level",
@@ -237,7 +252,7 @@ def _interrupted(summary: dict[str, Any], folder: Path) -> Interrupted:
     help="What a piece of the result is.",
 )
 @click.option("--check", metavar="SPEC", help=f"What counts as the failure: {SYNTAX}. Default: what was captured.")
-@click.option("--max-time", type=click.FloatRange(min=0, min_open=True), metavar="S", help="Stop after S seconds.")
+@click.option("--max-time", type=Seconds(), metavar="S", help="Stop after S seconds.")
 @click.option("--max-checks", type=click.IntRange(min=1), metavar="N", help="Stop after N checks.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Candidates to check at once.")
 @click.option("--resume", is_flag=True, help="Go on from the reduction that is in DIR.")
@@ -249,13 +264,7 @@ def _interrupted(summary: dict[str, Any], folder: Path) -> Interrupted:
     help="How much of your code the texts show: the lines that a traceback shows, none, or all that was captured.",
 )
 @click.option("--no-data", is_flag=True, help="Put plain values in the place of recorded ones, or withhold them.")
-@click.option(
-    "--progress",
-    type=click.Choice(CHOICES),
-    default="auto",
-    show_default=True,
-    help="How to show the work on stderr; auto is live on a terminal, plain lines elsewhere.",
-)
+@progress_option
 @common_options
 def command(
     snapshot: Path,

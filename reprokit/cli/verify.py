@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from reprokit.cli.console import Verbosity, common_options, print_json, say
+from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, say
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Verify:
 
 
 @click.command("verify", short_help="Run a repro in clean processes and compare.")
-@click.argument("path", type=click.Path(path_type=Path), metavar="(FILE | repro.py)")
+@click.argument("path", type=FilePath(), metavar="(FILE | repro.py)")
 @click.option("--times", type=click.IntRange(min=1), default=20, show_default=True, help="How often to run it.")
 @click.option("--expect-fixed", is_flag=True, help="Exit code 1 unless the bug is gone.")
 @common_options

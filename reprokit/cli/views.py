@@ -1,6 +1,6 @@
-"""Views of a reduction while it runs: a live display, plain lines, JSON lines, or nothing. All show the same events.
+"""Views of a reduction or a what-if table while it runs: a live display, plain lines, JSON lines, or nothing.
 
-Everything goes to stderr. `Progress` adds the events up, and is all that the live display knows.
+All show the same events, on stderr. `Progress` adds the events up, and is all that the live display knows.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import click
+
 from reprokit.cli.console import Verbosity, say
 from reprokit.shrink.events import (
     Checked,
+    Compared,
     Comparing,
     ContextChecked,
     Event,
@@ -36,8 +39,18 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 CHOICES = ("auto", "live", "plain", "json", "none")
+_ALWAYS_SAID = (Started, Replayed, Resumed, Comparing, Compared, Writing)
 _SECONDS_BETWEEN_FRAMES = 0.1
 _BAR_WIDTH = 32
+
+
+progress_option = click.option(
+    "--progress",
+    type=click.Choice(CHOICES),
+    default="auto",
+    show_default=True,
+    help="How to show the work on stderr; auto is live on a terminal, plain lines elsewhere.",
+)
 
 
 class View(Protocol):
@@ -97,7 +110,7 @@ class Progress:
             self.activity = "context"
         elif isinstance(event, PassStarted):
             self.activity = place_of(event)
-        elif isinstance(event, (Comparing, Writing)):
+        elif isinstance(event, (Comparing, Compared, Writing)):
             self.activity = str(event)
 
     def spent(self, seconds: float) -> float | None:
@@ -137,7 +150,7 @@ class PlainView:
     def show(self, event: Event) -> None:
         """Say the event."""
         has_changed = isinstance(event, PassEnded) and event.successes > 0
-        if self._is_verbose or has_changed or isinstance(event, (Started, Replayed, Resumed, Comparing, Writing)):
+        if self._is_verbose or has_changed or isinstance(event, _ALWAYS_SAID):
             say(str(event))
 
     def close(self) -> None:
@@ -178,7 +191,8 @@ def draw(progress: Progress, seconds: float) -> Table:
     table.add_row("calls left", f"{progress.calls:,} of {progress.calls_before:,}")
     table.add_row("elements left", f"{progress.elements:,} of {progress.elements_before:,}")
     verdicts = ", ".join(f"{count:,} {name}" for name, count in progress.verdicts.items())
-    table.add_row("checks", f"{progress.checks:,}" + (f" ({verdicts})" if verdicts else ""))
+    if progress.checks:
+        table.add_row("checks", f"{progress.checks:,}" + (f" ({verdicts})" if verdicts else ""))
     table.add_row("now", progress.activity)
     spent = progress.spent(seconds)
     clock = f"{int(seconds) // 60}:{int(seconds) % 60:02}"

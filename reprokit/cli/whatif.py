@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from reprokit.cli.console import Verbosity, common_options, print_json, say
+from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, say
+from reprokit.cli.views import View, open_view, progress_option
 from reprokit.errors import UsageError
+from reprokit.shrink.events import Compared, Started
+from reprokit.snapshot.paths import REDUCTION_FILE
 
 if TYPE_CHECKING:
     from reprokit.render.sources import Source
+    from reprokit.whatif.trial import Trial
+    from reprokit.whatif.variants import Variant
 
 DEFAULT_SECONDS = 60.0
 
@@ -26,15 +32,17 @@ class WhatIf:
     keep: bool
     json: bool
     verbosity: Verbosity
+    progress: str = "auto"
 
     def execute(self) -> int:
         """Make the table and print it."""
-        from reprokit.render.sources import REDUCTION_FILE, open_source
+        from reprokit.render.sources import open_source
 
         opened = open_source(self.source)
         if self.keep and opened.reduction is None:
             raise UsageError("a snapshot keeps no table", hint="leave out `--keep`, or name a folder of results")
-        table = _table(opened, self.seconds)
+        with contextlib.closing(open_view(self.progress, self.verbosity)) as view:
+            table = _table(opened, self.seconds, view)
         if self.keep and opened.reduction is not None:
             opened.reduction.whatif = table
             opened.reduction.save(self.source / REDUCTION_FILE if self.source.is_dir() else self.source)
@@ -47,24 +55,25 @@ class WhatIf:
 
 
 @click.command("whatif", short_help="Run a failing program in other precisions, compiled and so on.")
-@click.argument("source", type=click.Path(path_type=Path), metavar="(FILE | DIR)")
+@click.argument("source", type=FilePath(), metavar="(FILE | DIR)")
 @click.option(
     "--max-time",
     "seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Seconds(),
     default=DEFAULT_SECONDS,
     show_default=True,
     metavar="S",
     help="Stop after S seconds.",
 )
 @click.option("--keep", is_flag=True, help="Keep the table in the reduction, for `reprokit render`.")
+@progress_option
 @common_options
-def command(source: Path, seconds: float, keep: bool, verbosity: str | None, json: bool) -> WhatIf:
+def command(source: Path, seconds: float, keep: bool, progress: str, verbosity: str | None, json: bool) -> WhatIf:
     """Run the program of a snapshot or a reduction in other ways.
 
     Other precisions, the other device, torch.compile, deterministic algorithms, one thread, anomaly mode.
     """
-    return WhatIf(source, seconds, keep, json, Verbosity(verbosity or "normal"))
+    return WhatIf(source, seconds, keep, json, Verbosity(verbosity or "normal"), progress)
 
 
 def print_table(table: dict[str, Any]) -> None:
@@ -84,11 +93,21 @@ def print_table(table: dict[str, Any]) -> None:
     Console(stderr=True, highlight=False).print(shown)
 
 
-def _table(opened: Source, seconds: float) -> dict[str, Any]:
+def _table(opened: Source, seconds: float, view: View) -> dict[str, Any]:
+    """The table; every answer is shown as soon as it is there."""
+    from reprokit.render.whatif import WORDS
+    from reprokit.snapshot.format import count_elements
     from reprokit.whatif.table import of_reduction, of_snapshot
 
+    def tell(program: str, variant: Variant, trial: Trial) -> None:
+        answer = trial.answer.value
+        view.show(Compared(program, variant.name.replace("`", ""), answer, WORDS[answer]))
+
+    subject = opened.reduction or opened.snapshot
+    assert subject is not None, "a source holds one or the other"
+    view.show(Started(subject.program.num_calls, count_elements(subject.program, subject.tensors), seconds))
     if opened.reduction is not None:
         settings = opened.snapshot.settings if opened.snapshot is not None else {}
-        return of_reduction(opened.reduction, settings, seconds=seconds)
+        return of_reduction(opened.reduction, settings, seconds=seconds, tell=tell)
     assert opened.snapshot is not None, "a source holds one or the other"
-    return of_snapshot(opened.snapshot, seconds=seconds)
+    return of_snapshot(opened.snapshot, seconds=seconds, tell=tell)

@@ -8,13 +8,15 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reprokit.errors import SnapshotError, UsageError
+from reprokit.errors import UsageError
 
 if TYPE_CHECKING:
     from reprokit.render.issue import Issue
+    from reprokit.render.module import ModuleScript
     from reprokit.render.script import Script
     from reprokit.render.sources import Source
     from reprokit.render.verify import VerifyResult
@@ -36,11 +38,12 @@ def render_all(
     times: int = TIMES,
     source: SourcePolicy = "all",
     withheld: tuple[int, ...] = (),
+    context: Path | None = None,
 ) -> dict[str, Any]:
     """Write ``repro.py``, verify it, write issue, report and test beside it; a summary of the repro.
 
     ``source`` says how much of the snapshot's source text is shown. The values of the inputs in ``withheld`` are in no
-    file.
+    file. ``context`` is what `render_context` wrote, for the issue to show.
     """
     from reprokit.render.issue import write_issue
     from reprokit.render.report import write_report
@@ -53,7 +56,7 @@ def render_all(
     path = script.write(out_dir)
     result = _verified(script, times) if script.is_withheld else verify(path, times)
     texts = {
-        "issue.md": write_issue(snapshot, script, result, reduction=reduction),
+        "issue.md": write_issue(snapshot, script, result, reduction=reduction, context=_text_beside(script, context)),
         "report.html": write_report(snapshot, script, result, reduction=reduction),
         "test_repro.py": write_test(reduction),
     }
@@ -80,24 +83,10 @@ def render_context(
 
     ``tell`` is given the reason when there is one that cannot be shown.
     """
-    from reprokit.render.module import MAX_LINES
-    from reprokit.render.sources import context_script
-    from reprokit.render.verify import verify
-
-    script = context_script(reduction, snapshot)
-    if script is None:
-        if reduction.context is not None:
-            tell("it would need more recorded numbers than a repro may hold")
+    found = _verified_context(reduction, snapshot, out_dir, times, tell)
+    if found is None:
         return None
-    if script.num_lines > MAX_LINES:
-        tell(f"it would have {script.num_lines} lines, and {MAX_LINES} is the limit")
-        return None
-    path = script.write(out_dir)
-    result = verify(path, times)
-    if not (result.fails and result.is_unanimous):
-        tell(f"only {result.num_failed} of {times} runs of it failed by themselves")
-        path.unlink()
-        return None
+    path, script, result = found
     return {
         "path": str(path),
         "modules": script.modules,
@@ -133,6 +122,15 @@ def render_one(
     return out
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedIssue:
+    """An issue, the repro that it is about, and the text of the context beside that, empty where there is none."""
+
+    issue: Issue
+    script: Script
+    context: str
+
+
 def prepare_issue(
     source: Path,
     template: str | None = None,
@@ -140,8 +138,8 @@ def prepare_issue(
     snapshot: Path | None = None,
     policy: SourcePolicy = "all",
     no_data: bool = False,
-) -> tuple[Issue, Script]:
-    """The issue about a snapshot, a reduction or a folder of results, and the repro that it shows."""
+) -> PreparedIssue:
+    """The issue about a snapshot, a reduction or a folder of results."""
     from reprokit.render.issue import make_issue
     from reprokit.render.issue_templates import find_template
     from reprokit.render.sources import open_source
@@ -149,16 +147,19 @@ def prepare_issue(
     if template is not None:
         find_template(template)  # a mistake in it is told before any work
     opened = open_source(source, snapshot).private(policy, no_data=no_data)
-    whole = _required(opened.snapshot, source)
+    whole = _required(opened, source)
     script = opened.script()
-    return make_issue(whole, script, _verified(script), reduction=opened.reduction, template=template), script
+    verified = _verified(script)
+    context = _context_of(opened, script)
+    issue = make_issue(whole, script, verified, reduction=opened.reduction, template=template, context=context)
+    return PreparedIssue(issue, script, context)
 
 
 def write_test(subject: Reduction | Snapshot) -> str:
     """A pytest file that runs the ``repro.py`` beside it."""
     from reprokit.render.environment import render_template
-    from reprokit.render.script import REPRO_FILE
     from reprokit.render.wording import headline
+    from reprokit.snapshot.paths import REPRO_FILE
 
     words = headline(subject.failure)
     name = re.sub(r"\W+", "_", words.lower(), flags=re.ASCII).strip("_") or "repro"
@@ -184,9 +185,55 @@ def _text(opened: Source, script: Script, kind: str, source: Path) -> str:
     from reprokit.render.report import write_report
 
     if kind == "test":
-        return write_test(opened.reduction or _required(opened.snapshot, source))
-    write = write_report if kind == "report" else write_issue
-    return write(_required(opened.snapshot, source), script, _verified(script), reduction=opened.reduction)
+        return write_test(opened.reduction or _required(opened, source))
+    snapshot, verified = _required(opened, source), _verified(script)
+    if kind == "report":
+        return write_report(snapshot, script, verified, reduction=opened.reduction)
+    return write_issue(snapshot, script, verified, reduction=opened.reduction, context=_context_of(opened, script))
+
+
+def _context_of(opened: Source, script: Script) -> str:
+    """The text of the context, written and verified as `render_context` does it."""
+    if opened.reduction is None:
+        return ""
+    with tempfile.TemporaryDirectory(prefix="reprokit-") as folder:
+        found = _verified_context(opened.reduction, opened.snapshot, Path(folder))
+        return _text_beside(script, found[0] if found is not None else None)
+
+
+def _text_beside(script: Script, context: Path | None) -> str:
+    """The text of the context, empty where it is the repro itself."""
+    text = context.read_text(encoding="utf-8") if context is not None else ""
+    return text if text != script.text else ""
+
+
+def _verified_context(
+    reduction: Reduction,
+    snapshot: Snapshot | None,
+    folder: Path,
+    times: int = TIMES,
+    tell: Callable[[str], None] = lambda reason: None,
+) -> tuple[Path, ModuleScript, VerifyResult] | None:
+    """The context as a file that fails by itself every time; ``None`` without one, the reason being told."""
+    from reprokit.render.module import MAX_LINES
+    from reprokit.render.sources import context_script
+    from reprokit.render.verify import verify
+
+    script = context_script(reduction, snapshot)
+    if script is None:
+        if reduction.context is not None:
+            tell("it would need more recorded numbers than a repro may hold")
+        return None
+    if script.num_lines > MAX_LINES:
+        tell(f"it would have {script.num_lines} lines, and {MAX_LINES} is the limit")
+        return None
+    path = script.write(folder)
+    result = verify(path, times)
+    if not (result.fails and result.is_unanimous):
+        tell(f"only {result.num_failed} of {times} runs of it failed by themselves")
+        path.unlink()
+        return None
+    return path, script, result
 
 
 def _verified(script: Script, times: int = TIMES) -> VerifyResult:
@@ -198,10 +245,10 @@ def _verified(script: Script, times: int = TIMES) -> VerifyResult:
         return verify(script.write(Path(folder), is_private=True), times)
 
 
-def _required(snapshot: Snapshot | None, source: Path) -> Snapshot:
-    if snapshot is None:
-        raise SnapshotError(
-            f"`{source}` holds a reduction, and the snapshot it came from is not beside it",
-            hint="name it with --snapshot FILE",
-        )
-    return snapshot
+def _required(opened: Source, path: Path) -> Snapshot:
+    from reprokit.render.sources import missing_snapshot
+
+    if opened.snapshot is not None:
+        return opened.snapshot
+    assert opened.reduction is not None, "a source holds one or the other"
+    raise missing_snapshot(path, opened.reduction)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 MAX_CHARACTERS = 65_536
 MAX_SCRIPT_LINES = 40
 MAX_OUTPUT_CHARACTERS = 2_000
-_CUT_ORDER = ("log", "versions", "traceback", "output", "variants", "script")
-_SHORT_WITHOUT = ("log", "traceback", "diagnosis")
+_CUT_ORDER = ("log", "versions", "traceback", "module", "output", "variants", "script")
+_SHORT_WITHOUT = ("log", "traceback", "diagnosis", "module")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,11 @@ def write_issue(
     *,
     reduction: Reduction | None = None,
     template: str | None = None,
+    context: str = "",
 ) -> str:
     """The text of `make_issue`."""
-    return make_issue(snapshot, script, verified, reduction=reduction, template=template).text
+    made = make_issue(snapshot, script, verified, reduction=reduction, template=template, context=context)
+    return made.text
 
 
 def make_issue(
@@ -68,12 +70,16 @@ def make_issue(
     *,
     reduction: Reduction | None = None,
     template: str | None = None,
+    context: str = "",
 ) -> Issue:
-    """The issue in a template: a name, the path of a Jinja file or folder, or the one of whose code it is about."""
+    """The issue in a template: a name, the path of a Jinja file or folder, or the one of whose code it is about.
+
+    ``context`` is the text of the script beside the repro, the piece of the model that the failure comes from.
+    """
     expectation = expect(snapshot, reduction)
     chosen = find_template(template or expectation.template)
-    long_texts = _long_texts(snapshot, script, verified, reduction)
-    context = {
+    long_texts = {**_long_texts(snapshot, script, verified, reduction), "module": context.rstrip()}
+    parts = {
         "title": title(snapshot, reduction, expectation),
         "observed": shorten_paths(expectation.observed),
         "expected": shorten_paths(expectation.expected),
@@ -91,10 +97,10 @@ def make_issue(
         "matters": _matters(reduction, script) if reduction is not None else "",
         "environment": _lines(facts.versions(snapshot.environment)),
     }
-    text = _fitted(chosen, context, long_texts)
-    short_texts = {**long_texts, **dict.fromkeys(_SHORT_WITHOUT, ""), "versions": context["environment"]}
-    short = chosen.render({**context, **short_texts})
-    return Issue(str(context["title"]), text, short, chosen.name, chosen.repository or _own_repository(snapshot))
+    text = _fitted(chosen, parts, long_texts)
+    short_texts = {**long_texts, **dict.fromkeys(_SHORT_WITHOUT, ""), "versions": parts["environment"]}
+    short = chosen.render({**parts, **short_texts})
+    return Issue(str(parts["title"]), text, short, chosen.name, chosen.repository or _own_repository(snapshot))
 
 
 def title(snapshot: Snapshot, reduction: Reduction | None = None, expectation: Expectation | None = None) -> str:

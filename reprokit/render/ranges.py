@@ -18,7 +18,7 @@ _ONE_BYTE = 1  # formats of one byte have next to no functions of their own
 @dataclass(frozen=True, slots=True)
 class Range:
     """A tensor in short. ``low`` and ``high`` are the smallest and largest magnitude of its finite elements, and
-    ``least`` is the smallest that is not zero; ``None`` without any."""
+    ``least`` is the smallest that is not zero; ``None`` without any. ``num_true`` counts in booleans."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -27,6 +27,7 @@ class Range:
     num_nan: int
     num_inf: int
     least: float | None = None
+    num_true: int | None = None
 
     @property
     def is_bad(self) -> bool:
@@ -63,15 +64,18 @@ def measure(tensor: torch.Tensor) -> Range:
             return Range(dtype, shape, None, None, num_nan, num_inf)
         low, high = _extremes(magnitudes)
     least = low if low > 0 else _least(magnitudes)
-    return Range(dtype, shape, low, high, num_nan, num_inf, least)
+    num_true = int(magnitudes.count_nonzero()) if tensor.dtype is torch.bool else None
+    return Range(dtype, shape, low, high, num_nan, num_inf, least, num_true)
 
 
 def range_text(found: Range | None) -> str:
-    """A range in a few words: ``float16 4x8, |x| 0.1 to 6.5e+04, 3 nan``."""
+    """A range in a few words: ``float16 4x8, |x| 0.1 to 6.5e+04, 3 nan``, or ``bool 4x8, 3 of 32 True``."""
     if found is None:
         return "not reached"
     words = [f"{found.dtype} {'x'.join(map(str, found.shape)) or 'scalar'}"]
-    if found.low is not None and found.high is not None:
+    if found.num_true is not None:
+        words.append(f"{found.num_true:,} of {math.prod(found.shape):,} True")
+    elif found.low is not None and found.high is not None:
         same = found.low == found.high
         words.append(f"|x| = {found.high:.4g}" if same else f"|x| {found.low:.4g} to {found.high:.4g}")
     words += [f"{count:,} {name}" for count, name in ((found.num_nan, "nan"), (found.num_inf, "inf")) if count]

@@ -20,10 +20,9 @@ from reprokit.render.code import SIDE_FILE, write_program
 from reprokit.render.comparison import FUNCTION, MISMATCH, Parts, function_parts, mismatch_parts
 from reprokit.render.environment import render_template
 from reprokit.render.wording import headline, phase_words
+from reprokit.snapshot.paths import REPRO_FILE
 from reprokit.snapshot.redact import redact_text
 from reprokit.words import counted
-
-REPRO_FILE = "repro.py"
 
 
 @dataclass(frozen=True, slots=True)

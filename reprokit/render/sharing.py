@@ -1,6 +1,7 @@
 """Handing results over: a zip for attaching, a link to a form that is filled in, the command that creates an issue.
 
-Nothing is sent from here. The zip holds the repro, its side files and the issue text, always in the same bytes.
+Nothing is sent from here. The zip holds the repro, its side files, the context and the issue text, always in the same
+bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from urllib.parse import urlencode
 from reprokit.errors import UsageError
 from reprokit.render.issue import Issue
 from reprokit.render.literals import MAX_LITERALS
+from reprokit.render.module import MODULE_FILE
 from reprokit.render.script import Script
 
 MAX_URL = 8_000
@@ -21,8 +23,11 @@ ISSUE_FILE = "issue.md"
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # the earliest time that a zip can name
 
 
-def write_zip(path: Path, script: Script, issue: Issue, *, with_data: bool = False) -> Path:
-    """Write the zip; raises `UsageError` when the side file would hand out many recorded numbers unasked."""
+def write_zip(path: Path, script: Script, issue: Issue, *, context: str = "", with_data: bool = False) -> Path:
+    """Write the zip, with the text of the context beside the repro where there is one.
+
+    Raises `UsageError` when the side file would hand out many recorded numbers unasked.
+    """
     count = sum(tensor.numel() for tensor in script.side.values())
     if count > MAX_LITERALS and not (with_data or script.is_withheld):
         raise UsageError(
@@ -31,6 +36,8 @@ def write_zip(path: Path, script: Script, issue: Issue, *, with_data: bool = Fal
         )
     with tempfile.TemporaryDirectory(prefix="reprokit-") as folder:
         script.write(Path(folder))
+        if context:
+            Path(folder, MODULE_FILE).write_text(context, encoding="utf-8")
         Path(folder, ISSUE_FILE).write_text(issue.text, encoding="utf-8")
         names = sorted(item.name for item in Path(folder).iterdir())
         unfinished = path.with_name(f".{path.name}.tmp")

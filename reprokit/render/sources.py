@@ -5,14 +5,16 @@ A folder that `shrink` wrote stands for the reduction in it. Opening either kind
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reprokit.errors import NotASnapshot, NotReproduced, SnapshotError, UsageError
+from reprokit.errors import NotASnapshot, NotReproduced, ReprokitError, SnapshotError, UsageError
 from reprokit.render.module import ModuleScript, write_module_script
 from reprokit.render.script import Script, write_script
 from reprokit.render.withhold import beyond_limit, without_data
+from reprokit.snapshot.paths import REDUCTION_FILE, hint_for_folder
 from reprokit.snapshot.privacy import private
 
 if TYPE_CHECKING:
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from reprokit.snapshot.format import Snapshot
     from reprokit.snapshot.privacy import Source as SourcePolicy
 
-REDUCTION_FILE = "reduction.pt"
 MAX_LOOKED_AT = 20
 
 
@@ -61,19 +62,41 @@ def open_source(path: Path, snapshot: Path | None = None) -> Source:
     from reprokit.snapshot import format as snapshots
 
     if snapshot is not None:
-        return replace(open_source(path), snapshot=snapshots.load(snapshot))
-    if path.is_dir():
-        return _open_reduction(path / REDUCTION_FILE)
+        return _with_snapshot(open_source(path), path, snapshot)
+    if os.path.isdir(path):
+        return _open_folder(path)
     try:
         found = snapshots.load(path)
     except NotASnapshot as error:
         try:
             return _open_reduction(path)
         except NotASnapshot:
+            if (path.parent / REDUCTION_FILE).is_file():
+                error.hint = f"give the folder that it is in: {path.parent}"
             raise error from None
     if not found.program.calls:
         raise SnapshotError(f"`{path}` holds no program that could be run", hint=f"`reprokit show {path}` says why")
     return Source(None, found)
+
+
+def _with_snapshot(opened: Source, path: Path, file: Path) -> Source:
+    """The source with the snapshot in ``file``, which has to be the one that the reduction was made from."""
+    from reprokit.snapshot import format as snapshots
+
+    if opened.reduction is None:
+        raise UsageError(f"`{path}` is a snapshot already", hint="leave out --snapshot, which is about a reduction")
+    found = snapshots.load(file)
+    if not _is_made_from(opened.reduction, found):
+        named = f"; that was `{name}`" if (name := _origin_name(opened.reduction)) else ""
+        raise UsageError(f"`{path}` was not made from `{file}`", hint=f"name what `reprokit shrink` was given{named}")
+    return replace(opened, snapshot=found)
+
+
+def _open_folder(folder: Path) -> Source:
+    file = folder / REDUCTION_FILE
+    if not file.is_file():
+        raise UsageError(f"the folder `{folder}` has no `{REDUCTION_FILE}`", hint=hint_for_folder(folder, "snapshot"))
+    return _open_reduction(file)
 
 
 def _open_reduction(file: Path) -> Source:
@@ -85,19 +108,47 @@ def _open_reduction(file: Path) -> Source:
 
 def _snapshot_beside(folder: Path, reduction: Reduction) -> Snapshot | None:
     """The snapshot that a reduction was made from: in the folder around, by its name or as another of that kind."""
-    from reprokit.shrink.resume import fingerprint
     from reprokit.snapshot import format as snapshots
 
-    name, around = folder.resolve().name, folder.resolve().parent
-    named = [around / f"{name}.repro.pt", around / f"{name}.pt"]
+    around = folder.resolve().parent
+    named = (around / name for name in _likely_names(folder, reduction))
     for file in dict.fromkeys([*named, *sorted(around.glob("*.repro.pt"))[:MAX_LOOKED_AT]]):
         try:
             found = snapshots.load(file) if file.is_file() else None
-        except SnapshotError:
+        except ReprokitError:
             continue
-        if found is not None and reduction.origin.get("snapshot", fingerprint(found)) == fingerprint(found):
+        if found is not None and _is_made_from(reduction, found):
             return found
     return None
+
+
+def _is_made_from(reduction: Reduction, snapshot: Snapshot) -> bool:
+    from reprokit.shrink.resume import fingerprint
+
+    return bool(reduction.origin.get("snapshot", fingerprint(snapshot)) == fingerprint(snapshot))
+
+
+def _likely_names(folder: Path, reduction: Reduction) -> list[str]:
+    """What the snapshot may be called: as when it was shrunk, or like the folder."""
+    name = folder.resolve().name
+    origin = _origin_name(reduction)
+    return list(dict.fromkeys([*([origin] if origin else []), f"{name}.repro.pt", f"{name}.pt"]))
+
+
+def _origin_name(reduction: Reduction) -> str:
+    """The name of the file that was shrunk, empty where it is not known."""
+    return Path(str(reduction.origin.get("file", ""))).name
+
+
+def missing_snapshot(path: Path, reduction: Reduction) -> UsageError:
+    """The error for a reduction whose snapshot is needed and was not found: what was looked for, and what to give."""
+    folder = path if path.is_dir() else path.parent
+    names = ", ".join(f"`{name}`" for name in _likely_names(folder, reduction))
+    return UsageError(
+        f"`{path}` holds a reduction, and the snapshot it came from is not beside it",
+        hint=f"name what `reprokit shrink` was given: --snapshot {_origin_name(reduction) or 'FILE'}",
+        note=f"looked for {names} and other *.repro.pt in `{folder.resolve().parent}`",
+    )
 
 
 def script_of(path: Path) -> Script:

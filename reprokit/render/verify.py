@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from reprokit.errors import ReprokitError, UsageError
+from reprokit.snapshot.paths import require_file
 
 CLEAN_RUNS = Path(__file__).with_name("clean_runs.py")
 SECONDS_PER_RUN = 120.0
@@ -106,10 +107,7 @@ class VerifyResult:
 def verify(path: Path | str, times: int = 20, *, seconds_per_run: float = SECONDS_PER_RUN) -> VerifyResult:
     """Run a repro ``times`` times. ``path`` is a script, or a snapshot or reduction whose repro is rendered first."""
     source = Path(path)
-    if not source.is_file():
-        raise UsageError(
-            f"`{source}` does not exist", hint="give a repro.py, or the .pt file of a snapshot or reduction"
-        )
+    require_file(source, "repro")
     if times < 1:
         raise UsageError(f"cannot verify {times} times", hint="--times takes a number from 1 up")
     if source.suffix == ".py":

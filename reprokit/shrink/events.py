@@ -154,6 +154,19 @@ class Comparing:
 
 
 @dataclass(frozen=True, slots=True)
+class Compared:
+    """A program was run in another way: what came out, by its name and in words."""
+
+    program: str
+    variant: str
+    answer: str
+    words: str
+
+    def __str__(self) -> str:
+        return f"{self.program}, {self.variant}: {self.words}"
+
+
+@dataclass(frozen=True, slots=True)
 class Writing:
     """The results are rendered and verified; ``is_early`` when the user stopped the search."""
 
@@ -177,6 +190,7 @@ Event = (
     | ContextChecked
     | Finished
     | Comparing
+    | Compared
     | Writing
 )
 

@@ -54,9 +54,9 @@ from reprokit.shrink.reduction import Reduction
 from reprokit.shrink.resume import load_earlier, origin_of
 from reprokit.shrink.slicing import slice_to
 from reprokit.snapshot.format import Snapshot
+from reprokit.snapshot.paths import REDUCTION_FILE
 
 LEVELS = ("op", "module", "step")
-REDUCTION_FILE = "reduction.pt"
 CUT, EXPLAIN = "cut", "explain"
 _MAX_ROUNDS = 20
 

@@ -25,6 +25,7 @@ from reprokit.locate import failure as failures
 from reprokit.locate.failure import Failure
 from reprokit.program import plain
 from reprokit.program.ir import Program
+from reprokit.snapshot.paths import require_file
 
 FORMAT = "reprokit"
 VERSION = 1
@@ -111,7 +112,7 @@ def save(snapshot: Snapshot, path: Path | str) -> None:
 
 
 def load(path: Path | str) -> Snapshot:
-    """Read a snapshot without executing anything from it; raises `SnapshotError`."""
+    """Read a snapshot without executing anything from it; raises `SnapshotError`, or `UsageError` without a file."""
     content = read_file(path, "snapshot")
     try:
         content["program"] = plain.from_plain(content["program"])
@@ -167,12 +168,9 @@ def write_file(path: Path | str, kind: str, content: Mapping[str, Any]) -> None:
 
 
 def read_file(path: Path | str, kind: str) -> dict[str, Any]:
-    """Read what `write_file` wrote; raises `SnapshotError` with a hint for anything else."""
+    """Read what `write_file` wrote; raises `SnapshotError` or `UsageError` with a hint for anything else."""
     target = Path(path)
-    if not target.exists():
-        raise SnapshotError(f"`{target}` does not exist", hint="`reprokit capture` prints where it wrote the snapshot")
-    if target.is_dir():
-        raise NotASnapshot(f"`{target}` is a folder, not a {kind}", hint="name the .pt file")
+    require_file(target, kind)
     if target.stat().st_size == 0:
         raise TruncatedSnapshot(f"`{target}` is empty", hint="capture it again")
     content = _unpickle(target, kind)
@@ -185,8 +183,15 @@ def read_file(path: Path | str, kind: str) -> dict[str, Any]:
             hint="pip install -U torch-reprokit",
         )
     if content.get("kind") != kind:
-        raise NotASnapshot(f"`{target}` is a {content.get('kind')}, not a {kind}", hint=f"give the {kind} file")
+        raise NotASnapshot(f"`{target}` is a {content.get('kind')}, not a {kind}", hint=_hint_for_kind(content, kind))
     return content
+
+
+def _hint_for_kind(content: Mapping[str, Any], kind: str) -> str:
+    """What to give in the place of a file of another kind; a reduction may know the name of its snapshot."""
+    origin = content.get("origin")
+    name = origin.get("file") if isinstance(origin, dict) else None
+    return f"give the {kind} that it was made from, `{name}`" if name else f"give a {kind} file"
 
 
 def _unpickle(target: Path, kind: str) -> Any:

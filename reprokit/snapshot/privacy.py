@@ -60,14 +60,16 @@ def _call(call: Call, source: Source, is_origin: bool) -> Call:
 
 
 def _site(site: Site | None, source: Source) -> Site | None:
-    if site is None or not site.code:
-        return site
+    if site is None:
+        return None
     code = "" if source == "none" else redact_source(site.code)
-    return site if code == site.code else replace(site, code=code)
+    file = redact_text(site.file)
+    return site if (code, file) == (site.code, site.file) else replace(site, code=code, file=file)
 
 
 def _note(note: ModuleNote, source: Source) -> ModuleNote:
-    return replace(note, source=redact_source(note.source) if source == "all" else "") if note.source else note
+    text = redact_source(note.source) if source == "all" else ""
+    return replace(note, source=text, file=redact_text(note.file))  # the file as in the sites inside it
 
 
 def _described(described: Mapping[str, Any], source: Source) -> dict[str, Any]:

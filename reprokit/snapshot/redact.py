@@ -3,6 +3,7 @@
 A value is a secret when its own shape says so (a known key format), or when the word before it names a secret *and* the
 value could be one: ``--max-tokens 512``, ``pad_token_id`` and a git hash look like one only at a glance. In source code
 only literals and comments can be secrets, so a variable may be called ``token``, ``key`` or ``secret``.
+An e-mail address has a domain whose end exists: ``q@k.T`` is a product. ``git@`` is nobody's.
 Home folders become ``~``. Redacting twice gives the same as once.
 """
 
@@ -51,6 +52,35 @@ _PRIVATE_KEY = re.compile(r"-----BEGIN ([A-Z ]*PRIVATE KEY)-----.*?(?:-----END \
 _BEARER = re.compile(r"\b(Bearer|Basic|(?i:Authorization[\"']?\s*[:=]\s*[\"']?token))\s+([A-Za-z0-9._~+/=-]{16,})")
 _LOGIN = re.compile(r"""(\blogin\(\s*["'])((?=[^0-9"']*[0-9])(?=[^A-Za-z"']*[A-Za-z])[A-Za-z0-9_-]{20,})""")
 _USERINFO = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*://)[^\s/@'\"]*:?[^\s/@'\"]*@")
+
+# Domains that mail ends in, and that of private networks. Code reads attributes called `net` or `to` as well, so there
+# what follows counts too; the sure ones are no attributes of anything.
+_SURE_ENDS = frozenset(("com", "edu", "gov", "mil", "org"))
+_OTHER_ENDS = """
+ac ad ae af ag ai al am ao aq ar as at au aw ax az ba bb bd be bf bg bh bi bj bm bn bo br bs bt bv bw by bz ca cc cd
+cf cg ch ci ck cl cm cn co cr cu cv cw cx cy cz de dj dk dm do dz ec ee eg er es et eu fi fj fk fm fo fr ga gd ge gf
+gg gh gi gl gm gn gp gq gr gs gt gu gw gy hk hm hn hr ht hu id ie il im in io iq ir is it je jm jo jp ke kg kh ki km
+kn kp kr kw ky kz la lb lc li lk lr ls lt lu lv ly ma mc md me mg mh mk ml mm mn mo mp mq mr ms mt mu mv mw mx my mz
+na nc ne nf ng ni nl no np nr nu nz om pa pe pf pg ph pk pl pm pn pr ps pt pw py qa re ro rs ru rw sa sb sc sd se sg
+sh si sk sl sm sn so sr ss st su sv sx sy sz tc td tf tg th tj tk tl tm tn to tr tt tv tw tz ua ug uk us uy uz va vc
+ve vg vi vn vu wf ws ye yt za zm zw
+academy agency app asia berlin bio biz blog capital care chat cloud club codes community company consulting corp dev
+digital edu education email energy engineering example foundation fund global group health inc info institute int
+internal international intranet invalid jobs lan law life live llc local localdomain ltd mail media museum name net
+network ngo one online page paris partners press pro science services shop site social software solutions space store
+studio support swiss systems team tech technology test today tools university ventures website wien work works world
+xyz zone
+"""
+_MAIL_ENDS = _SURE_ENDS.union(_OTHER_ENDS.split())
+_MAIL = re.compile(
+    r"""
+      (?<!\w) (?P<who>\w[\w.+%-]{0,63}) (?:@|%40)
+      (?P<domain>(?:[^\W_]|-)+ (?:\.(?:[^\W_]|-)+)*) \. (?P<end>xn--[a-z0-9-]+|[a-z]{2,}|[A-Z]{2,}) (?![A-Za-z0-9])
+      (?P<as_code>[\[(=_] | \.\w)?
+    """,
+    re.VERBOSE,
+)
+_NOBODYS_MAIL = frozenset(("git", "hg", "svn"))
 
 _KEY_OWNERS = r"api|access|account|auth|private|secret|signing|encryption|license|wandb"
 _PASS_OWNERS = r"admin|db|ftp|http|login|mongo|mysql|pg|postgres|proxy|redis|smtp|ssh|sudo|user"
@@ -116,7 +146,7 @@ def shorten_paths(text: str) -> str:
 
 
 def _redact_words(text: str) -> str:
-    text = _ASSIGNED.sub(_hide_value, _hide_known(text))
+    text = _ASSIGNED.sub(_hide_value, _MAIL.sub(_hide_mail, _hide_known(text)))
     return _hide_places(_FLAGGED.sub(_hide_value, text))
 
 
@@ -146,11 +176,13 @@ def redact_remote(url: str) -> str:
     """A remote's address without user name, password and query; a local folder becomes its last part."""
     parts = urlsplit(url)
     if not parts.scheme:
-        return redact_text(url) if ":" in url else Path(url).name
+        login, _, place = url.rpartition("@") if ":" in url else ("", "", Path(url).name)
+        who = f"{login if login in _NOBODYS_MAIL else REDACTED}@" if login else ""
+        return who + redact_text(place)
     if parts.scheme == "file":
-        return Path(parts.path).name
+        return redact_text(Path(parts.path).name)
     host = parts.netloc.rpartition("@")[2]
-    return _KNOWN_SECRET.sub(REDACTED, urlunsplit((parts.scheme, host, parts.path, "", "")))
+    return redact_text(urlunsplit((parts.scheme, host, parts.path, "", "")))
 
 
 def select_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -160,6 +192,18 @@ def select_variables(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in sorted(environment.items())
         if any(fnmatch.fnmatchcase(name, allowed) for allowed in ALLOWED_VARIABLES) and not _FLAG.fullmatch(f"--{name}")
     }
+
+
+def _hide_mail(match: re.Match[str]) -> str:
+    """An e-mail address hidden; a login that is nobody's, an expression or a version as it is."""
+    who, domain, end = match["who"], match["domain"], match["end"].lower()
+    exists = end in _MAIL_ENDS or end.startswith("xn--")
+    is_product = end not in _SURE_ENDS and (match["as_code"] or len(who) == len(domain) == 1)
+    is_version = re.fullmatch(r"\d+(?:\.\d+)+", domain)
+    is_own = "self" in (who.partition(".")[0], domain.partition(".")[0])
+    if not exists or is_product or is_version or is_own or who in _NOBODYS_MAIL:
+        return match[0]
+    return REDACTED + (match["as_code"] or "")
 
 
 def _hide_value(match: re.Match[str]) -> str:

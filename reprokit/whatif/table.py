@@ -7,9 +7,10 @@ once; what the budget does not reach says so.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, cast
 
 from reprokit.errors import UsageError
@@ -35,15 +36,21 @@ _LEAST_BYTES = 4 << 30
 _LEAST_SECONDS = 0.2  # less is not worth a process
 
 Subjects = Mapping[str, tuple[Candidate, SignatureCheck]]
+Tell = Callable[[str, Variant, Trial], None]
 
 
 def of_reduction(
-    reduction: Reduction, settings: Mapping[str, Any], *, seconds: float = SECONDS, check: str | None = None
+    reduction: Reduction,
+    settings: Mapping[str, Any],
+    *,
+    seconds: float = SECONDS,
+    check: str | None = None,
+    tell: Tell | None = None,
 ) -> dict[str, Any]:
     """The table of a reduction's minimum, and of its context where it has one.
 
     ``check`` is the check that the reduction was made with, if that is a function of the user's: a file that names one
-    is no reason to run it, so without it such a reduction raises `UsageError`.
+    is no reason to run it, so without it such a reduction raises `UsageError`. ``tell`` is given every answer.
     """
     programs = {MINIMUM: (Candidate(reduction.program, reduction.tensors), reduction.failure)}
     context = reduction.context
@@ -54,32 +61,45 @@ def of_reduction(
         {name: (made, check_of(made, found, spec, check)) for name, (made, found) in programs.items()},
         settings,
         seconds,
+        tell=tell,
     )
 
 
-def of_snapshot(snapshot: Snapshot, *, seconds: float = SECONDS) -> dict[str, Any]:
-    """The table of a whole snapshot."""
+def of_snapshot(snapshot: Snapshot, *, seconds: float = SECONDS, tell: Tell | None = None) -> dict[str, Any]:
+    """The table of a whole snapshot. ``tell`` is given every answer."""
     whole = Candidate(snapshot.program, snapshot.tensors)
     check = check_of(whole, snapshot.failure, None, None)
-    return make_table({SNAPSHOT: (whole, check)}, snapshot.settings, seconds)
+    return make_table({SNAPSHOT: (whole, check)}, snapshot.settings, seconds, tell=tell)
 
 
 def make_table(
-    subjects: Subjects, settings: Mapping[str, Any], seconds: float, variants: Sequence[Variant] = VARIANTS
+    subjects: Subjects,
+    settings: Mapping[str, Any],
+    seconds: float,
+    variants: Sequence[Variant] = VARIANTS,
+    tell: Tell | None = None,
 ) -> dict[str, Any]:
     """Plain data: ``seconds`` used, ``budget``, and under ``tables`` the rows of every subject by its name."""
     checks = {candidate.digest: check for candidate, check in subjects.values()}
     # Reports carry any dataclass of reprokit's; the reducer's are failures.
     task = Task.of(cast(Observe, Trials(checks)), settings)
     with closing(Isolation(task, always_apart=True)) as places:
-        return _Table(subjects, places, seconds, variants).make()
+        return _Table(subjects, places, seconds, variants, tell).make()
 
 
 class _Table:
     """A table in the making."""
 
-    def __init__(self, subjects: Subjects, places: Isolation, seconds: float, variants: Sequence[Variant]) -> None:
+    def __init__(
+        self,
+        subjects: Subjects,
+        places: Isolation,
+        seconds: float,
+        variants: Sequence[Variant],
+        tell: Tell | None,
+    ) -> None:
         self._subjects, self._places, self._budget, self._variants = subjects, places, seconds, variants
+        self._tell = tell
         self._started = time.monotonic()
         self._memory = max(_LEAST_BYTES, 2 * peak_bytes())
         self._trials: dict[tuple[str, str], Trial] = {}
@@ -107,16 +127,18 @@ class _Table:
         """Run these at once."""
         left = self._budget - (time.monotonic() - self._started)
         if left < _LEAST_SECONDS:
-            self._note(jobs, [self._too_late()] * len(jobs))
+            self._note(jobs, repeat(self._too_late(), len(jobs)))
             return
         self._places.limits = Limits(left, self._memory)
         candidates = [replace(self._subjects[name][0], variant=variant.key) for name, variant in jobs]
         with closing(self._places.reports(candidates)) as reports:
-            self._note(jobs, [self._trial(report) for report in reports])
+            self._note(jobs, map(self._trial, reports))
 
-    def _note(self, jobs: Sequence[tuple[str, Variant]], trials: Sequence[Trial]) -> None:
+    def _note(self, jobs: Sequence[tuple[str, Variant]], trials: Iterable[Trial]) -> None:
         for (name, variant), trial in zip(jobs, trials, strict=True):
             self._trials[name, variant.key] = trial
+            if self._tell is not None:
+                self._tell(name, variant, trial)
 
     def _trial(self, report: Report) -> Trial:
         error = report.error

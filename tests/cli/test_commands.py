@@ -6,14 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
 from reprokit.cli import main
 from reprokit.cli.capture import Capture
-from tests.conftest import Run, run_python_in
+from tests.conftest import ROOT, Run, run_python_in
 
 COMMANDS = ["capture", "show", "shrink", "whatif", "verify", "render", "demo"]
 NAN_SCRIPT = """\
@@ -89,7 +91,13 @@ def test_help_and_version_without_torch(words: list[str], run_python: Run) -> No
         (["capture", "."], "`.` is a folder"),
         (["capture", "-m", "no_such_module_here"], "no module named `no_such_module_here`"),
         (["capture", "-m", "no_such.module_here"], "no module named `no_such.module_here`"),
+        (["capture", ""], "no script given"),
+        (["capture", "-m", ".relative"], "no module named `.relative`"),
         (["show"], "missing argument"),
+        (["show", ""], "an empty word names no file"),
+        (["shrink", "x.pt", "-o", ""], "an empty word names no file"),
+        (["shrink", "x.pt", "--max-time", "nan"], "nan is not a number of seconds"),
+        (["whatif", "x.pt", "--max-time", "nan"], "nan is not a number of seconds"),
         (["verify", "nowhere.py"], "`nowhere.py` does not exist"),
         (["verify", "--times", "0", "x.py"], "invalid value"),
     ],
@@ -98,10 +106,16 @@ def test_what_cannot_work_is_said_in_one_line(words: list[str], text: str, run_r
     assert_one_error(run_reprokit(*words), text)
 
 
-@pytest.mark.parametrize("command", ["show", "shrink", "whatif", "render"])
-def test_a_snapshot_that_is_missing(command: str, run_here: Run, tmp_path: Path) -> None:
-    assert_one_error(run_here(command, "nowhere.pt"), "`nowhere.pt` does not exist", exit_code=1)
-    assert list(tmp_path.iterdir()) == []
+def test_the_hint_names_the_command_that_was_meant(run_here: Run) -> None:
+    assert run_here("capture", "--watch").stderr.splitlines()[1] == "hint: see `reprokit capture --help`"
+    assert run_here("--watch").stderr.splitlines()[1] == "hint: see `reprokit --help`"
+
+
+def test_a_script_that_is_given_as_a_module(run_here: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise RuntimeError('it ran')\n")
+    result = run_here("capture", "-q", "-m", "train.py")
+    assert_one_error(result, "no module named `train.py`")
+    assert result.stderr.splitlines()[1] == "hint: leave out `-m` to run the file: reprokit capture train.py"
 
 
 def test_an_output_that_exists(run_reprokit: Run, tmp_path: Path) -> None:
@@ -157,6 +171,24 @@ def test_secrets_of_the_command_line_stay_out_of_the_file(
     content = (captured[0] / "train-step3.repro.pt").read_bytes()
     assert b"--api-key" in content
     assert not any(secret.encode() in content for secret in SECRETS.values())
+
+
+def test_addresses_stay_out_of_the_file_and_its_texts(run_reprokit: Run, tmp_path: Path) -> None:
+    address = "ada@example.org"
+    (tmp_path / address).mkdir()
+    script = NAN_SCRIPT.replace(".sum()", ".sum()  # ask " + address) + f"contact = '{address}'\n"
+    (tmp_path / address / "train.py").write_text(script)
+    for words in (["init", "-q"], ["config", "user.email", address], ["remote", "add", "origin", f"{address}:o/x"]):
+        subprocess.run(["git", *words], cwd=tmp_path / address, check=True)
+    words = ("capture", "--source", "all", "-o", "x.repro.pt", f"{address}/train.py", "--notify", address)
+    assert run_reprokit(*words, TORCH_HOME=f"/data/{address}").returncode == 3
+    assert address.encode() not in (tmp_path / "x.repro.pt").read_bytes()
+    shown = json.loads(run_reprokit("show", "--json", "x.repro.pt").stdout)
+    assert shown["failure"]["site"]["code"].endswith(".sum()  # ask ***")
+    assert shown["failure"]["site"]["file"] == "***/train.py"
+    assert shown["git"]["remote"] == "***@example.org:o/x"
+    assert shown["git"]["command"][-2:] == ["--notify", "***"]
+    assert shown["environment"]["variables"]["TORCH_HOME"] == "/data/***"
 
 
 def test_the_path_is_the_last_thing_said(run_reprokit: Run, tmp_path: Path) -> None:
@@ -236,34 +268,164 @@ def test_show(captured: tuple[Path, subprocess.CompletedProcess[str]], run_here:
     assert "PyTorch version" in run_here("show", "-v", path).stderr
 
 
-BROKEN = {
-    "empty": (b"", "is empty"),
-    "text": (b"not a snapshot at all", "was not written by reprokit"),
-    "cut": (b"PK\x03\x04" + bytes(100), "is cut off"),
+def a_reduction(folder: Path) -> None:
+    torch.save({"format": "reprokit", "kind": "reduction", "version": 1}, folder / "x.pt")
+
+
+def newer(folder: Path) -> None:
+    torch.save({"format": "reprokit", "kind": "snapshot", "version": 99}, folder / "x.pt")
+
+
+def damaged(folder: Path) -> None:
+    torch.save({"format": "reprokit", "kind": "snapshot", "version": 1}, folder / "x.pt")
+
+
+READERS = ["show", "shrink", "render", "whatif", "verify"]
+# What is wrong: how it comes to be, what is given, what is said, and the exit code of every command.
+MISTAKES: dict[str, tuple[Callable[[Path], object], str, str, int]] = {
+    "missing": (lambda folder: None, "x.pt", "`x.pt` does not exist", 2),
+    "below a file": (lambda folder: (folder / "x").write_text(""), "x/y.pt", "`x/y.pt` does not exist", 2),
+    "no name": (lambda folder: None, "x" * 300, "cannot read", 2),
+    "device": (lambda folder: None, os.devnull, "is not a file", 2),
+    "folder": (lambda folder: (folder / "x").mkdir(), "x", "folder", 2),
+    "text": (lambda folder: (folder / "x.pt").write_text("text"), "x.pt", "was not written by reprokit", 2),
+    "checkpoint": (lambda folder: torch.save([], folder / "x.pt"), "x.pt", "was not written by reprokit", 2),
+    "pickle": (lambda folder: torch.save(print, folder / "x.pt"), "x.pt", "holds more than plain data", 2),
+    "empty": (lambda folder: (folder / "x.pt").touch(), "x.pt", "is empty", 1),
+    "cut": (lambda folder: (folder / "x.pt").write_bytes(b"PK\x03\x04" + bytes(100)), "x.pt", "is cut off", 1),
+    "newer": (newer, "x.pt", "has format version 99", 1),
+    "damaged": (damaged, "x.pt", "is damaged", 1),
 }
 
 
+@pytest.mark.parametrize("command", READERS)
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_one_mistake_has_one_answer_in_every_command(mistake: str, command: str, run_here: Run, tmp_path: Path) -> None:
+    make, given, text, exit_code = MISTAKES[mistake]
+    make(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert_one_error(run_here(command, given), text, exit_code)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize("command", ["show", "shrink"])
-@pytest.mark.parametrize("name", BROKEN)
-def test_files_that_are_not_snapshots(name: str, command: str, run_here: Run, tmp_path: Path) -> None:
-    content, text = BROKEN[name]
-    (tmp_path / "x.pt").write_bytes(content)
-    assert_one_error(run_here(command, "x.pt"), text, exit_code=1)
+def test_a_reduction_in_the_place_of_a_snapshot(command: str, run_here: Run, tmp_path: Path) -> None:
+    a_reduction(tmp_path)
+    assert_one_error(run_here(command, "x.pt"), "is a reduction, not a snapshot")
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ({"weights": torch.zeros(2)}, "was not written by reprokit"),
-        ({"format": "reprokit", "kind": "snapshot", "version": 99}, "has format version 99"),
-        ({"format": "reprokit", "kind": "reduction", "version": 1}, "is a reduction, not a snapshot"),
-        ({"format": "reprokit", "kind": "snapshot", "version": 1}, "is damaged"),
-        (print, "holds more than plain data"),
-    ],
-)
-def test_files_of_torch_that_are_not_snapshots(content: object, text: str, run_here: Run, tmp_path: Path) -> None:
-    torch.save(content, tmp_path / "x.pt")
-    assert_one_error(run_here("show", "x.pt"), text, exit_code=1)
+@pytest.mark.parametrize("command", READERS)
+def test_the_hint_for_a_folder_names_the_snapshots_in_it(command: str, run_here: Run, tmp_path: Path) -> None:
+    for number in range(7):
+        (tmp_path / f"train-step{number}.repro.pt").touch()
+    hint = run_here(command, ".").stderr.splitlines()[1]
+    shown = ", ".join(f"train-step{number}.repro.pt" for number in range(5))
+    assert hint == f"hint: name a snapshot in it: {shown} and 2 more"
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "reduction.pt").touch()
+    if command in ("show", "shrink"):
+        assert "beside it there is train-step0.repro.pt" in run_here(command, "results").stderr.splitlines()[1]
+
+
+def test_a_file_among_results_stands_for_its_folder(run_here: Run, tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    for name in ("reduction.pt", "repro.py"):
+        (tmp_path / "x" / name).write_text("pass")
+    assert run_here("render", "x/repro.py").stderr.splitlines()[1] == "hint: give the folder that it is in: x"
+
+
+@pytest.mark.parametrize("option", ["-o", "--dir"])
+def test_a_place_below_a_file(
+    option: str, captured: tuple[Path, subprocess.CompletedProcess[str]], run_here: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "x").write_text("")
+    path = str(captured[0] / "train-step3.repro.pt")
+    result = run_here(*(["shrink", path] if option == "-o" else ["demo"]), option, "x/y")
+    assert_one_error(result, "`x` is not a folder")
+    assert result.stderr.splitlines()[1] == f"hint: choose another place with {option}"
+
+
+def test_a_reduction_that_failed_leaves_no_empty_folder(
+    captured: tuple[Path, subprocess.CompletedProcess[str]], run_here: Run, tmp_path: Path
+) -> None:
+    words = ("shrink", str(captured[0] / "train-step3.repro.pt"), "--check", "exception", "-q", "-o")
+    assert run_here(*words, "made").returncode == 4
+    assert not (tmp_path / "made").exists()
+    (tmp_path / "there").mkdir()
+    assert run_here(*words, "there").returncode == 4
+    assert (tmp_path / "there").is_dir()
+
+
+def test_a_disk_that_is_full(
+    captured: tuple[Path, subprocess.CompletedProcess[str]], run_here: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *words: object, **options: object) -> NoReturn:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    path = str(captured[0] / "train-step3.repro.pt")
+    result = run_here("render", path, "-o", "x.py")
+    assert_one_error(result, "the system refuses: no space left on device", exit_code=1)
+    assert result.stderr.splitlines()[2] == "note: it was about `x.py`"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that takes nothing")
+@pytest.mark.parametrize("words", [["show", "--json"], ["render"]])
+def test_an_output_that_takes_nothing(
+    words: list[str], captured: tuple[Path, subprocess.CompletedProcess[str]]
+) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "reprokit", *words, str(captured[0] / "train-step3.repro.pt")],
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "reprokit: error: cannot write the output: no space left on device",
+        "hint: look at where it goes, or use -o",
+    ]
+
+
+def test_an_output_that_knows_few_characters(run_python: Run) -> None:
+    code = "from reprokit.cli.console import *; print_json({'a': 'µ\U0001f41b'}); print_text('µ\\n')"
+    result = run_python("-c", code, PYTHONIOENCODING="ascii")
+    assert result.stdout == '{"a": "\\u00b5\\ud83d\\udc1b"}\n\\xb5\n'
+
+
+def test_the_hint_for_a_missing_file_names_its_neighbours(run_here: Run, tmp_path: Path) -> None:
+    (tmp_path / "train-step3.repro.pt").touch()
+    assert run_here("show", "train-step4.repro.pt").stderr.splitlines()[1] == "hint: there is train-step3.repro.pt"
+
+
+def test_verify_is_told_the_repro_in_a_folder(run_here: Run, tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "repro.py").touch()
+    result = run_here("verify", "x")
+    assert_one_error(result, "`x` is a folder, not a repro")
+    assert result.stderr.splitlines()[1] == "hint: name the repro in it: x/repro.py"
+
+
+def test_a_file_that_nobody_may_read(run_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *words: object) -> NoReturn:
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "x.pt").touch()
+    monkeypatch.setattr(Path, "open", refuse)
+    for command in READERS:
+        assert_one_error(run_here(command, "x.pt"), "cannot read `x.pt`: permission denied")
+
+
+def test_a_snapshot_is_no_script(run_here: Run, tmp_path: Path) -> None:
+    damaged(tmp_path)
+    assert_one_error(run_here("capture", "x.pt"), "`x.pt` is an archive, not a script")
+
+
+@pytest.mark.parametrize("words", [["shrink", "-o"], ["render", "-o"], ["render", "--as", "issue", "-o"]])
+def test_an_output_that_no_file_can_be_called(
+    words: list[str], captured: tuple[Path, subprocess.CompletedProcess[str]], run_here: Run
+) -> None:
+    path = str(captured[0] / "train-step3.repro.pt")
+    assert_one_error(run_here(*words, "x" * 300, path), "cannot write")
 
 
 def test_a_snapshot_that_was_cut_off(
@@ -292,6 +454,29 @@ def test_an_unexpected_error_is_reported_as_ours(
     error = capsys.readouterr().err
     assert "ZeroDivisionError" in error
     assert error.splitlines()[-1].startswith("reprokit: this is an error in reprokit itself; please report")
+
+
+@pytest.mark.parametrize(
+    ("setting", "hint"),
+    [
+        ("json = 5", "true or false"),
+        ('quiet = "yes"', "true or false"),
+        ("output = [1]", "a word or a number"),
+        ("output = true", "a word or a number"),
+        ('on = "nonfinite"', "a list of words"),
+        ("on = [1]", "a list of words"),
+    ],
+)
+def test_a_setting_of_the_wrong_kind(setting: str, hint: str, run_here: Run, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(f"[tool.reprokit.capture]\n{setting}\n")
+    result = run_here("capture", "train.py")
+    assert_one_error(result, f"sets `{setting.split()[0]}` of `capture` to ")
+    assert result.stderr.splitlines()[1] == f"hint: it takes {hint}"
+
+
+def test_a_pyproject_that_is_none(run_here: Run, tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("tool = 3\n")
+    assert_one_error(run_here("show", "x.pt"), "`x.pt` does not exist")
 
 
 def test_interrupting_our_own_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

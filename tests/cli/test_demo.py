@@ -15,9 +15,12 @@ def test_the_demo_leaves_all_results(run_reprokit: Run, tmp_path: Path) -> None:
     assert summary["shrink"]["verdict"] == "reduced"
     assert summary["verify"]["agreed"] == summary["verify"]["times"] == 20
     assert summary["seconds"] > 0
-    for name in ("script", "snapshot", "repro", "issue", "report", "test"):
-        assert Path(summary[name]).is_file()
-        assert Path(summary[name]).name in result.stderr
+    told = result.stderr.partition("; the results:\n")[2].splitlines()
+    listed = dict(line.removeprefix("reprokit:").split() for line in told)
+    assert set(listed) >= {"script", "snapshot", "repro", "module", "issue", "report", "test", "reduction"}
+    assert {name: str(tmp_path / path) for name, path in listed.items()} == {name: summary[name] for name in listed}
+    written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert set(listed.values()) == written
     assert "$ reprokit capture -o snapshot.repro.pt masked_attention.py" in result.stderr
 
 

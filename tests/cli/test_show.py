@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from reprokit.capture.block import captured_lines
 from reprokit.capture.words import growth, place_line
@@ -157,3 +158,14 @@ def test_words_of_a_failure_without_a_place() -> None:
     assert captured_lines(Path("/a/x.pt"), result, Path("/a")) == [
         "captured nan that was already in `x` at step 2 -> x.pt", "next: reprokit shrink x.pt",
     ]  # fmt: skip
+
+
+def test_of_booleans_it_says_how_many_are_true(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x.masked_fill(x > 1.5, -1.0).log().sum()
+
+    save(failing.record(step, x=torch.arange(1.0, 4.0)), tmp_path / "x.pt")
+    assert main(["show", str(tmp_path / "x.pt")]) == 0
+    said = re.sub(r"\s+", " ", capsys.readouterr().err)
+    assert "bool 3, 2 of 3 True" in said
+    assert "bool 3, |x|" not in said

@@ -36,6 +36,7 @@ class FakeReduction:
 
     def __init__(self) -> None:
         self.whatif: dict[str, Any] = {}
+        self.origin: dict[str, Any] = {}
 
     def summary(self) -> dict[str, Any]:
         return dict(SUMMARY)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from tests.render.programs import (
     snapshot_of,
     square_root_at_zero,
 )
+from tests.shrink import models
 
 INF = float("inf")
 F = "torch.nn.functional"
@@ -398,3 +401,82 @@ def test_the_command_line_writes_and_tells(
     assert "`engine` does not name a repository" in capsys.readouterr().err
     assert main(["render", "snap.repro.pt", "--as", "report", "--zip"]) == 2
     assert main(["render", "snap.repro.pt", "--zip", "--no-data", "--with-data"]) == 2
+
+
+@pytest.fixture(scope="module")
+def attention(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a snapshot and, under another name, the results of shrinking it; these have a context."""
+    folder = tmp_path_factory.mktemp("attention")
+    save(models.masked_attention(), folder / "snap.pt")
+    assert main(["shrink", str(folder / "snap.pt"), "--no-whatif", "-q", "-o", str(folder / "out")]) == 0
+    assert (folder / "out" / "repro_module.py").is_file()
+    return folder
+
+
+def test_a_zip_holds_the_piece_of_the_model(attention: Path, tmp_path: Path) -> None:
+    assert main(["render", str(attention / "out"), "--zip", "-q", "-o", str(tmp_path / "x.zip")]) == 0
+    with zipfile.ZipFile(tmp_path / "x.zip") as archive:
+        assert sorted(archive.namelist()) == ["issue.md", "repro.py", "repro_module.py"]
+        for name in archive.namelist():
+            assert archive.read(name) == (attention / "out" / name).read_bytes()
+
+
+@pytest.mark.parametrize("template", ["pytorch", "transformers", "lightning", "generic"])
+def test_the_issue_folds_the_piece_of_the_model_away(template: str, attention: Path, capsys: Any) -> None:
+    capsys.readouterr()
+    assert main(["render", str(attention / "out"), "--as", "issue", "--template", template]) == 0
+    text = capsys.readouterr().out
+    summary, _, rest = text.partition("<details><summary>repro_module.py: ")[2].partition("</summary>")
+    assert summary == "the piece of the model that it comes from"
+    assert rest.startswith(f"\n\n```python\n{(attention / 'out' / 'repro_module.py').read_text()}```\n\n</details>")
+
+
+def test_a_context_that_is_the_repro_is_shown_once(attention: Path, tmp_path: Path) -> None:
+    words = ["--level", "module", "--no-whatif", "-q", "-o", str(tmp_path / "out")]
+    assert main(["shrink", str(attention / "snap.pt"), *words]) == 0
+    assert "class " in (tmp_path / "out" / "repro.py").read_text()
+    assert "repro_module.py" not in (tmp_path / "out" / "issue.md").read_text()
+
+
+def test_a_long_piece_of_the_model_gives_way_before_the_script() -> None:
+    snapshot = snapshot_of(masked_softmax())
+    script = snapshot_script(snapshot)
+    text = make_issue(snapshot, script, VERIFIED, context="# a line\n" * 10_000).text
+    assert len(text) <= MAX_CHARACTERS and "... cut here" in text
+    assert script.text in text and text.count("<details>") == text.count("</details>")
+
+
+def test_the_snapshot_is_found_by_the_name_it_was_shrunk_under(attention: Path, capsys: Any, tmp_path: Path) -> None:
+    assert main(["render", str(attention / "out"), "--as", "report", "-q", "-o", str(tmp_path / "r.html")]) == 0
+    shutil.copytree(attention / "out", tmp_path / "elsewhere")
+    assert main(["render", str(tmp_path / "elsewhere"), "--as", "issue"]) == 2
+    error, hint, note = capsys.readouterr().err.splitlines()[-3:]
+    assert error.endswith("holds a reduction, and the snapshot it came from is not beside it")
+    assert hint == "hint: name what `reprokit shrink` was given: --snapshot snap.pt"
+    looked_for = "`snap.pt`, `elsewhere.repro.pt`, `elsewhere.pt` and other *.repro.pt"
+    assert note == f"note: looked for {looked_for} in `{tmp_path}`"
+    given = ["--snapshot", str(attention / "snap.pt")]
+    assert main(["render", str(tmp_path / "elsewhere"), "--as", "issue", *given]) == 0
+
+
+def test_a_snapshot_that_does_not_belong_is_refused(attention: Path, capsys: Any, tmp_path: Path) -> None:
+    save(one_call("torch.log", [-1.0]), tmp_path / "log.pt")
+    assert main(["render", str(attention / "out"), "--snapshot", str(tmp_path / "log.pt")]) == 2
+    error, hint = capsys.readouterr().err.splitlines()[-2:]
+    assert "was not made from" in error and hint.endswith("; that was `snap.pt`")
+    assert main(["render", str(tmp_path / "log.pt"), "--snapshot", str(attention / "snap.pt")]) == 2
+    assert "is a snapshot already" in capsys.readouterr().err
+
+
+def test_a_test_says_that_it_needs_the_repro(attention: Path, capsys: Any, tmp_path: Path) -> None:
+    told = "reprokit: the test runs the repro.py beside it; "
+    snapshot, test = str(attention / "snap.pt"), str(tmp_path / "test_it.py")
+    assert main(["render", snapshot, "--as", "test"]) == 0
+    assert f"{told}write it with: reprokit render {snapshot} -o FOLDER" in capsys.readouterr().err
+    assert main(["render", str(attention / "out"), "--as", "test"]) == 0
+    assert f"{told}copy {attention / 'out' / 'repro.py'} there" in capsys.readouterr().err
+    assert main(["render", snapshot, "--as", "test", "-o", test]) == 0
+    last = capsys.readouterr().err.splitlines()[-1].partition("write it with: reprokit ")[2]
+    assert main(shlex.split(last)) == 0  # what it says helps
+    assert main(["render", snapshot, "--as", "test", "-f", "-o", test]) == 0
+    assert told not in capsys.readouterr().err

@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprokit.snapshot import redact
-from reprokit.snapshot.redact import REDACTED, redact_argv, redact_remote, redact_text, select_variables
+from reprokit.snapshot.redact import (
+    REDACTED,
+    redact_argv,
+    redact_remote,
+    redact_source,
+    redact_text,
+    select_variables,
+)
 
 ALPHANUMERIC = string.ascii_letters + string.digits
 HEX_KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -134,6 +141,10 @@ def test_private_keys_go_whole() -> None:
         ("https://oauth2:abc@gitlab.example/org/repo?token=1#x", "https://gitlab.example/org/repo"),
         ("ssh://git@example.org:22/org/repo", "ssh://example.org:22/org/repo"),
         ("git@github.com:org/repo.git", "git@github.com:org/repo.git"),
+        ("ada@example.org:org/repo.git", "***@example.org:org/repo.git"),
+        ("https://ada%40example.org:abc@github.com/org/repo.git", "https://github.com/org/repo.git"),
+        ("https://example.org/ada@example.org/repo.git", "https://example.org/***/repo.git"),
+        ("/home/ada/ada@example.org", "***"),
         ("/home/ada/work/repo", "repo"),
         ("file:///home/ada/work/repo", "repo"),
     ],
@@ -209,3 +220,131 @@ def test_a_password_never_survives(flag: str, value: str, joined: bool) -> None:
 def test_numbers_and_hashes_stay(number: int, rate: float, commit: str) -> None:
     argv = ["--max-tokens", str(number), "--lr", str(rate), "--commit", commit, f"eos_token_id={number}"]
     assert redact_argv(argv) == argv
+
+
+ADDRESSES = [
+    "ada@example.org",
+    "ada.lovelace+ml@cs.uni-bonn.de",
+    "ADA@EXAMPLE.COM",
+    "ada_l-1@mail.example.co.uk",
+    "j\u00fcrgen@m\u00fcller.de",
+    "ada@163.com",
+    "ada%40example.org",
+    "root@gpu17.local",
+]
+SURROUNDINGS = [
+    "{}",
+    "by {}.",
+    "<{}>",
+    "mailto:{}",
+    "--user={}",
+    "/mnt/GoogleDrive-{}/x.py",
+    "runs/{}/train.py",
+    "+# {}",
+    "cannot reach {}: refused",
+    'File "/srv/{}/train.py", line 3, in f',
+    "{}:/data/x",
+]
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize("around", SURROUNDINGS)
+def test_addresses_go(address: str, around: str) -> None:
+    text = around.format(address)
+    clean = redact_text(text)
+    assert address not in clean and REDACTED in clean
+    assert redact_text(clean) == clean
+    assert address not in redact_argv(["train.py", "--user", text])[-1]
+    assert address not in select_variables({"TORCH_HOME": text})["TORCH_HOME"]
+
+
+@pytest.mark.parametrize("end", ["com", "org", "edu"])
+def test_what_follows_a_sure_end_does_not_matter(end: str) -> None:
+    assert redact_text(f"run_ada@example.{end}_1") == f"{REDACTED}_1"
+    assert redact_text(f"ada@example.{end}(Ada)") == f"{REDACTED}(Ada)"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "q@k.T",
+        "x@w.t",
+        "x@w.t()",
+        "q@k.mT / 8",
+        "a@b.mH",
+        "x@w.to(device)",
+        "x@w.to",
+        "q@k.transpose(-2, -1)",
+        "q@k.T.to(dtype)",
+        "x@self.net",
+        "self.q@self.k.name",
+        "x@w.is_cuda",
+        "h@w_q.io",
+        "h@weights.io[0]",
+        "x@layer.weight",
+        "user@decorator",
+        "@torch.no_grad()",
+        "+@click.group()",
+        "+@torch.compile",
+        "mAP@0.5 recall@5 precision@k",
+        "torch@2.1.0.dev",
+        "gcc@11.2.0",
+        "image@sha256:abcd",
+        "package@git+https://github.com/org/repo.git",
+        "git@github.com:org/repo",
+        "model@encoder.layers=vit model@ema.net=resnet",
+    ],
+)
+def test_what_looks_like_an_address_stays(text: str) -> None:
+    assert redact_text(text) == text
+    assert redact_argv(text.split()) == text.split()
+
+
+def test_in_source_an_address_is_in_a_string_or_comment() -> None:
+    code = "y = q@k.com + x@net.org  # ada@example.org\n@user.org\ndef f(to='ada@example.org'): ..."
+    hidden = "y = q@k.com + x@net.org  # ***\n@user.org\ndef f(to='***'): ..."
+    assert redact_source(code) == hidden
+    frame = f'  File "train.py", line 3, in f\n    {code.splitlines()[0]}'
+    assert redact_text(frame) == f'  File "train.py", line 3, in f\n    {hidden.splitlines()[0]}'
+
+
+LOCAL = st.from_regex(r"[a-z0-9][a-z0-9._+-]{1,20}[a-z0-9]", fullmatch=True).filter(
+    lambda who: who not in ("git", "hg", "svn") and who.partition(".")[0] != "self"
+)
+LABEL = st.from_regex(r"[a-z][a-z0-9-]{1,12}[a-z0-9]", fullmatch=True).filter(lambda label: label != "self")
+END = st.sampled_from(["com", "org", "net", "edu", "de", "io", "ai", "co.uk", "ac.jp", "dev", "local"])
+NAME = st.from_regex(r"[A-Za-z][A-Za-z0-9]{0,8}", fullmatch=True)
+ATTRIBUTE = st.sampled_from(
+    ["T", "t", "t()", "mT", "H", "weight", "data", "grad", "to(device)", "real", "to(x).net(0)"]
+)
+
+
+@given(
+    LOCAL,
+    LABEL,
+    END,
+    st.sampled_from(["", " ", "<", "'", "=", ":", "/", "("]),
+    st.sampled_from(["", " ", ">", ",", "/x"]),
+)
+def test_no_address_survives(who: str, label: str, end: str, before: str, after: str) -> None:
+    clean = redact_text(f"{before}{who}@{label}.{end}{after}")
+    assert f"@{label}" not in clean and REDACTED in clean
+    assert redact_text(clean) == clean
+
+
+@given(NAME, NAME, ATTRIBUTE)
+def test_products_survive(left: str, right: str, attribute: str) -> None:
+    for text in (f"{left}@{right}.{attribute}", f"out = ({left}@{right}.{attribute}) / 8"):
+        assert redact_text(text) == text
+
+
+@given(NAME, NAME, st.one_of(NAME, END, ATTRIBUTE))
+def test_code_outside_strings_survives(left: str, right: str, attribute: str) -> None:
+    code = f"@{left}.{right}\ndef f(x): return x@{left}.{attribute} + {left}@{right}"
+    assert redact_source(code) == code
+
+
+@given(st.text("ab.@+-_%4(=0 com org", max_size=60))
+def test_redacting_twice_near_addresses(text: str) -> None:
+    once = redact_text(text)
+    assert redact_text(once) == once

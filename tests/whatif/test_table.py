@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from reprokit.cli import main
+from reprokit.render.whatif import WORDS
 from reprokit.shrink import reduction as reductions
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.isolation.transport import pack, unpack
@@ -45,7 +46,7 @@ def answers(made: dict[str, Any], name: str = "snapshot") -> dict[str, str]:
 
 def without_slow_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = table.make_table
-    monkeypatch.setattr(table, "make_table", lambda *words: whole(*words, variants=QUICK))
+    monkeypatch.setattr(table, "make_table", lambda *words, **named: whole(*words, variants=QUICK, **named))
 
 
 def test_the_table_is_plain_data() -> None:
@@ -125,3 +126,43 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     reduction_of(failing.masked_softmax()).save(tmp_path / "reduction.pt")
     assert main(["whatif", "-q", str(tmp_path), "--keep"]) == 0
     assert answers(reductions.load(tmp_path / "reduction.pt").whatif, "minimum")["as_it_is"] == "same"
+
+
+def test_every_answer_is_told_while_the_table_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_slow_variants(monkeypatch)
+    save(failing.masked_softmax(), tmp_path / "x.repro.pt")
+    assert main(["whatif", str(tmp_path / "x.repro.pt"), "--json"]) == 0
+    said = capsys.readouterr()
+    rows = json.loads(said.out)["tables"]["snapshot"]
+    first, *lines = said.err.splitlines()[: len(rows) + 1]
+    assert first == "reprokit: start: 52 calls, 315 elements, at most 60 s"
+    assert [line.partition(": ")[2] for line in lines] == [
+        f"snapshot, {row['name'].replace('`', '')}: {WORDS[row['answer']]}" for row in rows
+    ]
+    assert main(["whatif", str(tmp_path / "x.repro.pt"), "--progress", "json"]) == 0
+    events = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
+    assert [event["event"] for event in events] == ["started", *["compared"] * len(rows)]
+    assert [event["answer"] for event in events[1:]] == [row["answer"] for row in rows]
+    assert main(["whatif", "-q", str(tmp_path / "x.repro.pt")]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="variants made here reach forked processes only")
+def test_an_answer_is_told_before_the_next_variant_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave_a_mark(candidate: Candidate) -> Candidate:
+        (tmp_path / "ran").touch()
+        return candidate
+
+    marked = Variant("mark", "mark", leave_a_mark)
+    monkeypatch.setitem(BY_KEY, marked.key, marked)
+    told: list[tuple[str, bool]] = []
+    table.make_table(
+        subjects(failing.masked_softmax()),
+        {},
+        300.0,
+        [BY_KEY[AS_IT_IS], marked],
+        tell=lambda program, variant, trial: told.append((variant.key, (tmp_path / "ran").exists())),
+    )
+    assert told == [(AS_IT_IS, False), ("mark", True)]

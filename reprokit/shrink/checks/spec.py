@@ -48,7 +48,7 @@ def parse(text: str) -> Spec:
 def _function(text: str, file: Path, function: str) -> Spec:
     """A function of a file, found by reading the file."""
     try:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree = ast.parse(file.read_text(encoding="utf-8"), filename=file.name)
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UsageError(f"cannot read `{file}`: {reason}", hint="name the file that holds the check") from None
