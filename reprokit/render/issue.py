@@ -96,6 +96,7 @@ def make_issue(
         "reduced": reduction is not None,
         "matters": _matters(reduction, script) if reduction is not None else "",
         "environment": _lines(facts.versions(snapshot.environment)),
+        "libraries": snapshot.environment.get("libraries") or {},
     }
     text = _fitted(chosen, parts, long_texts)
     short_texts = {**long_texts, **dict.fromkeys(_SHORT_WITHOUT, ""), "versions": parts["environment"]}

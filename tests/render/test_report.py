@@ -257,7 +257,7 @@ def test_what_if_and_diagnosis_appear_when_they_are_there() -> None:
 def test_ranges() -> None:
     found = measure(torch.tensor([0.0, -2.0, 0.5, NAN, INF, -INF]))
     assert (found.low, found.least, found.high, found.num_nan, found.num_inf) == (0.0, 0.5, 2.0, 1, 2)
-    assert range_text(found) == "float32 6, |x| 0 to 2, 1 nan, 2 inf"
+    assert range_text(found) == "float32 6, |x| 0 to 2, 1 nan, 1 inf, 1 -inf"
     assert measure(torch.full((3,), NAN)).high is None
     assert measure(torch.zeros(2)).least is None
     assert measure(torch.tensor([True])).high == 1.0
