@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from reprokit.capture.block import shown_path
 from reprokit.cli.console import Verbosity, say, shown_command
 from reprokit.render.wording import nearest_words
+from reprokit.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,7 +23,8 @@ def print_result(summary: dict[str, Any], folder: Path, verbosity: Verbosity = V
 
     _print_sizes(summary)
     verdicts = ", ".join(f"{count} {name}" for name, count in summary["verdicts"].items() if count)
-    say(f"{summary['checks']} checks ({verdicts}) in {summary['seconds']:.1f} s; reproduces {summary['reproduces']}")
+    checks, seconds = counted(summary["checks"], "check"), summary["seconds"]
+    say(f"{checks} ({verdicts}) in {seconds:.1f} s; reproduces {summary['reproduces']}")
     if verbosity is Verbosity.VERBOSE:
         _print_passes(summary)
     elif removed := _removed(summary):

@@ -22,10 +22,13 @@ from reprokit.shrink.checks.spec import SYNTAX, Spec, parse
 from reprokit.shrink.events import Comparing, Event, Improved, Resumed, Writing
 from reprokit.snapshot.paths import REDUCTION_FILE
 from reprokit.snapshot.privacy import SOURCES
+from reprokit.words import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from reprokit.program.ir import Program
+    from reprokit.program.run import Tensors
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
     from reprokit.snapshot.privacy import Source as SourcePolicy
@@ -217,9 +220,17 @@ class _Work:
 def _diagnosed(snapshot: Snapshot) -> dict[str, Any] | None:
     """Why the step failed, as plain data. A diagnosis that fails is told and costs nothing else."""
     from reprokit.locate.diagnose import diagnose
+    from reprokit.render.fix_code import fix_code
+
+    def write(before: Program, after: Program, tensors: Tensors) -> str:
+        try:
+            return fix_code(before, after, tensors)
+        except Exception as error:
+            say(f"the fix is told without its code: {type(error).__name__}: {error}")
+            return ""
 
     try:
-        return diagnose(snapshot).summary()
+        return diagnose(snapshot, write=write).summary()
     except Exception as error:
         say(f"no diagnosis: {type(error).__name__}: {error}")
         return None
@@ -235,7 +246,7 @@ def _moved(value: Any, old: str, new: str) -> Any:
 
 
 def _interrupted(summary: dict[str, Any], folder: Path) -> Interrupted:
-    size = f"{summary['calls']:,} calls, {summary['elements']:,} elements"
+    size = f"{counted(summary['calls'], 'call')}, {counted(summary['elements'], 'element')}"
     return Interrupted(f"interrupted; the best so far ({size}) is in `{folder}`, and `--resume` goes on from there")
 
 

@@ -20,7 +20,7 @@ from reprokit.locate.failure import EXCEPTION, module_of
 from reprokit.locate.observe import observe
 from reprokit.locate.scene import Scene, Step
 from reprokit.locate.signs import SIGNS, Numbers
-from reprokit.locate.trials import Budget, attempt
+from reprokit.locate.trials import Budget, WriteCode, attempt
 from reprokit.locate.underflow import find_underflow
 from reprokit.program.functions import display_name
 from reprokit.program.run import determinism
@@ -39,8 +39,13 @@ class Reduced(Protocol):
         """The smallest change found that passes."""
 
 
-def diagnose(step: Step, reduction: Reduced | None = None, *, budget: Budget | None = None) -> Diagnosis:
-    """The diagnosis of a captured step (a snapshot). ``reduction`` adds what its search found out."""
+def diagnose(
+    step: Step, reduction: Reduced | None = None, *, budget: Budget | None = None, write: WriteCode | None = None
+) -> Diagnosis:
+    """The diagnosis of a captured step (a snapshot). ``reduction`` adds what its search found out.
+
+    ``write`` makes the code of a fix; without it only the few that the catalogue has are told.
+    """
     if step.failure.kind not in _KINDS:
         return _unknown("The failure is not a bad value or an exception, so there is no origin to look at.")
     with determinism(step.settings), warnings.catch_warnings():
@@ -49,7 +54,7 @@ def diagnose(step: Step, reduction: Reduced | None = None, *, budget: Budget | N
         found = matches(scene)
         if not found:
             return _unknown("No entry of the catalogue fits what the origin was given.")
-        note, tried = _try_all(scene, found, budget or Budget())
+        note, tried = _try_all(scene, found, budget or Budget(), write)
     (entry, numbers), *others = found
     fix = next((item for item in tried if item.helped), None)
     return Diagnosis(
@@ -148,7 +153,9 @@ def _optimizer(target: str) -> str | None:
     return target.removeprefix("torch.optim.") if target.startswith("torch.optim.") else None
 
 
-def _try_all(scene: Scene, found: list[tuple[Entry, Numbers]], budget: Budget) -> tuple[str | None, list[Fix]]:
+def _try_all(
+    scene: Scene, found: list[tuple[Entry, Numbers]], budget: Budget, write: WriteCode | None
+) -> tuple[str | None, list[Fix]]:
     """All remedies of the best entries in order, until one helps."""
     remedies = [remedy for entry, _ in found for remedy in entry.remedies]
     if not remedies:
@@ -159,7 +166,7 @@ def _try_all(scene: Scene, found: list[tuple[Entry, Numbers]], budget: Budget) -
     for number, remedy in enumerate(remedies):
         if remedy in remedies[:number]:
             continue
-        fix = attempt(scene, remedy, budget, _next_remedies)
+        fix = attempt(scene, remedy, budget, _next_remedies, write)
         if fix is not None:
             tried.append(fix)
         if fix is not None and fix.helped:

@@ -19,10 +19,14 @@ from reprokit.program.ir import Call, Mode, Program, Ref, map_leaves
 
 @dataclass(frozen=True, slots=True)
 class Edited:
-    """A program after an edit, and the tensors of its inputs."""
+    """A program after an edit, and the tensors of its inputs.
+
+    ``is_local`` means that single calls were edited; what was not touched is the very same `Call` as before.
+    """
 
     program: Program
     tensors: Mapping[int, torch.Tensor]
+    is_local: bool = True
 
 
 @dataclass
@@ -116,7 +120,7 @@ def converted(program: Program, tensors: Mapping[int, torch.Tensor], dtype: torc
         calls.append(replace(call, target=methods.get(call.target, call.target), args=args, kwargs=kwargs,
                              mode=replace(call.mode, autocast=_autocast(call.mode, name))))  # fmt: skip
     new = {value: t.to(dtype) if t.dtype is torch.float16 else t for value, t in tensors.items()}
-    return Edited(replace(program, calls=tuple(calls)), new)
+    return Edited(replace(program, calls=tuple(calls)), new, is_local=False)
 
 
 def _autocast(mode: Mode, name: str) -> tuple[tuple[str, str], ...]:

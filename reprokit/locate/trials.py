@@ -27,11 +27,13 @@ from reprokit.locate.scene import Scene
 from reprokit.locate.ways import ways_of
 from reprokit.program.functions import UnknownFunction
 from reprokit.program.ir import Program, Ref, iter_refs
-from reprokit.program.run import Outcome, run
+from reprokit.program.run import Outcome, Tensors, run
 
 MAX_CHANGES = 4  # in one fix, when each change uncovers the next failure
 _FAR = 1000.0  # how many times the losses of the steps before
 NextRemedies = Callable[[Scene], Iterable[Remedy]]
+WriteCode = Callable[[Program, Program, Tensors], str]
+"""Writes what differs between a step and its edited form as Python, in the names of the user's code."""
 
 
 @dataclass
@@ -68,15 +70,22 @@ def failure_of(edited: Edited) -> Failure | None:
         return locate(edited.program, edited.tensors)
 
 
-def attempt(scene: Scene, remedy: Remedy, budget: Budget, next_remedies: NextRemedies) -> Fix | None:
-    """Try a remedy on the step of a scene; ``None`` when it does not apply to it, or the budget is spent."""
-    changes, current, fix = list[tuple[Remedy, Scene]](), scene, None
+def attempt(
+    scene: Scene, remedy: Remedy, budget: Budget, next_remedies: NextRemedies, write: WriteCode | None = None
+) -> Fix | None:
+    """Try a remedy on the step of a scene; ``None`` when it does not apply to it, or the budget is spent.
+
+    ``write`` writes the code of a change that helped, unless the catalogue has it.
+    """
+    changes, current, fix, is_local = list[tuple[Remedy, Scene]](), scene, None, True
     following, edited = remedy, apply(scene, remedy)
     while edited is not None and len(changes) < MAX_CHANGES and budget.take():
         changes.append((following, current))
+        is_local = is_local and edited.is_local
         failure = failure_of(edited)
         if failure is None:
-            return _fix(changes, True, _finite(edited, scene.timeline))
+            code = write(scene.program, edited.program, edited.tensors) if is_local and write is not None else ""
+            return _fix(changes, True, _finite(edited, scene.timeline), code)
         fix = _fix(changes, False, _still(failure, current.failure))
         if failure.kind == EXCEPTION or _is_same(failure, current.failure) or not budget.take():
             break
@@ -86,12 +95,12 @@ def attempt(scene: Scene, remedy: Remedy, budget: Budget, next_remedies: NextRem
     return fix
 
 
-def _fix(changes: list[tuple[Remedy, Scene]], helped: bool, outcome: str) -> Fix:
+def _fix(changes: list[tuple[Remedy, Scene]], helped: bool, outcome: str, code: str = "") -> Fix:
     texts, codes = zip(*(remedy.words_for(scene) for remedy, scene in changes), strict=True)
     return Fix(
         changes[0][0].rewrite,
         texts,
-        "\n".join(dict.fromkeys(filter(None, codes))),
+        "\n".join(dict.fromkeys(filter(None, (*codes, code)))),
         tuple(_place(scene) for _, scene in changes),
         helped,
         outcome,
@@ -104,7 +113,7 @@ def apply(scene: Scene, remedy: Remedy) -> Edited | None:
         edited = REWRITES[remedy.rewrite](scene, **remedy.parameters)
     except KeyError:
         return None
-    return Edited(watched(edited.program), edited.tensors) if edited is not None else None
+    return replace(edited, program=watched(edited.program)) if edited is not None else None
 
 
 def _scene_after(edited: Edited, failure: Failure, first: Scene) -> Scene:

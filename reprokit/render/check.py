@@ -74,6 +74,13 @@ def write_check(subject: Subject, failure: Failure, code: Code) -> list[str]:
     ]
 
 
+def outcome_words(subject: Subject | None, code: Code, failure: Failure) -> str:
+    """What became of the failure where the repro looks, if that is bad in another way: ``, which makes x.grad nan``."""
+    if subject is None or subject.way == failure.way:
+        return ""
+    return f", which makes {code.names[subject.value]}{'.grad' * subject.is_gradient} {_WORDS[subject.way]}"
+
+
 def message(subject: Subject, failure: Failure, code: Code) -> str:
     """The assertion's message as a string literal, such as ``"F.softmax(x, dim=0) is nan"``."""
     verb = "is" if _is_all_bad(subject.tensor, subject.way) else "contains"

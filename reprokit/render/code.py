@@ -70,15 +70,15 @@ def write_program(
     """The program in Python; ``keep`` lists values that must have a variable at the end.
 
     Inputs in ``given`` are there already under some name and get no line, those in ``written`` are made by another
-    expression than their numbers. ``nouns`` are variables that values had in the user's code; one is used again once
-    the value before is done with. ``reserved`` are names to stay away from, inputs in ``aside`` go to the side file
-    whatever they are. The body will be indented by ``indent``.
+    expression than their numbers. ``nouns`` are variables that values had in the user's code (none if empty); one is
+    used again once the value before is done with. ``reserved`` are names to stay away from, inputs in ``aside`` go to
+    the side file whatever they are. The body will be indented by ``indent``.
     """
     program = replace(program, calls=tuple(call for call in program.calls if not _changes_nothing(call)))
     known = Names(frozenset(reserved))
     for value, name in (given or {}).items():
         known.adopt(value, name)
-    words = {**result_words(program), **(nouns or {})}
+    words = {value: word for value, word in {**result_words(program), **(nouns or {})}.items() if word}
     return _Writer(
         program,
         tensors,

@@ -73,13 +73,14 @@ def one_line(diagnosis: Diagnosis) -> str:
 def _fix_lines(fix: Fix) -> list[str]:
     lines = [f"A fix was tried on the captured step and helped: {_change(fix)}. Then: {_safe(fix.outcome)}."]
     if fix.code:
-        ticks = "`" * max(3, wording.longest_run(fix.code, "`") + 1)
-        lines += ["", f"{ticks}python", *fix.code.splitlines(), ticks]
+        code = redact_text(fix.code)
+        ticks = "`" * max(3, wording.longest_run(code, "`") + 1)
+        lines += ["", f"{ticks}python", *code.splitlines(), ticks]
     return lines
 
 
 def _fix_data(fix: Fix) -> dict[str, Any]:
-    return {"change": _change(fix), "outcome": _safe(fix.outcome), "code": fix.code, "helped": fix.helped}
+    return {"change": _change(fix), "outcome": _safe(fix.outcome), "code": redact_text(fix.code), "helped": fix.helped}
 
 
 def _change(fix: Fix, *, with_places: bool = True) -> str:

@@ -12,6 +12,7 @@ from reprokit.locate.failure import Failure
 from reprokit.render import wording
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
+from reprokit.words import counted
 
 Fact = tuple[str, str]
 
@@ -29,7 +30,7 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
     noticed = f", noticed in {noticed_in(snapshot)}" if noticed_in(snapshot) else ""
     message = f": {wording.message(failure)}" if wording.message(failure) else ""
     note = f": {redact_text(snapshot.fidelity_note)}" if snapshot.fidelity_note else ""
-    size = f"{snapshot.program.num_calls:,} calls, {snapshot.num_elements:,} input elements"
+    size = f"{counted(snapshot.program.num_calls, 'call')}, {counted(snapshot.num_elements, 'input element')}"
     facts = [
         ("where", where(failure)),
         ("origin", origin(failure)),

@@ -20,6 +20,7 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
 from reprokit.whatif.table import CONTEXT, MINIMUM
 from reprokit.whatif.variants import home_of
+from reprokit.words import counted
 
 if TYPE_CHECKING:
     from reprokit.program.ir import Site
@@ -95,6 +96,7 @@ def make_issue(
         "reduced": reduction is not None,
         "matters": _matters(reduction, script) if reduction is not None else "",
         "environment": _lines(facts.versions(snapshot.environment)),
+        "libraries": snapshot.environment.get("libraries") or {},
     }
     text = _fitted(chosen, parts, long_texts)
     short_texts = {**long_texts, **dict.fromkeys(_SHORT_WITHOUT, ""), "versions": parts["environment"]}
@@ -151,15 +153,15 @@ def _long_texts(
         "output": cut(shorten_paths(redact_text(shown_output(script, verified))), MAX_OUTPUT_CHARACTERS),
         "traceback": shorten_paths(redact_text(verified.error_output.rstrip())),
         "versions": _versions(snapshot.environment),
-        "log": redact_source("\n".join(reduction.log)) if reduction is not None else "",
-        "variants": whatif.markdown(reduction.whatif, _program_of(script, reduction)) if reduction is not None else "",
+        "log": redact_source(wording.renamed("\n".join(reduction.log), script.names)) if reduction is not None else "",
+        "variants": _variants(script, reduction) if reduction is not None else "",
         "diagnosis": _diagnosis(reduction),
     }
 
 
-def _program_of(script: Script, reduction: Reduction) -> str:
-    """Which of the what-if table's programs the script is; one made of modules names no inputs."""
-    return CONTEXT if reduction.level == "module" and not script.names else MINIMUM
+def _variants(script: Script, reduction: Reduction) -> str:
+    program = CONTEXT if reduction.level == "module" and not script.names else MINIMUM  # one of modules names no inputs
+    return whatif.markdown(reduction.whatif, program, script.names)
 
 
 def _matters(reduction: Reduction, script: Script) -> str:
@@ -213,8 +215,9 @@ def _in_line(site: Site | None) -> str:
 
 def _size(snapshot: Snapshot, reduction: Reduction | None) -> str:
     if reduction is None:
-        return f"{snapshot.program.num_calls} torch calls"
-    return f"{reduction.before['calls']} torch calls to {reduction.program.num_calls}, in {reduction.checks} checks"
+        return counted(snapshot.program.num_calls, "torch call")
+    before, checks = counted(reduction.before["calls"], "torch call"), counted(reduction.checks, "check")
+    return f"{before} to {reduction.program.num_calls:,}, in {checks}"
 
 
 def _own_repository(snapshot: Snapshot) -> str | None:

@@ -8,6 +8,8 @@ from itertools import groupby
 
 from reprokit.program.ir import ZERO_GRAD, Call, Mode
 
+OFF = "off"  # in place of a dtype: autocast is on around the code and switched off in it
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -30,7 +32,7 @@ def under_modes(lines: Sequence[Line]) -> Iterator[str]:
     """The statements in ``with`` blocks; neighbours in the same autocast share a block, as they share its cache."""
     for (autocast, inference), block in groupby(lines, key=lambda line: (line.mode.autocast, line.mode.inference)):
         group = list(block)
-        outer = [f'torch.autocast("{device}", dtype={dtype})' for device, dtype in autocast]
+        outer = [f'torch.autocast("{device}", {_switch(dtype)})' for device, dtype in autocast]
         outer = ["torch.inference_mode()", *outer] if inference else outer
         runs = [(grad, list(part)) for grad, part in groupby(group, key=lambda line: line.mode.grad)]
         if outer and len(runs) == 1 and runs[0][0] == inference:
@@ -45,6 +47,10 @@ def under_modes(lines: Sequence[Line]) -> Iterator[str]:
                 indent += "    "
             for line in part:
                 yield from (indent + piece for piece in line.text.split("\n"))
+
+
+def _switch(dtype: str) -> str:
+    return "enabled=False" if dtype == OFF else f"dtype={dtype}"
 
 
 def _grad_mode(grad: bool) -> str:

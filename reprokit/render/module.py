@@ -16,7 +16,7 @@ import torch
 
 from reprokit.program.ir import Call, Input, Mode, Program, Ref
 from reprokit.render import expression, names
-from reprokit.render.check import Subject, find_subject, write_check
+from reprokit.render.check import Subject, find_subject, outcome_words, write_check
 from reprokit.render.code import Code, write_program
 from reprokit.render.environment import render_template
 from reprokit.render.expression import Expr
@@ -98,7 +98,7 @@ class _Writer:
         lines = [line for block in (*classes, setup, code.inputs, code.body) for line in block]
         text = render_template(
             "repro_module.py.j2",
-            header=list(self._header(num_calls_before, version)),
+            header=list(self._header(num_calls_before, version, outcome_words(subject, code, self._context.failure))),
             imports=_imports(lines),
             classes=classes,
             setup=[*setup, *code.inputs, *start],
@@ -117,9 +117,9 @@ class _Writer:
             failure = replace(failure, value=None)
         return find_subject(program, self._context.tensors, failure)
 
-    def _header(self, num_calls_before: int | None, version: str) -> Iterator[str]:
+    def _header(self, num_calls_before: int | None, version: str, outcome: str) -> Iterator[str]:
         what = redact_text(headline(self._context.failure)).replace("\n", " ")
-        yield f"{what} {phase_words(self._context.failure)} (torch {version})."
+        yield f"{what} {phase_words(self._context.failure)}{outcome} (torch {version})."
         was = f"{num_calls_before} torch calls of " if num_calls_before is not None else ""
         yield f"The part of the model that shows how: cut mechanically by reprokit from {was}a training step."
         if not self._context.is_ordinary:

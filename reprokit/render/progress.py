@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from reprokit.shrink.reduction import Reduction
 
-_LINE = re.compile(r"(\d+): .*: (\d+) calls, (\d+) elements$", re.DOTALL)
+_LINE = re.compile(r"(\d+): .*: ([\d,]+) calls?, ([\d,]+) elements?$", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ def progress(reduction: Reduction) -> list[Progress]:
     before = reduction.before
     steps = [Progress(0, before["calls"], before["elements"])]
     for line in lines:
-        if (int(line[2]), int(line[3])) != (steps[-1].calls, steps[-1].elements):
-            steps.append(Progress(int(line[1]), int(line[2]), int(line[3])))
+        calls, elements = (int(number.replace(",", "")) for number in line.groups()[1:])
+        if (calls, elements) != (steps[-1].calls, steps[-1].elements):
+            steps.append(Progress(int(line[1]), calls, elements))
     return [*steps, Progress(max(reduction.checks, int(lines[-1][1])), steps[-1].calls, steps[-1].elements)]

@@ -18,7 +18,8 @@ _ONE_BYTE = 1  # formats of one byte have next to no functions of their own
 @dataclass(frozen=True, slots=True)
 class Range:
     """A tensor in short. ``low`` and ``high`` are the smallest and largest magnitude of its finite elements, and
-    ``least`` is the smallest that is not zero; ``None`` without any. ``num_true`` counts in booleans."""
+    ``least`` is the smallest that is not zero; ``None`` without any. ``num_inf`` counts
+    infinities of either sign, ``num_negative_inf`` those below zero, ``num_true`` is for booleans."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -28,6 +29,7 @@ class Range:
     num_inf: int
     least: float | None = None
     num_true: int | None = None
+    num_negative_inf: int = 0
 
     @property
     def is_bad(self) -> bool:
@@ -52,20 +54,22 @@ class Limits:
 def measure(tensor: torch.Tensor) -> Range:
     """The range of a tensor."""
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-    magnitudes = _magnitudes(tensor)
-    if magnitudes is None:
+    numbers = _numbers(tensor)
+    if numbers is None:
         return Range(dtype, shape, None, None, 0, 0)
-    num_nan = num_inf = 0
+    magnitudes = numbers.abs()
+    num_nan = num_inf = num_negative = 0
     low, high = _extremes(magnitudes)
     if not (math.isfinite(low) and math.isfinite(high)):
         num_nan, num_inf = int(torch.isnan(magnitudes).sum()), int(torch.isinf(magnitudes).sum())
+        num_negative = 0 if numbers.is_complex() else int(torch.isneginf(numbers).sum())
         magnitudes = magnitudes[torch.isfinite(magnitudes)]
         if magnitudes.numel() == 0:
-            return Range(dtype, shape, None, None, num_nan, num_inf)
+            return Range(dtype, shape, None, None, num_nan, num_inf, num_negative_inf=num_negative)
         low, high = _extremes(magnitudes)
     least = low if low > 0 else _least(magnitudes)
     num_true = int(magnitudes.count_nonzero()) if tensor.dtype is torch.bool else None
-    return Range(dtype, shape, low, high, num_nan, num_inf, least, num_true)
+    return Range(dtype, shape, low, high, num_nan, num_inf, least, num_true, num_negative)
 
 
 def range_text(found: Range | None) -> str:
@@ -78,7 +82,9 @@ def range_text(found: Range | None) -> str:
     elif found.low is not None and found.high is not None:
         same = found.low == found.high
         words.append(f"|x| = {found.high:.4g}" if same else f"|x| {found.low:.4g} to {found.high:.4g}")
-    words += [f"{count:,} {name}" for count, name in ((found.num_nan, "nan"), (found.num_inf, "inf")) if count]
+    num_positive = found.num_inf - found.num_negative_inf
+    counts = ((found.num_nan, "nan"), (num_positive, "inf"), (found.num_negative_inf, "-inf"))
+    words += [f"{count:,} {name}" for count, name in counts if count]
     return ", ".join(words)
 
 
@@ -91,8 +97,8 @@ def limits_of(dtype: str) -> Limits | None:
     return Limits(dtype, numbers.tiny, numbers.max)
 
 
-def _magnitudes(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Absolute values in a format that can be compared, ``None`` where there are none."""
+def _numbers(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The elements in a format whose absolute values can be compared, ``None`` where there are none."""
     plain = local_part(tensor.detach())
     if plain.is_meta or plain.numel() == 0:
         return None
@@ -104,7 +110,7 @@ def _magnitudes(tensor: torch.Tensor) -> torch.Tensor | None:
         plain = plain.double()  # the smallest integer has no positive counterpart of its own type
     elif plain.element_size() == _ONE_BYTE:
         plain = plain.float()
-    return plain.abs()
+    return plain
 
 
 def _extremes(magnitudes: torch.Tensor) -> tuple[float, float]:

@@ -106,7 +106,7 @@ def write_report(
         "nearest": wording.nearest_words(reduction.nearest, inputs) if reduction and reduction.nearest else None,
         "diagnosis": _diagnosis(reason) if reason else None,
         "whatif_programs": whatif.programs(tables),
-        "whatif_rows": whatif.rows(tables),
+        "whatif_rows": whatif.rows(tables, script.names),
         "environment": [*facts.versions(snapshot.environment), *facts.settings(snapshot.environment)],
         "source": facts.source(snapshot),
         "texts": texts,
@@ -199,7 +199,7 @@ def _long_texts(
     """Texts that may be long, redacted and cut where it shows."""
     texts = {
         "output": shown_output(script, verified),
-        "log": "\n".join(reduction.log) if reduction is not None else "",
+        "log": wording.renamed("\n".join(reduction.log), script.names) if reduction is not None else "",
         "collect_env": str(snapshot.environment.get("collect_env", "")),
         "diff": str(snapshot.source.get("diff") or ""),
     }

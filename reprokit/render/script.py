@@ -22,6 +22,7 @@ from reprokit.render.environment import render_template
 from reprokit.render.wording import headline, phase_words
 from reprokit.snapshot.paths import REPRO_FILE
 from reprokit.snapshot.redact import redact_text
+from reprokit.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ def _header(program: Program, failure: Failure, num_calls_before: int | None, ve
     what = redact_text(headline(failure)).replace("\n", " ")
     lines = [f"{what} {phase_words(failure)} (torch {version})."]
     if num_calls_before is not None:
-        was, now = num_calls_before, program.num_calls
-        lines.append(f"Reduced mechanically by reprokit from {was} torch calls of a training step to {now}.")
+        was, now = counted(num_calls_before, "torch call"), program.num_calls
+        lines.append(f"Reduced mechanically by reprokit from {was} of a training step to {now:,}.")
     lines.append("Ends with exit code 1 while the bug is there, and with 0 once it is gone.")
     return lines

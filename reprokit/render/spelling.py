@@ -30,7 +30,8 @@ _SAME_THING = frozenset(
      "permute", "repeat", "requires_grad_", "reshape", "squeeze", "t", "to", "transpose", "type", "unsqueeze", "view"]
 )  # fmt: skip
 _SAME_ATTRIBUTES = frozenset(["T", "mT", "H", "mH", "data", "real"])
-_MODULES = frozenset(["torch", "F", "nn", "functional", "np"])
+_MODULES = frozenset(["torch", "F", "nn", "functional", "np", "linalg", "fft", "special"])
+_NAMESPACES = (_METHOD, "torch.", "torch.nn.functional.", "torch.linalg.", "torch.fft.", "torch.special.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,11 @@ def is_written_as_method(call: Call) -> bool:
     """Whether the user wrote ``x.add(y)`` where ``x + y`` would do."""
     matches = _matches(call)
     return bool(matches) and all(isinstance(node, ast.Call) for node, _ in matches)
+
+
+def is_inside_another(call: Call) -> bool:
+    """Whether the user's line does not have the call itself but something that makes it."""
+    return call.site is not None and _parsed(call.site.code) is not None and not _matches(call)
 
 
 def input_words(program: Program) -> dict[int, str]:
@@ -265,7 +271,7 @@ def _results_of_a_module(call: Call) -> dict[int, str]:
 def _is_torch(node: ast.Call) -> bool:
     """Whether a call on the line is one of torch's functions, and not of a module or of the user's."""
     name = _word(node.func) if isinstance(node.func, (ast.Name, ast.Attribute)) else ""
-    return any(is_torch_function(f"{place}{name}") for place in (_METHOD, "torch.", "torch.nn.functional."))
+    return any(is_torch_function(f"{place}{name}") for place in _NAMESPACES)
 
 
 def _assignments(tree: ast.Module) -> Iterator[tuple[list[str], ast.expr]]:

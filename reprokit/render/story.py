@@ -9,6 +9,7 @@ from reprokit.render import facts, wording
 from reprokit.render.issue import rate
 from reprokit.snapshot.format import count_elements
 from reprokit.snapshot.redact import redact_text
+from reprokit.words import counted
 
 if TYPE_CHECKING:
     from reprokit.render.verify import VerifyResult
@@ -36,12 +37,12 @@ def _failure(snapshot: Snapshot) -> Iterator[str]:
 
 def _size(snapshot: Snapshot, reduction: Reduction | None) -> Iterator[str]:
     if reduction is None:
-        yield f"The captured step has {snapshot.program.num_calls:,} torch calls; it was not reduced."
+        yield f"The captured step has {counted(snapshot.program.num_calls, 'torch call')}; it was not reduced."
         return
     before, after = reduction.before, reduction.program.num_calls
     elements = count_elements(reduction.program, reduction.tensors)
     verb = "is" if after == 1 else "are"
     yield (
-        f"Of {before['calls']:,} torch calls on {before['elements']:,} input elements, "
+        f"Of {counted(before['calls'], 'torch call')} on {counted(before['elements'], 'input element')}, "
         f"{after:,} on {elements:,} {verb} enough to show it."
     )

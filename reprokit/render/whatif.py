@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from reprokit.render.wording import renamed
 from reprokit.snapshot.redact import redact_text
-from reprokit.whatif.table import NOT_DONE
+from reprokit.whatif.table import MINIMUM, NOT_DONE
 
 WORDS = {"same": "fails the same", "other": "fails otherwise", "passes": "passes", "cannot_run": "cannot run"}
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
@@ -46,26 +47,29 @@ def programs(table: Mapping[str, Any]) -> list[str]:
     return list(table.get("tables", {}))
 
 
-def rows(table: Mapping[str, Any]) -> list[Row]:
-    """The table by variant, in its order; details are redacted."""
+def rows(table: Mapping[str, Any], inputs: Mapping[str, str] | None = None) -> list[Row]:
+    """The table by variant, in its order; details are redacted. ``inputs`` are the names of those of the minimum."""
     found: dict[str, dict[str, Cell]] = {}
     names: dict[str, str] = {}
     for program, items in table.get("tables", {}).items():
         for item in items:
             names[item["variant"]] = item["name"]
-            found.setdefault(item["variant"], {})[program] = _cell(item)
+            found.setdefault(item["variant"], {})[program] = _cell(item, inputs if program == MINIMUM else None)
     return [
         Row(names[variant], tuple(cells.get(program) for program in programs(table)))
         for variant, cells in found.items()
     ]
 
 
-def markdown(table: Mapping[str, Any], program: str) -> str:
-    """A Markdown table about one program, a line for every way in which it ended; empty without any."""
+def markdown(table: Mapping[str, Any], program: str, inputs: Mapping[str, str] | None = None) -> str:
+    """A Markdown table about one program, a line for every way in which it ended; empty without any.
+
+    ``inputs`` says what the inputs of the program are called where the table is read.
+    """
     variants: dict[str, list[str]] = {}
     for item in table.get("tables", {}).get(program, ()):
         if not item["detail"].startswith(NOT_DONE):
-            variants.setdefault(_cell(item).text, []).append(item["name"])
+            variants.setdefault(_cell(item, inputs).text, []).append(item["name"])
     if not variants:
         return ""
     body = (("; ".join(names), _escaped(text)) for text, names in variants.items())
@@ -91,8 +95,9 @@ def _words(cell: Cell | None) -> tuple[str, str]:
     return (cell.text, cell.time) if cell is not None else ("", "")
 
 
-def _cell(item: Mapping[str, Any]) -> Cell:
-    return Cell(item["answer"], redact_text(item["detail"]), seconds_text(item["seconds"]))
+def _cell(item: Mapping[str, Any], inputs: Mapping[str, str] | None) -> Cell:
+    detail = redact_text(renamed(item["detail"], inputs or {}))
+    return Cell(item["answer"], detail, seconds_text(item["seconds"]))
 
 
 def _escaped(text: str) -> str:

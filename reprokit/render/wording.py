@@ -131,6 +131,11 @@ def shown_names(reduction: Reduction, names: Mapping[str, str]) -> dict[str, str
     return {**incoming, **names}
 
 
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """Text with the inputs in backticks called as the repro calls them."""
+    return re.sub("`([^`]+)`", lambda span: f"`{names.get(span[1], span[1])}`", text)
+
+
 def explained(reduction: Reduction, names: Mapping[str, str]) -> list[tuple[str, str]]:
     """For every input and constant that is left: what the repro calls it, and whether it matters."""
     inputs = [(names.get(item["input"], item["input"]), _says(item)) for item in reduction.explain]
@@ -173,7 +178,11 @@ def _says(item: Mapping[str, Any]) -> str:
 
 
 def _constant_name(item: Mapping[str, Any]) -> str:
-    return f"{item['argument']} of {item['call']}"
+    """``exponent of pow``, ``constant of the division``."""
+    name = item["call"].rpartition(".")[2]
+    operation = _OPERATORS.get(name.strip("_")) if name.startswith("__") else None
+    argument = "constant" if item["argument"] == "other" else item["argument"]
+    return f"{argument} of {f'the {operation}' if operation else name.lstrip('_')}"
 
 
 def _listed(words: list[str]) -> str:

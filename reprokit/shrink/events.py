@@ -6,6 +6,8 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from reprokit.words import counted
+
 
 @dataclass(frozen=True, slots=True)
 class Started:
@@ -18,9 +20,9 @@ class Started:
 
     def __str__(self) -> str:
         limits = [f"{self.max_time:g} s"] if self.max_time is not None else []
-        limits += [f"{self.max_checks:,} checks"] if self.max_checks is not None else []
+        limits += [f"{counted(self.max_checks, 'check')}"] if self.max_checks is not None else []
         budget = f", at most {' and '.join(limits)}" if limits else ""
-        return f"start: {self.calls:,} calls, {self.elements:,} elements{budget}"
+        return f"start: {_size(self)}{budget}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Resumed:
     checks: int
 
     def __str__(self) -> str:
-        return f"resumed after {self.checks:,} checks: {self.calls:,} calls, {self.elements:,} elements left"
+        return f"resumed after {counted(self.checks, 'check')}: {_size(self)} left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class PassStarted:
     elements: int
 
     def __str__(self) -> str:
-        return f"{place_of(self)}: {self.calls:,} calls, {self.elements:,} elements left"
+        return f"{place_of(self)}: {_size(self)} left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Checked:
     change: str
 
     def __str__(self) -> str:
-        return f"check {self.number}: {self.change}: {self.verdict} ({self.calls:,} calls, {self.elements:,} elements)"
+        return f"check {self.number}: {self.change}: {self.verdict} ({_size(self)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class Improved:
     change: str
 
     def __str__(self) -> str:
-        return f"kept: {self.change}: {self.calls:,} calls, {self.elements:,} elements left"
+        return f"kept: {self.change}: {_size(self)} left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +99,8 @@ class PassEnded:
     elements: int
 
     def __str__(self) -> str:
-        done = f"{self.successes:,} of {self.checks:,} checks kept"
-        return f"{place_of(self)}: {done}, {self.calls:,} calls, {self.elements:,} elements left"
+        done = f"{self.successes:,} of {counted(self.checks, 'check')} kept"
+        return f"{place_of(self)}: {done}, {_size(self)} left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ class Finished:
 
     def __str__(self) -> str:
         end = "nothing more can go" if self.one_minimal else "stopped early" if self.stopped else "done"
-        return f"{end}: {self.calls:,} calls, {self.elements:,} elements after {self.checks:,} checks"
+        return f"{end}: {_size(self)} after {counted(self.checks, 'check')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,10 @@ Event = (
     | Compared
     | Writing
 )
+
+
+def _size(event: Started | Resumed | PassStarted | Checked | Improved | PassEnded | Finished) -> str:
+    return f"{counted(event.calls, 'call')}, {counted(event.elements, 'element')}"
 
 
 def place_of(event: PassStarted | PassEnded) -> str:

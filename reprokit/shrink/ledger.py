@@ -14,6 +14,7 @@ from typing import Any
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import count_elements
+from reprokit.words import counted
 
 _NUMBERS = ("checks", "successes", "calls", "elements", "seconds")
 
@@ -94,7 +95,7 @@ class Ledger:
         row.elements += self.elements - candidate.num_elements
         self.calls, self.elements = candidate.num_calls, candidate.num_elements
         self.settled.clear()
-        self.log.append(f"{self.checks}: {change}: {self.calls} calls, {self.elements} elements")
+        self.log.append(f"{self.checks}: {change}: {counted(self.calls, 'call')}, {counted(self.elements, 'element')}")
         return change
 
     def table(self) -> list[dict[str, Any]]:

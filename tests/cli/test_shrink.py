@@ -57,7 +57,8 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         context=None,
         table=dict,
         compared=None,
-        diagnose=lambda: unknown,
+        diagnose=lambda write: unknown,
+        fix_code=lambda: "",
     )
 
     def shrink(snapshot: object, **options: Any) -> FakeReduction:
@@ -82,7 +83,8 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         "reprokit.whatif": {},
         "reprokit.whatif.table": {"of_reduction": of_reduction},
         "reprokit.render": {"render_all": render_all, "render_context": lambda *_, **__: fake.context},
-        "reprokit.locate.diagnose": {"diagnose": lambda snapshot: fake.diagnose()},
+        "reprokit.locate.diagnose": {"diagnose": lambda snapshot, write: fake.diagnose(write)},
+        "reprokit.render.fix_code": {"fix_code": lambda *_: fake.fix_code()},
     }
     for name, content in modules.items():
         module = ModuleType(name)
@@ -143,13 +145,29 @@ def test_a_what_if_table_that_fails_costs_nothing_else(
 def test_a_diagnosis_that_fails_costs_nothing_else(
     reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def diagnose() -> None:
+    def diagnose(write: Callable[..., str]) -> None:
         raise ZeroDivisionError("no luck")
 
     reducer.diagnose = diagnose
     assert main(["shrink", "x.pt"]) == 0
     assert "reprokit: no diagnosis: ZeroDivisionError: no luck" in capsys.readouterr().err
     assert Path("x", "reduction.pt").is_file()
+
+
+def test_a_fix_whose_code_cannot_be_written_is_still_told(
+    reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[str] = []
+
+    def diagnose(write: Callable[..., str]) -> SimpleNamespace:
+        written.append(write(None, None, None))
+        return SimpleNamespace(summary=lambda: None)
+
+    reducer.diagnose = diagnose
+    reducer.fix_code = failing(KeyError("no name"))
+    assert main(["shrink", "x.pt"]) == 0
+    assert written == [""]
+    assert "the fix is told without its code: KeyError: 'no name'" in capsys.readouterr().err
 
 
 def test_quiet(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,7 @@ def test_the_plain_view_says_what_changed(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err.splitlines() == [
         "reprokit: start: 70 calls, 41,230 elements, at most 60 s and 100 checks",
         "reprokit: replay: 5/5 runs fail as recorded",
-        "reprokit: cut: 1 of 1 checks kept, 1 calls, 12 elements left",
+        "reprokit: cut: 1 of 1 check kept, 1 call, 12 elements left",
     ]
     for event in EVENTS:
         PlainView(is_verbose=True).show(event)

@@ -53,6 +53,8 @@ HEADINGS = {
     ],
     "lightning": [
         "### Bug description",
+        "### What version are you seeing the problem on?",
+        "### Reproduced in studio",
         "### How to reproduce the bug",
         "### Error messages and logs",
         "### Environment",
@@ -233,6 +235,12 @@ def test_the_rate_says_what_was_seen(fields: dict[str, Any], words: str) -> None
 
 def issue_of(snapshot: Snapshot, template: str | None = None, **fields: Any) -> Issue:
     return make_issue(snapshot, snapshot_script(snapshot), replace(VERIFIED, **fields), template=template)
+
+
+@pytest.mark.parametrize("libraries", [{"lightning": "2.6.6"}, {"pytorch_lightning": "2.6.6"}])
+def test_the_form_of_lightning_has_the_version_that_ran(libraries: dict[str, str]) -> None:
+    text = issue_of(snapshot_of(masked_softmax(), environment={"libraries": libraries}), "lightning").text
+    assert "problem on?\n\n2.6.6\n" in text
 
 
 def test_every_template_has_its_headings_and_all_sections() -> None:

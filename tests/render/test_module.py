@@ -25,6 +25,7 @@ from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot
 from tests.shrink import models
+from tests.shrink.failing import record
 from tests.shrink.test_context import CASES, found_for
 
 
@@ -73,6 +74,19 @@ def test_a_gradient_is_looked_at_by_its_path() -> None:
     text = script_of(models.log_gradient).text
     assert "self.weight = nn.Parameter(" in text
     assert "assert not torch.isnan(model.weight.grad).any()" in text
+
+
+def test_the_header_says_what_becomes_of_an_infinity() -> None:
+    def slopes(x: torch.Tensor) -> None:
+        (((x * x).sum(1).sqrt() - 1) ** 2).sum().backward()
+
+    snapshot = record(slopes, x=torch.zeros(1, 1, requires_grad=True))
+    assert snapshot.failure.way == "-inf"
+    script = write_module_script(Context(snapshot.program, snapshot.tensors, snapshot.failure))
+    assert script is not None
+    first, *_, last = script.text.splitlines()
+    assert first.startswith("# gradient of sqrt is -inf in the backward pass, which makes x.grad nan (torch ")
+    assert last == 'assert not torch.isnan(x.grad).any(), "x.grad is nan"'
 
 
 def test_a_variable_does_not_hide_the_function_that_is_called_again() -> None:

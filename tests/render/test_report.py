@@ -109,7 +109,7 @@ def test_the_report_is_one_file_and_well_formed() -> None:
         "The dashed line marks step 8, which failed.",
         "1-minimal",
         "any value fails",
-        "scale of torch.softmax",
+        "scale of softmax",
         "<code>x[0] = 0</code> instead of <code>-inf</code>",
         "<tr><th>cut</th><td>7</td><td>1</td><td>9</td><td>23</td><td>0.25</td></tr>",
     ):
@@ -257,7 +257,7 @@ def test_what_if_and_diagnosis_appear_when_they_are_there() -> None:
 def test_ranges() -> None:
     found = measure(torch.tensor([0.0, -2.0, 0.5, NAN, INF, -INF]))
     assert (found.low, found.least, found.high, found.num_nan, found.num_inf) == (0.0, 0.5, 2.0, 1, 2)
-    assert range_text(found) == "float32 6, |x| 0 to 2, 1 nan, 2 inf"
+    assert range_text(found) == "float32 6, |x| 0 to 2, 1 nan, 1 inf, 1 -inf"
     assert measure(torch.full((3,), NAN)).high is None
     assert measure(torch.zeros(2)).least is None
     assert measure(torch.tensor([True])).high == 1.0

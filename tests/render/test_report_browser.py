@@ -49,7 +49,7 @@ def big_report() -> str:
     snapshot.source.update({"command": ["train.py", "--data=" + "x" * 200], "diff": "+" + "y" * 500})
     snapshot.environment.update({"collect_env": "z" * 500, "variables": {"OMP_NUM_THREADS": "1" * 200}})
     row = {"variant": "fp64", "name": "`float64`", "answer": "other", "detail": "raises " + "w" * 200, "seconds": 1e-3}
-    log = ["1: cut: 3 calls, 20 elements", "4: sizes: to 1: 1 calls, 1 elements"]
+    log = ["1: cut: 3 calls, 20 elements", "4: sizes: to 1: 1 call, 1 element"]
     reduction = reduced(snapshot, log=log, whatif={"tables": {"minimum": [row], "context": [row]}})
     return write_report(snapshot, reduction_script(reduction), VERIFIED, reduction=reduction)
 

@@ -9,6 +9,7 @@ import torch
 
 from reprokit.program.ir import Call, Input, Program, Ref, Site
 from reprokit.render.code import write_program
+from reprokit.render.spelling import spellings
 
 
 def body(code: str, *calls: tuple[str, tuple[Any, ...]], inputs: int = 2) -> list[str]:
@@ -71,3 +72,9 @@ def test_flags_are_named() -> None:
 
 def test_an_argument_that_chooses_the_overload_stays() -> None:
     assert body("x.random_(1, None)", ("torch.Tensor.random_", (Ref(0), 1, None)))[-1].endswith("random_(1, None)")
+
+
+def test_functions_of_torchs_namespaces_are_found_on_their_line() -> None:
+    site = Site("train.py", 3, "w, v = torch.linalg.eigh(lap)")
+    (spelling,) = spellings([Call("torch.linalg.eigh", (Ref(0),), outputs=(Ref(1), Ref(2)), site=site)])
+    assert (spelling.operands, spelling.results) == ({0: "lap"}, {1: "w", 2: "v"})

@@ -22,7 +22,7 @@ from reprokit.render.issue import MAX_CHARACTERS, cut, title, write_issue
 from reprokit.render.issue_templates import fence
 from reprokit.render.report import write_report
 from reprokit.render.sources import reduction_script, snapshot_script
-from reprokit.render.wording import code_span, headline, observed
+from reprokit.render.wording import code_span, headline, nearest_words, observed, renamed
 from reprokit.snapshot.format import Snapshot, save
 from tests.render.programs import (
     VERIFIED,
@@ -170,6 +170,27 @@ def test_headlines() -> None:
 
 
 # -- everything ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "argument", "name"),
+    [
+        ("torch.Tensor.__rtruediv__", "other", "constant of the division"),
+        ("torch.Tensor.pow", "exponent", "exponent of pow"),
+        ("torch.Tensor.__pow__", "exponent", "exponent of the power"),
+        ("torch._weight_norm", "dim", "dim of weight_norm"),
+    ],
+)
+def test_constants_are_called_as_people_would(call: str, argument: str, name: str) -> None:
+    change = {"call": call, "argument": argument, "to": 1.0, "from": 0.5}
+    assert nearest_words(change, {}) == (f"{name} = 1", "0.5")
+
+
+def test_inputs_in_a_text_are_called_as_in_the_repro() -> None:
+    names = {"features.0.weight": "weight", "only": "x"}
+    assert renamed("4: plainer `features.0.weight` and `bias`: only 1 call", names) == (
+        "4: plainer `weight` and `bias`: only 1 call"
+    )
 
 
 def test_all_of_it_is_written_and_runs(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from reprokit.locate.scene import Scene
 from reprokit.locate.signs.edges import EDGES
 from reprokit.program.ir import Call, Device, Ref, Symbol
 
-_TESTS = {"at_most": "torch.le", "above": "torch.gt", "at_least": "torch.ge", "equal": "torch.eq"}
+_TESTS = {"at_most": "__le__", "above": "__gt__", "at_least": "__ge__", "equal": "__eq__"}
 
 
 @rewrite
@@ -66,7 +66,7 @@ def away_from_zero(scene: Scene, operand: Slot = "denominator", value: str | flo
         argument = argument_at(call, slot)
         if not isinstance(argument, Ref):
             return None
-        found, mask = editor.call(call, "torch.eq", argument, 0)
+        found, mask = editor.call(call, "torch.Tensor.__eq__", argument, 0)
         fill: Chain = [("torch.Tensor.masked_fill", (mask, number_for(scene, operand, value)), {})]
         made = guarded(editor, call, slot, fill)
         return [found, *made] if made is not None else None
@@ -90,7 +90,7 @@ def inside(scene: Scene) -> Edited | None:
         if edge.size:
             size, tested = editor.call(call, "torch.abs", tested)
             before.append(size)
-        found, mask = editor.call(call, _TESTS[edge.test], tested, bound)
+        found, mask = editor.call(call, f"torch.Tensor.{_TESTS[edge.test]}", tested, bound)
         made = guarded(editor, call, slot, [("torch.Tensor.masked_fill", (mask, edge.harmless), {})])
         return [*before, found, *made] if made is not None else None
 
@@ -173,4 +173,4 @@ def zeros_for_bad_input(scene: Scene) -> Edited | None:
         return None
     value = failure.value
     changed = scene.tensors[value].detach().nan_to_num(0.0, 0.0, 0.0)
-    return Edited(scene.program, {**scene.tensors, value: changed})
+    return Edited(scene.program, {**scene.tensors, value: changed}, is_local=False)

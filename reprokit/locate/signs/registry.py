@@ -34,9 +34,10 @@ def number_named(name: str | float, dtype: torch.dtype) -> float:
     if not isinstance(name, str):
         return float(name)
     limits = torch.finfo(dtype)
+    eps = 10.0 ** math.ceil(math.log10(limits.eps))  # as people write it
     return {
-        "eps": float(limits.eps), "tiny": float(limits.tiny), "min": float(limits.min), "max": float(limits.max),
-        "below_one": 1.0 - 4 * float(limits.eps), "above_minus_one": 4 * float(limits.eps) - 1.0,
+        "eps": eps, "tiny": float(limits.tiny), "min": float(limits.min), "max": float(limits.max),
+        "below_one": 1.0 - eps, "above_minus_one": eps - 1.0,
         "log_max": math.log(limits.max) - 1.0, "log_limit": math.log(limits.max), "log2_limit": math.log2(limits.max),
         "small": 1e-3 if limits.bits == 16 else 1e-6,
     }[name]  # fmt: skip
