@@ -20,7 +20,7 @@ from reprokit.render.code import write_program
 from reprokit.render.labels import labels
 from reprokit.render.modes import OFF
 from reprokit.render.reads import is_one_line
-from reprokit.render.spelling import is_inside_another, operand_words
+from reprokit.render.spelling import is_inside_another, operand_paths
 
 MAX_LINES = 6  # for one line of the user's code; the changed calls alone are shown where it takes more
 _LAYER = re.compile(r"\.(\d+)(?=\.|$)")
@@ -99,11 +99,11 @@ class _Piece:
         read = {ref.value for ref in self.after.outputs} | {value for call in outside for value in call.input_refs()}
         calls = _needed([self._in_its_place(self.after.calls[number]) for number in numbers], read)
         given, made = dict[int, str](), set[int]()
-        words, known = self._words(), labels(self.after)
+        paths, known = self._paths(), labels(self.after)
         for call in calls:
             for value in call.input_refs():
                 if value not in made and value not in given:
-                    given[value] = _unique([words.get(value), _path(known[value])], set(given.values()))
+                    given[value] = _unique([paths.get(value), _path(known[value])], set(given.values()))
             made.update(call.output_refs())
         kept = [value for value in made if value in read]
         piece = replace(self.after, inputs=(), calls=tuple(calls), outputs=())
@@ -122,9 +122,9 @@ class _Piece:
             return lines
         return [*lines[:-1], re.sub(r"^\w+ = ", "return ", lines[-1])]
 
-    def _words(self) -> Mapping[int, str]:
-        """What the line calls the values that it reads."""
-        return operand_words([call for call in self.before.calls if is_one_line(call, self.after.calls[self.index])])
+    def _paths(self) -> Mapping[int, str]:
+        """How the line reaches the values that it reads."""
+        return operand_paths([call for call in self.before.calls if is_one_line(call, self.after.calls[self.index])])
 
 
 def _path(name: str) -> str:

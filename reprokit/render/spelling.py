@@ -15,6 +15,7 @@ from itertools import groupby
 
 from reprokit.program.functions import is_torch_function
 from reprokit.program.ir import Call, Program, Ref
+from reprokit.render.expression import quoted
 from reprokit.render.operators import AUGMENTED, BINARY, REFLECTED, UNARY
 
 _METHOD = "torch.Tensor."
@@ -38,12 +39,13 @@ _NAMESPACES = (_METHOD, "torch.", "torch.nn.functional.", "torch.linalg.", "torc
 class Spelling:
     """What a line says of a call: names by value.
 
-    ``operands`` is what it was given, ``variables`` those of them that are plain variables there, ``results`` what it
-    was assigned to.
+    ``operands`` is what it was given, ``variables`` those of them that are plain variables there, ``paths`` the whole
+    text of variables and attributes (``self.weight``, ``state["avg"]``), ``results`` what it was assigned to.
     """
 
     operands: Mapping[int, str] = field(default_factory=dict)
     variables: Mapping[int, str] = field(default_factory=dict)
+    paths: Mapping[int, str] = field(default_factory=dict)
     results: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -71,6 +73,15 @@ def operand_words(calls: Sequence[Call]) -> dict[int, str]:
         for value, word in spelling.operands.items():
             words.setdefault(value, word)
     return words
+
+
+def operand_paths(calls: Sequence[Call]) -> dict[int, str]:
+    """For whatever calls read how it is reached on the first line that says so, where that is no call itself."""
+    paths: dict[int, str] = {}
+    for spelling in spellings(calls):
+        for value, path in spelling.paths.items():
+            paths.setdefault(value, path)
+    return paths
 
 
 def result_words(program: Program) -> dict[int, str]:
@@ -122,6 +133,7 @@ def _read(call: Call, matches: Sequence[Match]) -> Spelling:
     """What all parts of the line agree on."""
     operands: dict[int, str] = {}
     variables: dict[int, str] = {}
+    paths: dict[int, str] = {}
     for position, argument in enumerate(call.args):
         nodes = [given[position] if position < len(given) else None for _, given in matches]
         words = {_name(node) if node is not None else None for node in nodes}
@@ -129,7 +141,10 @@ def _read(call: Call, matches: Sequence[Match]) -> Spelling:
             operands.setdefault(argument.value, word)
             if all(isinstance(node, ast.Name) for node in nodes):
                 variables.setdefault(argument.value, word)
-    return Spelling(operands, variables, _results(call, matches[0][0]) if len(matches) == 1 else {})
+            texts = {_path(node) if node is not None else None for node in nodes}
+            if len(texts) == 1 and (text := texts.pop()) is not None:
+                paths.setdefault(argument.value, text)
+    return Spelling(operands, variables, paths, _results(call, matches[0][0]) if len(matches) == 1 else {})
 
 
 def _matches(call: Call) -> list[Match]:
@@ -250,6 +265,19 @@ def _name(node: ast.expr) -> str | None:
         owner = next(iter(node.args), None) if is_of_module else node.func.value
         return _name(owner) if owner is not None else None
     return None
+
+
+def _path(node: ast.expr) -> str | None:
+    """The text of a variable, of an attribute, or of an item by a constant, of such; ``None`` for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    owner = _path(node.value) if isinstance(node, (ast.Attribute, ast.Subscript)) else None
+    if owner is None:
+        return None
+    if isinstance(node, ast.Attribute):
+        return f"{owner}.{node.attr}"
+    key = node.slice.value if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) else None
+    return f"{owner}[{quoted(key) if isinstance(key, str) else key}]" if isinstance(key, (str, int)) else None
 
 
 def _results(call: Call, node: ast.AST) -> dict[int, str]:

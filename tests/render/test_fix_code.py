@@ -71,6 +71,11 @@ STEPS = {
         "def step(x):\n    a = torch.log(x)\n    b = torch.sqrt(x - 1)\n    return (a + b).sum()\n",
         "b = torch.sqrt((x - 1).clamp(min=1e-6))",
     ),
+    "attributes and items": (
+        "def step(x):\n    scales = {'x': x.sum() - 3}\n    step.total = x[1]\n"
+        "    ratio = step.total / scales['x']\n    return ratio\n",
+        'ratio = step.total / scales["x"].clamp(min=1e-6)',
+    ),
     "half precision": (
         "def step(x):\n    half = x.half() * 30000\n    scale = half.sum() / 100\n    return scale\n",
         "half.float()",
