@@ -3,8 +3,9 @@
     python benchmarks/corpus.py CORPUS [--case NAME ...] [--jobs N] [--out DIR] [--json FILE] [--compare FILE]
 
 Every case is a folder with ``train.py`` and ``case.json``. For each one the public commands are run: capture, show,
-shrink, and then ``repro.py`` by itself, three times, in an empty folder with a clean interpreter. A table goes to
-stderr, a JSON summary to stdout. A command that fails is part of the score, never the end of the benchmark.
+shrink, and then ``repro.py`` by itself, three times, in an empty folder with a clean interpreter. The code of a fix
+is pasted into the script, which is run again. A table goes to stderr, a JSON summary to stdout. A command that fails is
+part of the score, never the end of the benchmark.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from command import JSON, find_cases, new_corpus_parser, print_json
+from pasting import paste
 
 REPRO_RUNS = 3
 
@@ -47,6 +49,7 @@ CHECKS = {
     "report_ok": "report",
     "diagnosis_ok": "diag",
     "fix": "fix",
+    "pasted": "pasted",
     "ruff_ok": "ruff",
 }
 # What a diagnosis of a family may be about: words, one of which is part of the id of its entry. A coarse score.
@@ -105,6 +108,7 @@ class Row:
     report_ok: bool | None = None
     diagnosis_ok: bool | None = None
     fix: bool = False
+    pasted: bool | None = None
     ruff_ok: bool | None = None
     calls: int | None = None
     elements: int | None = None
@@ -170,6 +174,7 @@ def run_case(folder: Path, work: Path, timeout: float) -> Row:
     shrunk = _reprokit(["shrink", "--json", "--no-whatif", "-o", "out", "snap.pt"], work, timeout)
     repros = _run_repro(work / "out", shrunk.json(), timeout)
     row = score(folder.name, case, shown.json(), shrunk.json(), repros, _text_of(work / "out" / "issue.md"))
+    row.pasted = is_healed_by_pasting(work, shrunk.json(), timeout)
     row.report_ok = opens_cleanly(work / "out" / "report.html")
     row.ruff_ok = is_clean_code(sorted((work / "out").glob("repro*.py")))
     row.capture_seconds, row.shrink_seconds = round(captured.seconds, 2), round(shrunk.seconds, 2)
@@ -226,6 +231,21 @@ def is_whole_issue(text: str) -> bool:
     is_closed = text.count("<details>") == text.count("</details>") > 0
     is_private = f"{Path.home()}/" not in text
     return len(text) <= MAX_ISSUE_CHARACTERS and is_closed and is_private and all(part in text for part in ISSUE_PARTS)
+
+
+def is_healed_by_pasting(work: Path, shrunk: JSON | None, timeout: float) -> bool | None:
+    """Whether the whole script runs to its end, under capture, with the code of the fix pasted over its lines.
+
+    ``None`` where there is no code for lines of the script: a change in a library, or of the optimizer's options.
+    """
+    fix = ((shrunk or {}).get("diagnosis") or {}).get("fix") or {}
+    source = paste(fix.get("code", ""), "train.py", (work / "train.py").read_text(encoding="utf-8"))
+    if source is None:
+        return None
+    folder = work / "pasted"
+    folder.mkdir()
+    (folder / "train.py").write_text(source, encoding="utf-8")
+    return _reprokit(["capture", "-o", "snap.pt", "train.py"], folder, timeout).code == 0
 
 
 def opens_cleanly(report: Path) -> bool | None:

@@ -54,7 +54,7 @@ def _place(before: Program, after: Sequence[Call], index: int) -> str:
     site, kept = after[index].site, {id(call) for call in after}
     assert site is not None, "only calls with a site are shown"
     replaced = [call for call in before.calls if id(call) not in kept and is_one_line(call, after[index])]
-    inside = ", in what it calls" if all(map(is_inside_another, replaced)) else ""
+    inside = ", in what it calls" if replaced and all(map(is_inside_another, replaced)) else ""
     return f"{PurePath(site.file).name}:{site.line}{inside}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from reprokit.locate.diagnose import diagnose
 from reprokit.locate.diagnosis import Fix
 from reprokit.render.fix_code import fix_code
 from reprokit.snapshot.format import Snapshot
+from tests.conftest import import_benchmark
 from tests.shrink.failing import record
 
 X = torch.tensor([0.0, 1.0, 2.0])
@@ -31,16 +31,6 @@ def fix_of(snapshot: Snapshot) -> Fix:
     fix = diagnose(snapshot, write=fix_code).fix
     assert fix is not None and fix.helped
     return fix
-
-
-def patched(source: str, code: str) -> str:
-    """The source with the lines that the code names replaced by it."""
-    lines = source.splitlines()
-    for line, text in re.findall(r"# train\.py:(\d+).*\n((?:(?!# train).*\n?)+)", code):
-        old = lines[int(line) - 1]
-        indent = old[: len(old) - len(old.lstrip())]
-        lines[int(line) - 1] = "\n".join(indent + new for new in text.rstrip().splitlines())
-    return "\n".join(lines)
 
 
 HEAD = "import torch\nimport torch.nn.functional as F\n"
@@ -94,6 +84,7 @@ def test_the_code_in_place_of_its_line_makes_the_step_finite(name: str, tmp_path
     fix = fix_of(record(run, **{given: X.clone().requires_grad_()}))
     assert expected in fix.code
     x = X.clone().requires_grad_()
-    loss = load(patched(HEAD + body, fix.code), tmp_path)(x)
+    pasted = import_benchmark("pasting").paste(fix.code, "train.py", HEAD + body)
+    loss = load(pasted, tmp_path)(x)
     loss.backward()
     assert x.grad is not None and loss.isfinite() and x.grad.isfinite().all()

@@ -1,0 +1,22 @@
+"""Pasting the code of a fix into the script that it is about, as somebody would who trusts it."""
+
+from __future__ import annotations
+
+import re
+
+_PART = re.compile(r"# (?P<file>\S+):(?P<line>\d+)(?P<inside>, in what it calls)?\n(?P<code>(?:(?!# ).*\n?)+)")
+
+
+def paste(code: str, file: str, source: str) -> str | None:
+    """The source of ``file`` with the lines that the code names replaced by it; ``None`` where it names no line of it.
+
+    A change inside of a function that the line calls cannot be pasted.
+    """
+    lines, parts = source.splitlines(), list(_PART.finditer(code))
+    if not parts or any(part["inside"] or part["file"] != file for part in parts):
+        return None
+    for part in parts:
+        old = lines[int(part["line"]) - 1]
+        indent = old[: len(old) - len(old.lstrip())]
+        lines[int(part["line"]) - 1] = "\n".join(indent + new for new in part["code"].rstrip().splitlines())
+    return "\n".join(lines) + "\n"
