@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 
-_PART = re.compile(r"# (?P<file>\S+):(?P<line>\d+)(?P<inside>, in what it calls)?\n(?P<code>(?:(?!# ).*\n?)+)")
+_PLACE = re.compile(r"(?m)^# .*$")
+_PART = re.compile(r"(?m)^# (?P<file>\S+):(?P<line>\d+)\n(?P<code>(?:(?!# ).*\n?)+)")
 
 
 def paste(code: str, file: str, source: str) -> str | None:
     """The source of ``file`` with the lines that the code names replaced by it; ``None`` where it names no line of it.
 
-    A change inside of a function that the line calls cannot be pasted.
+    What is only a part of a line, or inside of a function that it calls, cannot be pasted.
     """
     lines, parts = source.splitlines(), list(_PART.finditer(code))
-    if not parts or any(part["inside"] or part["file"] != file for part in parts):
+    if not parts or len(parts) < len(_PLACE.findall(code)) or any(part["file"] != file for part in parts):
         return None
     for part in parts:
         old = lines[int(part["line"]) - 1]

@@ -73,16 +73,16 @@ class Shrink:
 
     @contextlib.contextmanager
     def _made_folder(self) -> Iterator[None]:
-        """The folder for the results, taken away again after an error if it was made here and is empty."""
-        was_there = os.path.exists(self.folder)
+        """The folder for the results; after an error what of its path was made here is taken away again if empty."""
+        missing = [folder for folder in (self.folder, *self.folder.parents) if not os.path.exists(folder)]
         goes_on = self.resume and os.path.isfile(self.folder / REDUCTION_FILE)
         make_folder(self.folder, overwrite=self.overwrite or goes_on)
         try:
             yield
-        except ReprokitError:
-            if not was_there:
-                with contextlib.suppress(OSError):  # something was written
-                    self.folder.rmdir()
+        except BaseException:
+            with contextlib.suppress(OSError):  # something was written
+                for folder in missing:
+                    folder.rmdir()
             raise
 
 

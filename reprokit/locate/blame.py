@@ -185,15 +185,24 @@ class _Walk:
 
         Masks come with the batch as ``-inf``; a ``+inf`` in there is data that overflowed.
         """
-        if way == NAN:
-            return False
-        index = self._notes.writer(value, at)
+        waiting, seen = [(value, way, at)], set[tuple[int, str, int | None]]()
+        while waiting:
+            value, way, at = waiting.pop()
+            index = self._notes.writer(value, at)
+            if (value, way, index) in seen:
+                continue
+            seen.add((value, way, index))
+            bad = [(v, w) for v, ways in self._notes.reads[index].items() for w in ways] if index is not None else []
+            if way == NAN or not (bad or self._is_asked_for(value, way, index)):
+                return False
+            waiting += [(v, w, index) for v, w in bad if index is not None]
+        return True
+
+    def _is_asked_for(self, value: int, way: str, index: int | None) -> bool:
+        """The same of a value that nothing bad went into; ``index`` is the call that made it, if one did."""
         if index is None:
             role = self._program.input(value).role
             return role != "parameter" and not (role == "batch" and way == PLUS)
-        bad = [(v, w) for v, ways in self._notes.reads[index].items() for w in ways]
-        if bad:
-            return all(self._is_wanted(v, w, index) for v, w in bad)
         call = self._program.calls[index]
         return is_factory(call.target) or holds_infinity((call.args, dict(call.kwargs)))
 

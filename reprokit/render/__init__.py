@@ -47,11 +47,11 @@ def render_all(
     """
     from reprokit.render.issue import write_issue
     from reprokit.render.report import write_report
-    from reprokit.render.sources import reduction_script
+    from reprokit.render.sources import reduction_script, without_source
     from reprokit.render.verify import verify
     from reprokit.snapshot.privacy import private
 
-    snapshot = private(snapshot, source)
+    snapshot, reduction = private(snapshot, source), without_source(reduction, source)
     script = reduction_script(reduction, snapshot, withheld=withheld)
     path = script.write(out_dir)
     result = _verified(script, times) if script.is_withheld else verify(path, times)

@@ -10,7 +10,7 @@ from typing import Any
 
 from reprokit.locate.diagnosis import Diagnosis, Fix
 from reprokit.render import wording
-from reprokit.snapshot.redact import redact_text
+from reprokit.snapshot.redact import redact_source, redact_text
 
 _SURE = {
     "certain": "the values at the origin leave no other reading",
@@ -73,14 +73,19 @@ def one_line(diagnosis: Diagnosis) -> str:
 def _fix_lines(fix: Fix) -> list[str]:
     lines = [f"A fix was tried on the captured step and helped: {_change(fix)}. Then: {_safe(fix.outcome)}."]
     if fix.code:
-        code = redact_text(fix.code)
+        code = redact_source(fix.code)
         ticks = "`" * max(3, wording.longest_run(code, "`") + 1)
         lines += ["", f"{ticks}python", *code.splitlines(), ticks]
     return lines
 
 
 def _fix_data(fix: Fix) -> dict[str, Any]:
-    return {"change": _change(fix), "outcome": _safe(fix.outcome), "code": redact_text(fix.code), "helped": fix.helped}
+    return {
+        "change": _change(fix),
+        "outcome": _safe(fix.outcome),
+        "code": redact_source(fix.code),
+        "helped": fix.helped,
+    }
 
 
 def _change(fix: Fix, *, with_places: bool = True) -> str:

@@ -50,7 +50,7 @@ class Expr:
 
 _SIMPLE = re.compile(r"-?\d[\w.]*(?:-\d+)?|[A-Za-z_][\w.]*")  # powers of such operands are written without spaces
 _BOUND = re.compile(r"-?\w+")  # slices with other bounds get spaces around their colons
-_BINARY = {
+BINARY_RANKS = {
     "+": Rank.ADD,
     "-": Rank.ADD,
     "*": Rank.MULTIPLY,
@@ -75,7 +75,7 @@ _BINARY = {
 
 def binary(operator: str, left: Expr, right: Expr) -> Expr:
     """``left operator right``."""
-    rank = _BINARY[operator]
+    rank = BINARY_RANKS[operator]
     if operator == "**":  # binds less tightly than a sign on its right, more tightly than one on its left
         base, exponent = left.at_least(Rank.ATOM), right.at_least(Rank.UNARY)
         space = "" if _SIMPLE.fullmatch(base) and _SIMPLE.fullmatch(exponent) else " "

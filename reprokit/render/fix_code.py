@@ -1,6 +1,7 @@
 """A fix as code: the lines of the user's program that were changed, as they were when the step became finite.
 
-Each line is written anew from its calls, in the names of the user's code, so that what is shown is what was run.
+Each is the user's own line with the changed calls written into it. Where that cannot be said, it is written anew from
+its calls; the comment above tells whether what is shown can stand in the place of the line.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from pathlib import PurePath
 
 import torch
 
-from reprokit.program.ir import Call, Mode, Program
+from reprokit.program.ir import Call, Mode, Program, Site
 from reprokit.program.run import Tensors
 from reprokit.render.code import write_program
 from reprokit.render.labels import labels
 from reprokit.render.modes import OFF
+from reprokit.render.own_line import own_line, stands_for
 from reprokit.render.reads import is_one_line
 from reprokit.render.spelling import is_inside_another, operand_paths
 
@@ -44,18 +46,9 @@ def fix_code(before: Program, after: Program, tensors: Tensors) -> str:
         site = after.calls[index].site
         if site is None or (site.file, site.line) in shown or after.calls[index].is_optimizer_step:
             continue
-        text = _Piece(before, after, tensors, frozenset(changed), index).text()
-        shown[site.file, site.line] = f"# {_place(before, after.calls, index)}\n{text}" if _is_python(text) else ""
+        text, place = _Piece(before, after, tensors, frozenset(changed), index).shown(site)
+        shown[site.file, site.line] = f"# {place}\n{text}" if _is_python(text) else ""
     return "\n".join(filter(None, shown.values()))
-
-
-def _place(before: Program, after: Sequence[Call], index: int) -> str:
-    """``train.py:7``, and whether the change is not on the line itself but in a function that it calls."""
-    site, kept = after[index].site, {id(call) for call in after}
-    assert site is not None, "only calls with a site are shown"
-    replaced = [call for call in before.calls if id(call) not in kept and is_one_line(call, after[index])]
-    inside = ", in what it calls" if replaced and all(map(is_inside_another, replaced)) else ""
-    return f"{PurePath(site.file).name}:{site.line}{inside}"
 
 
 @dataclass(frozen=True)
@@ -68,12 +61,30 @@ class _Piece:
     changed: frozenset[int]
     index: int
 
-    def text(self) -> str:
-        """The whole line, or only what is changed in it; empty where even that is long."""
+    def shown(self, site: Site) -> tuple[str, str]:
+        """The code, empty where it is long, and where it belongs.
+
+        That is ``train.py:7`` for what can stand in the place of the line, ``in train.py:7`` for the changed calls
+        alone; it is also said where these are in a function that the line calls.
+        """
+        place = f"{PurePath(site.file).name}:{site.line}"
+        own = own_line(_on_line(self.before, site), _on_line(self.after, site), _in_words)
+        if own:
+            return own, place
         line = self._line()
-        alone = [number for number in line if number in self.changed]
-        found = (self._written(numbers) for numbers in (line, alone))
-        return "\n".join(next((lines for lines in found if len(lines) <= MAX_LINES), []))
+        whole = self._written(line)
+        if len(whole) <= MAX_LINES and stands_for("\n".join(whole), site.code):
+            return "\n".join(whole), place
+        kept = set(map(id, self.after.calls))
+        replaced = [call for call in self._old() if id(call) not in kept]
+        is_inside = bool(replaced) and all(map(is_inside_another, replaced))
+        alone = self._written([number for number in line if number in self.changed])
+        found = next((lines for lines in (whole, alone) if len(lines) <= MAX_LINES), [])
+        return "\n".join(found), f"{place}, in what it calls" if is_inside else f"in {place}"
+
+    def _old(self) -> list[Call]:
+        """The calls of the line before the change."""
+        return [call for call in self.before.calls if is_one_line(call, self.after.calls[self.index])]
 
     def _line(self) -> Sequence[int]:
         """The numbers of the calls on the line, once where a loop goes over it several times."""
@@ -87,17 +98,18 @@ class _Piece:
         length = next(n for n in range(1, len(targets) + 1) if targets == targets[:n] * (len(targets) // n))
         return numbers[:length]
 
-    def _in_its_place(self, call: Call) -> Call:
-        """The call without modes that are set around the line; an autocast that the change switched off is said."""
-        modes = [other.mode for other in self.before.calls if is_one_line(other, call)]
-        around = modes[0].autocast if modes and not call.mode.autocast else ()
-        return replace(call, mode=Mode(autocast=tuple((device, OFF) for device, _ in around)))
+    def _in_its_place(self, calls: Sequence[Call]) -> list[Call]:
+        """The calls without modes that are set around the line; an autocast that the change switched off is said."""
+        around = next((call.mode.autocast for call in self._old()), ())
+        off = tuple((device, OFF) for device, _ in around)
+        return [replace(call, mode=Mode(autocast=() if call.mode.autocast else off)) for call in calls]
 
     def _written(self, numbers: Sequence[int]) -> list[str]:
         """Some calls of the line as code that stands in its place."""
-        outside = [call for number, call in enumerate(self.after.calls) if number not in set(numbers)]
+        written = set(numbers)
+        outside = [call for number, call in enumerate(self.after.calls) if number not in written]
         read = {ref.value for ref in self.after.outputs} | {value for call in outside for value in call.input_refs()}
-        calls = _needed([self._in_its_place(self.after.calls[number]) for number in numbers], read)
+        calls = _needed(self._in_its_place([self.after.calls[number] for number in numbers]), read)
         given, made = dict[int, str](), set[int]()
         paths, known = self._paths(), labels(self.after)
         for call in calls:
@@ -110,7 +122,7 @@ class _Piece:
         inserted = dict.fromkeys((value for value in made if value >= self.before.next_value()), "")
         nouns = {**inserted, **{value: known[value] for value in kept}}
         lines = write_program(piece, self.tensors, keep=[*kept, *(read & given.keys())], given=given, nouns=nouns).body
-        return [_NUMBER.sub(_in_words, line) for line in self._returned(lines, calls)]
+        return [_in_words(line) for line in self._returned(lines, calls)]
 
     def _returned(self, lines: Sequence[str], calls: Sequence[Call]) -> Sequence[str]:
         """The lines, with ``return`` where the user's line returns what the last of them makes."""
@@ -124,7 +136,13 @@ class _Piece:
 
     def _paths(self) -> Mapping[int, str]:
         """How the line reaches the values that it reads."""
-        return operand_paths([call for call in self.before.calls if is_one_line(call, self.after.calls[self.index])])
+        return operand_paths(self._old())
+
+
+def _on_line(program: Program, site: Site) -> list[Call]:
+    """All calls of a line, those of functions that it holds (a comprehension) and of all its runs included."""
+    sites = ((call, call.site) for call in program.calls)
+    return [call for call, its in sites if its is not None and (its.file, its.line) == (site.file, site.line)]
 
 
 def _path(name: str) -> str:
@@ -149,8 +167,9 @@ def _needed(calls: Sequence[Call], read: set[int]) -> list[Call]:
     return needed[::-1]
 
 
-def _in_words(number: re.Match[str]) -> str:
-    return _LIMITS.get(number[0], number[0])
+def _in_words(code: str) -> str:
+    """Code in which the limits of dtypes go by their names."""
+    return _NUMBER.sub(lambda number: _LIMITS.get(number[0], number[0]), code)
 
 
 def _is_python(text: str) -> bool:

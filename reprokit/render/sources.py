@@ -44,14 +44,23 @@ class Source:
     def private(self, policy: SourcePolicy, *, no_data: bool) -> Source:
         """The same with no more of the user's source than the policy allows, and without recorded data."""
         snapshot = private(self.snapshot, policy) if self.snapshot is not None else None
+        reduction = without_source(self.reduction, policy) if self.reduction is not None else None
         if not no_data:
-            return replace(self, snapshot=snapshot)
-        if self.reduction is None:
+            return replace(self, reduction=reduction, snapshot=snapshot)
+        if reduction is None:
             raise UsageError(
                 "a whole snapshot is made of recorded data", hint="shrink it with `reprokit shrink --no-data`"
             )
-        reduction, withheld = without_data(self.reduction)
+        reduction, withheld = without_data(reduction)
         return Source(reduction, snapshot, withheld)
+
+
+def without_source(reduction: Reduction, policy: SourcePolicy) -> Reduction:
+    """The reduction, whose diagnosis holds lines of the user's source in the code of its fix, as the policy allows."""
+    fix = (reduction.diagnosis or {}).get("fix")
+    if policy != "none" or not fix:
+        return reduction
+    return replace(reduction, diagnosis={**(reduction.diagnosis or {}), "fix": {**fix, "code": ""}})
 
 
 def open_source(path: Path, snapshot: Path | None = None) -> Source:

@@ -15,7 +15,7 @@ from itertools import groupby
 
 from reprokit.program.functions import is_torch_function
 from reprokit.program.ir import Call, Program, Ref
-from reprokit.render.expression import quoted
+from reprokit.render.expression import BINARY_RANKS, Rank, quoted
 from reprokit.render.operators import AUGMENTED, BINARY, REFLECTED, UNARY
 
 _METHOD = "torch.Tensor."
@@ -31,8 +31,13 @@ _SAME_THING = frozenset(
      "permute", "repeat", "requires_grad_", "reshape", "squeeze", "t", "to", "transpose", "type", "unsqueeze", "view"]
 )  # fmt: skip
 _SAME_ATTRIBUTES = frozenset(["T", "mT", "H", "mH", "data", "real"])
-_MODULES = frozenset(["torch", "F", "nn", "functional", "np", "linalg", "fft", "special"])
+_ATOMS = (ast.Attribute, ast.Call, ast.Constant, ast.Dict, ast.List, ast.Name, ast.Subscript)
+MODULES = frozenset(["torch", "F", "nn", "functional", "np", "linalg", "fft", "special"])
 _NAMESPACES = (_METHOD, "torch.", "torch.nn.functional.", "torch.linalg.", "torch.fft.", "torch.special.")
+
+
+Match = tuple[ast.AST, Sequence[ast.expr]]
+"""A part of a line that is a call, and what it operates on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ def is_written_as_method(call: Call) -> bool:
 
 def is_inside_another(call: Call) -> bool:
     """Whether the user's line does not have the call itself but something that makes it."""
-    return call.site is not None and _parsed(call.site.code) is not None and not _matches(call)
+    return call.site is not None and parsed_line(call.site.code) is not None and not _matches(call)
 
 
 def input_words(program: Program) -> dict[int, str]:
@@ -114,19 +119,27 @@ def _line(call: Call) -> tuple[object, ...] | None:
 
 def _spellings_of_run(run: Sequence[Call], last: Container[int]) -> Iterator[Spelling]:
     """The same for calls of one line; ``last`` are the ids of calls that no other on their line follows."""
-    total, seen = Counter(call.target for call in run), Counter[str]()
-    for call in run:
-        matches = _matches(call)
-        if matches and total[call.target] % len(matches) == 0:
-            matches = [matches[seen[call.target] % len(matches)]]
-        seen[call.target] += 1
+    for call, matches in zip(run, _told_apart(run), strict=True):
         if matches:
             yield _read(call, matches)
         else:
             yield Spelling(results=_results_of_a_module(call)) if id(call) in last else Spelling()
 
 
-Match = tuple[ast.AST, Sequence[ast.expr]]
+def parts_of(run: Sequence[Call]) -> list[Match | None]:
+    """For calls of one line the part of it that each of them is, ``None`` where that is not sure."""
+    return [matches[0] if len(matches) == 1 else None for matches in _told_apart(run)]
+
+
+def _told_apart(run: Sequence[Call]) -> Iterator[Sequence[Match]]:
+    """For calls of one line the parts of it that each of them can be."""
+    total, seen = Counter(call.target for call in run), Counter[str]()
+    for call in run:
+        matches = _matches(call)
+        if matches and total[call.target] % len(matches) == 0:
+            matches = [matches[seen[call.target] % len(matches)]]
+        seen[call.target] += 1
+        yield matches
 
 
 def _read(call: Call, matches: Sequence[Match]) -> Spelling:
@@ -149,10 +162,10 @@ def _read(call: Call, matches: Sequence[Match]) -> Spelling:
 
 def _matches(call: Call) -> list[Match]:
     """The parts of the line that can be the call, in the order of their evaluation."""
-    tree = _parsed(call.site.code) if call.site is not None else None
-    if tree is None:
+    line = parsed_line(call.site.code) if call.site is not None else None
+    if line is None:
         return []
-    return [(node, given) for node in _evaluated(tree) if (given := _operands(node, call)) is not None]
+    return [(node, given) for node in _evaluated(line.tree) if (given := _operands(node, call)) is not None]
 
 
 def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
@@ -161,14 +174,31 @@ def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
     yield node
 
 
+@dataclass(frozen=True, slots=True)
+class ParsedLine:
+    """A line of code that is whole; of a compound statement its head.
+
+    ``before`` and ``after`` are what it takes to make a statement of it: columns of ``tree`` are places in ``body``.
+    """
+
+    body: str
+    tree: ast.Module
+    before: str = ""
+    after: str = ""
+
+    def restored(self, body: str) -> str:
+        """A body as the line that it stands for."""
+        return f"{self.before}{body.removesuffix(self.after)}"
+
+
 @functools.lru_cache(maxsize=256)
-def _parsed(code: str) -> ast.Module | None:
-    """The line as a tree; of a compound statement only its head."""
+def parsed_line(code: str) -> ParsedLine | None:
+    """The line as a tree, ``None`` where it is not whole."""
     line = code.strip()
-    line = line[2:] if line.startswith("elif ") else line
-    body = f"{line} pass" if line.endswith(":") else line
+    before, after = "el" * line.startswith("elif "), " pass" * line.endswith(":")
+    body = f"{line.removeprefix(before)}{after}"
     try:
-        return ast.parse(f"async def line():\n    {body}\n") if body else None
+        return ParsedLine(body, ast.parse(body), before, after) if body else None
     except (SyntaxError, ValueError):
         return None
 
@@ -226,10 +256,19 @@ def _of_call(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
         return None if _is_method(call) or function.id != call.name else node.args
     if not isinstance(function, ast.Attribute) or function.attr != call.name:
         return None
-    is_of_module = isinstance(function.value, (ast.Name, ast.Attribute)) and _word(function.value) in _MODULES
+    is_of_module = isinstance(function.value, (ast.Name, ast.Attribute)) and _word(function.value) in MODULES
     if _is_method(call) == is_of_module:
         return None
     return [function.value, *node.args] if _is_method(call) else node.args
+
+
+def rank_of(node: ast.AST) -> Rank:
+    """How tightly a part of a line binds."""
+    if isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Compare)):
+        operators = node.ops if isinstance(node, ast.Compare) else [node.op]
+        symbol = _SYMBOLS.get(type(operators[0]), "")
+        return Rank.UNARY if isinstance(node, ast.UnaryOp) and symbol else BINARY_RANKS.get(symbol, Rank.TUPLE)
+    return Rank.ATOM if isinstance(node, _ATOMS) else Rank.TUPLE
 
 
 def _word(node: ast.Name | ast.Attribute) -> str:
@@ -261,7 +300,7 @@ def _name(node: ast.expr) -> str | None:
         key = node.slice
         return key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else _name(node.value)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SAME_THING:
-        is_of_module = isinstance(node.func.value, ast.Name) and node.func.value.id in _MODULES
+        is_of_module = isinstance(node.func.value, ast.Name) and node.func.value.id in MODULES
         owner = next(iter(node.args), None) if is_of_module else node.func.value
         return _name(owner) if owner is not None else None
     return None
@@ -282,15 +321,12 @@ def _path(node: ast.expr) -> str | None:
 
 def _results(call: Call, node: ast.AST) -> dict[int, str]:
     """The variables that the line assigns exactly what the call returned to."""
-    tree = _parsed(call.site.code) if call.site is not None else None
-    assignments = _assignments(tree) if tree is not None else ()
-    return {v: name for targets, assigned in assignments if assigned is node for v, name in _matched(call, targets)}
+    return {v: name for names, made in _assignments(call) if made is node for v, name in _matched(call, names)}
 
 
 def _results_of_a_module(call: Call) -> dict[int, str]:
     """The same for a call that the line makes through a module, such as ``loss = criterion(x, y)``."""
-    tree = _parsed(call.site.code) if call.site is not None else None
-    for targets, assigned in _assignments(tree) if tree is not None else ():
+    for targets, assigned in _assignments(call):
         if isinstance(assigned, ast.Call) and not _is_torch(assigned):
             return dict(_matched(call, targets))
     return {}
@@ -302,8 +338,10 @@ def _is_torch(node: ast.Call) -> bool:
     return any(is_torch_function(f"{place}{name}") for place in _NAMESPACES)
 
 
-def _assignments(tree: ast.Module) -> Iterator[tuple[list[str], ast.expr]]:
-    for node in ast.walk(tree):
+def _assignments(call: Call) -> Iterator[tuple[list[str], ast.expr]]:
+    """Variables and what the line assigns to them."""
+    line = parsed_line(call.site.code) if call.site is not None else None
+    for node in ast.walk(line.tree) if line is not None else ():
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
             target = node.targets[0]
             parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]

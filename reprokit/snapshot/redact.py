@@ -75,7 +75,7 @@ _MAIL_ENDS = _SURE_ENDS.union(_OTHER_ENDS.split())
 _MAIL = re.compile(
     r"""
       (?<!\w) (?P<who>\w[\w.+%-]{0,63}) (?:@|%40)
-      (?P<domain>(?:[^\W_]|-)+ (?:\.(?:[^\W_]|-)+)*) \. (?P<end>xn--[a-z0-9-]+|[a-z]{2,}|[A-Z]{2,}) (?![A-Za-z0-9])
+      (?P<domain>(?:[^\W_]|-)+ (?:\.(?:[^\W_]|-)+)*) \. (?P<end>xn--[a-z0-9-]+|[A-Za-z][a-z]+|[A-Z]{2,}) (?![A-Za-z0-9])
       (?P<as_code>[\[(=_] | \.\w)?
     """,
     re.VERBOSE,
@@ -91,7 +91,7 @@ _STRONG_WORDS = (
 _WEAK_WORDS = r"token|auth|authorization|signature|sig|pat"
 _BARE_WORD = r"key"  # of a dictionary as often as of a service
 _KEY = (
-    rf"(?<![A-Za-z0-9])(?P<key>[A-Za-z0-9_.\-]*?"
+    rf"(?<![A-Za-z0-9])(?P<key>[A-Za-z0-9_.\-]{{0,80}}?"  # without a limit the search would take time by the square
     rf"(?:(?P<strong>{_STRONG_WORDS})|(?<![A-Za-z])(?:{_WEAK_WORDS}|(?P<bare>{_BARE_WORD}))))"
 )
 _ASSIGNED = re.compile(
@@ -198,10 +198,10 @@ def _hide_mail(match: re.Match[str]) -> str:
     """An e-mail address hidden; a login that is nobody's, an expression or a version as it is."""
     who, domain, end = match["who"], match["domain"], match["end"].lower()
     exists = end in _MAIL_ENDS or end.startswith("xn--")
-    is_product = end not in _SURE_ENDS and (match["as_code"] or len(who) == len(domain) == 1)
-    is_version = re.fullmatch(r"\d+(?:\.\d+)+", domain)
     is_own = "self" in (who.partition(".")[0], domain.partition(".")[0])
-    if not exists or is_product or is_version or is_own or who in _NOBODYS_MAIL:
+    is_product = end not in _SURE_ENDS and (match["as_code"] or is_own or len(who) == len(domain) == 1)
+    is_version = re.fullmatch(r"\d+(?:\.\d+)+", domain)
+    if not exists or is_product or is_version or who in _NOBODYS_MAIL:
         return match[0]
     return REDACTED + (match["as_code"] or "")
 

@@ -497,3 +497,13 @@ def test_a_finished_event_and_a_writing_event_read_well() -> None:
     assert str(Finished(2, 5, 11, False, "max-time")).startswith("stopped early: ")
     assert str(Finished(2, 5, 11, False)).startswith("done: ")  # at level `module` more could go, and is to stay
     assert "Ctrl-C again" in str(Writing(True))
+
+
+def test_a_reduction_that_comes_to_nothing_leaves_no_folders(tmp_path: Path) -> None:
+    save(failing.zero_by_zero(), tmp_path / "snap.pt")
+    (tmp_path / "check.py").write_text("def never(run):\n    return False\n")
+    (tmp_path / "kept").mkdir()
+    words = ["shrink", str(tmp_path / "snap.pt"), "--check", f"{tmp_path / 'check.py'}:never", "--no-whatif", "-q"]
+    assert main([*words, "-o", str(tmp_path / "kept" / "made" / "out")]) == 4
+    assert main([*words, "-o", str(tmp_path / "kept")]) == 4
+    assert (tmp_path / "kept").is_dir() and not any((tmp_path / "kept").iterdir())

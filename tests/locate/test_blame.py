@@ -258,3 +258,18 @@ def test_a_nan_out_of_a_custom_function_names_the_line(
     failure = recorded(compute, x=torch.zeros(2, requires_grad=True))
     assert (failure.call, failure.input_name, failure.kind) == (call, name, "nan")
     assert failure.site is not None and code in failure.site.code
+
+
+def test_a_value_that_went_bad_thousands_of_calls_ago_is_followed() -> None:
+    log = call("torch.log", Ref(0), to=Ref(1))
+    sums = [call("torch.add", Ref(n), Ref(n), to=Ref(n + 1)) for n in range(1, 3000)]
+    failure = found(program([log, *sums], ["x"], [3000]), torch.zeros(2))
+    assert failure.call == "torch.log"
+
+
+def test_an_infinity_that_was_asked_for_thousands_of_calls_ago_is_not_blamed() -> None:
+    mask = call("torch.full", (2,), -INF, to=Ref(1))
+    sums = [call("torch.add", Ref(n), Ref(n), to=Ref(n + 1)) for n in range(1, 3000)]
+    made = program([mask, *sums, call("torch.mul", Ref(3000), Ref(0), to=Ref(3001))], ["x"], [3001])
+    failure = found(made, torch.zeros(2))
+    assert (failure.kind, failure.call) == ("nan", "torch.mul")

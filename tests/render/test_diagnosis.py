@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+
+from reprokit.cli import main
 from reprokit.locate.diagnose import diagnose
 from reprokit.render.issue import write_issue
 from reprokit.render.report import write_report
 from reprokit.render.sources import reduction_script
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import load
+from reprokit.snapshot.format import save
 from tests.render.programs import VERIFIED
-from tests.shrink.failing import zero_by_zero
+from tests.shrink.failing import record, zero_by_zero
 
 
 def test_the_issue_and_the_report_tell_it(tmp_path: Path) -> None:
@@ -34,3 +40,27 @@ def test_it_is_kept_in_the_file(tmp_path: Path) -> None:
     reduction.diagnosis = diagnose(snapshot).summary()
     reduction.save(tmp_path / "kept.pt")
     assert load(tmp_path / "kept.pt").diagnosis == reduction.diagnosis
+
+
+def test_the_code_of_a_fix_is_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n\ndef step(x):\n    token = torch.log(x)  # ask me@example.com\n    return token.sum()\n"
+    )
+    namespace: dict[str, Any] = {}
+    exec(compile(script.read_text(), str(script), "exec"), namespace)
+    snapshot = record(lambda x: namespace["step"](x).backward(), x=torch.zeros(2, requires_grad=True))
+    save(snapshot, tmp_path / "snap.pt")
+    assert main(["shrink", str(tmp_path / "snap.pt"), "-o", str(tmp_path / "out"), "--no-whatif", "-q"]) == 0
+    code, texts = "token = torch.log(x.clamp(min=1e-6))", {}
+    for policy in ("traceback", "none"):
+        for kind in ("issue", "report"):
+            capsys.readouterr()
+            assert main(["render", str(tmp_path / "out"), "--as", kind, "--source", policy]) == 0
+            texts[policy, kind] = capsys.readouterr().out
+    assert {key: code in text for key, text in texts.items()} == {key: key[0] != "none" for key in texts}
+    assert all("clamp the argument of log" in text and "me@" not in text for text in texts.values())
+    assert main(
+        ["shrink", str(tmp_path / "snap.pt"), "-o", str(tmp_path / "none"), "--source", "none", "--no-whatif", "-q"]
+    ) == 0  # fmt: skip
+    assert code not in (tmp_path / "none" / "issue.md").read_text()

@@ -38,7 +38,7 @@ STEPS = {
     "a method": ("def step(x):\n    y = x.log()\n    return y.sum()\n", "y = x.clamp(min=1e-6).log()"),
     "an edge": (
         "def step(x):\n    dot = x.clamp(max=1.0).mean() * 1.5\n    return 2 * torch.acos(dot)\n",
-        "return torch.acos(dot.clamp(min=-0.999999, max=0.999999)) * 2",
+        "return 2 * torch.acos(dot.clamp(min=-0.999999, max=0.999999))",
     ),
     "a division": (
         "def step(x):\n    total = x[:1].sum()\n    scaled = total / x[0]\n    return scaled\n",
@@ -64,11 +64,59 @@ STEPS = {
     "attributes and items": (
         "def step(x):\n    scales = {'x': x.sum() - 3}\n    step.total = x[1]\n"
         "    ratio = step.total / scales['x']\n    return ratio\n",
-        'ratio = step.total / scales["x"].clamp(min=1e-6)',
+        "ratio = step.total / scales['x'].clamp(min=1e-6)",
     ),
     "half precision": (
         "def step(x):\n    half = x.half() * 30000\n    scale = half.sum() / 100\n    return scale\n",
         "half.float()",
+    ),
+    "a list": (
+        "def step(x):\n    logs = []\n    for row in range(3):\n        logs.append(torch.log(x[row]))\n"
+        "    return torch.stack(logs).sum()\n",
+        "logs.append(torch.log(x[row].clamp(min=1e-6)))",
+    ),
+    "a comprehension": (
+        "def step(x):\n    return sum([torch.log(x[row] * 2) for row in range(3)])\n",
+        "return sum([torch.log((x[row] * 2).clamp(min=1e-6)) for row in range(3)])",
+    ),
+    "a sum over turns": (
+        "def step(x):\n    total = 0\n    for k in (1, 2):\n        total = total + torch.log(x * k).sum()\n"
+        "    return total\n",
+        "total = total + torch.log((x * k).clamp(min=1e-6)).sum()",
+    ),
+    "an attribute": (
+        "class Scale(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.by = torch.nn.Parameter(torch.zeros(3))\n    def forward(self, x):\n        return x / self.by\n"
+        "scale = Scale()\ndef step(x):\n    return scale(x).sum()\n",
+        "return x / self.by.clamp(min=1e-6)",
+    ),
+    "two names": (
+        "def step(x):\n    a, b = torch.log(x), torch.sqrt(x + 1)\n    return (a + b).sum()\n",
+        "a, b = torch.log(x.clamp(min=1e-6)), torch.sqrt(x + 1)",
+    ),
+    "one inside another": (
+        "def step(x):\n    y = 2 * torch.log(torch.log(x) * 0 + x) ** 2\n    return y.sum()\n",
+        "y = 2 * torch.log((torch.log(x.clamp(min=1e-6)) * 0 + x).clamp(min=1e-6)) ** 2",
+    ),
+    "a dictionary": (
+        'def step(x):\n    out = {"loss": torch.log(x).sum(), "count": 3}\n    return out["loss"]\n',
+        'out = {"loss": torch.log(x.clamp(min=1e-6)).sum(), "count": 3}',
+    ),
+    "another precedence": (
+        "def step(x):\n    kept = x[x > 9]\n    return 1 - kept.mean() * 2\n",
+        "return 1 - (kept.sum() / torch.ones_like(kept).sum().clamp(min=1)) * 2",
+    ),
+    "a number from Python": (
+        "def step(x):\n    beta = 0.9\n    y = torch.log(x) * (1.0 - beta)  # x > 0\n    return y.sum()\n",
+        "y = torch.log(x.clamp(min=1e-6)) * (1.0 - beta)",
+    ),
+    "letters of two bytes": (
+        'def step(x):\n    größe = len("äö"); y = größe * torch.log(x)\n    return y.sum()\n',
+        'größe = len("äö"); y = größe * torch.log(x.clamp(min=1e-6))',
+    ),
+    "a call that would run twice": (
+        "def step(x):\n    out = torch.where(x > 0, torch.sqrt(x.cumsum(0)), 0.0)\n    return out.sum()\n",
+        "cumsum.masked_fill(cumsum <= 0.0, 1.0)",
     ),
 }
 
@@ -76,7 +124,7 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 def test_the_code_in_place_of_its_line_makes_the_step_finite(name: str, tmp_path: Path) -> None:
     body, expected = STEPS[name]
-    step, given = load(HEAD + body, tmp_path), body[len("def step(") :].split(")")[0]
+    step, given = load(HEAD + body, tmp_path), body.split("def step(")[1].split(")")[0]
 
     def run(**tensors: torch.Tensor) -> None:
         step(tensors[given]).backward()
@@ -88,3 +136,20 @@ def test_the_code_in_place_of_its_line_makes_the_step_finite(name: str, tmp_path
     loss = load(pasted, tmp_path)(x)
     loss.backward()
     assert x.grad is not None and loss.isfinite() and x.grad.isfinite().all()
+
+
+ALONE = {
+    "over several lines": "def step(x):\n    y = torch.log(\n        x\n    )\n    return y.sum()\n",
+    "a format": 'def step(x):\n    text, y = f"{x.sum()}", torch.log(x)\n    return y.sum()\n',
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_cannot_stand_in_the_place_of_its_line_says_so(name: str, tmp_path: Path) -> None:
+    step = load(HEAD + ALONE[name], tmp_path)
+
+    def run(x: torch.Tensor) -> None:
+        step(x).backward()
+
+    code = fix_of(record(run, x=X.clone().requires_grad_())).code
+    assert code.startswith("# in train.py:") and "torch.log(x.clamp(min=1e-6))" in code
