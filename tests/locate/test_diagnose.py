@@ -20,6 +20,7 @@ from reprokit.locate.diagnosis import UNKNOWN, Diagnosis, from_plain
 from reprokit.locate.observe import observe
 from reprokit.locate.rewrites import REWRITES
 from reprokit.locate.signs import SIGNS
+from reprokit.locate.signs.registry import number_named
 from reprokit.locate.trials import Budget, attempt
 from reprokit.render.diagnosis import markdown, one_line, page
 from reprokit.render.fix_code import fix_code
@@ -337,3 +338,9 @@ def test_a_fix_that_leaves_a_loss_out_of_all_proportion_says_so() -> None:
         outcomes.append(fix.outcome)
     assert "(about 2 in the steps before)" in outcomes[0]
     assert "before" not in outcomes[1]
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float16, 1e-3), (torch.bfloat16, 1e-6), (torch.float32, 1e-6)])
+def test_a_small_number_is_one_that_the_dtype_can_hold_and_invert(dtype: torch.dtype, least: float) -> None:
+    number = number_named("small", dtype)
+    assert number == least and torch.tensor(number, dtype=dtype).reciprocal().isfinite()

@@ -39,7 +39,7 @@ def number_named(name: str | float, dtype: torch.dtype) -> float:
         "eps": eps, "tiny": float(limits.tiny), "min": float(limits.min), "max": float(limits.max),
         "below_one": 1.0 - eps, "above_minus_one": eps - 1.0,
         "log_max": math.log(limits.max) - 1.0, "log_limit": math.log(limits.max), "log2_limit": math.log2(limits.max),
-        "small": 1e-3 if limits.bits == 16 else 1e-6,
+        "small": 1e-3 if dtype is torch.float16 else 1e-6,
     }[name]  # fmt: skip
 
 
