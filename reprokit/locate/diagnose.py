@@ -103,7 +103,7 @@ def _at_root(scene: Scene) -> Scene:
 
 def _also(entry: Entry, others: list[tuple[Entry, Numbers]]) -> Iterator[dict[str, Any]]:
     """The other entries that apply and looked at something that those before them did not."""
-    known = {condition.sign for condition in entry.when}
+    known = {condition.sign for condition in entry.when} | {"raises"}  # the message is told anyway
     for other, numbers in others:
         signs = {condition.sign for condition in other.when}
         if other.tier != "general" and not signs <= known:

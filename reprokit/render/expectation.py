@@ -103,7 +103,7 @@ def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectatio
     observed = wording.observed(failure, is_forward_finite=edge is None or edge.is_forward_finite)
     return Expectation(
         edge.words if edge is not None else "",
-        observed + _in_training(snapshot.failure, failure),
+        _with_training(observed, snapshot.failure, failure),
         _expected(failure, edge),
         _remark(snapshot, failure, edge, owner),
         owner,
@@ -120,10 +120,12 @@ def is_refusal(failure: Failure) -> bool:
     return kind in _REFUSING and not is_defect and _WANTED.search(message) is not None
 
 
-def _in_training(recorded: Failure, reduced: Failure) -> str:
-    """The message of the training step where the reduced one has another, as a sentence with a space in front."""
+def _with_training(observed: str, recorded: Failure, reduced: Failure) -> str:
+    """What was observed, with the message of the training step where the reduced one has another."""
     message = wording.message(recorded)
-    return f" In training it was: {message}." if message and message != wording.message(reduced) else ""
+    if not message or message == wording.message(reduced):
+        return observed
+    return f"{observed.removesuffix('.')}. In training it was: {message}."
 
 
 def _expected(failure: Failure, edge: Edge | None) -> str:

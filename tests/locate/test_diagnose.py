@@ -432,3 +432,4 @@ def test_batches_of_two_sizes_are_told_from_other_sizes(
 def test_an_index_outside_of_a_table_is_told_for_bags_too() -> None:
     found = diagnose(record(lambda x, i: F.embedding_bag(i, x), x=torch.zeros(2, 3), i=torch.tensor([[1, 7]])))
     assert found.id == "token-outside" and found.evidence[0].startswith("tokens go from 1 to 7, and there are 2 rows")
+    assert found.also == (), "the message again"

@@ -34,3 +34,15 @@ def test_it_is_kept_in_the_file(tmp_path: Path) -> None:
     reduction.diagnosis = diagnose(snapshot).summary()
     reduction.save(tmp_path / "kept.pt")
     assert load(tmp_path / "kept.pt").diagnosis == reduction.diagnosis
+
+
+def test_a_change_that_is_no_fix_is_not_drawn_as_one(tmp_path: Path) -> None:
+    snapshot = zero_by_zero()
+    reduction = shrink(snapshot, out_dir=tmp_path)
+    script = reduction_script(reduction, snapshot)
+    for is_plausible in (True, False):
+        reduction.diagnosis = diagnose(snapshot).summary()
+        reduction.diagnosis["fix"]["is_plausible"] = is_plausible
+        html = write_report(snapshot, script, VERIFIED, reduction=reduction)
+        assert ('<div class="helped">' in html) is is_plausible
+        assert ("so it is no fix" in html) is not is_plausible

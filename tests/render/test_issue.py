@@ -226,7 +226,7 @@ def test_the_message_that_training_had_is_quoted_beside_the_reduced_one() -> Non
     reduced = snapshot_of(failing_cholesky())
     recorded = replace(reduced, failure=replace(reduced.failure, exception=REFUSED))
     said = "In training it was: `Input batch size 10 doesn't match hidden0 batch size 16`."
-    assert expect(recorded, reduced).observed.endswith(said)  # type: ignore[arg-type]
+    assert expect(recorded, reduced).observed.endswith(f"`. {said}")  # type: ignore[arg-type]
     assert "In training" not in expect(reduced, reduced).observed  # type: ignore[arg-type]
 
 

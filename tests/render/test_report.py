@@ -282,6 +282,19 @@ def test_the_way_leads_from_the_input_through_the_mask_to_the_loss() -> None:
     assert last is not None and last.num_nan == 1 and way.num_left_out == 0
 
 
+def test_the_way_starts_at_large_data_and_not_at_the_smallest_of_many_ordinary_weights() -> None:
+    def starts_at(data: torch.Tensor, weight: torch.Tensor) -> str:
+        calls = (Call("torch.matmul", (Ref(0), Ref(1)), {}, Ref(2)), Call("torch.log", (Ref(2),), {}, Ref(3)))
+        program = Program(calls, (Input(0, "data"), Input(1, "weight", "parameter")), (Ref(3),))
+        (way,) = ways_of(snapshot_of((program, {0: data, 1: weight})))
+        return way.stops[0].text
+
+    weight = torch.full((64, 4), 0.1)
+    weight[0, 0] = 1e-5
+    assert starts_at(torch.full((2, 64), -6000.0), weight) == "data"
+    assert starts_at(torch.full((2, 64), -600.0), weight * 1e-12) == "weight"
+
+
 def test_the_way_of_a_gradient_ends_at_the_derivative() -> None:
     gradient, values = ways_of(snapshot_of(square_root_at_zero()))
     assert [stop.text for stop in gradient.stops] == ["gradient of sqrt", "SqrtBackward0: gradient of distance"]
