@@ -37,10 +37,13 @@ _REFUSING = ("RuntimeError", "ValueError", "IndexError", "TypeError")
 # How functions word what they want of their arguments. What a kernel or a device cannot do is another matter.
 _WANTED = re.compile(
     r"\bsizes?\b|batch_size|shape|dimension|\bdims?\b|\bind(ex|ices)\b|\bexpect|\bmust\b|\bshould\b|mismatch|dtype"
-    r"|range|out of bounds|require grad|second time|inplace operation",
+    r"|range|out of bounds|cast|convert|ambiguous|require grad|second time|inplace operation",
     re.IGNORECASE,
 )
-_UNABLE = re.compile(r"not (yet )?(implemented|supported)|unsupported|out of memory|\bcu[A-Z]|CUDA|NCCL|HIP error")
+_UNABLE = re.compile(
+    r"not (yet )?(implemented|supported)|unsupported|out of memory|CUDA (\w+ )?error|CUBLAS|CUDNN|NCCL|HIP error",
+    re.IGNORECASE,
+)
 # What passes a value on as it is: the step that made the value is the one before.
 _PASSING = frozenset(
     (

@@ -210,6 +210,8 @@ REFUSED = ("RuntimeError", "Input batch size 10 doesn't match hidden0 batch size
         (("NotImplementedError", "\"gamma\" not implemented for shape 'Half'"), False),
         (("RuntimeError", "\"gamma\" not implemented for dtype 'Half'"), False),
         (("RuntimeError", "CUDA error: device-side assert triggered, index out of bounds"), False),
+        (("RuntimeError", "Expected all tensors to be on one device (mat1 in method wrapper_CUDA_addmm)"), True),
+        (("RuntimeError", "CUDNN_STATUS_BAD_PARAM: the sizes"), False),
         (("RuntimeError", "the kernel has failed"), False),
     ],
 )
