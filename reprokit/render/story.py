@@ -46,3 +46,6 @@ def _size(snapshot: Snapshot, reduction: Reduction | None) -> Iterator[str]:
         f"Of {counted(before['calls'], 'torch call')} on {counted(before['elements'], 'input element')}, "
         f"{after:,} on {elements:,} {verb} enough to show it."
     )
+    said = wording.message(reduction.failure)
+    if said and said != wording.message(snapshot.failure):
+        yield f"With these the message is: {said}."
