@@ -220,7 +220,8 @@ def _score_reduction(row: Row, case: JSON, shrunk: JSON) -> None:
     row.diagnosis = diagnosis.get("id", "")
     themes = THEMES.get(case.get("family", ""))
     row.diagnosis_ok = any(theme in row.diagnosis for theme in themes) if themes is not None else None
-    row.fix = bool((diagnosis.get("fix") or {}).get("helped"))
+    fix = diagnosis.get("fix") or {}
+    row.fix = bool(fix.get("helped")) and fix.get("is_plausible", True)
     repro = shrunk.get("repro") or {}
     row.lines = repro.get("lines")
     row.no_side_file = len(repro.get("files", ())) == 1

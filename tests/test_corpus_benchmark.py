@@ -74,7 +74,8 @@ def test_what_is_wrong_in_show(corpus: ModuleType, changed: dict[str, Any], fiel
     [({"calls": 2}, "calls_ok"), ({"elements": 3}, "elements_ok"), ({"one_minimal": False}, "one_minimal"),
      ({"repro": {"lines": 6, "files": ["repro.py", "inputs.pt"]}}, "no_side_file"),
      ({"diagnosis": {"id": "where-trap", "fix": {"helped": True}}}, "diagnosis_ok"),
-     ({"diagnosis": {"id": "zero-by-zero", "fix": None}}, "fix")],
+     ({"diagnosis": {"id": "zero-by-zero", "fix": None}}, "fix"),
+     ({"diagnosis": {"id": "zero-by-zero", "fix": {"helped": True, "is_plausible": False}}}, "fix")],
 )  # fmt: skip
 def test_what_is_wrong_in_shrink(corpus: ModuleType, changed: dict[str, Any], field: str) -> None:
     row = corpus.score("case", CASE, shown(), shrunk(**changed), [repro(corpus)] * 3, issue(corpus))

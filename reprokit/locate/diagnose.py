@@ -56,7 +56,7 @@ def diagnose(
             return _unknown("No entry of the catalogue fits what the origin was given.")
         note, tried = _try_all(scene, found, budget or Budget(), write)
     (entry, numbers), *others = found
-    fix = next((item for item in tried if item.helped), None)
+    fix = _best(tried)
     return Diagnosis(
         entry.id,
         entry.title,
@@ -67,7 +67,7 @@ def diagnose(
         entry.links,
         tuple(_also(entry, others))[:MAX_ALSO],
         fix,
-        tuple(item for item in tried if not item.helped),
+        tuple(item for item in tried if item is not fix),
         note,
     )
 
@@ -103,7 +103,7 @@ def _at_root(scene: Scene) -> Scene:
 
 def _also(entry: Entry, others: list[tuple[Entry, Numbers]]) -> Iterator[dict[str, Any]]:
     """The other entries that apply and looked at something that those before them did not."""
-    known = {condition.sign for condition in entry.when}
+    known = {condition.sign for condition in entry.when} | {"raises"}  # the message is told anyway
     for other, numbers in others:
         signs = {condition.sign for condition in other.when}
         if other.tier != "general" and not signs <= known:
@@ -156,7 +156,7 @@ def _optimizer(target: str) -> str | None:
 def _try_all(
     scene: Scene, found: list[tuple[Entry, Numbers]], budget: Budget, write: WriteCode | None
 ) -> tuple[str | None, list[Fix]]:
-    """All remedies of the best entries in order, until one helps."""
+    """All remedies of the best entries in order, until one helps and leaves a plausible loss."""
     remedies = [remedy for entry, _ in found for remedy in entry.remedies]
     if not remedies:
         return "The catalogue knows no change of the step itself that would help.", []
@@ -169,11 +169,17 @@ def _try_all(
         fix = attempt(scene, remedy, budget, _next_remedies, write)
         if fix is not None:
             tried.append(fix)
-        if fix is not None and fix.helped:
+        if fix is not None and fix.helped and fix.is_plausible:
             return None, tried
         if budget.is_spent:
             return "Time was up before all fixes were tried.", tried
     return None, tried
+
+
+def _best(tried: list[Fix]) -> Fix | None:
+    """The fix that helped; the first that only made the step finite where there is none."""
+    helped = [item for item in tried if item.helped]
+    return next((item for item in helped if item.is_plausible), helped[0] if helped else None)
 
 
 def _next_remedies(scene: Scene) -> list[Remedy]:

@@ -16,7 +16,8 @@ class Fix:
     """A change that was tried on the captured step.
 
     ``text`` says what was changed (one sentence a change), ``code`` how it looks in Python, ``where`` the lines of
-    the user's code. ``helped`` means that the whole step became finite; ``outcome`` says what was seen.
+    the user's code. ``helped`` means that the whole step became finite; ``outcome`` says what was seen. When not
+    ``is_plausible``, the step is finite and its loss still absurd, so that nothing is mended.
     """
 
     id: str
@@ -25,6 +26,7 @@ class Fix:
     where: tuple[str, ...]
     helped: bool
     outcome: str
+    is_plausible: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,13 @@ class Scene:
         is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
         return torch.tensor(float(found), dtype=torch.float64) if is_number else None
 
+    def arguments(self) -> list[torch.Tensor]:
+        """All tensors that the origin is given."""
+        found: list[torch.Tensor] = []
+        arguments = (self.origin.args, dict(self.origin.kwargs)) if self.origin is not None else ()
+        map_leaves(arguments, lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None)
+        return found
+
     def name(self, role: Slot) -> str:
         """What to call an argument of the origin: the input's name in backticks, or a word for its role."""
         call = self.call

@@ -30,7 +30,10 @@ from reprokit.program.ir import Program, Ref, iter_refs
 from reprokit.program.run import Outcome, Tensors, run
 
 MAX_CHANGES = 4  # in one fix, when each change uncovers the next failure
-_FAR = 1000.0  # how many times the losses of the steps before
+_FAR = 1000.0  # how many times the usual loss of the steps before
+_FAR_FROM_ALL = 10.0  # how many times the largest of them
+_LEAST_USUAL = 1e-3  # a loss that was smaller, or zero, is no measure
+_ABSURD = 1e30  # for any loss
 NextRemedies = Callable[[Scene], Iterable[Remedy]]
 WriteCode = Callable[[Program, Program, Tensors], str]
 """Writes what differs between a step and its edited form as Python, in the names of the user's code."""
@@ -85,7 +88,8 @@ def attempt(
         failure = failure_of(edited)
         if failure is None:
             code = write(scene.program, edited.program, edited.tensors) if is_local and write is not None else ""
-            return _fix(changes, True, _finite(edited, scene.timeline), code)
+            outcome, is_plausible = _finite(edited, scene.timeline)
+            return replace(_fix(changes, True, outcome, code), is_plausible=is_plausible)
         fix = _fix(changes, False, _still(failure, current.failure))
         if failure.kind == EXCEPTION or _is_same(failure, current.failure) or not budget.take():
             break
@@ -138,25 +142,28 @@ def _still(failure: Failure, before: Failure) -> str:
     return f"then {name} gives {failure.way or failure.kind} in the {failure.phase} pass"
 
 
-def _finite(edited: Edited, timeline: Sequence[Mapping[str, Any]]) -> str:
+def _finite(edited: Edited, timeline: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
     """What the whole step leaves behind: ``loss 2.31, all 34 gradients finite, all parameters finite``.
 
-    A loss that is far above those of the steps before is finite and no good; that is said.
+    And whether its loss is plausible: one that is far above those of the steps before is finite and no good.
     """
     program = edited.program
     losses = _losses(program)
     try:
         outcome = run(program, edited.tensors, keep=frozenset(losses) | {ref.value for ref in program.outputs})
     except UnknownFunction:
-        return "finite"
-    words = [_loss_words(outcome, losses, timeline)] if losses else []
+        return "finite", True
+    numbers = _numbers(outcome, losses)
+    usual, is_plausible = _compared(numbers, timeline)
+    note = f" (about {usual:.3g} in the steps before)" if not is_plausible and usual is not None else ""
+    words = [f"loss {', '.join(f'{number:.4g}' for number in numbers)}{note}"] if numbers else []
     words += [_all_words(list(outcome.gradients.values()), "gradient")] if outcome.gradients else []
     if any(call.is_optimizer_step or call.phase == "optimizer" for call in program.calls):
         after = [outcome.inputs[item.value] for item in program.inputs if item.role == "parameter"]
         words.append(_all_words(after, "parameter") + " after the step")
     if not words and outcome.values:
         words = [_all_words(list(outcome.values.values()), "result")]
-    return ", ".join(word for word in words if word) or "the step runs to its end"
+    return ", ".join(word for word in words if word) or "the step runs to its end", is_plausible
 
 
 def _losses(program: Program) -> list[int]:
@@ -174,16 +181,20 @@ def _unscaled(program: Program, value: int) -> int:
     return value
 
 
-def _loss_words(outcome: Outcome, losses: list[int], timeline: Sequence[Mapping[str, Any]]) -> str:
-    found = [outcome.values[value] for value in losses if value in outcome.values]
-    numbers = [float(number.detach()) for number in found if number.numel() == 1]
-    if not numbers:
-        return ""
+def _numbers(outcome: Outcome, losses: list[int]) -> list[float]:
+    found = (outcome.values[value] for value in losses if value in outcome.values)
+    return [float(number.detach()) for number in found if number.numel() == 1]
+
+
+def _compared(numbers: list[float], timeline: Sequence[Mapping[str, Any]]) -> tuple[float | None, bool]:
+    """The usual size of the loss in the steps before, if there were any, and whether these numbers are plausible."""
     before = [abs(row["loss"]) for row in timeline if row.get("loss") is not None and math.isfinite(row["loss"])]
-    usual = statistics.median(before) if before else math.inf
-    is_far = max(map(abs, numbers)) > _FAR * max(usual, 1.0)
-    note = f" (about {usual:.3g} in the steps before)" if is_far else ""
-    return f"loss {', '.join(f'{number:.4g}' for number in numbers)}{note}"
+    worst = max(map(abs, numbers), default=0.0)
+    if not before:
+        return None, worst < _ABSURD
+    usual = statistics.median(before)
+    is_far = worst > _FAR * max(usual, _LEAST_USUAL) and worst > _FAR_FROM_ALL * max(before)
+    return usual, not is_far and worst < _ABSURD
 
 
 def _all_words(tensors: list[torch.Tensor], noun: str) -> str:

@@ -66,12 +66,13 @@ def one_line(diagnosis: Diagnosis) -> str:
         return "no entry of the catalogue fits"
     words = f"{diagnosis.title} ({diagnosis.confidence})"
     if diagnosis.fix is not None:
-        words += f"; fixed when tried: {_change(diagnosis.fix, with_places=False)} -> {diagnosis.fix.outcome}"
+        made = "fixed when tried" if diagnosis.fix.is_plausible else "made finite when tried, but not fixed"
+        words += f"; {made}: {_change(diagnosis.fix, with_places=False)} -> {diagnosis.fix.outcome}"
     return _safe(words)
 
 
 def _fix_lines(fix: Fix) -> list[str]:
-    lines = [f"A fix was tried on the captured step and helped: {_change(fix)}. Then: {_safe(fix.outcome)}."]
+    lines = [f"{_tried_words(fix)}: {_change(fix)}. Then: {_safe(fix.outcome)}."]
     if fix.code:
         code = redact_source(fix.code)
         ticks = "`" * max(3, wording.longest_run(code, "`") + 1)
@@ -79,12 +80,19 @@ def _fix_lines(fix: Fix) -> list[str]:
     return lines
 
 
+def _tried_words(fix: Fix) -> str:
+    if fix.is_plausible:
+        return "A fix was tried on the captured step and helped"
+    return "A change was tried on the captured step and made it finite, but its loss is absurd, so it is no fix"
+
+
 def _fix_data(fix: Fix) -> dict[str, Any]:
     return {
+        "intro": _tried_words(fix),
         "change": _change(fix),
         "outcome": _safe(fix.outcome),
         "code": redact_source(fix.code),
-        "helped": fix.helped,
+        "helped": fix.helped and fix.is_plausible,
     }
 
 

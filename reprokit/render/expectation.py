@@ -6,6 +6,7 @@ the operand, and does not send the reader upstream.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,17 @@ _INTERNAL = (
     "file a bug",
     "InductorError",
     "BackendCompilerFailed",
+)
+_REFUSING = ("RuntimeError", "ValueError", "IndexError", "TypeError")
+# How functions word what they want of their arguments. What a kernel or a device cannot do is another matter.
+_WANTED = re.compile(
+    r"\bsizes?\b|batch_size|shape|dimension|\bdims?\b|\bind(ex|ices)\b|\bexpect|\bmust\b|\bshould\b|mismatch|dtype"
+    r"|range|out of bounds|cast|convert|ambiguous|require grad|second time|inplace operation",
+    re.IGNORECASE,
+)
+_UNABLE = re.compile(
+    r"not (yet )?(implemented|supported)|unsupported|out of memory|CUDA (\w+ )?error|CUBLAS|CUDNN|NCCL|HIP error",
+    re.IGNORECASE,
 )
 # What passes a value on as it is: the step that made the value is the one before.
 _PASSING = frozenset(
@@ -91,16 +103,41 @@ def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectatio
     edge = find_edge(source.program, source.tensors, source.failure)
     failure = source.failure
     owner = _owner(snapshot, failure, edge)
+    observed = wording.observed(failure, is_forward_finite=edge is None or edge.is_forward_finite)
     return Expectation(
         edge.words if edge is not None else "",
-        wording.observed(failure, is_forward_finite=edge is None or edge.is_forward_finite),
+        _with_training(observed, snapshot.failure, failure),
         _expected(failure, edge),
-        _remark(snapshot, edge, owner),
+        _remark(snapshot, failure, edge, owner),
         owner,
     )
 
 
+def is_refusal(failure: Failure) -> bool:
+    """Whether a function refuses what it is given, as its check of the arguments is there to do."""
+    if failure.exception is None or failure.call is None:
+        return False
+    kind, message = failure.exception
+    text = f"{kind}: {message}"
+    is_defect = any(word in text for word in _INTERNAL) or _UNABLE.search(text) is not None
+    return kind in _REFUSING and not is_defect and _WANTED.search(message) is not None
+
+
+def _with_training(observed: str, recorded: Failure, reduced: Failure) -> str:
+    """What was observed, with the message of the training step where the reduced one has another."""
+    message = wording.message(recorded)
+    if not message or message == wording.message(reduced):
+        return observed
+    return f"{observed.removesuffix('.')}. In training it was: {message}."
+
+
 def _expected(failure: Failure, edge: Edge | None) -> str:
+    if is_refusal(failure):
+        name = wording.code_span(wording.short_call(failure))
+        return (
+            "The call returns, which needs arguments that it accepts. "
+            f"For what it is given, {name} does what it is defined to do: it refuses, and says what is wrong."
+        )
     if edge is None:
         return wording.expected(failure)
     about = "a finite gradient" if failure.phase == "backward" else "a finite result"
@@ -114,12 +151,14 @@ def _expected(failure: Failure, edge: Edge | None) -> str:
     )
 
 
-def _remark(snapshot: Snapshot, edge: Edge | None, owner: str) -> str:
+def _remark(snapshot: Snapshot, failure: Failure, edge: Edge | None, owner: str) -> str:
     """Where the operand came from, and whom that concerns."""
+    whom = {OWN: "the training code rather than PyTorch", TORCH: "PyTorch"}.get(owner, f"`{owner}`")
+    if is_refusal(failure):
+        return f"Why it is given these arguments is a question about {whom}."
     if edge is None or not edge.is_by_definition:
         return ""
     origin = _made_by(snapshot, edge.value)
-    whom = {OWN: "the training code rather than PyTorch", TORCH: "PyTorch"}.get(owner, f"`{owner}`")
     why = "Why it has the values it has" if origin else "Why it is given these values"
     return f"{origin}{why} is a question about {whom}."
 

@@ -32,7 +32,7 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
     note = f": {redact_text(snapshot.fidelity_note)}" if snapshot.fidelity_note else ""
     size = f"{counted(snapshot.program.num_calls, 'call')}, {counted(snapshot.num_elements, 'input element')}"
     facts = [
-        ("where", where(failure)),
+        ("where", where(snapshot)),
         ("origin", origin(failure)),
         ("line", line(failure)),
         ("exception", f"`{failure.exception[0]}`{message}" if failure.exception is not None else ""),
@@ -44,12 +44,20 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
     return [(name, value) for name, value in facts if value]
 
 
-def where(failure: Failure) -> str:
+def where(snapshot: Snapshot) -> str:
     """``in the forward pass, in module `layers.1` ``, without the space at the end."""
+    failure = snapshot.failure
+    phase = wording.phase_words(failure)
     place = f", in module {wording.code_span(failure.module)}" if failure.module else ""
-    if failure.call is not None and not failure.module and failure.phase != "optimizer":
-        place = ", outside of any module"
-    return f"{wording.phase_words(failure)}{place}"
+    if failure.call is not None and not failure.module and failure.phase != "optimizer" and phase != wording.OUTSIDE:
+        place = f", {wording.OUTSIDE}"
+    return f"{phase}{', without gradients' if _is_without_gradients(snapshot) else ''}{place}"
+
+
+def _is_without_gradients(snapshot: Snapshot) -> bool:
+    """Whether everything that ran, ran under ``no_grad``: a validation pass, say."""
+    calls = snapshot.program.calls
+    return snapshot.failure.phase == "forward" and bool(calls) and not any(call.mode.grad for call in calls)
 
 
 def origin(failure: Failure) -> str:

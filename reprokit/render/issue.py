@@ -117,7 +117,8 @@ def title(snapshot: Snapshot, reduction: Reduction | None = None, expectation: E
         words.append(f"in {module}" if module else _in_line(snapshot.failure.site))
     number = str(snapshot.environment.get("torch", "")).partition("+")[0]
     version = f"torch {number}" if number else ""
-    details = ", ".join(part for part in (_dtype(source), _device(source, snapshot), version) if part)
+    parts = (_dtype(source), _autocast_lost(snapshot, source), _device(source, snapshot), version)
+    details = ", ".join(part for part in parts if part)
     return f"{' '.join(word for word in words if word)} ({redact_text(details)})"
 
 
@@ -176,13 +177,25 @@ def _diagnosis(reduction: Reduction | None) -> str:
 
 def _dtype(source: Reduction | Snapshot) -> str:
     """The dtype that the origin computes in: that of autocast around it, else of the first floating-point input."""
-    index = source.failure.call_index
-    autocast = source.program.calls[index].mode.autocast if index is not None else ()
+    autocast = _autocast(source)
     if autocast:
-        return f"autocast to {autocast[0][1].removeprefix('torch.')}"
+        return f"autocast to {autocast}"
     tensors = (source.tensors[item.value] for item in source.program.inputs if item.role != "rng")
     floats = (tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex())
     return next((str(tensor.dtype).removeprefix("torch.") for tensor in floats), "")
+
+
+def _autocast(source: Reduction | Snapshot) -> str:
+    """The dtype of the autocast around the origin, if there is any."""
+    index = source.failure.call_index
+    autocast = source.program.calls[index].mode.autocast if index is not None else ()
+    return autocast[0][1].removeprefix("torch.") if autocast else ""
+
+
+def _autocast_lost(snapshot: Snapshot, source: Reduction | Snapshot) -> str:
+    """Says that training ran under autocast where the repro needs none."""
+    dtype = _autocast(snapshot)
+    return f"{dtype} autocast in training" if dtype and not _autocast(source) else ""
 
 
 def _device(source: Reduction | Snapshot, snapshot: Snapshot) -> str:
@@ -206,7 +219,7 @@ def _lines(rows: Iterable[facts.Fact]) -> str:
 
 def _origin(snapshot: Snapshot) -> str:
     place = f", at {facts.line(snapshot.failure)}" if snapshot.failure.site is not None else ""
-    return f"{facts.when(snapshot)} of a training run, {facts.where(snapshot.failure)}{place}"
+    return f"{facts.when(snapshot)} of a training run, {facts.where(snapshot)}{place}"
 
 
 def _in_line(site: Site | None) -> str:

@@ -25,7 +25,7 @@ def sentences(snapshot: Snapshot, reduction: Reduction | None, verified: VerifyR
 def _failure(snapshot: Snapshot) -> Iterator[str]:
     failure = snapshot.failure
     said = wording.observed(failure)
-    yield f"It happened at {facts.when(snapshot)} of the training run, {facts.where(failure)}. {said}"
+    yield f"It happened at {facts.when(snapshot)} of the training run, {facts.where(snapshot)}. {said}"
     if facts.how_much(failure):
         yield f"{facts.how_much(failure)}."
     if facts.noticed_in(snapshot):
@@ -46,3 +46,6 @@ def _size(snapshot: Snapshot, reduction: Reduction | None) -> Iterator[str]:
         f"Of {counted(before['calls'], 'torch call')} on {counted(before['elements'], 'input element')}, "
         f"{after:,} on {elements:,} {verb} enough to show it."
     )
+    said = wording.message(reduction.failure)
+    if said and said != wording.message(snapshot.failure):
+        yield f"With these the message is: {said}."

@@ -136,10 +136,15 @@ def _is_computed(found: Survey, value: int, before: int) -> bool:
 
 
 def _oddness(found: Range) -> tuple[bool, bool, float]:
-    """How far from ordinary numbers a range is: not finite, of floats, and decades from 1."""
-    ends = [abs(math.log10(end)) for end in (found.least, found.high) if end]
+    """How far from ordinary numbers a range is: not finite, of floats, and decades from 1.
+
+    The smallest of many ordinary numbers is small: one of a thousand is three decades below the others, and more.
+    """
+    high = [abs(math.log10(found.high))] if found.high else []
+    usual = 1 + math.log10(max(1, math.prod(found.shape)))
+    least = [abs(math.log10(found.least)) - usual] if found.least else []
     zero = [100.0] if found.high == 0 else []
-    return found.is_bad, found.is_float, max([*ends, *zero], default=0.0)
+    return found.is_bad, found.is_float, max([*high, *least, *zero], default=0.0)
 
 
 def _path_of_gradient(found: Survey, origin: int) -> list[tuple[int, int]]:

@@ -193,10 +193,16 @@ def _number(value: float | int | bool) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
+OUTSIDE = "outside of any module"
+
+
 def phase_words(failure: Failure) -> str:
-    """Where in the step it happens."""
+    """Where in the step it happens. An exception may come long before the model is called: from the data, say."""
     if failure.is_of_whole_step:
         return "over the whole step"
+    is_called = failure.kind == "exception" and failure.call is not None
+    if is_called and failure.phase == "forward" and failure.module is None:
+        return OUTSIDE
     return {"forward": "in the forward pass", "backward": "in the backward pass", "optimizer": "in the optimizer step"}[
         failure.phase
     ]

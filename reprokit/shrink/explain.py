@@ -133,7 +133,7 @@ def _targets(change: Change) -> Iterator[float | int | bool]:
     if isinstance(old, bool):
         yield not old
     elif not change.dtype.is_floating_point:
-        yield from (number for number in (old - 1, 0) if 0 <= number != old)
+        yield from (number for number in dict.fromkeys((old - 1, 0, 1)) if 0 <= number != old)
     else:
         yield from (number for number in (0.0, 1.0, -1.0) if number != old)
 

@@ -97,7 +97,9 @@ class InputPart:
             yield torch.ones_like(tensor)
         elif tensor.layout is torch.strided and tensor.numel() and not tensor.is_quantized and self._may_index:
             largest = int(tensor.max())
-            if largest > 0:
+            if largest == 0:
+                yield torch.ones_like(tensor)
+            elif largest > 0:
                 yield torch.zeros_like(tensor)
                 yield torch.full_like(tensor, largest)
                 yield torch.randint(0, largest + 1, tensor.shape, generator=random).to(tensor.device, tensor.dtype)

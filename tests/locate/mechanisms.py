@@ -113,6 +113,14 @@ def unknown() -> Snapshot:
     return record(lambda x: torch.special.zeta(x, x), x=torch.tensor([1.0]))
 
 
+def with_batch(snapshot: Snapshot, size: float) -> Snapshot:
+    """The step with one more input: a batch whose third row is as large as this, the others one at most."""
+    data = torch.ones(8, 3)
+    data[2] *= size
+    inputs = (*snapshot.program.inputs, Input(1000, "data", "batch"))
+    return replace(snapshot, program=replace(snapshot.program, inputs=inputs), tensors={**snapshot.tensors, 1000: data})
+
+
 def raising(call: Callable[..., Any], **tensors: torch.Tensor) -> Make:
     return lambda: record(call, **tensors)
 
@@ -208,7 +216,10 @@ CASES: dict[str, Make] = {
     "label-outside": raising(lambda x, y: F.cross_entropy(x, y), x=seeded(2, 3), y=torch.tensor([0, 3])),
     "token-outside": raising(lambda x, i: F.embedding(i, x), x=seeded(2, 3), i=torch.tensor([7])),
     "index-outside": raising(lambda x, i: x.gather(1, i), x=seeded(2, 3), i=torch.tensor([[5], [0]])),
-    "length-mismatch": raising(lambda x, y: F.cross_entropy(x, y), x=seeded(2, 3), y=torch.tensor([0])),
+    "short-last-batch": raising(lambda x, h: F.cross_entropy(x[4:], h), x=seeded(7, 3), h=torch.zeros(4).long()),
+    "batches-of-two-sizes": raising(lambda x, y: F.cross_entropy(x, y), x=seeded(2, 3), y=torch.tensor([0])),
+    "stack-of-other-sizes": raising(lambda x, y: torch.stack([x, x, y]), x=seeded(3), y=seeded(5)),
+    "length-mismatch": raising(lambda x, y: x @ y, x=seeded(2, 3), y=seeded(2, 3)),
     "probability-outside": raising(lambda x, y: F.binary_cross_entropy(x, y), x=torch.tensor([1.5]), y=torch.ones(1)),
     "repeated-eigenvalues": step(lambda x: torch.linalg.eigh(x)[1].sum(), x=GRAPH),
     "singular-matrix": raising(lambda x: torch.linalg.inv(x), x=torch.ones(2, 2)),
@@ -216,6 +227,7 @@ CASES: dict[str, Make] = {
     "decomposition-of-bad-values": raising(lambda x: torch.linalg.svd(x), x=torch.full((2, 2), NAN)),
     "bad-data": bad_input("batch"),
     "bad-parameter": bad_input("parameter"),
+    "outlying-row": lambda: with_batch(unknown(), 6000.0),
     "bad-gradient-given": bad_input("gradient"),
     "exp-overflow": step(lambda x: x.exp(), x=torch.tensor([100.0, 1.0])),
     "log-rate-overflow": step(lambda x, y: F.poisson_nll_loss(x, y), x=torch.tensor([100.0, 1.0]), y=torch.ones(2)),
@@ -323,6 +335,9 @@ MISSES: dict[str, str | Make] = {
     "label-outside": raising(lambda x, y: F.cross_entropy(x, y), x=seeded(2, 3), y=torch.tensor([-100])),
     "token-outside": raising(lambda x, i: F.embedding(i.float(), x), x=seeded(2, 3), i=torch.tensor([1])),
     "index-outside": "length-mismatch",
+    "short-last-batch": raising(lambda x, h: F.cross_entropy(x[6:], h), x=seeded(8, 3), h=torch.zeros(4).long()),
+    "batches-of-two-sizes": "length-mismatch",
+    "stack-of-other-sizes": raising(lambda x: torch.stack([x, x], 5), x=seeded(3)),
     "length-mismatch": "label-outside",
     "probability-outside": "length-mismatch",
     "repeated-eigenvalues": step(lambda x: (torch.linalg.eigh(x)[0] * 1e30 * 1e30).sum(),
@@ -332,6 +347,7 @@ MISSES: dict[str, str | Make] = {
     "decomposition-of-bad-values": "cholesky-not-positive",
     "bad-data": "bad-parameter",
     "bad-parameter": "bad-data",
+    "outlying-row": lambda: with_batch(unknown(), 60.0),
     "bad-gradient-given": "bad-data",
     "exp-overflow": "overflow",
     "log-rate-overflow": step(lambda x, y: F.poisson_nll_loss(x, y, log_input=False, eps=0.0),

@@ -24,7 +24,7 @@ from reprokit.locate.signs.registry import number_named
 from reprokit.locate.trials import Budget, attempt
 from reprokit.render.diagnosis import markdown, one_line, page
 from reprokit.render.fix_code import fix_code
-from tests.locate.mechanisms import CASES, MISSES, NAN, adam, mismatch, near_miss, unknown
+from tests.locate.mechanisms import CASES, MISSES, NAN, adam, half, mismatch, near_miss, unknown
 from tests.shrink.failing import INF, record
 
 ENTRIES = {entry.id: entry for entry in entries()}
@@ -331,13 +331,109 @@ def test_a_fix_that_leaves_a_loss_out_of_all_proportion_says_so() -> None:
 
     snapshot = record(step, x=torch.tensor([200.0]).requires_grad_())
     outcomes = []
-    for losses in ([2.0, 1.0, 3.0, NAN], []):
+    for losses in ([2.0, 1.0, 3.0, NAN], [1e-7, 2e-7]):
         snapshot.timeline = [{"step": number, "loss": loss} for number, loss in enumerate(losses)]
         fix = diagnose(snapshot).fix
-        assert fix is not None and fix.helped
+        assert fix is not None and fix.helped and not fix.is_plausible
         outcomes.append(fix.outcome)
+        found = diagnose(snapshot)
+        assert "; made finite when tried, but not fixed: " in one_line(found) and "; fixed" not in one_line(found)
+        assert "its loss is absurd, so it is no fix: clamp" in markdown(found) and "and helped" not in markdown(found)
+        assert "it is no fix" in page(found)["fix"]["intro"] and not page(found)["fix"]["helped"]
     assert "(about 2 in the steps before)" in outcomes[0]
-    assert "before" not in outcomes[1]
+    absurd = diagnose(record(lambda x: (x * 1e30).sum().backward(), x=torch.tensor([1e30]).requires_grad_())).fix
+    assert absurd is not None and absurd.helped and not absurd.is_plausible and "before" not in absurd.outcome
+
+
+@pytest.mark.parametrize(
+    ("losses", "is_plausible"),
+    [
+        ([0.04, 0.03, 0.05], False),  # 485 after the fix
+        ([0.04, 0.03, 200.0], True),  # of that size before
+        ([1.0, 2.0, 3.0], True),
+        ([], True),
+    ],
+)
+def test_a_loss_is_compared_with_the_usual_ones_also_where_these_are_small(
+    losses: list[float], is_plausible: bool
+) -> None:
+    def step(x: torch.Tensor) -> None:
+        (x[:1].log() + x[1:]).sum().backward()
+
+    snapshot = record(step, x=torch.tensor([-1.0, 500.0]).requires_grad_())
+    snapshot.timeline = [{"step": number, "loss": loss} for number, loss in enumerate(losses)]
+    fix = diagnose(snapshot).fix
+    assert fix is not None and fix.helped and "loss 486.2" in fix.outcome
+    assert fix.is_plausible is is_plausible
+    assert ("in the steps before" in fix.outcome) is not is_plausible
+
+
+def test_a_later_fix_with_a_plausible_loss_goes_before_one_without() -> None:
+    def step(x: torch.Tensor) -> None:
+        x.exp().sum().backward()
+
+    snapshot = record(step, x=torch.tensor([200.0]).requires_grad_())
+    snapshot.timeline = [{"step": 0, "loss": 1e8}]
+    found = diagnose(snapshot)
+    assert found.fix is not None and found.fix.is_plausible and "at 20" in found.fix.text[0]
+    assert found.tried[0].helped and not found.tried[0].is_plausible
+
+
+def test_a_fix_of_an_older_file_is_read() -> None:
+    plain = diagnosis_of("log-of-zero").summary()
+    del plain["fix"]["is_plausible"]
+    assert from_plain(plain) == diagnosis_of("log-of-zero")
+
+
+def test_an_overflow_that_float32_would_not_survive_is_not_one_of_half_precision() -> None:
+    wide = torch.tensor([1e25], dtype=torch.bfloat16)
+    found = diagnose(record(lambda x: x * x, x=wide))
+    assert found.id == "overflow" and "half-overflow" not in [item["id"] for item in found.also]
+    assert diagnose(record(lambda x: x * x, x=wide.float())).id == "overflow"
+    assert diagnose(record(lambda x: x * x, x=half(300.0))).id == "half-overflow"
+    gradient = diagnose(record(lambda x: (x * 1e30 * 1e30).sum().backward(), x=wide.div(1e55).requires_grad_()))
+    assert gradient.id == "exploding-gradients"
+
+
+def test_a_result_that_float64_cannot_hold_either_is_more_than_what_it_can() -> None:
+    found = diagnose(record(lambda x: x**9, x=torch.tensor([1e30, 1e38])))
+    assert "would be more than 1e+270, more than 2.94e+231 times" in found.evidence[0]
+    found = diagnose(record(lambda x: x.exp(), x=torch.tensor([712.0, 50.0]).half()))
+    assert found.id == "exp-overflow" and found.also == ()
+
+
+@pytest.mark.parametrize(
+    ("call", "tensors", "name"),
+    [
+        (lambda x, h, a, b: torch.gru_cell(x[32:], h, a, b), [(42, 5), (16, 4), (12, 5), (12, 4)], "short-last-batch"),
+        (lambda x, h, a, b: torch.gru_cell(x, h, a, b), [(10, 5), (16, 4), (12, 5), (12, 4)], "batches-of-two-sizes"),
+        (lambda x, h: x + h, [(10, 5), (16, 5)], "batches-of-two-sizes"),
+        (lambda x, h: x + h, [(10, 5), (10, 4)], "length-mismatch"),
+        (lambda x, h: torch.bmm(x, h), [(3, 4, 5), (2, 5, 4)], "batches-of-two-sizes"),
+        (lambda x, h: torch.bmm(x, h), [(3, 4, 5), (3, 6, 4)], UNKNOWN),
+        (
+            lambda x, h, a, b: torch.gru(x, h, [a, b], False, 1, 0.0, False, False, True),
+            [(10, 7, 5), (1, 16, 4), (12, 5), (12, 4)],
+            "batches-of-two-sizes",
+        ),
+        (
+            lambda x, h, a, b: torch.gru(x, h, [a, b], False, 1, 0.0, False, False, True),
+            [(10, 7, 5), (1, 10, 3), (12, 5), (12, 4)],
+            "length-mismatch",
+        ),
+    ],
+)
+def test_batches_of_two_sizes_are_told_from_other_sizes(
+    call: Callable[..., torch.Tensor], tensors: list[tuple[int, ...]], name: str
+) -> None:
+    given = dict(zip("xhab", (torch.zeros(shape) for shape in tensors), strict=False))
+    assert diagnose(record(call, **given)).id == name
+
+
+def test_an_index_outside_of_a_table_is_told_for_bags_too() -> None:
+    found = diagnose(record(lambda x, i: F.embedding_bag(i, x), x=torch.zeros(2, 3), i=torch.tensor([[1, 7]])))
+    assert found.id == "token-outside" and found.evidence[0].startswith("tokens go from 1 to 7, and there are 2 rows")
+    assert found.also == (), "the message again"
 
 
 @pytest.mark.parametrize(("dtype", "least"), [(torch.float16, 1e-3), (torch.bfloat16, 1e-6), (torch.float32, 1e-6)])

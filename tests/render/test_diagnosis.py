@@ -64,3 +64,15 @@ def test_the_code_of_a_fix_is_source(tmp_path: Path, capsys: pytest.CaptureFixtu
         ["shrink", str(tmp_path / "snap.pt"), "-o", str(tmp_path / "none"), "--source", "none", "--no-whatif", "-q"]
     ) == 0  # fmt: skip
     assert code not in (tmp_path / "none" / "issue.md").read_text()
+
+
+def test_a_change_that_is_no_fix_is_not_drawn_as_one(tmp_path: Path) -> None:
+    snapshot = zero_by_zero()
+    reduction = shrink(snapshot, out_dir=tmp_path)
+    script = reduction_script(reduction, snapshot)
+    for is_plausible in (True, False):
+        reduction.diagnosis = diagnose(snapshot).summary()
+        reduction.diagnosis["fix"]["is_plausible"] = is_plausible
+        html = write_report(snapshot, script, VERIFIED, reduction=reduction)
+        assert ('<div class="helped">' in html) is is_plausible
+        assert ("so it is no fix" in html) is not is_plausible

@@ -21,6 +21,7 @@ from reprokit.errors import UsageError
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Site
 from reprokit.render.edges import find_edge
 from reprokit.render.expectation import expect
+from reprokit.render.facts import where
 from reprokit.render.issue import MAX_CHARACTERS, Issue, make_issue, rate, title
 from reprokit.render.issue_templates import find_template, template_names, tidied
 from reprokit.render.script import Script
@@ -194,6 +195,65 @@ def test_exceptions_are_the_callers_unless_torch_says_otherwise() -> None:
     assert expect(snapshot).template == "generic"
     internal = replace(snapshot.failure, exception=("RuntimeError", "x INTERNAL ASSERT FAILED at y"))
     assert expect(replace(snapshot, failure=internal)).template == "pytorch"
+
+
+REFUSED = ("RuntimeError", "Input batch size 10 doesn't match hidden0 batch size 16")
+
+
+@pytest.mark.parametrize(
+    ("exception", "refuses"),
+    [
+        (REFUSED, True),
+        (("IndexError", "index out of range in self"), True),
+        (("RuntimeError", "stack expects each tensor to be equal size, but got [11] at entry 0"), True),
+        (("RuntimeError", "expected scalar type INTERNAL ASSERT FAILED, Please report"), False),
+        (("NotImplementedError", "\"gamma\" not implemented for shape 'Half'"), False),
+        (("RuntimeError", "\"gamma\" not implemented for dtype 'Half'"), False),
+        (("RuntimeError", "CUDA error: device-side assert triggered, index out of bounds"), False),
+        (("RuntimeError", "Expected all tensors to be on one device (mat1 in method wrapper_CUDA_addmm)"), True),
+        (("RuntimeError", "CUDNN_STATUS_BAD_PARAM: the sizes"), False),
+        (("RuntimeError", "the kernel has failed"), False),
+    ],
+)
+def test_a_refusal_is_told_from_a_defect(exception: tuple[str, str], refuses: bool) -> None:
+    snapshot = snapshot_of(failing_cholesky())
+    found = expect(replace(snapshot, failure=replace(snapshot.failure, exception=exception)))
+    assert ("does what it is defined to do: it refuses" in found.expected) is refuses
+    assert (
+        found.remark == "Why it is given these arguments is a question about the training code rather than PyTorch."
+    ) is (refuses)
+
+
+def test_the_message_that_training_had_is_quoted_beside_the_reduced_one() -> None:
+    reduced = snapshot_of(failing_cholesky())
+    recorded = replace(reduced, failure=replace(reduced.failure, exception=REFUSED))
+    said = "In training it was: `Input batch size 10 doesn't match hidden0 batch size 16`."
+    assert expect(recorded, reduced).observed.endswith(f"`. {said}")  # type: ignore[arg-type]
+    assert "In training" not in expect(reduced, reduced).observed  # type: ignore[arg-type]
+
+
+def test_an_exception_outside_of_the_model_is_not_called_one_of_its_forward_pass() -> None:
+    snapshot = snapshot_of(failing_cholesky())
+    inside = replace(snapshot, failure=replace(snapshot.failure, module="layers.1"))
+    assert where(snapshot) == "outside of any module"
+    assert where(inside) == "in the forward pass, in module `layers.1`"
+    assert "in the forward pass" not in snapshot_script(snapshot).text
+
+
+def test_a_pass_without_gradients_is_called_so() -> None:
+    snapshot = one_call("torch.log", [-1.0])
+    call = replace(snapshot.program.calls[0], mode=Mode(grad=False))
+    without = replace(snapshot, program=replace(snapshot.program, calls=(call,)))
+    assert where(without) == "in the forward pass, without gradients, outside of any module"
+    assert "without gradients" not in where(snapshot)
+
+
+def test_the_title_says_that_training_ran_under_autocast() -> None:
+    snapshot = one_call("torch.log", [-1.0])
+    call = replace(snapshot.program.calls[0], mode=Mode(autocast=(("cpu", "torch.bfloat16"),)))
+    recorded = replace(snapshot, program=replace(snapshot.program, calls=(call,)))
+    assert "(float32, bfloat16 autocast in training, CPU" in title(recorded, snapshot)  # type: ignore[arg-type]
+    assert "(autocast to bfloat16, CPU" in title(recorded)
 
 
 def test_the_device_and_dtype_of_the_title_are_those_of_the_program() -> None:

@@ -19,6 +19,7 @@ from reprokit.render.progress import Progress, progress
 from reprokit.render.ranges import limits_of, measure, range_text
 from reprokit.render.report import MAX_TEXT, write_report
 from reprokit.render.sources import reduction_script, snapshot_script
+from reprokit.render.story import sentences
 from reprokit.render.survey import Survey, survey
 from reprokit.render.way import MAX_BEFORE, MAX_CALL, Way, ways
 from reprokit.snapshot.format import Snapshot
@@ -280,6 +281,28 @@ def test_the_way_leads_from_the_input_through_the_mask_to_the_loss() -> None:
     assert [stop.text for stop in way.stops if stop.is_origin] == ["p = F.softmax(masked, dim=-1)"]
     last = way.stops[-1].range
     assert last is not None and last.num_nan == 1 and way.num_left_out == 0
+
+
+def test_the_way_starts_at_large_data_and_not_at_the_smallest_of_many_ordinary_weights() -> None:
+    def starts_at(data: torch.Tensor, weight: torch.Tensor) -> str:
+        calls = (Call("torch.matmul", (Ref(0), Ref(1)), {}, Ref(2)), Call("torch.log", (Ref(2),), {}, Ref(3)))
+        program = Program(calls, (Input(0, "data"), Input(1, "weight", "parameter")), (Ref(3),))
+        (way,) = ways_of(snapshot_of((program, {0: data, 1: weight})))
+        return way.stops[0].text
+
+    weight = torch.full((64, 4), 0.1)
+    weight[0, 0] = 1e-5
+    assert starts_at(torch.full((2, 64), -6000.0), weight) == "data"
+    assert starts_at(torch.full((2, 64), -600.0), weight * 1e-12) == "weight"
+
+
+def test_the_story_has_the_message_of_training_and_that_of_the_repro() -> None:
+    snapshot = snapshot_of(failing_cholesky())
+    reduction = reduced(snapshot, failure=snapshot.failure)
+    assert not any("the message is" in line for line in sentences(snapshot, reduction, VERIFIED))
+    recorded = replace(snapshot, failure=replace(snapshot.failure, exception=("RuntimeError", "10 is not 16")))
+    said = " ".join(sentences(recorded, reduction, VERIFIED))
+    assert "`10 is not 16`" in said and "With these the message is: `linalg.cholesky" in said
 
 
 def test_the_way_of_a_gradient_ends_at_the_derivative() -> None:

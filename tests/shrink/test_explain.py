@@ -80,6 +80,13 @@ def test_a_constant_that_does_not_matter_is_free() -> None:
     assert [(item["value"], item["free"]) for item in reduction.constants] == [(1.0, True)]
 
 
+def test_a_whole_number_that_is_zero_is_varied_too() -> None:
+    reduction = shrink(failing.record(lambda x, y: x / y, x=torch.zeros(2), y=torch.zeros(2, dtype=torch.int64)))
+    assert [(item["free"], item.get("tried", True)) for item in reduction.explain] == [(False, True)] * 2
+    nearest = nearest_of(reduction)
+    assert (nearest["input"], nearest["from"], nearest["to"]) == (reduction.program.inputs[1].name, 0, 1)
+
+
 def test_without_a_budget_nothing_is_claimed() -> None:
     def step(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return F.softmax(x.masked_fill(mask, -failing.INF), dim=-1).sum()

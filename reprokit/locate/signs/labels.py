@@ -13,6 +13,11 @@ from reprokit.locate.scene import Scene
 from reprokit.locate.signs.arguments import dimension
 from reprokit.locate.signs.registry import Numbers, places, sign
 
+_OF_BATCHES = re.compile(
+    r"batch.?size|batch dimension|non-singleton dimension 0\b|batch2 tensor|expected hidden", re.IGNORECASE
+)
+_SHAPE = re.compile(r"[(\[]([\d, ]+)[)\]]")
+
 
 @sign
 def raises(scene: Scene, pattern: str) -> Numbers | None:
@@ -31,7 +36,8 @@ def label_outside(scene: Scene) -> Numbers | None:
     if call is None:
         return None
     is_loss = short_name(call) in ("cross_entropy", "nll_loss")
-    table = scene.tensor("weight" if short_name(call) == "embedding" else "x")
+    is_table = short_name(call) in ("embedding", "embedding_bag")
+    table = scene.tensor("weight" if is_table else "x")
     labels = scene.tensor("target" if is_loss else "x")
     if labels is None or table is None or labels.is_floating_point():
         return None
@@ -44,6 +50,62 @@ def label_outside(scene: Scene) -> Numbers | None:
         return None
     lowest, highest = int(counted.min()), int(counted.max())
     return {"lowest": lowest, "highest": highest, "size": size} if lowest < 0 or highest >= size else None
+
+
+@sign
+def stacks_other_sizes(scene: Scene) -> Numbers | None:
+    """Whether the tensors that are to be put side by side differ in size; tells the first that does."""
+    tensors = scene.operand("x")
+    if not isinstance(tensors, (list, tuple)) or not all(isinstance(item, torch.Tensor) for item in tensors):
+        return None
+    sizes = [list(item.shape) for item in tensors]
+    number = next((number for number, size in enumerate(sizes) if size != sizes[0]), None)
+    if number is None:
+        return None
+    different = len({tuple(size) for size in sizes})
+    return {"total": len(sizes), "different": different, "first": sizes[0], "other": sizes[number], "number": number}
+
+
+@sign
+def batches_differ(scene: Scene) -> Numbers | None:
+    """Whether the function was given batches of two sizes, both of which an argument has; tells these."""
+    if scene.failure.kind != EXCEPTION or scene.failure.exception is None:
+        return None
+    pair = _two_sizes(scene.failure.exception[1])
+    sizes = {size for tensor in scene.arguments() for size in tensor.shape[:2]}
+    if pair is None or not sizes.issuperset(pair):
+        return None
+    return {"smaller": min(pair), "larger": max(pair)}
+
+
+@sign
+def is_remainder(scene: Scene) -> Numbers | None:
+    """Whether an input of the step has as many rows as full batches and a short one at the end make up."""
+    pair = batches_differ(scene)
+    for item in scene.program.inputs if pair is not None else ():
+        rows = scene.tensors[item.value].shape[:1]
+        if pair is None or item.role == "parameter" or not rows or rows[0] <= pair["larger"]:
+            continue
+        whole, rest = divmod(rows[0], pair["larger"])
+        if rest == pair["smaller"]:
+            return {"input": f"`{item.name}`", "rows": rows[0], "whole": whole}
+    return None
+
+
+def _two_sizes(message: str) -> tuple[int, int] | None:
+    """The sizes of two batches that a message compares: its first two numbers, or the one place where shapes differ.
+
+    In the shapes of such messages, those of a hidden state or a matrix, the batch stands before the last dimension.
+    """
+    if not _OF_BATCHES.search(message):
+        return None
+    shapes = [[int(size) for size in found.split(",")] for found in _SHAPE.findall(message) if "," in found]
+    if len(shapes) > 1 and len(shapes[0]) == len(shapes[1]):
+        pairs = list(zip(*shapes[:2], strict=True))
+        is_batch = [one != other for one, other in pairs] == [place == len(pairs) - 2 for place in range(len(pairs))]
+        return pairs[-2] if is_batch else None
+    numbers = [int(number) for number in re.findall(r"\b\d+\b", message)]
+    return (numbers[0], numbers[1]) if len(numbers) > 1 and numbers[0] != numbers[1] else None
 
 
 @sign

@@ -17,19 +17,18 @@ from reprokit.locate.signs.registry import (
     sign,
     smallest,
 )  # fmt: skip
-from reprokit.program.ir import Call, map_leaves
+from reprokit.program.ir import Call
 
 
 @sign
 def overflows(scene: Scene, halves: bool | None = None) -> Numbers | None:
     """Whether the origin made an infinity of finite arguments because its dtype ends too early.
 
-    The call is done again in float64, to tell by how much. ``halves``: of half precision only, or of others only.
+    The call is done again in float64, to tell by how much. ``halves``: only where half precision is to blame, so that
+    float32 could hold the result (bfloat16 ends where float32 does), or only where it is not.
     """
     seen, result = scene.origin, scene.tensor("result")
     if seen is None or result is None or not result.is_floating_point():
-        return None
-    if halves is not None and is_half(result) != halves:
         return None
     exact = recompute(seen)
     if exact is None or exact.shape != result.shape:
@@ -40,7 +39,12 @@ def overflows(scene: Scene, halves: bool | None = None) -> Numbers | None:
     if not sizes.numel() or float(sizes.max()) <= limit:
         return None
     largest = float(sizes.max())
-    return places(bad, largest=largest, limit=limit, times=largest / limit, dtype=dtype_name(result))
+    is_beyond = bool(exact[bad].isinf().any())  # some do not fit into float64
+    fits = largest <= torch.finfo(torch.float32).max and not is_beyond
+    if halves is not None and halves != (is_half(result) and fits):
+        return None
+    more = "more than " if is_beyond else ""
+    return places(bad, more=more, largest=largest, limit=limit, times=largest / limit, dtype=dtype_name(result))
 
 
 @sign
@@ -54,23 +58,15 @@ def turns_bad(scene: Scene) -> Numbers | None:
 
 def _largest_if_finite(scene: Scene) -> float | None:
     """The largest magnitude in what the origin is given, ``None`` when that is not all finite."""
-    given = [tensor for tensor in _given(scene) if tensor.is_floating_point() and tensor.numel()]
+    given = [tensor for tensor in scene.arguments() if tensor.is_floating_point() and tensor.numel()]
     sizes = [float(tensor.abs().max()) for tensor in given]  # NaN if there is one in it
     return max(sizes) if sizes and all(map(math.isfinite, sizes)) else None
-
-
-def _given(scene: Scene) -> list[torch.Tensor]:
-    """All tensors that the origin is given."""
-    found: list[torch.Tensor] = []
-    arguments = (scene.origin.args, dict(scene.origin.kwargs)) if scene.origin is not None else ()
-    map_leaves(arguments, lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None)
-    return found
 
 
 @sign
 def computes_in_half(scene: Scene) -> Numbers | None:
     """Whether anything the origin is given is in half precision, the parameters of an optimizer included."""
-    halves = list(filter(is_half, _given(scene)))
+    halves = list(filter(is_half, scene.arguments()))
     return {"dtype": dtype_name(halves[0]), "smallest": smallest(halves[0].dtype)} if halves else None
 
 
@@ -124,9 +120,9 @@ def gradients_explode(scene: Scene) -> Numbers | None:
 
 @sign
 def gradient_overflows_half(scene: Scene) -> Numbers | None:
-    """Whether a gradient overflowed in half precision."""
+    """Whether a gradient overflowed in float16; bfloat16 ends where float32 does."""
     result = scene.tensor("result")
-    if scene.failure.phase != "backward" or result is None or not is_half(result):
+    if scene.failure.phase != "backward" or result is None or result.dtype is not torch.float16:
         return None
     return {"dtype": dtype_name(result), "limit": torch.finfo(result.dtype).max}
 

@@ -72,6 +72,22 @@ def input_is(scene: Scene, roles: Sequence[str]) -> Numbers | None:
 
 
 @sign
+def row_stands_out(scene: Scene, factor: float = 100.0, rows: int = 4) -> Numbers | None:
+    """Whether a single row of an input from outside is larger than all others by this factor."""
+    for item in scene.program.inputs:
+        values = scene.tensors[item.value]
+        if item.role != "batch" or not values.is_floating_point() or values.dim() < 2 or values.shape[0] < rows:
+            continue
+        if not values.numel():
+            continue
+        sizes = values.detach().abs().double().flatten(1).amax(1)
+        (largest, second), (row, _) = (found.tolist() for found in sizes.topk(2))
+        if math.isfinite(largest) and second > 0 and largest >= factor * second:
+            return {"input": f"`{item.name}`", "row": row, "largest": largest, "second": second}
+    return None
+
+
+@sign
 def loss_was_growing(scene: Scene, factor: float = 10.0) -> Numbers | None:
     """Whether the loss, or the norm of the gradients, of the steps before had grown by this factor, for good.
 
