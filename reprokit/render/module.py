@@ -24,7 +24,7 @@ from reprokit.render.layout import WIDTH, fold
 from reprokit.render.literals import Literal, is_same, literal, number_text
 from reprokit.render.modes import needed_mode
 from reprokit.render.module_names import ROOT_KEY, ModuleNames, class_name
-from reprokit.render.spelling import operand_words, result_words
+from reprokit.render.spelling import input_words, operand_words, result_words
 from reprokit.render.wording import headline, phase_words
 from reprokit.shrink.context.blocks import Block, Key, Tree, calls_of
 from reprokit.shrink.context.defaults import SEED, initial, modules_in_order, own_values
@@ -74,7 +74,7 @@ class _Writer:
         self._names = ModuleNames(tree)
         self._start = initial(tree, context.tensors, context.drawn)
         self._inputs = {item.value: item for item in context.program.inputs}
-        self._nouns = result_words(context.program)
+        self._nouns = {**input_words(context.program), **result_words(context.program)}
         self._classes: dict[Key, str] = {}
         self._texts: dict[str, list[str]] = {}
 

@@ -179,3 +179,10 @@ def test_a_context_that_cannot_be_shown_is_told(reduction: Reduction, tmp_path: 
         patch.setattr("reprokit.render.module.MAX_LINES", 3)
         assert render_context(reduction, None, tmp_path, tell=reasons.append) is None
     assert len(reasons) == 1 and reasons[0].endswith("lines, and 3 is the limit")
+
+
+def test_what_is_handed_to_a_function_is_called_what_the_function_calls_it() -> None:
+    text = script_of(models.distances_within).text
+    assert "def distances(z):" in text
+    assert "distances(z)." in text
+    assert "loss" not in text

@@ -333,3 +333,11 @@ def test_variables_are_read_from_assignments() -> None:
     assert named["masked_fill"] == "scores"
     assert named["tanh"] == "x"
     assert named["softmax"] is None
+
+
+def test_what_is_handed_on_is_not_what_the_line_assigns() -> None:
+    program = models.distances_within().program
+    made = {call.name: call.output_refs()[0] for call in program.calls if call.output_refs()}
+    named = variables(program.calls)
+    assert made["linear"] not in named
+    assert named[made["sum"]] == "squares"
