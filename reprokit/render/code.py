@@ -71,8 +71,8 @@ def write_program(
 
     Inputs in ``given`` are there already under some name and get no line, those in ``written`` are made by another
     expression than their numbers. ``nouns`` are variables that values, and inputs without a name of their own, had in
-    the user's code (none if empty); one is used again once the value before is done with. ``reserved`` are names to stay away from, inputs in ``aside`` go to
-    the side file whatever they are. The body will be indented by ``indent``.
+    the user's code (none if empty); one is used again once the value before is done with. ``reserved`` are names to
+    stay away from, inputs in ``aside`` go to the side file whatever they are. The body will be indented by ``indent``.
     """
     program = replace(program, calls=tuple(call for call in program.calls if not _changes_nothing(call)))
     known = Names(frozenset(reserved))
