@@ -38,7 +38,7 @@ class Verify:
 
 
 @click.command("verify", short_help="Run a repro in clean processes and compare.")
-@click.argument("path", type=FilePath(), metavar="(FILE | repro.py)")
+@click.argument("path", type=FilePath(), metavar="(FILE | DIR | repro.py)")
 @click.option("--times", type=click.IntRange(min=1), default=20, show_default=True, help="How often to run it.")
 @click.option("--expect-fixed", is_flag=True, help="Exit code 1 unless the bug is gone.")
 @common_options
