@@ -127,7 +127,7 @@ def verify(path: Path | str, times: int = 20, *, seconds_per_run: float = SECOND
 def _file_of(path: Path) -> Path:
     """What stands for a folder of results: the repro in it, or the reduction if that is not there any more."""
     inside = (path / name for name in (REPRO_FILE, REDUCTION_FILE))
-    return next((file for file in inside if file.is_file()), path) if path.is_dir() else path
+    return next((file for file in inside if file.is_file()), path) if os.path.isdir(path) else path
 
 
 def _verify_script(script: Path, times: int, seconds_per_run: float) -> VerifyResult:
