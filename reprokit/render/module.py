@@ -124,7 +124,7 @@ class _Writer:
         yield f"The part of the model that shows how: cut mechanically by reprokit from {was}a training step."
         if not self._context.is_ordinary:
             yield "Not all inputs are ordinary numbers: no piece of the step was found that fails with such alone."
-        yield "Ends with exit code 1 while the bug is there, and with 0 once it is gone."
+        yield "Ends with exit code 1 while the failure is there, and with 0 once it is gone."
 
     def _random_start(self) -> list[str] | None:
         """The line that seeds the generator before the one call that is random; ``None`` when there are more."""

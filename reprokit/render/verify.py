@@ -26,7 +26,7 @@ from reprokit.snapshot.paths import REDUCTION_FILE, REPRO_FILE, require_file
 
 CLEAN_RUNS = Path(__file__).with_name("clean_runs.py")
 SECONDS_PER_RUN = 120.0
-SHOWS_BUG = 1  # the exit code of a repro while the bug is there
+SHOWS_BUG = 1  # the exit code of a repro while the failure is there
 _PASSED_ON = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TEMP", "TMP", "SYSTEMROOT", "LD_LIBRARY_PATH",
     "DYLD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
