@@ -34,7 +34,7 @@ def print_result(summary: dict[str, Any], folder: Path, verbosity: Verbosity = V
     if summary.get("diagnosis"):
         say(f"diagnosis: {one_line(from_plain(summary['diagnosis']))}")
     repro = summary["repro"]
-    say(f"{repro['lines']} lines, verified {repro['verified']} in clean processes -> {shown_path(folder)}")
+    say(f"{counted(repro['lines'], 'line')}, verified {repro['verified']} in clean processes -> {shown_path(folder)}")
     context = summary.get("context")
     if context:
         words = f"{context['lines']} lines, verified {context['verified']}"

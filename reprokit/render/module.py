@@ -33,6 +33,7 @@ from reprokit.shrink.context.piece import Context
 from reprokit.shrink.context.step import is_container
 from reprokit.shrink.plainness import constant_of, seed_of
 from reprokit.snapshot.redact import redact_text
+from reprokit.words import counted
 
 MODULE_FILE = "repro_module.py"
 MAX_LINES = 60
@@ -120,7 +121,7 @@ class _Writer:
     def _header(self, num_calls_before: int | None, version: str, outcome: str) -> Iterator[str]:
         what = redact_text(headline(self._context.failure)).replace("\n", " ")
         yield f"{what} {phase_words(self._context.failure)}{outcome} (torch {version})."
-        was = f"{num_calls_before} torch calls of " if num_calls_before is not None else ""
+        was = f"{counted(num_calls_before, 'torch call')} of " if num_calls_before is not None else ""
         yield f"The part of the model that shows how: cut mechanically by reprokit from {was}a training step."
         if not self._context.is_ordinary:
             yield "Not all inputs are ordinary numbers: no piece of the step was found that fails with such alone."

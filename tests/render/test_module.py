@@ -219,3 +219,9 @@ def test_a_context_with_a_module_or_other_numbers_is_written(tmp_path: Path) -> 
     tensors = {value: torch.tensor([[0.0, 1.0]]) for value in context.tensors}
     other = replace(reduction, context=replace(context, tensors=tensors))
     assert render_context(other, None, tmp_path, times=1) is not None
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "from 1 torch call of a"), (2345, "from 2,345 torch calls of a")])
+def test_the_header_counts_in_words_that_fit(count: int, words: str) -> None:
+    script = write_module_script(found_for(models.masked_attention), num_calls_before=count)
+    assert script is not None and words in script.text
