@@ -29,9 +29,13 @@ def variables(calls: Sequence[Call]) -> dict[int, str]:
 def is_handed_on(call: Call, calls: Iterable[Call]) -> bool:
     """Whether the line gives the result to a function and assigns what that returns: ``loss = contrastive(net(x))``.
 
-    Its first reader among ``calls`` is then in another function, and the line has a call within a call.
+    Its first reader among ``calls`` is then in another function, and the line has a call within a call, of which the
+    outer one is neither this call nor the module that it ran in.
     """
-    if call.site is None or not any(name != call.name for name in _receivers(call.site.code)):
+    outer = _receiver(call.site.code) if call.site is not None else None
+    if call.site is None or outer is None:
+        return False
+    if outer == call.name or any(scope.path.rpartition(".")[2] == outer for scope in call.scope):
         return False
     made = set(call.output_refs())
     reading = (other for other in calls if not other.is_differentiation and made & set(other.input_refs()))
@@ -40,13 +44,13 @@ def is_handed_on(call: Call, calls: Iterable[Call]) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _receivers(code: str) -> tuple[str, ...]:
-    """The functions on a line that are given what another call returns."""
+def _receiver(code: str) -> str | None:
+    """The outermost function on a line that is given what another call returns, by the last part of its name."""
     try:
         nodes = [node for node in ast.walk(ast.parse(code.strip())) if isinstance(node, ast.Call)]
     except (SyntaxError, ValueError):
-        return ()
-    return tuple(ast.unparse(node.func).rpartition(".")[2] for node in nodes if _is_given_a_call(node))
+        return None
+    return next((ast.unparse(node.func).rpartition(".")[2] for node in nodes if _is_given_a_call(node)), None)
 
 
 def _is_given_a_call(node: ast.Call) -> bool:
