@@ -34,7 +34,7 @@ def print_result(summary: dict[str, Any], folder: Path, verbosity: Verbosity = V
     if summary.get("diagnosis"):
         say(f"diagnosis: {one_line(from_plain(summary['diagnosis']))}")
     repro = summary["repro"]
-    say(f"{repro['lines']} lines, verified {repro['verified']} in clean processes -> {shown_path(folder)}")
+    say(f"{counted(repro['lines'], 'line')}, verified {repro['verified']} in clean processes -> {shown_path(folder)}")
     context = summary.get("context")
     if context:
         words = f"{context['lines']} lines, verified {context['verified']}"
@@ -65,12 +65,15 @@ def _matters(summary: dict[str, Any]) -> Iterator[str]:
 
 
 def _removed(summary: dict[str, Any]) -> str:
-    """What each pass took away, in a few words."""
+    """What each pass took away, in a few words; what a part of the step reads may be more than the step did."""
     words = []
     for row in summary.get("passes", ()):
-        parts = [f"{row[unit]:,} {unit}" for unit in ("calls", "elements") if row[unit] > 0]
-        if parts:
-            words.append(f"{row['name']}: {' and '.join(parts)}")
+        numbers = {unit: row[f"{unit}s"] for unit in ("call", "element")}
+        taken = [counted(number, unit) for unit, number in numbers.items() if number > 0]
+        given = [counted(-number, unit) for unit, number in numbers.items() if number < 0]
+        added = f"({' and '.join(given)} added)" if given else ""
+        if taken or added:
+            words.append(f"{row['name']}: {' '.join(filter(None, (' and '.join(taken), added)))}")
     return "; ".join(words)
 
 

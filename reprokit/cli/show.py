@@ -12,6 +12,7 @@ import click
 from reprokit.capture.block import can_be_shrunk
 from reprokit.capture.words import growth, what
 from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, shown_command
+from reprokit.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _MARGIN = 5  # the mark, and the gaps between columns
 _LEAST_ROOM = 24
+_MARK: dict[str, Any] = {"no_wrap": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ def print_screen(snapshot: Snapshot, headline: str, next_command: str) -> None:
 
     console = Console(stderr=True, highlight=False)
     console.print(Text(headline, style="bold"))
-    for section in (_source(snapshot), _steps(snapshot, console.width), _facts(snapshot)):
+    for section in (_source(snapshot, console.width), _steps(snapshot, console.width), _facts(snapshot)):
         if section is not None:
             console.print()
             console.print(section)
@@ -80,8 +82,8 @@ def _grid(*options: dict[str, Any]) -> Table:
     return grid
 
 
-def _source(snapshot: Snapshot) -> Table | None:
-    """The origin's line among its neighbours, marked, under the name of the file."""
+def _source(snapshot: Snapshot, width: int) -> Table | None:
+    """The origin's line among its neighbours, marked, under the name of the file; code is cut before its number is."""
     from rich.text import Text
 
     from reprokit.render.screen import source_lines
@@ -89,7 +91,9 @@ def _source(snapshot: Snapshot) -> Table | None:
     lines, site = source_lines(snapshot), snapshot.failure.site
     if site is None:
         return None
-    grid = _grid({}, {"justify": "right", "style": "dim", "no_wrap": True}, {"no_wrap": True, "overflow": "ellipsis"})
+    room = width - max(len(str(line.number)) for line in lines) - _MARGIN
+    number: dict[str, Any] = {"justify": "right", "style": "dim", "no_wrap": True}
+    grid = _grid(_MARK, number, {"no_wrap": True, "overflow": "ellipsis", "max_width": max(_LEAST_ROOM, room)})
     grid.add_row("", "", Text(f"{site.file}:{site.line}", style="dim"))
     for line in lines:
         style = "bold" if line.is_origin else ""
@@ -108,7 +112,7 @@ def _steps(snapshot: Snapshot, width: int) -> Table | None:
         return None
     room = width - max(len(step.range) for step in found) - _MARGIN
     text: dict[str, Any] = {"no_wrap": True, "overflow": "ellipsis", "max_width": max(_LEAST_ROOM, room)}
-    grid = _grid({}, text, {"overflow": "fold"})
+    grid = _grid(_MARK, text, {"overflow": "fold"})
     for step in found:
         style = "bold" if step.is_origin else ""
         grid.add_row(">" if step.is_origin else "", Text(step.text, style=style), Text(step.range))
@@ -139,4 +143,4 @@ def _capture(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
         yield "process", f"rank {settings['rank']} of {settings['world_size']}"
     if "watch" in settings:
         size = f"{settings['history_bytes'] / 2**20:,.1f} MiB of state"
-        yield "capture", f"{settings['watch']}, with {settings['history_steps']:,} earlier steps and {size}"
+        yield "capture", f"{settings['watch']}, with {counted(settings['history_steps'], 'earlier step')} and {size}"

@@ -12,7 +12,7 @@ from reprokit.cli.console import FilePath, Verbosity, common_options, print_json
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """A repro to run, and how often; ``expect_fixed`` says that the bug should be gone."""
+    """A repro to run, and how often; ``expect_fixed`` says that the failure should be gone."""
 
     path: Path
     times: int
@@ -21,7 +21,7 @@ class Verify:
     verbosity: Verbosity
 
     def execute(self) -> int:
-        """Run it; 0 when all runs agree, and end well where the bug should be gone."""
+        """Run it; 0 when all runs agree, and end well where the failure should be gone."""
         from reprokit.render.verify import verify
 
         result = verify(self.path, self.times)
@@ -30,7 +30,7 @@ class Verify:
         say(f"{result.agreed} of {result.times} runs agree: {result.signature}", self.verbosity)
         if self.expect_fixed and result.exit_code != 0:
             say(
-                "the bug is still there" if result.fails else "this does not show whether the bug is gone",
+                "the failure is still there" if result.fails else "this does not show whether the failure is gone",
                 self.verbosity,
             )
             return 1
@@ -38,9 +38,9 @@ class Verify:
 
 
 @click.command("verify", short_help="Run a repro in clean processes and compare.")
-@click.argument("path", type=FilePath(), metavar="(FILE | repro.py)")
+@click.argument("path", type=FilePath(), metavar="(FILE | DIR | repro.py)")
 @click.option("--times", type=click.IntRange(min=1), default=20, show_default=True, help="How often to run it.")
-@click.option("--expect-fixed", is_flag=True, help="Exit code 1 unless the bug is gone.")
+@click.option("--expect-fixed", is_flag=True, help="Exit code 1 unless the failure is gone.")
 @common_options
 def command(path: Path, times: int, expect_fixed: bool, verbosity: str | None, json: bool) -> Verify:
     """Run a repro in clean processes and compare what they do.

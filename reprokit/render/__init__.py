@@ -216,9 +216,12 @@ def _verified_context(
 ) -> tuple[Path, ModuleScript, VerifyResult] | None:
     """The context as a file that fails by itself every time; ``None`` without one, the reason being told."""
     from reprokit.render.module import MAX_LINES
+    from reprokit.render.sameness import is_minimum_again
     from reprokit.render.sources import context_script
     from reprokit.render.verify import verify
 
+    if reduction.level != "module" and is_minimum_again(reduction):
+        return None
     script = context_script(reduction, snapshot)
     if script is None:
         if reduction.context is not None:

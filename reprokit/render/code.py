@@ -70,9 +70,9 @@ def write_program(
     """The program in Python; ``keep`` lists values that must have a variable at the end.
 
     Inputs in ``given`` are there already under some name and get no line, those in ``written`` are made by another
-    expression than their numbers. ``nouns`` are variables that values had in the user's code (none if empty); one is
-    used again once the value before is done with. ``reserved`` are names to stay away from, inputs in ``aside`` go to
-    the side file whatever they are. The body will be indented by ``indent``.
+    expression than their numbers. ``nouns`` are variables that values, and inputs without a name of their own, had in
+    the user's code (none if empty); one is used again once the value before is done with. ``reserved`` are names to
+    stay away from, inputs in ``aside`` go to the side file whatever they are. The body will be indented by ``indent``.
     """
     program = replace(program, calls=tuple(call for call in program.calls if not _changes_nothing(call)))
     known = Names(frozenset(reserved))
@@ -111,7 +111,7 @@ class _Writer:
         self._nouns = nouns
         self._aside = aside
         self._width = width
-        self._input_words = names.names_for_inputs(program, input_words(program))
+        self._input_words = names.names_for_inputs(program, {**input_words(program), **nouns})
         self._side: dict[str, torch.Tensor] = {}
         self._inlined: dict[int, Expr] = {}
         self._waiting: dict[int, tuple[int, Call]] = {}

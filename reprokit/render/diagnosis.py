@@ -5,7 +5,6 @@ What a fix did comes before how it is written, because a reader wants to know fi
 
 from __future__ import annotations
 
-from pathlib import PurePath
 from typing import Any
 
 from reprokit.locate.diagnosis import Diagnosis, Fix
@@ -100,8 +99,7 @@ def _change(fix: Fix, *, with_places: bool = True) -> str:
     """What was changed and where, one part a change, each once."""
     parts = []
     for text, place in zip(fix.text, fix.where, strict=True):
-        name = PurePath(place.replace("\\", "/")).name if place and with_places else ""
-        parts.append(f"{_safe(text)} (`{_safe(name)}`)" if name else _safe(text))
+        parts.append(f"{_safe(text)} (`{_safe(place)}`)" if place and with_places else _safe(text))
     return ", then ".join(dict.fromkeys(parts))
 
 

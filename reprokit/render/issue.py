@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprokit.locate.diagnosis import from_plain
@@ -223,7 +222,7 @@ def _origin(snapshot: Snapshot) -> str:
 
 
 def _in_line(site: Site | None) -> str:
-    return f"in {Path(site.file).name}:{site.line}" if site is not None else ""
+    return shorten_paths(redact_text(f"in {site.file}:{site.line}")) if site is not None else ""
 
 
 def _size(snapshot: Snapshot, reduction: Reduction | None) -> str:

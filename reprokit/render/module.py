@@ -24,7 +24,7 @@ from reprokit.render.layout import WIDTH, fold
 from reprokit.render.literals import Literal, is_same, literal, number_text
 from reprokit.render.modes import needed_mode
 from reprokit.render.module_names import ROOT_KEY, ModuleNames, class_name
-from reprokit.render.spelling import operand_words, result_words
+from reprokit.render.spelling import input_words, operand_words, result_words
 from reprokit.render.wording import headline, phase_words
 from reprokit.shrink.context.blocks import Block, Key, Tree, calls_of
 from reprokit.shrink.context.defaults import SEED, initial, modules_in_order, own_values
@@ -33,6 +33,7 @@ from reprokit.shrink.context.piece import Context
 from reprokit.shrink.context.step import is_container
 from reprokit.shrink.plainness import constant_of, seed_of
 from reprokit.snapshot.redact import redact_text
+from reprokit.words import counted
 
 MODULE_FILE = "repro_module.py"
 MAX_LINES = 60
@@ -74,7 +75,7 @@ class _Writer:
         self._names = ModuleNames(tree)
         self._start = initial(tree, context.tensors, context.drawn)
         self._inputs = {item.value: item for item in context.program.inputs}
-        self._nouns = result_words(context.program)
+        self._nouns = {**input_words(context.program), **result_words(context.program)}
         self._classes: dict[Key, str] = {}
         self._texts: dict[str, list[str]] = {}
 
@@ -120,11 +121,11 @@ class _Writer:
     def _header(self, num_calls_before: int | None, version: str, outcome: str) -> Iterator[str]:
         what = redact_text(headline(self._context.failure)).replace("\n", " ")
         yield f"{what} {phase_words(self._context.failure)}{outcome} (torch {version})."
-        was = f"{num_calls_before} torch calls of " if num_calls_before is not None else ""
+        was = f"{counted(num_calls_before, 'torch call')} of " if num_calls_before is not None else ""
         yield f"The part of the model that shows how: cut mechanically by reprokit from {was}a training step."
         if not self._context.is_ordinary:
             yield "Not all inputs are ordinary numbers: no piece of the step was found that fails with such alone."
-        yield "Ends with exit code 1 while the bug is there, and with 0 once it is gone."
+        yield "Ends with exit code 1 while the failure is there, and with 0 once it is gone."
 
     def _random_start(self) -> list[str] | None:
         """The line that seeds the generator before the one call that is random; ``None`` when there are more."""

@@ -1,6 +1,6 @@
 """The repro script: a program in Python that says what it shows, runs, prints what it observed and asserts.
 
-It needs torch and nothing of reprokit. It ends with exit code 1 while the bug is there and with 0 once it is gone.
+It needs torch and nothing of reprokit. It ends with exit code 1 while the failure is there and with 0 once it is gone.
 """
 
 from __future__ import annotations
@@ -135,5 +135,5 @@ def _header(program: Program, failure: Failure, num_calls_before: int | None, ve
     if num_calls_before is not None:
         was, now = counted(num_calls_before, "torch call"), program.num_calls
         lines.append(f"Reduced mechanically by reprokit from {was} of a training step to {now:,}.")
-    lines.append("Ends with exit code 1 while the bug is there, and with 0 once it is gone.")
+    lines.append("Ends with exit code 1 while the failure is there, and with 0 once it is gone.")
     return lines

@@ -58,7 +58,12 @@ def issue_url(issue: Issue, repository: str | None = None) -> str | None:
     """
     target = repository or issue.repository
     if target is None:
-        raise UsageError("it is not known in which repository the issue belongs", hint="name it with --repo OWNER/NAME")
+        raise UsageError(
+            "it is not known in which repository the issue belongs",
+            hint="name it with --repo OWNER/NAME, or choose a --template that has one, such as pytorch",
+            note=f"the template `{issue.template}` has none, and no remote on GitHub was recorded; "
+            "without --url the text itself is printed",
+        )
     urls = (
         f"https://github.com/{target}/issues/new?{urlencode({'title': issue.title, 'body': body})}"
         for body in (issue.text, issue.short)

@@ -104,7 +104,7 @@ def _with_snapshot(opened: Source, path: Path, file: Path) -> Source:
 def _open_folder(folder: Path) -> Source:
     file = folder / REDUCTION_FILE
     if not file.is_file():
-        raise UsageError(f"the folder `{folder}` has no `{REDUCTION_FILE}`", hint=hint_for_folder(folder, "snapshot"))
+        raise UsageError(f"the folder `{folder}` has no `{REDUCTION_FILE}`", hint=hint_for_folder(folder))
     return _open_reduction(file)
 
 

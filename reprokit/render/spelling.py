@@ -17,6 +17,7 @@ from reprokit.program.functions import is_torch_function
 from reprokit.program.ir import Call, Program, Ref
 from reprokit.render.expression import BINARY_RANKS, Rank, quoted
 from reprokit.render.operators import AUGMENTED, BINARY, REFLECTED, UNARY
+from reprokit.shrink.context.variables import is_handed_on
 
 _METHOD = "torch.Tensor."
 _SYMBOLS: Mapping[type[ast.AST], str] = {
@@ -106,10 +107,9 @@ def spellings(calls: Sequence[Call]) -> list[Spelling]:
     Where a line has several parts that could be a call, they are told apart if the program has all of them, in a loop
     as often as it goes round.
     """
-    last = {_line(call): call for call in calls}
-    return [
-        s for _, run in groupby(calls, key=_line) for s in _spellings_of_run(list(run), set(map(id, last.values())))
-    ]
+    ends = {_line(call): call for call in calls}.values()
+    last = {id(call) for call in ends if not is_handed_on(call, calls)}
+    return [s for _, run in groupby(calls, key=_line) for s in _spellings_of_run(list(run), last)]
 
 
 def _line(call: Call) -> tuple[object, ...] | None:

@@ -22,6 +22,7 @@ _HEADER_LINE = 15
 _ZERO_AT = 1.5  # per cent from the left
 _PLOT_LEFT, _PLOT_RIGHT = 5.0, 84.0
 _BAD_AT = 86.0
+_CHARACTER = 2.0  # per cent that a character of a label takes where strips are narrow
 _APART = 60.0  # per cent between two limits whose labels fit into one line
 
 
@@ -86,7 +87,7 @@ def strip(found: Range | None, axis: Axis) -> Markup:
 def strip_header(axis: Axis) -> Markup:
     """The labels above strips: powers of ten, then a line for every format's limits."""
     powers = [(axis.place(tick), power_text(tick), "tick", "middle") for tick in axis.ticks]
-    lines = [[(_ZERO_AT, "0", "tick", "middle"), *powers]]
+    lines = [_legible([(_ZERO_AT, "0", "tick", "middle"), *powers])]
     for exponent, text in axis.limits:
         place = axis.place(exponent)
         lines.append([(place, text, "limit-text", "end" if place > 45 else "start")])
@@ -101,6 +102,16 @@ def strip_header(axis: Axis) -> Markup:
 
 
 _Label = tuple[float, str, str, str]
+
+
+def _legible(labels: list[_Label]) -> list[_Label]:
+    """Labels around their places, without those that would touch the one before."""
+    kept = labels[:1]
+    for label in labels[1:]:
+        place, text = kept[-1][:2]
+        if label[0] - place >= _CHARACTER * (len(text) + len(label[1]) + 1) / 2:
+            kept.append(label)
+    return kept
 
 
 def _packed(lines: list[list[_Label]]) -> list[list[_Label]]:

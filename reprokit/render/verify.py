@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from reprokit.errors import ReprokitError, UsageError
-from reprokit.snapshot.paths import require_file
+from reprokit.snapshot.paths import REDUCTION_FILE, REPRO_FILE, require_file
 
 CLEAN_RUNS = Path(__file__).with_name("clean_runs.py")
 SECONDS_PER_RUN = 120.0
-SHOWS_BUG = 1  # the exit code of a repro while the bug is there
+SHOWS_BUG = 1  # the exit code of a repro while the failure is there
 _PASSED_ON = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TEMP", "TMP", "SYSTEMROOT", "LD_LIBRARY_PATH",
     "DYLD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
@@ -105,8 +105,11 @@ class VerifyResult:
 
 
 def verify(path: Path | str, times: int = 20, *, seconds_per_run: float = SECONDS_PER_RUN) -> VerifyResult:
-    """Run a repro ``times`` times. ``path`` is a script, or a snapshot or reduction whose repro is rendered first."""
-    source = Path(path)
+    """Run a repro ``times`` times.
+
+    ``path`` is a script, a folder that holds ``repro.py``, or a snapshot or reduction whose repro is rendered first.
+    """
+    source = _file_of(Path(path))
     require_file(source, "repro")
     if times < 1:
         raise UsageError(f"cannot verify {times} times", hint="--times takes a number from 1 up")
@@ -119,6 +122,12 @@ def verify(path: Path | str, times: int = 20, *, seconds_per_run: float = SECOND
     require_whole(script)
     with tempfile.TemporaryDirectory(prefix="reprokit-") as folder:
         return _verify_script(script.write(Path(folder)), times, seconds_per_run)
+
+
+def _file_of(path: Path) -> Path:
+    """What stands for a folder of results: the repro in it, or the reduction if that is not there any more."""
+    inside = (path / name for name in (REPRO_FILE, REDUCTION_FILE))
+    return next((file for file in inside if file.is_file()), path) if os.path.isdir(path) else path
 
 
 def _verify_script(script: Path, times: int, seconds_per_run: float) -> VerifyResult:

@@ -7,13 +7,14 @@ is not known before a program runs. Whoever uses a slice runs it first to see th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.program.functions import GRAD_READ, GRAD_WRITES, is_in_place
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, ZERO_GRAD, Call, Program, Ref
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.context.step import Step
 from reprokit.shrink.signature import ACCUMULATION
 
 _GRAD_READS = frozenset({GRAD_READ, "torch.Tensor._grad.__get__"})
@@ -28,7 +29,7 @@ def slice_to(candidate: Candidate, failure: Failure) -> tuple[Candidate, Failure
     """
     program, origin = candidate.program, failure.call_index
     end = _end(program, failure)
-    kept = _needed(program.calls, end) if end is not None else None
+    kept = _needed(program.calls, {end, *_rest_of_layer(candidate, failure)}) if end is not None else None
     if origin is None or kept is None or origin not in kept or len(kept) == len(program.calls):
         return None
     outputs = (Ref(failure.value),) if failure.phase == "forward" and failure.value is not None else ()
@@ -45,20 +46,30 @@ def _end(program: Program, failure: Failure) -> int | None:
     if failure.phase != "backward" or failure.kind == EXCEPTION or failure.backward_node == ACCUMULATION:
         return None
     passes = (i for i in range(origin + 1, len(program.calls)) if program.calls[i].target in _BACKWARDS)
-    return next((index for index in passes if origin in (_needed(program.calls, index) or ())), None)
+    return next((index for index in passes if origin in (_needed(program.calls, {index}) or ())), None)
 
 
-def _needed(calls: Sequence[Call], end: int) -> list[int] | None:
-    """The indexes of the calls that call number ``end`` depends on, its own included; ``None`` if that is not known."""
-    needed = set(calls[end].input_refs())
-    kept = [end]
-    for index in range(end - 1, -1, -1):
+def _rest_of_layer(candidate: Candidate, failure: Failure) -> list[int]:
+    """What one of torch's layers does after an origin inside it: only its whole run tells which layer it is."""
+    origin = failure.call_index
+    if origin is None or failure.phase != "forward" or failure.kind == EXCEPTION:
+        return []
+    return [index for index in Step(candidate).units[origin] if index > origin]
+
+
+def _needed(calls: Sequence[Call], ends: Set[int]) -> list[int] | None:
+    """The indexes of the calls that some calls depend on, their own included; ``None`` if that is not known."""
+    needed: set[int] = set()
+    kept: list[int] = []
+    for index in range(max(ends), -1, -1):
         call = calls[index]
-        if call.is_optimizer_step or call.target in _GRAD_READS:
-            return None
-        if call.target not in _ONLY_GRADIENTS and _matters(call, needed):
-            needed.update(call.input_refs())
-            kept.append(index)
+        if index not in ends:
+            if call.is_optimizer_step or call.target in _GRAD_READS:
+                return None
+            if call.target in _ONLY_GRADIENTS or not _matters(call, needed):
+                continue
+        needed.update(call.input_refs())
+        kept.append(index)
     return kept[::-1]
 
 

@@ -23,7 +23,7 @@ def require_file(path: Path, wanted: str) -> None:
     """
     try:
         if path.is_dir():
-            raise UsageError(f"`{path}` is a folder, not a {wanted}", hint=hint_for_folder(path, wanted))
+            raise UsageError(f"`{path}` is a folder, not a {wanted}", hint=hint_for_folder(path))
         if path.exists() and not path.is_file():
             raise UsageError(f"`{path}` is not a file", hint="save what it gives as a file")
         with path.open("rb"):
@@ -35,10 +35,8 @@ def require_file(path: Path, wanted: str) -> None:
         raise UsageError(f"cannot read `{path}`: {reason}", hint="check its name and its permissions") from None
 
 
-def hint_for_folder(folder: Path, wanted: str) -> str:
+def hint_for_folder(folder: Path) -> str:
     """What in a folder may have been meant."""
-    if wanted == "repro" and (folder / REPRO_FILE).is_file():
-        return f"name the repro in it: {folder / REPRO_FILE}"
     found = snapshots_in(folder)
     if found:
         return f"name a snapshot in it: {_listed(found)}"

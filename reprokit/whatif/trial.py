@@ -30,6 +30,7 @@ MIN_RUN_TIME = 0.05  # seconds that the benchmark runs a program over and over
 _SLOW = 0.5  # seconds from which on one run has to do
 _UNSUPPORTED = ("not implemented", "not supported", "unsupported", "does not have a deterministic", "CUBLAS_WORKSPACE")
 _ANOMALY_WORDS = "returned nan values"
+_ANOMALY_IS_SILENT = "anomaly mode reports nothing (it only looks for NaN in the backward pass)"
 _MAX_WORDS = 160
 _Bad = dict[tuple[int, bool], frozenset[str]]
 
@@ -111,7 +112,7 @@ def _judged(
         spoiled = _spoiled(plain, changed)
         if spoiled is not None:
             return Trial(Answer.OTHER, f"`{spoiled}` is not finite any more when the program begins")
-        return Trial(Answer.SAME, "it says nothing" if is_anomaly else "")
+        return Trial(Answer.SAME, _ANOMALY_IS_SILENT if is_anomaly else "")
     if failure.exception is None:
         return Trial(Answer.OTHER, _words(failure))
     words = told(*failure.exception)

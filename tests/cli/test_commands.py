@@ -397,12 +397,21 @@ def test_the_hint_for_a_missing_file_names_its_neighbours(run_here: Run, tmp_pat
     assert run_here("show", "train-step4.repro.pt").stderr.splitlines()[1] == "hint: there is train-step3.repro.pt"
 
 
-def test_verify_is_told_the_repro_in_a_folder(run_here: Run, tmp_path: Path) -> None:
+def test_verify_takes_the_repro_in_a_folder(run_here: Run, tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "repro.py").touch()
-    result = run_here("verify", "x")
-    assert_one_error(result, "`x` is a folder, not a repro")
-    assert result.stderr.splitlines()[1] == "hint: name the repro in it: x/repro.py"
+    (tmp_path / "x" / "repro.py").write_text("print('out'); assert False, 'bad'")
+    result = run_here("verify", "x", "--times", "2", "--json")
+    assert result.returncode == 0
+    said = json.loads(result.stdout)
+    assert (said["failed"], said["output"], said["signature"]) == (2, "out\n", "exit code 1: AssertionError: bad")
+    (tmp_path / "x" / "repro.py").unlink()
+    assert_one_error(run_here("verify", "x"), "`x` is a folder, not a repro")
+
+
+def test_a_folder_without_its_repro_stands_for_its_reduction(run_here: Run, tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "reduction.pt").write_text("text")
+    assert_one_error(run_here("verify", "x"), "`x/reduction.pt` was not written by reprokit")
 
 
 def test_a_file_that_nobody_may_read(run_here: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

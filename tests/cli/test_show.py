@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,31 @@ def test_of_booleans_it_says_how_many_are_true(tmp_path: Path, capsys: pytest.Ca
     said = re.sub(r"\s+", " ", capsys.readouterr().err)
     assert "bool 3, 2 of 3 True" in said
     assert "bool 3, |x|" not in said
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_long_line_is_cut_before_its_number_and_its_mark(
+    width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "quotient = scaled / total" + "_of_everything" * 10
+    snapshot = failing.masked_softmax()
+    failure = replace(snapshot.failure, site=Site("a/b.py", 117, code, "step"))
+    save(replace(snapshot, failure=failure), tmp_path / "x.pt")
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["show", str(tmp_path / "x.pt")]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    marked = [line for line in lines if line.startswith(">  117  quotient")]
+    assert len(marked) == 1
+    assert len(marked[0]) <= width
+    assert marked[0].endswith("…")
+    assert len([line for line in lines if line.startswith("> ")]) == 2  # the line, and the call among the others
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "1 earlier step and"), (2, "2 earlier steps and")])
+def test_one_earlier_step_is_no_plural(
+    count: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"watch": "light", "history_steps": count, "history_bytes": 1000}
+    save(replace(failing.masked_softmax(), settings=settings), tmp_path / "x.pt")
+    assert main(["show", str(tmp_path / "x.pt")]) == 0
+    assert words in re.sub(r"\s+", " ", capsys.readouterr().err)

@@ -214,6 +214,20 @@ def test_the_short_summary(shrink: Any) -> None:
     assert "pass  " not in err
 
 
+def test_the_elements_that_passes_take_and_add_are_all_told(snapshot: Path, shrink: Any) -> None:
+    """What is left of a step may read more elements than the whole of it did."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return ((x.unsqueeze(0) - x.unsqueeze(1)) - 1).sqrt()
+
+    save(failing.record(step, x=torch.zeros(5)), snapshot)
+    _, summary, err = shrink()
+    (line,) = (line for line in err.splitlines() if line.startswith("reprokit: removed by"))
+    taken = [int(number) for number in re.findall(r"(?<!\()(\b\d+) elements?(?! added)", line)]
+    added = [int(number) for number in re.findall(r"\((\d+) elements added\)", line)]
+    assert added and 5 + sum(added) - sum(taken) == summary["elements"]
+
+
 # -- resuming ------------------------------------------------------------------------------------------------------
 
 

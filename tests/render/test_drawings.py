@@ -135,3 +135,13 @@ def test_the_map_draws_neighbours_as_one() -> None:
     assert len(cells) == 1
     assert int(cells[0].get("width", 0)) == 3 * int(cells[0].get("height", 0))
     assert sum(element.get("class") == "cell-plus" for element in root) == 1
+
+
+@pytest.mark.parametrize("ends", [(2.6e-4, 4.1), (1e-4, 1e4), (1e-30, 1e30), (1.5, 2.5), (0.9e-4, 1.1e-4)])
+def test_labels_above_strips_do_not_touch(ends: tuple[float, float]) -> None:
+    header = strip_header(Axis.over([measure(torch.tensor(ends))]))
+    labels = re.findall(r'x="([\d.]+)%" y="12" text-anchor="middle">([^<]+)<', header)
+    assert len(labels) >= 2 and labels[0][1] == "0"
+    for (place, text), (following, next_text) in itertools.pairwise(labels):
+        room = 300 * (float(following) - float(place)) / 100  # pixels in a narrow strip, with characters of 5 to 6
+        assert room > 5.5 * (len(text) + len(next_text)) / 2

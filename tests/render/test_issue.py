@@ -18,7 +18,9 @@ from markdown_it import MarkdownIt
 
 from reprokit.cli import main
 from reprokit.errors import UsageError
+from reprokit.locate.diagnosis import Diagnosis, Fix
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Site
+from reprokit.render import diagnosis
 from reprokit.render.edges import find_edge
 from reprokit.render.expectation import expect
 from reprokit.render.facts import where
@@ -411,6 +413,19 @@ def test_a_link_leaves_out_what_is_folded_and_gives_up_in_the_end() -> None:
         issue_url(replace(issue, repository=None))
 
 
+def test_paths_are_the_same_wherever_an_issue_names_a_line() -> None:
+    site = Site("lib/losses.py", 7, "y = torch.log(x)", "forward")
+    snapshot = one_call("torch.log", [-1.0])
+    (call,) = snapshot.program.calls
+    program = replace(snapshot.program, calls=(replace(call, site=site),))
+    snapshot = replace(snapshot, program=program, failure=replace(snapshot.failure, site=site))
+    fix = Fix("clamp", ("clamp the argument",), "x = x", ("lib/losses.py:7",), True, "loss 1")
+    found = Diagnosis(id="a", title="A title", confidence="likely", mechanism="It is.", advice="Do.", fix=fix)
+    shown = f"{title(snapshot)}\n{issue_of(snapshot).text}\n{diagnosis.markdown(found)}"
+    assert "in lib/losses.py:7 (" in shown and "(`lib/losses.py:7`)" in shown
+    assert not re.search(r"(?<!lib/)losses\.py", shown)
+
+
 def test_the_users_own_repository_is_known_from_its_remote() -> None:
     for remote in ("https://github.com/ada/engine.git", "git@github.com:ada/engine.git"):
         snapshot = replace(one_call("torch.log", [-1.0]), source={"remote": remote})
@@ -464,7 +479,10 @@ def test_the_command_line_writes_and_tells(
     assert summary["url"].startswith("https://github.com/ada/engine/issues/new?title=log+returns+nan")
     assert summary["title"] == "log returns nan for a negative number in train.py:7 (float32, CPU, torch 2.13.0)"
     assert main(["render", "snap.repro.pt", "--url"]) == 2
-    assert "--repo OWNER/NAME" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--repo OWNER/NAME" in said and "the template `generic` has none" in said
+    assert main(["render", "snap.repro.pt", "--url", "--template", "pytorch"]) == 0
+    assert capsys.readouterr().out.startswith("https://github.com/pytorch/pytorch/issues/new?")
     assert main(["render", "snap.repro.pt", "--url", "--repo", "engine"]) == 2
     assert "`engine` does not name a repository" in capsys.readouterr().err
     assert main(["render", "snap.repro.pt", "--as", "report", "--zip"]) == 2

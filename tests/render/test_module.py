@@ -179,3 +179,49 @@ def test_a_context_that_cannot_be_shown_is_told(reduction: Reduction, tmp_path: 
         patch.setattr("reprokit.render.module.MAX_LINES", 3)
         assert render_context(reduction, None, tmp_path, tell=reasons.append) is None
     assert len(reasons) == 1 and reasons[0].endswith("lines, and 3 is the limit")
+
+
+def test_what_is_handed_to_a_function_is_called_what_the_function_calls_it() -> None:
+    text = script_of(models.distances_within).text
+    assert "def distances(z):" in text
+    assert "distances(z)." in text
+    assert "loss" not in text
+
+
+def divided(*, is_in_module: bool = False) -> Snapshot:
+    """Zero divided by zero in the loop itself or in a module."""
+
+    class Ratio(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return a / b
+
+    ratio = Ratio()
+
+    @torch.no_grad()
+    def step(gradient: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        return ratio(gradient, size) if is_in_module else gradient / size
+
+    return models.record_model(ratio, step, gradient=torch.zeros(4, 3), size=torch.zeros(4, 3))
+
+
+def test_a_context_that_is_the_minimum_again_is_not_written(tmp_path: Path) -> None:
+    reduction = shrink(divided())
+    assert reduction.context is not None and reduction.program.num_calls == 1
+    assert render_context(reduction, None, tmp_path, times=1) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_context_with_a_module_or_other_numbers_is_written(tmp_path: Path) -> None:
+    assert render_context(shrink(divided(is_in_module=True)), None, tmp_path, times=1) is not None
+    reduction = shrink(divided())
+    context = reduction.context
+    assert context is not None
+    tensors = {value: torch.tensor([[0.0, 1.0]]) for value in context.tensors}
+    other = replace(reduction, context=replace(context, tensors=tensors))
+    assert render_context(other, None, tmp_path, times=1) is not None
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "from 1 torch call of a"), (2345, "from 2,345 torch calls of a")])
+def test_the_header_counts_in_words_that_fit(count: int, words: str) -> None:
+    script = write_module_script(found_for(models.masked_attention), num_calls_before=count)
+    assert script is not None and words in script.text

@@ -78,3 +78,15 @@ def test_functions_of_torchs_namespaces_are_found_on_their_line() -> None:
     site = Site("train.py", 3, "w, v = torch.linalg.eigh(lap)")
     (spelling,) = spellings([Call("torch.linalg.eigh", (Ref(0),), outputs=(Ref(1), Ref(2)), site=site)])
     assert (spelling.operands, spelling.results) == ({0: "lap"}, {1: "w", 2: "v"})
+
+
+def test_what_a_line_hands_on_is_not_named_after_what_it_assigns() -> None:
+    def calls(reader: str) -> list[Call]:
+        line = Site("train.py", 3, "loss = spread(net(x), y)", "main")
+        return [
+            Call("torch.nn.functional.linear", (Ref(0), Ref(1)), outputs=Ref(2), site=line),
+            Call("torch.Tensor.sqrt", (Ref(2),), outputs=Ref(3), site=Site("train.py", 9, "z.sqrt()", reader)),
+        ]
+
+    assert spellings(calls("spread"))[0].results == {}
+    assert spellings(calls("main"))[0].results == {2: "loss"}

@@ -253,7 +253,9 @@ def test_a_repro_with_a_side_file_needs_a_folder(tmp_path: Path) -> None:
 
 
 def test_the_test_is_named_after_the_failure() -> None:
-    assert "def test_adam_step_makes_a_parameter_nan():" in write_test(snapshot_of(half_precision_adam()))
+    text = write_test(snapshot_of(half_precision_adam()))
+    assert "def test_adam_step_makes_a_parameter_nan():" in text
+    assert "fails while the failure that repro.py shows is there" in text and "bug" not in text
 
 
 def test_templates_are_strict_and_escape_html() -> None:

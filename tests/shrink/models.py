@@ -303,3 +303,23 @@ def _padding() -> torch.Tensor:
     padding = torch.zeros(2, 3, dtype=torch.bool)
     padding[1] = True
     return padding
+
+
+def distances(z: torch.Tensor) -> torch.Tensor:
+    """Distances between all rows, of which that of a row from itself is zero."""
+    squares = (z.unsqueeze(0) - z.unsqueeze(1)).pow(2).sum(-1)
+    return squares.sqrt()
+
+
+def distances_within() -> Snapshot:
+    """The derivative of a root at zero; the line that assigns the loss hands on what layers return."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 2))
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        loss = distances(net(batch))
+        total = loss.mean()
+        total.backward()
+        return total
+
+    return record_model(net, step, batch=seeded(4, 3))

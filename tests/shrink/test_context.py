@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from reprokit.locate.blame import locate
-from reprokit.program.ir import Call, Input, Mode, ModuleNote, Program, Ref, Scope
+from reprokit.program.ir import Call, Input, Mode, ModuleNote, Program, Ref, Scope, Site
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.context.blocks import Tree
@@ -333,3 +333,31 @@ def test_variables_are_read_from_assignments() -> None:
     assert named["masked_fill"] == "scores"
     assert named["tanh"] == "x"
     assert named["softmax"] is None
+
+
+def test_what_is_handed_on_is_not_what_the_line_assigns() -> None:
+    program = models.distances_within().program
+    made = {call.name: call.output_refs()[0] for call in program.calls if call.output_refs()}
+    named = variables(program.calls)
+    assert made["linear"] not in named
+    assert named[made["sum"]] == "squares"
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "is_named"),
+    [
+        ("loss = spread(net(x))", "linear", False),
+        ("loss = spread(torch.tanh(net(x)), y)", "tanh", False),
+        ("z = self.norm(self.embed(x))", "layer_norm", True),
+        ("z = torch.tanh(self.norm(self.embed(x)))", "tanh", True),
+        ("z = net(x)", "linear", True),
+        ("z = F.relu(net(x))", "relu", True),
+    ],
+)
+def test_what_goes_into_a_function_at_once_has_no_variable(code: str, name: str, is_named: bool) -> None:
+    scope = (Scope("", "Net"), Scope("norm", "LayerNorm")) if name == "layer_norm" else ()
+    calls = [
+        Call(f"torch.{name}", (Ref(0),), outputs=Ref(1), scope=scope, site=Site("train.py", 3, code, "main")),
+        Call("torch.sqrt", (Ref(1),), outputs=Ref(2), site=Site("train.py", 9, "return x.sqrt()", "spread")),
+    ]
+    assert (1 in variables(calls)) == is_named

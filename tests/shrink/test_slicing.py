@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from reprokit.program.ir import Call, Ref
+from reprokit.render.sources import context_script
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.certainty import Certainty
 from reprokit.shrink.isolation.limits import Limits
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.slicing import slice_to
-from tests.shrink import failing
+from tests.shrink import failing, models
 
 
 def sliced(snapshot: failing.Snapshot) -> tuple[list[str], Any]:
@@ -89,3 +90,17 @@ def test_a_slice_that_does_not_fail_is_not_used(monkeypatch: pytest.MonkeyPatch)
     reduction = shrink(failing.zero_by_zero())
     assert (reduction.reproduces, reduction.program.num_calls) == ("5/5", 1)
     assert limits == [Limits()]  # what the slice needs is too little for the whole step
+
+
+def test_a_layer_of_torch_is_kept_whole() -> None:
+    """What comes after the origin tells what layer it is; the context then has that, and no statements of it."""
+    snapshot = models.torch_attention()
+    names, failure = sliced(snapshot)
+    assert failure.call_index is not None and names[failure.call_index] == "softmax"
+    assert "bmm" in names[failure.call_index :]
+    reduction = shrink(snapshot)
+    assert reduction.context is not None
+    layers = [block.layer.cls for block in reduction.context.tree.layers() if block.layer is not None]
+    assert "MultiheadAttention" in layers
+    script = context_script(reduction)
+    assert script is not None and "nn.MultiheadAttention(" in script.text and "softmax(" not in script.text

@@ -5,10 +5,12 @@ A line such as ``q, k = self.proj(x).chunk(2, -1)`` makes several calls; the las
 
 from __future__ import annotations
 
+import ast
+import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from reprokit.program.ir import Call, Ref
+from reprokit.program.ir import Call, Ref, Site
 
 _ASSIGNED = re.compile(r"^([A-Za-z]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s+=\s+\S")
 
@@ -18,9 +20,46 @@ def variables(calls: Sequence[Call]) -> dict[int, str]:
     found: dict[int, str] = {}
     for position, call in enumerate(calls):
         following = calls[position + 1] if position + 1 < len(calls) else None
-        if call.site is not None and (following is None or _line(following) != _line(call)):
+        is_last = call.site is not None and (following is None or _line(following) != _line(call))
+        if is_last and not is_handed_on(call, calls):
             found.update(_assigned(call))
     return found
+
+
+def is_handed_on(call: Call, calls: Iterable[Call]) -> bool:
+    """Whether the line gives the result to a function and assigns what that returns: ``loss = contrastive(net(x))``.
+
+    Its first reader among ``calls`` is then in another function, and the line has a call within a call, of which the
+    outer one is neither this call nor the module that it ran in.
+    """
+    outer = _receiver(call.site.code) if call.site is not None else None
+    if call.site is None or outer is None:
+        return False
+    if outer == call.name or any(scope.path.rpartition(".")[2] == outer for scope in call.scope):
+        return False
+    made = set(call.output_refs())
+    reading = (other for other in calls if not other.is_differentiation and made & set(other.input_refs()))
+    first = next((other for other in reading if other is not call), None)
+    return first is not None and first.site is not None and _function(first.site) != _function(call.site)
+
+
+@functools.lru_cache(maxsize=256)
+def _receiver(code: str) -> str | None:
+    """The outermost function on a line that is given what another call returns, by the last part of its name."""
+    try:
+        nodes = [node for node in ast.walk(ast.parse(code.strip())) if isinstance(node, ast.Call)]
+    except (SyntaxError, ValueError):
+        return None
+    return next((ast.unparse(node.func).rpartition(".")[2] for node in nodes if _is_given_a_call(node)), None)
+
+
+def _is_given_a_call(node: ast.Call) -> bool:
+    given = [*node.args, *(keyword.value for keyword in node.keywords)]
+    return any(isinstance(part, ast.Call) for argument in given for part in ast.walk(argument))
+
+
+def _function(site: Site) -> tuple[str, str]:
+    return site.file, site.function
 
 
 def _line(call: Call) -> tuple[str, int, str] | None:
