@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _PLACE = re.compile(r"(?m)^# .*$")
-_PART = re.compile(r"(?m)^# (?P<file>\S+):(?P<line>\d+)\n(?P<code>(?:(?!# ).*\n?)+)")
+_PART = re.compile(r"(?m)^# (?:\S*/)?(?P<file>[^\s/]+):(?P<line>\d+)\n(?P<code>(?:(?!# ).*\n?)+)")
 
 
 def paste(code: str, file: str, source: str) -> str | None:

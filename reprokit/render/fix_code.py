@@ -11,7 +11,6 @@ import itertools
 import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePath
 
 import torch
 
@@ -67,7 +66,7 @@ class _Piece:
         That is ``train.py:7`` for what can stand in the place of the line, ``in train.py:7`` for the changed calls
         alone; it is also said where these are in a function that the line calls.
         """
-        place = f"{PurePath(site.file).name}:{site.line}"
+        place = f"{site.file}:{site.line}"
         own = own_line(_on_line(self.before, site), _on_line(self.after, site), _in_words)
         if own:
             return own, place
