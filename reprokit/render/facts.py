@@ -12,7 +12,7 @@ from reprokit.locate.failure import Failure
 from reprokit.render import wording
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
-from reprokit.words import counted
+from reprokit.words import counted, replay_words
 
 Fact = tuple[str, str]
 
@@ -42,6 +42,12 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
         ("program", size),
     ]
     return [(name, value) for name, value in facts if value]
+
+
+def doubt(snapshot: Snapshot) -> str:
+    """A sentence on how the replay differs from training; empty where it is exact."""
+    words = redact_text(replay_words(snapshot.fidelity, snapshot.fidelity_note))
+    return f"{words[:1].upper()}{words[1:]}." if words else ""
 
 
 def where(failure: Failure) -> str:

@@ -90,7 +90,7 @@ def make_issue(
         "is_withheld": script.is_withheld,
         "is_long": script.num_shown_lines > MAX_SCRIPT_LINES,
         "verified": verified,
-        "rate": rate(verified),
+        "rate": " ".join(filter(None, (rate(verified), shorten_paths(facts.doubt(snapshot))))),
         "origin": shorten_paths(_origin(snapshot)),
         "size": _size(snapshot, reduction),
         "reduced": reduction is not None,
