@@ -16,3 +16,10 @@ def replay_words(fidelity: str, note: str | None) -> str:
     if fidelity == "close":
         return f"the replay is close to training, not the same bit for bit{why}"
     return f"the replay differs from training, so it may not show the same failure{why}"
+
+
+def in_root(module: str | None, root: str | None) -> str | None:
+    """A module as people read it: ``D.2`` where its root has a name, and ``D`` for that root itself."""
+    if module is None or not root:
+        return module
+    return root if module.startswith("<") else f"{root}.{module}"

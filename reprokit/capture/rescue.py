@@ -20,6 +20,7 @@ from reprokit.capture.entry import Entry
 from reprokit.capture.exceptions import Raised
 from reprokit.capture.generators import python_generators_restored
 from reprokit.capture.names import Names
+from reprokit.capture.owners import root_names
 from reprokit.capture.replay import Replayed, replay
 from reprokit.capture.state import Copies, give_gradients, parameters_of
 from reprokit.capture.structure import is_leaf
@@ -88,6 +89,7 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Snapshot:
             raises=raises,
             state=state,
             with_gradient=with_gradient,
+            root_names=root_names(step.modules, frame),
         )
         failure = locate(replayed.program, replayed.tensors)
     if failure is None:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from reprokit.words import in_root
+
 _STEPS = 6
 _NUMBERS = (("loss", "loss"), ("gradient norm", "grad_norm"), ("learning rate", "lr"), ("scale", "scale"))
 _FAST = 2.0  # how many times larger the last number is before it is worth a word
@@ -27,7 +29,8 @@ def place_line(result: Mapping[str, Any]) -> str | None:
     """Module, line and code of the origin: ``in layers.1, train.py:31: p = F.softmax(s, -1)``."""
     failure = result["failure"]
     site = failure["site"]
-    words = [f"in {failure['module']}"] if failure["module"] else []
+    module = in_root(failure["module"], failure.get("root"))
+    words = [f"in {module}"] if module else []
     if site is not None:
         code = site["code"].strip()
         words.append(f"{site['file']}:{site['line']}" + (f": {code}" if code else ""))

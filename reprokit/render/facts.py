@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from reprokit.locate.failure import Failure
+from reprokit.locate.failure import Failure, root_of
 from reprokit.render import wording
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
-from reprokit.words import counted, replay_words
+from reprokit.words import counted, in_root, replay_words
 
 Fact = tuple[str, str]
 
@@ -32,7 +32,7 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
     note = f": {redact_text(snapshot.fidelity_note)}" if snapshot.fidelity_note else ""
     size = f"{counted(snapshot.program.num_calls, 'call')}, {counted(snapshot.num_elements, 'input element')}"
     facts = [
-        ("where", where(failure)),
+        ("where", where(snapshot)),
         ("origin", origin(failure)),
         ("line", line(failure)),
         ("exception", f"`{failure.exception[0]}`{message}" if failure.exception is not None else ""),
@@ -50,9 +50,15 @@ def doubt(snapshot: Snapshot) -> str:
     return f"{words[:1].upper()}{words[1:]}." if words else ""
 
 
-def where(failure: Failure) -> str:
+def module(snapshot: Snapshot) -> str | None:
+    """The module in which it failed, with its root's name in front where there are several roots."""
+    return in_root(snapshot.failure.module, root_of(snapshot.failure, snapshot.program))
+
+
+def where(snapshot: Snapshot) -> str:
     """``in the forward pass, in module `layers.1` ``, without the space at the end."""
-    place = f", in module {wording.code_span(failure.module)}" if failure.module else ""
+    failure, inside = snapshot.failure, module(snapshot)
+    place = f", in module {wording.code_span(inside)}" if inside else ""
     if failure.call is not None and not failure.module and failure.phase != "optimizer":
         place = ", outside of any module"
     return f"{wording.phase_words(failure)}{place}"

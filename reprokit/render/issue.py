@@ -112,7 +112,7 @@ def title(snapshot: Snapshot, reduction: Reduction | None = None, expectation: E
     source = reduction if reduction is not None else snapshot
     found = expectation if expectation is not None else expect(snapshot, reduction)
     words = [wording.headline(source.failure), found.words]
-    module = (snapshot.failure.module or "").strip("<>")
+    module = (facts.module(snapshot) or "").strip("<>")
     if found.owner == OWN and found.words:
         words.append(f"in {module}" if module else _in_line(snapshot.failure.site))
     number = str(snapshot.environment.get("torch", "")).partition("+")[0]
@@ -206,7 +206,7 @@ def _lines(rows: Iterable[facts.Fact]) -> str:
 
 def _origin(snapshot: Snapshot) -> str:
     place = f", at {facts.line(snapshot.failure)}" if snapshot.failure.site is not None else ""
-    return f"{facts.when(snapshot)} of a training run, {facts.where(snapshot.failure)}{place}"
+    return f"{facts.when(snapshot)} of a training run, {facts.where(snapshot)}{place}"
 
 
 def _in_line(site: Site | None) -> str:

@@ -24,7 +24,7 @@ def sentences(snapshot: Snapshot, reduction: Reduction | None, verified: VerifyR
 def _failure(snapshot: Snapshot) -> Iterator[str]:
     failure = snapshot.failure
     said = wording.observed(failure)
-    yield f"It happened at {facts.when(snapshot)} of the training run, {facts.where(failure)}. {said}"
+    yield f"It happened at {facts.when(snapshot)} of the training run, {facts.where(snapshot)}. {said}"
     if facts.how_much(failure):
         yield f"{facts.how_much(failure)}."
     if facts.noticed_in(snapshot):
