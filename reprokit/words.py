@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 
-def counted(count: int, noun: str) -> str:
-    """``1 call``, ``2,232 calls``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """``1 call``, ``2,232 calls``; ``plural`` is for nouns that take more than an s."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {plural or f'{noun}s'}"
 
 
 def replay_words(fidelity: str, note: str | None) -> str:

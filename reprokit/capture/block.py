@@ -85,7 +85,7 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path) -> list[s
     shown = shown_path(path, start)
     place = place_line(result)
     told = [f"  {place}"] if place is not None else []
-    told += [f"  {name}  {numbers}" for name, numbers in growth(result["timeline"]) if name in _TOLD]
+    told += [f"  {name}  {numbers}" for name, numbers in growth(result["timeline"]) if name.startswith(_TOLD)]
     doubt = replay_words(result.get("fidelity", "exact"), result.get("fidelity_note"))
     told += [f"  {doubt}"] if doubt else []
     command = "shrink" if can_be_shrunk(result) else "show"

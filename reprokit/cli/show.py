@@ -12,6 +12,7 @@ import click
 from reprokit.capture.block import can_be_shrunk
 from reprokit.capture.words import growth, what
 from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, shown_command
+from reprokit.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -138,5 +139,6 @@ def _capture(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     if "rank" in settings:
         yield "process", f"rank {settings['rank']} of {settings['world_size']}"
     if "watch" in settings:
+        earlier = counted(settings["history_steps"], "earlier optimizer step")
         size = f"{settings['history_bytes'] / 2**20:,.1f} MiB of state"
-        yield "capture", f"{settings['watch']}, with {settings['history_steps']:,} earlier steps and {size}"
+        yield "capture", f"{settings['watch']}, with {earlier} and {size}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from reprokit.locate.failure import Failure, root_of
 from reprokit.render import wording
+from reprokit.series import has_several_optimizers
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
 from reprokit.words import counted, in_root, replay_words
@@ -92,9 +93,14 @@ def how_much(failure: Failure) -> str:
 
 
 def when(snapshot: Snapshot) -> str:
-    """The step of the training, and the batch in it where it is not the first one."""
-    is_later = snapshot.micro_step and snapshot.failure.phase != "optimizer"
-    return f"step {snapshot.step}" + (f", micro-step {snapshot.micro_step}" if is_later else "")
+    """The step of the training, and which of its backward passes comes next where it is not the first one.
+
+    Where optimizers take turns, what went before may have been another one's.
+    """
+    done, words = snapshot.micro_step, f"step {snapshot.step}"
+    if not done or snapshot.failure.phase == "optimizer" or has_several_optimizers(snapshot.timeline):
+        return words
+    return f"{words}, micro-step {done + 1} (after {counted(done, 'backward pass', 'backward passes')})"
 
 
 def noticed_in(snapshot: Snapshot) -> str:
