@@ -84,7 +84,7 @@ def _attributes(value: Any) -> list[Named]:
 def _items(name: str, value: Any) -> list[Named]:
     """The entries of a list or a dict."""
     if isinstance(value, dict):
-        return [(key, item) for key, item in list(value.items())[:_MAX_ITEMS] if isinstance(key, str)]
+        return [(key, item) for key, item in itertools.islice(value.items(), _MAX_ITEMS) if isinstance(key, str)]
     if isinstance(value, (list, tuple)):
         return [(f"{name}[{place}]", item) for place, item in enumerate(value[:_MAX_ITEMS])]
     return []
