@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from reprokit.capture.options import ON, After, Source, Watch
 from reprokit.capture.words import growth, place_line, what
 from reprokit.errors import UsageError
+from reprokit.words import replay_words
 
 if TYPE_CHECKING:
     from reprokit.capture.session import Session
@@ -84,7 +85,9 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path) -> list[s
     shown = shown_path(path, start)
     place = place_line(result)
     told = [f"  {place}"] if place is not None else []
-    told += [f"  {name}  {numbers}" for name, numbers in growth(result["timeline"]) if name in _TOLD]
+    told += [f"  {name}  {numbers}" for name, numbers in growth(result["timeline"]) if name.startswith(_TOLD)]
+    doubt = replay_words(result.get("fidelity", "exact"), result.get("fidelity_note"))
+    told += [f"  {doubt}"] if doubt else []
     command = "shrink" if can_be_shrunk(result) else "show"
     return [
         f"captured {what(result)} at step {result['failure']['step']} -> {shown}",

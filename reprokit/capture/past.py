@@ -25,7 +25,7 @@ class PastStep:
 
     Either ``entries`` and ``saved`` tell, or, once it is frozen, ``flat`` does, and ``kept`` in the place of ``saved``.
     ``num_bytes`` is what it holds then, ``made_bytes`` what it held before of its own. ``is_cut``: it uses a graph that
-    began before anything that is remembered.
+    began before anything that is remembered. ``place`` is how many steps there were before, of any optimizer.
     """
 
     entries: list[Entry]
@@ -39,6 +39,7 @@ class PastStep:
     num_bytes: int = 0
     made_bytes: int = 0
     is_cut: bool = False
+    place: int = 0
 
 
 class Made(int):

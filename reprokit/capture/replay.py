@@ -48,14 +48,16 @@ def replay(
     raises: bool = False,
     state: Set[int] = frozenset(),
     with_gradient: Set[int] = frozenset(),
+    root_names: Mapping[int, str] | None = None,
 ) -> Replayed:
     """Run ``entries`` again and record them.
 
     ``saved`` holds what outside tensors contained before the loop wrote into them. ``perform_last`` is false when the
     last entry is a differentiation that the loop did not come to, because its start was already bad; ``raises`` is true
     when the last entry is expected to raise. ``state`` are the ids of tensors that the caller has put back.
+    ``root_names`` are those of the tracer.
     """
-    recorder = _Recorder(saved, describe, state, with_gradient)
+    recorder = _Recorder(saved, describe, state, with_gradient, root_names)
     needed = entries if raises else needed_entries(entries)
     error = None
     with recording(recorder.tracer), Modes() as modes:
@@ -115,10 +117,11 @@ class _Recorder(Player):
         describe: Callable[[torch.Tensor], Origin | None],
         state: Set[int] = frozenset(),
         with_gradient: Set[int] = frozenset(),
+        root_names: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__(saved, with_gradient, state=state)
         self._zeroed: dict[int, tuple[torch.Tensor, int]] = {}
-        self.tracer = Tracer(self._describe, driver=_DRIVER)
+        self.tracer = Tracer(self._describe, driver=_DRIVER, root_names=root_names)
         self.starts: list[tuple[int, torch.Tensor]] = []
         self.is_close = True
         self._describe_old = describe

@@ -20,9 +20,11 @@ from reprokit.capture.entry import Entry
 from reprokit.capture.exceptions import Raised
 from reprokit.capture.generators import python_generators_restored
 from reprokit.capture.names import Names
+from reprokit.capture.owners import names_of, root_names
 from reprokit.capture.replay import Replayed, replay
 from reprokit.capture.state import Copies, give_gradients, parameters_of
 from reprokit.capture.structure import is_leaf
+from reprokit.capture.timeline import with_optimizers
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import EXCEPTION, Failure, kind_of
 from reprokit.locate.ways import NAN, local_part, ways_of
@@ -62,6 +64,7 @@ class FailedStep:
     likewise: list[Entry] = field(default_factory=list)
     with_gradient: Set[int] = frozenset()
     notes: list[str] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
 
     @property
     def all_entries(self) -> list[Entry]:
@@ -88,6 +91,7 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Snapshot:
             raises=raises,
             state=state,
             with_gradient=with_gradient,
+            root_names=root_names(step.modules, frame),
         )
         failure = locate(replayed.program, replayed.tensors)
     if failure is None:
@@ -97,7 +101,7 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Snapshot:
             replayed.is_close = False
     notes += replayed.mismatches
     replayed.is_close = replayed.is_close and not step.notes
-    return _assemble(step, replayed, failure, notes, rng)
+    return _assemble(step, replayed, failure, notes, rng, frame)
 
 
 def snapshot_without_replay(step: FailedStep, frame: FrameType | None) -> Snapshot:
@@ -114,7 +118,7 @@ def snapshot_without_replay(step: FailedStep, frame: FrameType | None) -> Snapsh
     failure = _unexplained(step)
     if bad is not None and step.raised is None:
         failure = replace(failure, phase="forward", input_name=bad.name, value=bad.value)
-    return _assemble(step, replayed, failure, step.notes, rng)
+    return _assemble(step, replayed, failure, step.notes, rng, frame)
 
 
 def _unexplained(step: FailedStep) -> Failure:
@@ -146,7 +150,12 @@ def _names(step: FailedStep, frame: FrameType | None) -> Names:
 
 
 def _assemble(
-    step: FailedStep, replayed: Replayed, failure: Failure, notes: list[str], rng: dict[str, Any]
+    step: FailedStep,
+    replayed: Replayed,
+    failure: Failure,
+    notes: list[str],
+    rng: dict[str, Any],
+    frame: FrameType | None,
 ) -> Snapshot:
     return Snapshot(
         program=replayed.program,
@@ -161,7 +170,7 @@ def _assemble(
         source=describe_source(_running_file(), step.command),
         settings={**_settings(), **step.capture},
         rng=rng,
-        timeline=step.timeline,
+        timeline=with_optimizers(step.timeline, names_of(step.optimizers, frame)),
         command=step.command,
     )
 
@@ -181,12 +190,14 @@ def _why_not_again(replayed: Replayed) -> Iterator[str]:
 
 
 def _micro_step(step: FailedStep, replayed: Replayed, failure: Failure) -> int:
-    """Backward calls made before the failing one; a bad gradient may be noticed several of them later."""
+    """Backward calls made before the failing call; a bad value may be noticed several of them later."""
     made = step.micro_step
-    if failure.phase != "backward" or failure.call_index is None:
+    if failure.phase == "optimizer" or failure.call_index is None or replayed.mismatches:
         return made
     backward = [n for n, call in enumerate(replayed.program.calls) if call.target in (BACKWARD, AUTOGRAD_BACKWARD)]
-    return max(0, made - sum(number > failure.call_index for number in backward))
+    later = sum(number > failure.call_index for number in backward)
+    is_pending = step.pending is not None and step.pending.name in (BACKWARD, AUTOGRAD_BACKWARD)
+    return max(0, made - max(0, later - is_pending))
 
 
 def _observed_kind(pending: Entry | None) -> str:

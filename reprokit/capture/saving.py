@@ -165,7 +165,6 @@ class _Describing:
         pending: Entry | None,
     ) -> FailedStep:
         training, number, loss = self._training, step.completed, number_of(step.loss)
-        timeline = training.timeline
         return FailedStep(
             observed_at=observed_at,
             entries=entries,
@@ -176,7 +175,8 @@ class _Describing:
             generators=step.generators,
             completed=number,
             micro_step=step.micro_step,
-            timeline=[*timeline.before(number), timeline.at(number) or timeline.now(number, loss)],
+            timeline=training.timeline.until(step.place, number, loss),
+            optimizers=training.history.optimizers,
             command=self._command,
             capture={
                 **self._described,

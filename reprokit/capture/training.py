@@ -90,7 +90,15 @@ class Training:
             self._finished.add(id(optimizer))
         elif optimizer is not None:
             self._finished = {id(optimizer)}
-        self.timeline.end_step(self.iterations.completed, rate, self.scalers.scale, ended)
+        iterations = self.iterations
+        self.timeline.end_step(
+            iterations.total,
+            iterations.completed,
+            rate,
+            self.scalers.scale,
+            ended,
+            id(optimizer) if optimizer else None,
+        )
         if was_checked:
             self._copy_state(ended)
             self.generators.look_closely()
@@ -133,7 +141,13 @@ class Training:
         """The running step with these entries."""
         iterations = self.iterations
         return PastStep(
-            entries, saved, iterations.completed, iterations.micro_step, self.timeline.loss, self.generators.states
+            entries,
+            saved,
+            iterations.completed,
+            iterations.micro_step,
+            self.timeline.loss,
+            self.generators.states,
+            place=iterations.total,
         )
 
     def restart(self) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from reprokit.series import by_optimizer, titled
+from reprokit.words import in_root
 
 _STEPS = 6
 _NUMBERS = (("loss", "loss"), ("gradient norm", "grad_norm"), ("learning rate", "lr"), ("scale", "scale"))
@@ -27,7 +31,8 @@ def place_line(result: Mapping[str, Any]) -> str | None:
     """Module, line and code of the origin: ``in layers.1, train.py:31: p = F.softmax(s, -1)``."""
     failure = result["failure"]
     site = failure["site"]
-    words = [f"in {failure['module']}"] if failure["module"] else []
+    module = in_root(failure["module"], failure.get("root"))
+    words = [f"in {module}"] if module else []
     if site is not None:
         code = site["code"].strip()
         words.append(f"{site['file']}:{site['line']}" + (f": {code}" if code else ""))
@@ -37,13 +42,16 @@ def place_line(result: Mapping[str, Any]) -> str | None:
 def growth(timeline: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """What the numbers of the training did in the last steps, by name; numbers that never changed are left out.
 
-    Every name has the same steps, with a dash where there was no number.
+    Every name of an optimizer has the same steps, with a dash where there was no number.
     """
-    for name, key in _NUMBERS:
-        values = [entry[key] for entry in timeline if entry.get(key) is not None]
+    for (name, key), (optimizer, rows) in itertools.product(_NUMBERS, by_optimizer(timeline).items()):
+        values = [row[key] for row in rows if row.get(key) is not None]
         if len(values) > 1 and (key == "loss" or len(set(values)) > 1):
-            shown = (entry.get(key) for entry in timeline[-_STEPS:])
-            yield name, "  ".join("-" if value is None else f"{value:.4g}" for value in shown) + _trend(values)
+            shown = (row.get(key) for row in rows[-_STEPS:])
+            yield (
+                titled(name, optimizer),
+                "  ".join("-" if value is None else f"{value:.4g}" for value in shown) + _trend(values),
+            )
 
 
 def _trend(values: Sequence[float]) -> str:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from reprokit.capture.block import shown_path
 from reprokit.cli.console import Verbosity, say, shown_command
 from reprokit.render.wording import nearest_words
-from reprokit.words import counted
+from reprokit.snapshot.redact import redact_text
+from reprokit.words import counted, replay_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,6 +34,9 @@ def print_result(summary: dict[str, Any], folder: Path, verbosity: Verbosity = V
         say(line)
     if summary.get("diagnosis"):
         say(f"diagnosis: {one_line(from_plain(summary['diagnosis']))}")
+    doubt = replay_words(summary.get("fidelity", "exact"), summary.get("fidelity_note"))
+    if doubt:
+        say(f"note that {redact_text(doubt)}")
     repro = summary["repro"]
     say(f"{counted(repro['lines'], 'line')}, verified {repro['verified']} in clean processes -> {shown_path(folder)}")
     context = summary.get("context")

@@ -142,5 +142,6 @@ def _capture(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     if "rank" in settings:
         yield "process", f"rank {settings['rank']} of {settings['world_size']}"
     if "watch" in settings:
+        earlier = counted(settings["history_steps"], "earlier optimizer step")
         size = f"{settings['history_bytes'] / 2**20:,.1f} MiB of state"
-        yield "capture", f"{settings['watch']}, with {counted(settings['history_steps'], 'earlier step')} and {size}"
+        yield "capture", f"{settings['watch']}, with {earlier} and {size}"

@@ -196,7 +196,8 @@ class _Work:
                 put_in_place(Path(staging), self._folder)
                 reduction.origin["file"] = self._plan.snapshot.name  # by which `render` finds it again
                 reduction.save(self._folder / REDUCTION_FILE)
-        summary = {**reduction.summary(), "context": context, "repro": repro}
+        fidelity = {"fidelity": self._snapshot.fidelity, "fidelity_note": self._snapshot.fidelity_note}
+        summary = {**reduction.summary(), **fidelity, "context": context, "repro": repro}
         return {name: _moved(value, staging, str(self._folder)) for name, value in summary.items()}
 
     def _render_context(self, reduction: Reduction, folder: Path) -> dict[str, Any] | None:
@@ -220,6 +221,7 @@ class _Work:
 def _diagnosed(snapshot: Snapshot) -> dict[str, Any] | None:
     """Why the step failed, as plain data. A diagnosis that fails is told and costs nothing else."""
     from reprokit.locate.diagnose import diagnose
+    from reprokit.locate.diagnosis import resting_on_replay
     from reprokit.render.fix_code import fix_code
 
     def write(before: Program, after: Program, tensors: Tensors) -> str:
@@ -230,7 +232,10 @@ def _diagnosed(snapshot: Snapshot) -> dict[str, Any] | None:
             return ""
 
     try:
-        return diagnose(snapshot, write=write).summary()
+        found = diagnose(snapshot, write=write)
+        if snapshot.fidelity == "unfaithful":
+            found = resting_on_replay(found, snapshot.fidelity_note)
+        return found.summary()
     except Exception as error:
         say(f"no diagnosis: {type(error).__name__}: {error}")
         return None

@@ -5,7 +5,7 @@ A fix is worth nothing until the captured step was run with it, so every `Fix` s
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 UNKNOWN = "unknown"
@@ -60,6 +60,15 @@ class Diagnosis:
         """The diagnosis as plain data."""
         plain: dict[str, Any] = _listed(asdict(self))
         return plain
+
+
+def resting_on_replay(diagnosis: Diagnosis, note: str | None) -> Diagnosis:
+    """The diagnosis of a step whose replay is not what happened in training: no more than possible, and it says why."""
+    if not diagnosis.is_known:
+        return diagnosis
+    why = f" ({note})" if note else ""
+    basis = f"This rests on a replay that differs from training{why}: the training may have failed in another way."
+    return replace(diagnosis, confidence="possible", evidence=(basis, *diagnosis.evidence))
 
 
 def from_plain(plain: dict[str, Any]) -> Diagnosis:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from reprokit.program.ir import Call, Site
+from reprokit.program.ir import Call, Program, Site
 
 EXCEPTION = "exception"  # the kind of a failure that is not a bad value
 
@@ -56,6 +56,17 @@ def module_of(call: Call) -> str | None:
         return None
     level = call.scope[-1]
     return level.path or f"<{level.cls}>"
+
+
+def label_of(call: Call) -> str | None:
+    """`module_of` as people read it: with the root's name in front where there are several roots."""
+    return call.scope[-1].label if call.scope else None
+
+
+def root_of(failure: Failure, program: Program) -> str | None:
+    """The name of the root in which a step failed, where there are several."""
+    scope = program.calls[failure.call_index].scope if failure.call_index is not None else ()
+    return (scope[-1].root or None) if scope and failure.module is not None else None
 
 
 def to_plain(failure: Failure) -> dict[str, Any]:

@@ -11,11 +11,12 @@ from reprokit.locate.calls import short_name
 from reprokit.locate.scene import Branch, Scene, Seen, Step
 from reprokit.program.ir import Call, Ref, map_leaves
 from reprokit.program.run import bind_arguments, run
+from reprokit.series import failing_series
 
 
 def observe(step: Step) -> Scene:
     """The scene of a step's failure, from one run."""
-    scene = Scene(step.program, step.tensors, step.failure, step.timeline, step.settings)
+    scene = Scene(step.program, step.tensors, step.failure, failing_series(step.timeline), step.settings)
     run(step.program, step.tensors, observer=_Watch(scene))
     return scene
 

@@ -50,11 +50,25 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """One level of module nesting: dotted path inside its root (empty for the root itself), class name, n-th call."""
+    """One level of module nesting: dotted path inside its root (empty for the root itself), class name, n-th call.
+
+    ``root`` is what the user calls the root; it is empty where that is not needed to tell it from others.
+    """
 
     path: str
     cls: str
     count: int = 0
+    root: str = ""
+
+    @property
+    def full_path(self) -> str:
+        """The path with the root's name in front, where it has one."""
+        return f"{self.root}.{self.path}" if self.root and self.path else self.root or self.path
+
+    @property
+    def label(self) -> str:
+        """What people read, and the key of `Program.modules`: the full path, else the class in angle brackets."""
+        return self.full_path or f"<{self.cls}>"
 
 
 @dataclass(frozen=True, slots=True)

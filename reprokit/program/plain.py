@@ -110,7 +110,7 @@ def _call_to_plain(call: Call) -> dict[str, Any]:
         "args": argument_to_plain(call.args),
         "kwargs": argument_to_plain(dict(call.kwargs)),
         "outputs": argument_to_plain(call.outputs),
-        "scope": [[level.path, level.cls, level.count] for level in call.scope],
+        "scope": [_scope_to_plain(level) for level in call.scope],
         "site": _site_to_plain(call.site),
         "mode": [mode.grad, [list(pair) for pair in mode.autocast], mode.inference, argument_to_plain(mode.rng)],
         "phase": call.phase,
@@ -124,7 +124,7 @@ def _call_from_plain(plain: Mapping[str, Any]) -> Call:
         args=_of(tuple, argument_from_plain(plain["args"])),
         kwargs=_of(dict, argument_from_plain(plain["kwargs"])),
         outputs=argument_from_plain(plain["outputs"]),
-        scope=tuple(Scope(_str(path), _str(cls), _int(count)) for path, cls, count in plain["scope"]),
+        scope=tuple(_scope_from_plain(*level) for level in plain["scope"]),
         site=_site_from_plain(plain["site"]),
         mode=Mode(
             bool(grad),
@@ -134,6 +134,14 @@ def _call_from_plain(plain: Mapping[str, Any]) -> Call:
         ),
         phase=_str(plain["phase"]),
     )
+
+
+def _scope_to_plain(level: Scope) -> list[Any]:
+    return [level.path, level.cls, level.count, *([level.root] if level.root else [])]
+
+
+def _scope_from_plain(path: Any, cls: Any, count: Any, root: Any = "") -> Scope:
+    return Scope(_str(path), _str(cls), _int(count), _str(root))
 
 
 def _site_to_plain(site: Site | None) -> Any:

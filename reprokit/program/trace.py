@@ -56,13 +56,17 @@ class Origin:
 class Tracer(TorchFunctionMode):
     """Records calls while it is entered.
 
-    ``describe`` names tensors that the step did not make. Invariant: ``_values`` maps ``id`` of every tensor in
-    ``_alive`` to its value
-    number, so ids are never reused. ``phase`` and ``outer_site`` are set by whoever drives the step, from the file
-    ``driver``.
+    ``describe`` names tensors that the step did not make, ``root_names`` those roots that others could be mistaken for,
+    by ``id``. Invariant: ``_values`` maps ``id`` of every tensor in ``_alive`` to its value number, so ids are
+    never reused. ``phase`` and ``outer_site`` are set by whoever drives the step, from the file ``driver``.
     """
 
-    def __init__(self, describe: Callable[[torch.Tensor], Origin | None], driver: str = "") -> None:
+    def __init__(
+        self,
+        describe: Callable[[torch.Tensor], Origin | None],
+        driver: str = "",
+        root_names: Mapping[int, str] | None = None,
+    ) -> None:
         super().__init__()
         self._driver = driver
         self.calls: list[Call] = []
@@ -77,6 +81,8 @@ class Tracer(TorchFunctionMode):
         self._values: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []
         self._scopes: list[Scope] = []
+        self._root_names = root_names or {}
+        self._root = ""
         self._paths: dict[int, str] = {}
         self._counts: dict[int, int] = {}
         self._names: dict[str, int] = {}
@@ -317,11 +323,12 @@ class Tracer(TorchFunctionMode):
         """A module was entered."""
         if not self._scopes:
             self._paths = {id(part): path for path, part in module.named_modules()}
+            self._root = self._root_names.get(id(module), "")
         count = self._counts.get(id(module), 0)
         self._counts[id(module)] = count + 1
         path = self._paths.get(id(module), type(module).__name__)
-        self._scopes.append(Scope(path, type(module).__name__, count))
-        self.modules.setdefault(path or f"<{type(module).__name__}>", note_of(module))
+        self._scopes.append(Scope(path, type(module).__name__, count, self._root))
+        self.modules.setdefault(self._scopes[-1].label, note_of(module))
 
     def exit_module(self) -> None:
         """The innermost module was left."""

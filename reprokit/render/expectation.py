@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reprokit.locate.failure import EXCEPTION, Failure, module_of
+from reprokit.locate.failure import EXCEPTION, Failure, label_of
 from reprokit.program.functions import display_name
 from reprokit.program.ir import Call, Input, Program
 from reprokit.render import wording
@@ -183,7 +183,7 @@ def place(call: Call) -> str:
     """Where a call was written: `` at `train.py:17` in `Net`: `x = a - b` ``, with a space in front."""
     site = call.site
     words = f" at {wording.code_span(redact_text(f'{site.file}:{site.line}'))}" if site is not None else ""
-    module = module_of(call)
+    module = label_of(call)
     words += f" in {wording.code_span(module.strip('<>'))}" if module else ""
     return words + wording.code_of(site)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from reprokit.locate.failure import Failure
+from reprokit.locate.failure import Failure, root_of
 from reprokit.render import wording
+from reprokit.series import has_several_optimizers
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
-from reprokit.words import counted
+from reprokit.words import counted, in_root, replay_words
 
 Fact = tuple[str, str]
 
@@ -44,11 +45,22 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
     return [(name, value) for name, value in facts if value]
 
 
+def doubt(snapshot: Snapshot) -> str:
+    """A sentence on how the replay differs from training; empty where it is exact."""
+    words = redact_text(replay_words(snapshot.fidelity, snapshot.fidelity_note))
+    return f"{words[:1].upper()}{words[1:]}." if words else ""
+
+
+def module(snapshot: Snapshot) -> str | None:
+    """The module in which it failed, with its root's name in front where there are several roots."""
+    return in_root(snapshot.failure.module, root_of(snapshot.failure, snapshot.program))
+
+
 def where(snapshot: Snapshot) -> str:
     """``in the forward pass, in module `layers.1` ``, without the space at the end."""
-    failure = snapshot.failure
+    failure, inside = snapshot.failure, module(snapshot)
     phase = wording.phase_words(failure)
-    place = f", in module {wording.code_span(failure.module)}" if failure.module else ""
+    place = f", in module {wording.code_span(inside)}" if inside else ""
     if failure.call is not None and not failure.module and failure.phase != "optimizer" and phase != wording.OUTSIDE:
         place = f", {wording.OUTSIDE}"
     return f"{phase}{', without gradients' if _is_without_gradients(snapshot) else ''}{place}"
@@ -88,9 +100,14 @@ def how_much(failure: Failure) -> str:
 
 
 def when(snapshot: Snapshot) -> str:
-    """The step of the training, and the batch in it where it is not the first one."""
-    is_later = snapshot.micro_step and snapshot.failure.phase != "optimizer"
-    return f"step {snapshot.step}" + (f", micro-step {snapshot.micro_step}" if is_later else "")
+    """The step of the training, and which of its backward passes comes next where it is not the first one.
+
+    Where optimizers take turns, what went before may have been another one's.
+    """
+    done, words = snapshot.micro_step, f"step {snapshot.step}"
+    if not done or snapshot.failure.phase == "optimizer" or has_several_optimizers(snapshot.timeline):
+        return words
+    return f"{words}, micro-step {done + 1} (after {counted(done, 'backward pass', 'backward passes')})"
 
 
 def noticed_in(snapshot: Snapshot) -> str:

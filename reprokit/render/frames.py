@@ -95,7 +95,7 @@ class _Frames:
         own = [index for index in indexes if calls[index].scope == key]
         return Frame(
             number,
-            level.path or f"<{level.cls}>",
+            level.label,
             level.cls,
             Span.over(self._weights_of(own)),
             Span.over(self._inputs_of(indexes, inside)),

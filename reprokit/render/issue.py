@@ -89,7 +89,7 @@ def make_issue(
         "is_withheld": script.is_withheld,
         "is_long": script.num_shown_lines > MAX_SCRIPT_LINES,
         "verified": verified,
-        "rate": rate(verified),
+        "rate": " ".join(filter(None, (rate(verified), shorten_paths(facts.doubt(snapshot))))),
         "origin": shorten_paths(_origin(snapshot)),
         "size": _size(snapshot, reduction),
         "reduced": reduction is not None,
@@ -111,7 +111,7 @@ def title(snapshot: Snapshot, reduction: Reduction | None = None, expectation: E
     source = reduction if reduction is not None else snapshot
     found = expectation if expectation is not None else expect(snapshot, reduction)
     words = [wording.headline(source.failure), found.words]
-    module = (snapshot.failure.module or "").strip("<>")
+    module = (facts.module(snapshot) or "").strip("<>")
     if found.owner == OWN and found.words:
         words.append(f"in {module}" if module else _in_line(snapshot.failure.site))
     number = str(snapshot.environment.get("torch", "")).partition("+")[0]

@@ -95,7 +95,8 @@ def _names_of(block: Block, children: Sequence[Key], taken: set[str]) -> dict[Ke
     if block.scope == ROOT and len(children) == 1 and not layers[children[0]]:
         return {children[0]: "model"}
     bases = {
-        key: _base(key, block.scope.path, prefers_class=block.scope == ROOT and not layers[key]) for key in children
+        key: _base(key, block.scope.full_path, prefers_class=block.scope == ROOT and not layers[key])
+        for key in children
     }
     found: dict[Key, str] = {}
     for key, (base, number) in bases.items():

@@ -6,6 +6,7 @@ that came from the user's machine is redacted again.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from reprokit.render.script import Script
 from reprokit.render.strips import Axis, strip, strip_header
 from reprokit.render.survey import Survey, survey
 from reprokit.render.way import Stop, Way, ways
+from reprokit.series import by_optimizer, titled
 from reprokit.snapshot.format import count_elements
 from reprokit.snapshot.redact import REDACTED, redact_text
 
@@ -150,11 +152,12 @@ def _operands(operands: Mapping[int, Range], names: Mapping[int, str]) -> list[t
 
 
 def _timeline(snapshot: Snapshot) -> list[Chart]:
-    """One chart for every number that was noted in at least two steps."""
+    """One chart for every number that an optimizer had in at least two steps."""
     made = []
     entries = [entry for entry in snapshot.timeline if isinstance(entry.get("step"), int)]
-    for key, name in _SERIES:
-        points = [(float(entry["step"]), _number(entry.get(key))) for entry in entries]
+    for (key, what), (optimizer, rows) in itertools.product(_SERIES, by_optimizer(entries).items()):
+        name = titled(what, redact_text(optimizer))
+        points = [(float(row["step"]), _number(row.get(key))) for row in rows]
         svg = plot(points, f"{name} per step, with the failing step marked", mark=float(snapshot.step))
         if svg is not None:
             numbers = [value for _, value in points if value is not None]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from reprokit.render import facts, wording
 from reprokit.render.issue import rate
 from reprokit.snapshot.format import count_elements
-from reprokit.snapshot.redact import redact_text
 from reprokit.words import counted
 
 if TYPE_CHECKING:
@@ -30,9 +29,8 @@ def _failure(snapshot: Snapshot) -> Iterator[str]:
         yield f"{facts.how_much(failure)}."
     if facts.noticed_in(snapshot):
         yield f"It was noticed in {facts.noticed_in(snapshot)}."
-    if snapshot.fidelity != "exact":
-        note = f": {redact_text(snapshot.fidelity_note)}" if snapshot.fidelity_note else ""
-        yield f"The captured step replays {snapshot.fidelity}, not bit for bit{note}."
+    if facts.doubt(snapshot):
+        yield facts.doubt(snapshot)
 
 
 def _size(snapshot: Snapshot, reduction: Reduction | None) -> Iterator[str]:

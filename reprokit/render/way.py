@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from reprokit.locate.failure import EXCEPTION, module_of
+from reprokit.locate.failure import EXCEPTION, label_of
 from reprokit.program.ir import Call
 from reprokit.render.labels import call_text
 from reprokit.render.ranges import Range
@@ -217,4 +217,4 @@ def _gradient_stop(found: Survey, index: int, value: int, names: Mapping[int, st
 def _placed(stop: Stop, call: Call) -> Stop:
     site = call.site
     place = f"{site.file}:{site.line}" if site is not None else ""
-    return replace(stop, module=module_of(call) or "", place=place, code=site.code.strip() if site is not None else "")
+    return replace(stop, module=label_of(call) or "", place=place, code=site.code.strip() if site is not None else "")

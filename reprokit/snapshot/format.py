@@ -22,7 +22,7 @@ import torch
 
 from reprokit.errors import NewerFormat, NotASnapshot, SnapshotError, TruncatedSnapshot
 from reprokit.locate import failure as failures
-from reprokit.locate.failure import Failure
+from reprokit.locate.failure import Failure, root_of
 from reprokit.program import plain
 from reprokit.program.ir import Program
 from reprokit.snapshot.paths import require_file
@@ -84,6 +84,7 @@ class Snapshot:
             "call": failure.call,
             "backward_node": failure.backward_node,
             "module": failure.module,
+            "root": root_of(failure, self.program),
             "site": {"file": site.file, "line": site.line, "code": site.code} if site else None,
             "observed_at": self.observed_at,
             "exception": {"type": failure.exception[0], "message": failure.exception[1]} if failure.exception else None,

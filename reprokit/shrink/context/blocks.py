@@ -30,7 +30,7 @@ class Block:
     @property
     def key(self) -> Key:
         """Which module it is."""
-        return self.scope.path, self.scope.cls
+        return self.scope.full_path, self.scope.cls
 
     def blocks(self) -> Iterator[Block]:
         """The blocks inside, this one included, outermost first."""

@@ -68,7 +68,7 @@ class Run:
 
 def is_layer(scope: Scope, modules: Mapping[str, ModuleNote]) -> bool:
     """Whether a module is one of torch's layers that do something themselves."""
-    note = modules.get(scope.path or f"<{scope.cls}>")
+    note = modules.get(scope.label)
     is_users = note is not None and bool(note.file) and note.cls.rpartition(".")[2] == scope.cls
     is_torchs = isinstance(getattr(torch.nn, scope.cls, None), type)
     return is_torchs and not is_users and not scope.cls.startswith(_COMPOSITE)

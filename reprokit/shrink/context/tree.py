@@ -107,7 +107,7 @@ class _Normaliser:
     def _layer(self, block: Block) -> Iterator[Call | Block]:
         calls = calls_of(block)
         inputs = {item.value: item for item in self.program.inputs}
-        note = self.program.modules.get(block.scope.path or f"<{block.scope.cls}>")
+        note = self.program.modules.get(block.scope.label)
         layer = layer_of(block.scope, self._run(block, calls), inputs, _fitting_note(note, block.scope))
         if layer is not None and all(self.taken.setdefault(v, block.key) == block.key for v in layer.state.values()):
             yield replace(block, layer=layer)

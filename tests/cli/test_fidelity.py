@@ -1,0 +1,89 @@
+"""What is said of a replay that is not what happened in training, by every command that a person reads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAINING = """\
+import torch
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+        self.heat = 1.0
+
+    def forward(self, x):
+        return (self.layer(x).square() * self.heat).sum().log()
+
+
+torch.manual_seed(0)
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
+for batch in range(8):
+    net.heat = 0.0 if batch == {failing} else 1.0  # accumulated over two batches
+    (net(torch.ones(1, 2)) / 2).backward()
+    if batch % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+DIFFERS = "replay differs from training, so it may not show the same failure: the loss was"
+
+
+class Told:
+    """What the commands say of the script, and what they write."""
+
+    def __init__(self, folder: Path, failing: int) -> None:
+        self._folder = folder
+        (folder / "train.py").write_text(TRAINING.format(failing=failing))
+        self.capture = self._run("capture", "-o", "x.pt", "train.py")
+        self.shrink = self._run("shrink", "--no-whatif", "-o", "out", "x.pt")
+        self.issue = (folder / "out" / "issue.md").read_text()
+
+    def _run(self, *words: str) -> list[str]:
+        root = Path(__file__).resolve().parents[2]
+        environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+        command = [sys.executable, "-m", "reprokit", *words]
+        done = subprocess.run(command, cwd=self._folder, env=environment, capture_output=True, text=True, timeout=300)
+        return done.stderr.splitlines()
+
+
+@pytest.fixture(scope="module")
+def unfaithful(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """The second batch of a step fails, and an attribute that the loop sets is not what the first one had."""
+    return Told(tmp_path_factory.mktemp("unfaithful"), failing=5)
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    """The first batch of a step fails."""
+    return Told(tmp_path_factory.mktemp("exact"), failing=4)
+
+
+def test_a_capture_ends_with_it(unfaithful: Told) -> None:
+    assert DIFFERS in unfaithful.capture[-2]
+    assert unfaithful.capture[-1] == "reprokit: next: reprokit shrink x.pt"
+
+
+def test_shrink_says_it_among_its_last_lines(unfaithful: Told) -> None:
+    assert any(DIFFERS in line for line in unfaithful.shrink[-4:])
+
+
+def test_the_issue_says_it_beside_the_rate(unfaithful: Told) -> None:
+    assert [line for line in unfaithful.issue.splitlines() if line.startswith("It failed ") and DIFFERS in line]
+
+
+def test_a_diagnosis_says_what_it_rests_on(unfaithful: Told, exact: Told) -> None:
+    said, sure = (next(line for line in told.shrink if "diagnosis: " in line) for told in (unfaithful, exact))
+    assert "(certain)" in sure and "(possible)" in said
+    assert "- This rests on a replay that differs from training (the loss was" in unfaithful.issue
+
+
+def test_nothing_is_said_of_an_exact_replay(exact: Told) -> None:
+    assert "differs from training" not in "\n".join([*exact.capture, *exact.shrink, exact.issue])
