@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reprokit.errors import NotASnapshot, NotReproduced, ReprokitError, SnapshotError, UsageError
+from reprokit.render.literals import is_same
 from reprokit.render.module import ModuleScript, write_module_script
 from reprokit.render.script import Script, write_script
 from reprokit.render.withhold import beyond_limit, without_data
+from reprokit.shrink.context.defaults import initial
 from reprokit.snapshot.paths import REDUCTION_FILE, hint_for_folder
 from reprokit.snapshot.privacy import private
 
 if TYPE_CHECKING:
+    from reprokit.program.ir import Program
+    from reprokit.shrink.context.piece import Context
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
     from reprokit.snapshot.privacy import Source as SourcePolicy
@@ -190,13 +194,21 @@ def reduction_script(
 def context_script(reduction: Reduction, snapshot: Snapshot | None = None) -> ModuleScript | None:
     """The context of a reduction as modules; ``None`` without one, when it would need a side file, or many numbers."""
     context = reduction.context
-    if context is None or set(beyond_limit(context.program, context.tensors)) - set(context.drawn):
+    if context is None or beyond_limit(_needing_numbers(context), context.tensors):
         return None
     version = snapshot.environment.get("torch") if snapshot is not None else None
     try:
         return write_module_script(context, num_calls_before=reduction.before.get("calls"), torch_version=version)
     except NotReproduced:
         return None
+
+
+def _needing_numbers(context: Context) -> Program:
+    """The program with only those inputs whose numbers a script has to say: they are neither drawn nor what a layer
+    starts with."""
+    start = initial(context.tree, context.tensors, context.drawn)
+    made = {value for value, tensor in start.items() if is_same(tensor, context.tensors[value])} | set(context.drawn)
+    return replace(context.program, inputs=tuple(item for item in context.program.inputs if item.value not in made))
 
 
 def snapshot_script(snapshot: Snapshot) -> Script:

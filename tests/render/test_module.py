@@ -108,6 +108,18 @@ def test_what_needs_a_side_file_is_not_printed() -> None:
     assert write_module_script(Context(snapshot.program, snapshot.tensors, snapshot.failure)) is None
 
 
+def test_what_layers_start_with_takes_no_numbers() -> None:
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(16, 2)
+    snapshot = models.record_model(
+        attention, lambda x, mask: attention(x, x, x, attn_mask=mask)[0], x=torch.zeros(2, 1, 16),
+        mask=torch.ones(2, 2, dtype=torch.bool),
+    )  # fmt: skip
+    context = Context(snapshot.program, snapshot.tensors, snapshot.failure)
+    script = context_script(replace(shrink(models.masked_attention()), context=context))
+    assert script is not None and "nn.MultiheadAttention(16, 2)" in script.text
+
+
 @pytest.fixture(scope="module")
 def reduction() -> Reduction:
     return shrink(models.masked_attention())

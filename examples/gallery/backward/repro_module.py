@@ -1,6 +1,6 @@
 # gradient of sqrt is nan in the backward pass (torch 2.13.0+cpu).
 # The part of the model that shows how: cut mechanically by reprokit from 15 torch calls of a training step.
-# Ends with exit code 1 while the bug is there, and with 0 once it is gone.
+# Ends with exit code 1 while the failure is there, and with 0 once it is gone.
 import torch
 
 
@@ -9,9 +9,9 @@ def distance(hand, target):
     return torch.where(squared > 0, torch.sqrt(squared), torch.zeros_like(squared))
 
 
-x = torch.ones(1, 1, requires_grad=True)
+hand = torch.ones(1, 1, requires_grad=True)
 target = torch.ones(1, 1)
-distance(x, target).sum().backward()
+distance(hand, target).sum().backward()
 
-print("x.grad =", x.grad)
-assert not torch.isnan(x.grad).any(), "x.grad is nan"
+print("hand.grad =", hand.grad)
+assert not torch.isnan(hand.grad).any(), "hand.grad is nan"

@@ -1,6 +1,6 @@
 # softmax returns nan in the forward pass (torch 2.13.0+cpu).
 # The part of the model that shows how: cut mechanically by reprokit from 23 torch calls of a training step.
-# Ends with exit code 1 while the bug is there, and with 0 once it is gone.
+# Ends with exit code 1 while the failure is there, and with 0 once it is gone.
 import torch
 from torch import nn
 
@@ -11,18 +11,18 @@ class Attention(nn.Module):
         self.query = nn.Linear(1, 1)
         self.key = nn.Linear(1, 1)
 
-    def forward(self, hidden, padding):
-        out = self.query(hidden)
-        scores = out @ self.key(hidden).transpose(1, 2) / 4.898979485566356
+    def forward(self, x, padding):
+        out = self.query(x)
+        scores = out @ self.key(x).transpose(1, 2) / 4.898979485566356
         scores = scores.masked_fill(padding[:, None, :], float("-inf"))
         return torch.softmax(scores, dim=-1)
 
 
 torch.manual_seed(0)
 model = Attention()
-hidden = torch.zeros(1, 1, 1)
+x = torch.zeros(1, 1, 1)
 padding = torch.tensor([[True]])
-weights = model(hidden, padding)
+weights = model(x, padding)
 
 print("weights =", weights)
-assert not torch.isnan(weights).any(), "model(hidden, padding) is nan"
+assert not torch.isnan(weights).any(), "model(x, padding) is nan"

@@ -1,4 +1,4 @@
-"""softmax returns nan: fails while the bug that repro.py shows is there, and passes once it is gone."""
+"""softmax returns nan: fails while the failure that repro.py shows is there, and passes once it is gone."""
 
 import runpy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Adam.step makes a parameter nan: fails while the bug that repro.py shows is there, and passes once it is gone."""
+"""Adam.step makes a parameter nan: fails while the failure that repro.py shows is there, and passes once it is gone."""
 
 import runpy
 from pathlib import Path
