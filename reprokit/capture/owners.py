@@ -5,6 +5,7 @@ A name is looked for only where there are several and a reader has to tell them 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from types import FrameType, ModuleType
@@ -37,7 +38,7 @@ def names_of(owners: Sequence[object], frame: FrameType | None) -> dict[int, str
     wanted = {id(owner) for owner in owners}
     found: dict[int, str] = {}
     taken: set[str] = set()
-    for name, value in _named(frame) if owners else ():
+    for name, value in _as_far_as_it_goes(_named(frame)) if owners else ():
         if id(value) in wanted and id(value) not in found and name not in taken:
             found[id(value)] = name
             taken.add(name)
@@ -48,6 +49,12 @@ def names_of(owners: Sequence[object], frame: FrameType | None) -> dict[int, str
             found[id(owner)] = next(name for name in itertools.chain([cls], numbered) if name not in taken)
             taken.add(found[id(owner)])
     return found
+
+
+def _as_far_as_it_goes(named: Iterator[Named]) -> Iterator[Named]:
+    """What is found before an object of the user's raises at being looked at: a missing name loses no snapshot."""
+    with contextlib.suppress(Exception):
+        yield from named
 
 
 def _named(frame: FrameType | None) -> Iterator[Named]:
@@ -82,9 +89,9 @@ def _attributes(value: Any) -> list[Named]:
 
 
 def _items(name: str, value: Any) -> list[Named]:
-    """The entries of a list or a dict."""
-    if isinstance(value, dict):
+    """The entries of a list or a dict; a class of the user's would run code of the user's."""
+    if type(value) is dict:
         return [(key, item) for key, item in itertools.islice(value.items(), _MAX_ITEMS) if isinstance(key, str)]
-    if isinstance(value, (list, tuple)):
-        return [(f"{name}[{place}]", item) for place, item in enumerate(value[:_MAX_ITEMS])]
+    if type(value) in (list, tuple):
+        return [(f"{name}[{place}]", item) for place, item in enumerate(itertools.islice(value, _MAX_ITEMS))]
     return []

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import reprokit
+from reprokit.capture.owners import names_of
 from reprokit.program.plain import from_plain, to_plain
 from reprokit.render.frames import frames
 from reprokit.render.survey import survey
@@ -156,3 +157,28 @@ def test_names_survive_the_file_and_older_files_have_none(tmp_path: Path) -> Non
     for call in plain["calls"]:
         call["scope"] = [level[:3] for level in call["scope"]]
     assert {level.root for call in from_plain(plain).calls for level in call.scope} == {""}
+
+
+class Angry(list[object]):
+    def __iter__(self) -> Iterator[object]:
+        raise RuntimeError("not now")
+
+    def __getitem__(self, place: object) -> object:
+        raise RuntimeError("not now")
+
+
+class Closed:
+    def __getattribute__(self, name: str) -> object:
+        raise RuntimeError("not now")
+
+
+def test_containers_of_the_users_are_left_alone() -> None:
+    batches, nets = Angry([1, 2]), {"G": nn.Linear(1, 1)}
+    assert names_of([nets["G"]], sys._getframe()) == {id(nets["G"]): "G"}
+    assert len(batches) == 2
+
+
+def test_an_object_that_raises_when_it_is_looked_at_costs_a_name_at_most() -> None:
+    closed, nets = Closed(), [nn.Linear(1, 1), nn.Linear(1, 1)]
+    assert sorted(names_of(nets, sys._getframe()).values()) == ["Linear", "Linear2"]
+    assert type(closed) is Closed

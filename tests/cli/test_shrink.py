@@ -79,7 +79,9 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         "reprokit.shrink": {},
         "reprokit.shrink.reducer": {"shrink": shrink},
         "reprokit.shrink.reduction": {"load": lambda path: FakeReduction()},
-        "reprokit.snapshot.format": {"load": lambda path: SimpleNamespace(settings={"num_threads": 1})},
+        "reprokit.snapshot.format": {
+            "load": lambda path: SimpleNamespace(settings={"num_threads": 1}, fidelity="exact", fidelity_note=None)
+        },
         "reprokit.whatif": {},
         "reprokit.whatif.table": {"of_reduction": of_reduction},
         "reprokit.render": {"render_all": render_all, "render_context": lambda *_, **__: fake.context},
@@ -105,6 +107,8 @@ def test_the_result_is_written_and_told(reducer: SimpleNamespace, capsys: pytest
     said = capsys.readouterr()
     assert json.loads(said.out) == {
         **SUMMARY,
+        "fidelity": "exact",
+        "fidelity_note": None,
         "context": None,
         "repro": {"path": "train-step7/repro.py", "lines": 7, "files": ["repro.py"], "verified": "20/20"},
     }
