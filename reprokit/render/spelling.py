@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -17,7 +17,7 @@ from reprokit.program.functions import is_torch_function
 from reprokit.program.ir import Call, Program, Ref
 from reprokit.render.expression import BINARY_RANKS, Rank, quoted
 from reprokit.render.operators import AUGMENTED, BINARY, REFLECTED, UNARY
-from reprokit.shrink.context.variables import is_handed_on
+from reprokit.shrink.context.variables import first_readers, is_handed_on
 
 _METHOD = "torch.Tensor."
 _SYMBOLS: Mapping[type[ast.AST], str] = {
@@ -74,31 +74,29 @@ def input_words(program: Program) -> dict[int, str]:
 
 def operand_words(calls: Sequence[Call]) -> dict[int, str]:
     """For whatever calls read the names on the first line that says so."""
-    words: dict[int, str] = {}
-    for spelling in spellings(calls):
-        for value, word in spelling.operands.items():
-            words.setdefault(value, word)
-    return words
+    return _first_said(spelling.operands for spelling in spellings(calls))
 
 
 def operand_paths(calls: Sequence[Call]) -> dict[int, str]:
     """For whatever calls read how it is reached on the first line that says so, where that is no call itself."""
-    paths: dict[int, str] = {}
-    for spelling in spellings(calls):
-        for value, path in spelling.paths.items():
-            paths.setdefault(value, path)
-    return paths
+    return _first_said(spelling.paths for spelling in spellings(calls))
 
 
 def result_words(program: Program) -> dict[int, str]:
     """For results the variables that the user's lines assign them to, or read them from."""
     inputs = {item.value for item in program.inputs}
-    words: dict[int, str] = {}
     found = spellings(program.calls)
-    for names in (*(spelling.results for spelling in found), *(spelling.variables for spelling in found)):
+    words = _first_said((*(spelling.results for spelling in found), *(spelling.variables for spelling in found)))
+    return {value: word for value, word in words.items() if value not in inputs}
+
+
+def _first_said(said: Iterable[Mapping[int, str]]) -> dict[int, str]:
+    """For each value what the first that speaks of it says."""
+    words: dict[int, str] = {}
+    for names in said:
         for value, word in names.items():
             words.setdefault(value, word)
-    return {value: word for value, word in words.items() if value not in inputs}
+    return words
 
 
 def spellings(calls: Sequence[Call]) -> list[Spelling]:
@@ -108,7 +106,8 @@ def spellings(calls: Sequence[Call]) -> list[Spelling]:
     as often as it goes round.
     """
     ends = {_line(call): call for call in calls}.values()
-    last = {id(call) for call in ends if not is_handed_on(call, calls)}
+    readers = first_readers(calls)
+    last = {id(call) for call in ends if not is_handed_on(call, readers)}
     return [s for _, run in groupby(calls, key=_line) for s in _spellings_of_run(list(run), last)]
 
 

@@ -20,7 +20,7 @@ class Started:
 
     def __str__(self) -> str:
         limits = [f"{self.max_time:g} s"] if self.max_time is not None else []
-        limits += [f"{counted(self.max_checks, 'check')}"] if self.max_checks is not None else []
+        limits += [counted(self.max_checks, "check")] if self.max_checks is not None else []
         budget = f", at most {' and '.join(limits)}" if limits else ""
         return f"start: {_size(self)}{budget}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,7 +65,7 @@ def adversaries(
 @pytest.mark.parametrize("num_critic_steps", [1, 3])
 @pytest.mark.parametrize("failing", ["critic", "generator"])
 def test_every_optimizer_that_takes_turns_has_its_own_line(tmp_path: Path, failing: str, num_critic_steps: int) -> None:
-    loop = lambda: adversaries(num_critic_steps=num_critic_steps, failing=failing)  # noqa: E731
+    loop = functools.partial(adversaries, num_critic_steps=num_critic_steps, failing=failing)
     shown = numbers(captured(tmp_path, loop))
     losses = {name: text for name, text in shown.items() if name.startswith("loss")}
     other = "generator" if failing == "critic" else "critic"

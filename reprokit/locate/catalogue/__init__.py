@@ -31,9 +31,10 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A rewrite to try, its parameters, and how to say it in a sentence and in code.
+    """A rewrite to try, its parameters, and how to say it in a sentence.
 
-    ``{call}`` is the origin, ``{optimizer}`` its class where it is an optimizer's step.
+    ``code`` says it in Python where no line of the user's does, as with the options of an optimizer. ``{call}`` is the
+    origin, ``{optimizer}`` its class where it is an optimizer's step.
     """
 
     rewrite: str

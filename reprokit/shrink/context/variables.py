@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from reprokit.program.ir import Call, Ref, Site
 
@@ -18,29 +18,43 @@ _ASSIGNED = re.compile(r"^([A-Za-z]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s+=\s+\S")
 def variables(calls: Sequence[Call]) -> dict[int, str]:
     """The variables of values, as far as the sites of calls in order tell them."""
     found: dict[int, str] = {}
+    readers = first_readers(calls)
     for position, call in enumerate(calls):
         following = calls[position + 1] if position + 1 < len(calls) else None
         is_last = call.site is not None and (following is None or _line(following) != _line(call))
-        if is_last and not is_handed_on(call, calls):
+        if is_last and not is_handed_on(call, readers):
             found.update(_assigned(call))
     return found
 
 
-def is_handed_on(call: Call, calls: Iterable[Call]) -> bool:
+def first_readers(calls: Iterable[Call]) -> dict[int, list[tuple[int, Call]]]:
+    """For every value the first two calls that read it (the one that made it may be one), and when they did.
+
+    Differentiation is left out.
+    """
+    found: dict[int, list[tuple[int, Call]]] = {}
+    for index, call in enumerate(calls):
+        for value in () if call.is_differentiation else dict.fromkeys(call.input_refs()):
+            readers = found.setdefault(value, [])
+            if len(readers) < 2:
+                readers.append((index, call))
+    return found
+
+
+def is_handed_on(call: Call, readers: Mapping[int, Sequence[tuple[int, Call]]]) -> bool:
     """Whether the line gives the result to a function and assigns what that returns: ``loss = contrastive(net(x))``.
 
-    Its first reader among ``calls`` is then in another function, and the line has a call within a call, of which the
-    outer one is neither this call nor the module that it ran in.
+    The result's first reader is then in another function, and the line has a call within a call, of which the outer one
+    is neither this call nor the module that it ran in. ``readers`` is what `first_readers` found.
     """
     outer = _receiver(call.site.code) if call.site is not None else None
     if call.site is None or outer is None:
         return False
     if outer == call.name or any(scope.path.rpartition(".")[2] == outer for scope in call.scope):
         return False
-    made = set(call.output_refs())
-    reading = (other for other in calls if not other.is_differentiation and made & set(other.input_refs()))
-    first = next((other for other in reading if other is not call), None)
-    return first is not None and first.site is not None and _function(first.site) != _function(call.site)
+    reading = [item for value in call.output_refs() for item in readers.get(value, ()) if item[1] is not call]
+    first = min(reading, key=lambda item: item[0])[1].site if reading else None
+    return first is not None and _function(first) != _function(call.site)
 
 
 @functools.lru_cache(maxsize=256)
