@@ -317,19 +317,38 @@ def _place_of_inplace(name: str) -> int | None:
 
 @functools.cache
 def _by_function() -> dict[Callable[..., Any], str]:
-    table: dict[Callable[..., Any], str] = {}
-    for name, function in _candidates():
-        last = name.rpartition(".")[2]
-        attribute = name.split(".")[-2] if last in ("__get__", "__set__", "__delete__") else last
-        if attribute in _FORBIDDEN or last in _FORBIDDEN or not callable(function):
-            continue
-        table.setdefault(function, name)
-    return table
+    """The canonical name of every function: of several names the one that torch's documentation has."""
+    table: dict[Callable[..., Any], tuple[tuple[bool, ...], str]] = {}
+    for name, function in _allowed():
+        entry = (_obscurity(name, function), name)
+        known = table.setdefault(function, entry)
+        if entry[0] < known[0]:
+            table[function] = entry
+    return {function: name for function, (_, name) in table.items()}
 
 
 @functools.cache
 def _by_name() -> dict[str, Callable[..., Any]]:
-    return {name: function for function, name in _by_function().items()}
+    """Every name, aliases included: a snapshot of another version may hold one."""
+    table: dict[str, Callable[..., Any]] = {}
+    for name, function in _allowed():
+        table.setdefault(name, function)
+    return table
+
+
+def _allowed() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name, function in _candidates():
+        last = name.rpartition(".")[2]
+        attribute = name.split(".")[-2] if last in ("__get__", "__set__", "__delete__") else last
+        if attribute not in _FORBIDDEN and last not in _FORBIDDEN and callable(function):
+            yield name, function
+
+
+def _obscurity(name: str, function: Callable[..., Any]) -> tuple[bool, ...]:
+    """Sorts the names of one function: ``torch.dsmm`` is ``torch.mm`` without a docstring, and what
+    `torch.nn.functional` shares with `torch` is documented there alone."""
+    last = name.rpartition(".")[2]
+    return last.startswith("_"), not function.__doc__, not name.startswith("torch.nn.functional.")
 
 
 def _candidates() -> Iterator[tuple[str, Callable[..., Any]]]:

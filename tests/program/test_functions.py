@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -34,7 +36,30 @@ def test_symbols_are_only_torch_constants() -> None:
 def test_names_and_functions_are_inverse() -> None:
     names = _by_name()
     assert len(names) > 1000
-    assert all(name_of(function) == name for name, function in names.items())
+    assert all(function_named(name_of(function) or "") == function for function in names.values())
+
+
+def test_a_function_with_several_names_has_its_documented_one() -> None:
+    names: dict[object, list[str]] = {}
+    for name, function in _by_name().items():
+        names.setdefault(function, []).append(name)
+    aliases = [several for several in names.values() if len(several) > 1]
+    assert {"torch.mm", "torch.dsmm", "torch.spmm"} in map(set, aliases)
+    for several in aliases:
+        (chosen,) = {name_of(function_named(name)) for name in several}
+        documented = [name for name in several if function_named(name).__doc__]
+        assert chosen in (documented or several)
+        functional = [name for name in documented if name.startswith("torch.nn.functional.")]
+        assert not functional or chosen in functional
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(torch.mm, "torch.mm"), (torch.spmm, "torch.mm"), (torch.hspmm, "torch.hspmm"), (torch.sspaddmm, "torch.sspaddmm"),
+     (torch.conv1d, "torch.nn.functional.conv1d"), (torch.add, "torch.add"), (torch.abs, "torch.abs")],
+)  # fmt: skip
+def test_canonical_names(function: Callable[..., object], name: str) -> None:
+    assert name_of(function) == name
 
 
 def test_operators_are_displayed_by_their_function() -> None:
