@@ -23,7 +23,8 @@ class Entry:
     ``settings`` is what else a replay needs: an optimizer's options of that step, a grad scaler's scale.
     ``writes_state`` marks functions that write into parameters and buffers outside of optimizers: they are part of the
     state that the next forward begins with. ``writes_view`` marks writes into a view of another tensor. ``has_stepped``
-    marks differentiations inside which optimizers stepped.
+    marks differentiations inside which optimizers stepped. ``library`` is the line of a library that made the call, if
+    it was not made by the user's line itself.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class Entry:
     writes_state: bool = False
     writes_view: bool = False
     has_stepped: bool = False
+    library: tuple[str, int] | None = None
 
     @property
     def starts(self) -> list[torch.Tensor]:

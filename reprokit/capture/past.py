@@ -106,8 +106,8 @@ class Freezer:
         entries, position, thawed = [], 0, self._thawed
         while position < len(flat):
             head = flat[position : position + _HEAD]
-            kind, target, mode, name, code, line, rng, cuda_rng, outcome, settings, marks, names, num_args = head[:13]
-            num_outputs, num_versions = head[13:]
+            kind, target, mode, name, code, line, library, rng, cuda_rng, outcome, settings, marks = head[:12]
+            names, num_args, num_outputs, num_versions = head[12:]
             ends = [position + _HEAD + num_args]
             for length in (len(names), max(num_outputs, 0), 2 * num_versions):
                 ends.append(ends[-1] + length)
@@ -117,6 +117,7 @@ class Freezer:
             entry.rng = None if rng is None else (rng, cuda_rng)
             entry.outcome, entry.settings = outcome, settings
             entry.writes_state, entry.writes_view, entry.has_stepped = marks
+            entry.library = library
             if num_outputs >= 0:
                 entry.output = list(map(thawed, flat[ends[1] : ends[2]]))
             entry.versions = list(zip(flat[ends[2] : ends[3] : 2], flat[ends[2] + 1 : ends[3] : 2], strict=True))
@@ -191,6 +192,7 @@ class _Freezing:
             entry.name,
             entry.code,
             entry.line,
+            entry.library,
             rng,
             cuda_rng,
             entry.outcome,
@@ -265,7 +267,7 @@ def with_makers(entries: list[Entry], earlier: list[list[Entry]]) -> list[Entry]
     return result
 
 
-_HEAD = 15  # values in a flat list before an entry's arguments
+_HEAD = 16  # values in a flat list before an entry's arguments
 _NAMES: dict[tuple[str, ...], tuple[str, ...]] = {}
 _NO_MARKS = (False, False, False)
 _NO_RNG = (None, None)

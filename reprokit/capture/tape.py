@@ -23,6 +23,7 @@ from reprokit.capture.running import Listener, RunningStep
 from reprokit.capture.stack import StackedMode
 from reprokit.capture.structure import iter_tensors, repeatable
 from reprokit.program import functions
+from reprokit.program.sites import library_line
 from reprokit.program.trace import current_mode
 
 
@@ -186,6 +187,8 @@ class Tape(StackedMode):
         entry = Entry("function", facts.function, args, kwargs, current_mode(), None, name, user.f_code, user.f_lineno)
         entry.versions = versions
         entry.writes_state, entry.writes_view = writes_state, writes_view
+        if user is not frame:
+            entry.library = library_line(frame)
         if facts.is_random and any(tensor.requires_grad for tensor, _ in versions):
             entry.rng = generator_states(versions)
         return entry

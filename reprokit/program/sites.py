@@ -1,10 +1,14 @@
-"""Where in the user's code a call was written: the innermost frame that belongs neither to torch nor to a library."""
+"""Where in the user's code a call was written: the innermost frame that belongs neither to torch nor to a library.
+
+The running program is the user's code wherever it is installed: the file of ``__main__``, and what lies beside it.
+"""
 
 from __future__ import annotations
 
 import functools
 import linecache
 import os
+import sys
 import sysconfig
 from pathlib import Path
 from types import CodeType, FrameType
@@ -27,9 +31,21 @@ def kind_of_file(filename: str) -> str:
         return "own"
     if path.startswith(_TORCH) or filename.startswith("<frozen") or filename.startswith("<__array_function__"):
         return "torch"
-    if any(part in path for part in _LIBRARY_PARTS) or path.startswith(_STDLIB):
-        return "library"
+    if path.startswith(_STDLIB) or any(part in path for part in _LIBRARY_PARTS):
+        return "user" if _is_program(path) else "library"
     return "user"
+
+
+def _is_program(path: str) -> bool:
+    """True for the file of ``__main__`` and, unless it was run with ``-m``, for files in its folder."""
+    main = sys.modules.get("__main__")
+    found = getattr(main, "__file__", None)
+    if not isinstance(found, str):
+        return False
+    file = os.path.realpath(found)
+    folder = os.path.dirname(file) + os.sep
+    is_package = getattr(main, "__spec__", None) is not None or folder.endswith(_LIBRARY_PARTS)
+    return path == file or (not is_package and path.startswith(folder))
 
 
 def current_site(frame: FrameType | None, driver: str = "") -> Site | None:
@@ -48,11 +64,15 @@ def current_site(frame: FrameType | None, driver: str = "") -> Site | None:
     return None
 
 
-def library_line(frame: FrameType | None) -> tuple[str, int] | None:
-    """The innermost line of a library other than torch, or ``None``."""
+def library_line(frame: FrameType | None, driver: str = "") -> tuple[str, int] | None:
+    """The innermost line of a library other than torch, from ``frame`` outwards up to the file ``driver`` or the user's
+    code; ``None`` if there is none."""
     while frame is not None:
         filename = frame.f_code.co_filename
-        if kind_of_file(filename) == "library" and not _is_standard(filename):
+        kind = kind_of_file(filename)
+        if filename == driver or kind == "user":
+            return None
+        if kind == "library" and not _is_standard(filename):
             return relative_path(filename), frame.f_lineno
         frame = frame.f_back
     return None
@@ -76,6 +96,7 @@ def relative_path(filename: str) -> str:
     return path[len(here) :].replace(os.sep, "/") if path.startswith(here) else os.path.basename(path)
 
 
+@functools.cache
 def _is_standard(filename: str) -> bool:
     path = os.path.realpath(filename)
     return path.startswith(_STDLIB) and not any(part in path for part in _LIBRARY_PARTS)

@@ -339,7 +339,7 @@ class Tracer(TorchFunctionMode):
         frame = sys._getframe(2)
         site = current_site(frame, self._driver)
         if site is None and self.outer_site is not None:
-            return replace(self.outer_site, library=library_line(frame))
+            return replace(self.outer_site, library=library_line(frame, self._driver) or self.outer_site.library)
         return site
 
 

@@ -213,9 +213,9 @@ def _owner(snapshot: Snapshot, failure: Failure, edge: Edge | None) -> str:
 
 
 def _library(snapshot: Snapshot) -> str | None:
-    """The library whose line called the origin, by the name of its package."""
+    """The package of the library whose line called the origin; a value that was bad before has no such line."""
     failure = snapshot.failure
-    site = failure.site
+    site = failure.site if failure.call is not None else None
     if site is None and failure.call_index is not None:
         site = snapshot.program.calls[failure.call_index].site
     file = site.library[0] if site is not None and site.library is not None else ""

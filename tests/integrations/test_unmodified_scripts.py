@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from reprokit.cli import main
+from reprokit.render.expectation import expect
 from reprokit.snapshot.format import load
 from tests.integrations.conftest import Finished, Run
 
@@ -196,6 +197,7 @@ def assert_located(expected: Expected, folder: Path, capsys: pytest.CaptureFixtu
     assert failure["site"]["file"] == expected.script
     assert failure["observed_at"] == "loss"
     assert shown["fidelity"] == "exact", shown.get("fidelity_note")
+    assert expect(load(folder / expected.snapshot)).owner == "own"
     return [item["step"] for item in shown["timeline"]]
 
 
