@@ -98,23 +98,35 @@ def peel(error: BaseException) -> None:
             waiting += current.exceptions
 
 
-def when_imported(name: str, then: Callable[[], None]) -> None:
+def when_imported(name: str, then: Callable[[], None]) -> Callable[[], None]:
     """Call ``then`` right after the first import of a module, at once if it is imported already.
 
-    So that a script may set ``OMP_NUM_THREADS`` and the like before *it* imports torch, as it could without reprokit.
+    The function that it returns stops waiting. So that a script may set ``OMP_NUM_THREADS`` and the like before *it*
+    imports torch, as it could without reprokit.
     """
     if name in sys.modules:
         then()
-    else:
-        sys.meta_path.insert(0, _Awaited(name, then))
+        return lambda: None
+    awaited = _Awaited(name, then)
+    sys.meta_path.insert(0, awaited)
+    return awaited.remove
 
 
 class _Awaited(importlib.abc.MetaPathFinder):
-    """Finds one module by asking the other finders, and adds a last act to its import. Removes itself when used."""
+    """Finds one module by asking the other finders, and adds a last act to its import.
+
+    Stays until the module has been executed: many programs ask for a module's spec first to see if it is installed, and
+    an import may fail and be tried again.
+    """
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self._name = name
         self._then = then
+
+    def remove(self) -> None:
+        """Wait no longer."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -122,8 +134,9 @@ class _Awaited(importlib.abc.MetaPathFinder):
         """The spec that the other finders give, with a loader that calls ``then`` at its end."""
         if fullname != self._name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             self._extend(spec.loader)
         return spec
@@ -134,7 +147,9 @@ class _Awaited(importlib.abc.MetaPathFinder):
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
             load(module)
-            self._then()
+            if self in sys.meta_path:
+                self.remove()
+                self._then()
 
         loader.exec_module = exec_module
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
+from reprokit.capture import launch
 from tests.conftest import Run
 
 SCRIPTS = {
@@ -308,3 +310,79 @@ def test_interrupting_ends_as_under_python(run_python: Run, tmp_path: Path) -> N
     actual = run_python("-m", "reprokit", "capture", "script.py")
     assert expected.returncode == -2
     assert outcome(actual) == outcome(expected)
+
+
+# -- the moment when a module is imported ---------------------------------------------------------------------------
+
+ASKING = {
+    "plain": "import awaited",
+    "asked_once": "import importlib.util as u; assert u.find_spec('awaited'); import awaited",
+    "asked_twice": "import importlib.util as u; u.find_spec('awaited'); u.find_spec('awaited'); import awaited",
+    "submodule_asked": "import importlib.util as u; u.find_spec('awaited.part'); import awaited.part",
+    "listed": "import pkgutil; assert 'awaited' in {m.name for m in pkgutil.iter_modules()}; import awaited.part",
+    "executed_by_hand": """
+        import importlib.util as u, sys
+        u.find_spec("awaited")
+        spec = u.find_spec("awaited")
+        module = sys.modules["awaited"] = u.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    """,
+    "lazily": """
+        import importlib.util as u, sys
+        spec = u.find_spec("awaited")
+        lazy = u.LazyLoader(spec.loader)
+        spec.loader = lazy
+        module = sys.modules["awaited"] = u.module_from_spec(spec)
+        lazy.exec_module(module)
+        assert calls == []
+        module.VALUE
+    """,
+    "failing_first": """
+        import os
+        os.environ["AWAITED_FAILS"] = "1"
+        try:
+            import awaited
+        except ImportError:
+            assert calls == []
+        del os.environ["AWAITED_FAILS"]
+        import awaited
+    """,
+}
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_an_import_is_noticed_however_it_was_asked_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs ask whether torch is installed before they import it; only the import counts, and counts once."""
+    package = tmp_path / "awaited"
+    package.mkdir()
+    source = "import os\nif os.environ.get('AWAITED_FAILS'): import nothing_at_all\nVALUE = 1\n"
+    package.joinpath("__init__.py").write_text(source)
+    package.joinpath("part.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    finders, calls = list(sys.meta_path), list[str]()
+    launch.when_imported("awaited", lambda: calls.append(sys.modules["awaited"].VALUE))
+    try:
+        exec(dedent(ASKING[name]), {"calls": calls})
+        assert (calls, sys.meta_path) == ([1], finders)
+        assert "exec_module" not in vars(sys.modules["awaited"].__spec__.loader)  # type: ignore[union-attr]
+    finally:
+        for known in ("awaited", "awaited.part"):
+            sys.modules.pop(known, None)
+
+
+def test_an_import_that_never_comes_leaves_nothing(tmp_path: Path) -> None:
+    finders = list(sys.meta_path)
+    launch.when_imported("no_such_module_at_all", pytest.fail)()
+    assert sys.meta_path == finders
+
+
+@pytest.mark.parametrize("first", ["import importlib.util; importlib.util.find_spec('torch')", "import transformers"])
+def test_a_script_that_asks_for_torch_first_is_watched(first: str, run_reprokit: Run, tmp_path: Path) -> None:
+    if "transformers" in first:
+        pytest.importorskip("transformers")
+    loop = "import torch\nw = torch.zeros(1, requires_grad=True)\n(w / w).sum().backward()\nw.data -= w.grad\n"
+    (tmp_path / "script.py").write_text(f"{first}\n{loop}")
+    result = run_reprokit("capture", "script.py")
+    assert result.returncode == 3 and "captured nan from" in result.stderr
