@@ -16,7 +16,7 @@ from reprokit.shrink.arguments import leaves
 from reprokit.shrink.plainness import ONES, ZEROS, contents, plainness, raw_bytes, seed_of
 from reprokit.snapshot.format import count_elements
 
-Key = tuple[int, int, int, int, float]
+Key = tuple[int, int, int, int]
 _COMMON = (torch.float32, torch.int64, torch.bool)
 _AUTOCAST_WEIGHT = 10
 
@@ -47,18 +47,28 @@ class Candidate:
         """The shapes of the inputs."""
         return {item.value: tuple(self.tensors[item.value].shape) for item in self.program.inputs}
 
+    def is_smaller_than(self, other: Candidate) -> bool:
+        """True if it has fewer calls, elements, settings, dimensions and whole numbers, or plainer values, in order."""
+        if self.size_key != other.size_key:
+            return self.size_key < other.size_key
+        return self.value_key < other.value_key
+
     @cached_property
-    def sort_key(self) -> Key:
-        """Smaller is better: calls, elements, settings, dimensions and whole numbers, plainness of the values."""
-        items = [item for item in self.program.inputs if item.role != "rng"]
-        shown = [self.tensors[item.value] for item in items]
+    def size_key(self) -> Key:
+        """Smaller is better: calls, elements, settings, dimensions and whole numbers."""
+        shown = [self.tensors[item.value] for item in self.program.inputs if item.role != "rng"]
         return (
             self.num_calls,
             self.num_elements,
             num_settings(self.program, self.tensors),
             sum(tensor.dim() + sum(tensor.shape) for tensor in shown) + sum(_integers(self.program)),
-            round(sum(_plainness(item, self.tensors[item.value]) for item in items), 6),
         )
+
+    @cached_property
+    def value_key(self) -> float:
+        """Smaller is better: how plain the values of the inputs are. Costs as much as a check of a small program."""
+        items = [item for item in self.program.inputs if item.role != "rng"]
+        return round(sum(_plainness(item, self.tensors[item.value]) for item in items), 6)
 
     @cached_property
     def digest(self) -> str:

@@ -29,7 +29,7 @@ def plainness(tensor: torch.Tensor) -> float:
         return _plainness_of_constant(constant, values.dtype)
     if values.numel() > MAX_LITERALS:
         return ANY
-    digits = max(num_digits(number, values.dtype) for number in values.tolist())
+    digits = _most_digits(values)
     return SHORT + digits / 100 if digits <= 3 else ANY + digits / 100
 
 
@@ -74,13 +74,21 @@ def seed_of(state: torch.Tensor) -> int | None:
 
 def num_digits(number: float | complex | int | bool, dtype: torch.dtype) -> int:
     """The fewest significant digits that name this number in its dtype."""
-    if isinstance(number, complex):
-        return max(num_digits(number.real, torch.float32), num_digits(number.imag, torch.float32))
-    if not math.isfinite(number) or number == 0:
-        return 0
-    for digits in range(1, _MAX_DIGITS):
-        if shortened(number, digits, dtype) == number:
+    return _most_digits(torch.tensor([number], dtype=dtype))
+
+
+def _most_digits(values: torch.Tensor) -> int:
+    """The fewest significant digits that name every one of the numbers in their dtype; 0 if all are 0 or not finite."""
+    if values.is_complex():
+        return _most_digits(torch.view_as_real(values).flatten())
+    numbers = [number for number in dict.fromkeys(values.tolist()) if math.isfinite(number) and number]
+    for digits in range(_MAX_DIGITS):
+        if not numbers:
             return digits
+        rounded = [float(f"{number:.{digits + 1}g}") for number in numbers]
+        if values.is_floating_point():
+            rounded = torch.tensor(rounded, dtype=torch.float64).to(values.dtype).tolist()
+        numbers = [number for number, found in zip(numbers, rounded, strict=True) if number != found]
     return _MAX_DIGITS
 
 

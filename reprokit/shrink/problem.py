@@ -55,7 +55,7 @@ class Problem:
         is_exception = self.oracle.signature.kind == "exception"
         for change, proposed in proposals:
             candidate = proposed.pruned()
-            if candidate.sort_key >= self.best.sort_key or not self.accepts(candidate):
+            if not candidate.is_smaller_than(self.best) or not self.accepts(candidate):
                 continue
             if not self.prober.refuses(candidate, self.best, raises=is_exception):
                 yield change, candidate

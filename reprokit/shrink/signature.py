@@ -1,8 +1,8 @@
 """What makes two failures the same: kind, origin, phase, and for gradients the node and which input's gradient.
 
 Without the origin in it every reducer slips: "the output is not finite" is kept by a program of no calls and a NaN
-input. Two more guards are needed for the same reason: no input or constant may be bad already (`is_clean`), and an
-exception keeps its type and the wording of its message, numbers aside.
+input. Two more guards are needed for the same reason: no input may be bad that was not bad in the snapshot
+(`is_clean`), and an exception keeps its type and the wording of its message, numbers aside.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from reprokit.locate.ways import NAN, ways_of
 from reprokit.program.ir import Call, Program, Ref, map_leaves
 from reprokit.program.run import Tensors
 
+Given = frozenset[tuple[int | str, str]]
 ACCUMULATION = "AccumulateGrad"
 
 
@@ -69,36 +70,29 @@ def same(first: Signature, second: Signature) -> bool:
     return first == second
 
 
-def is_clean(
-    program: Program,
-    tensors: Tensors,
-    signature: Signature,
-    ways: frozenset[str],
-    told: frozenset[str] = frozenset(),
-) -> bool:
-    """Whether nothing the program is given is bad already in the ways of the failure.
+def is_clean(program: Program, tensors: Tensors, signature: Signature, ways: frozenset[str], given: Given) -> bool:
+    """True if no input or constant is bad in the ways of the failure, other than those that the snapshot was ``given``.
 
-    A NaN is never fine and an incoming gradient has to be finite; an infinity of another way, such as a mask filled
-    with ``-inf``, is a legal value. The rule is waived for an input that was itself the failure, and for constants of
-    these ways that the origin is ``told``, as `masked_fill` may be told ``-inf``.
+    An incoming gradient has to be finite. A new NaN is never fine; a new infinity of another way than the failure's,
+    such as a mask filled with ``-inf``, is a legal value.
     """
     forbidden = {NAN} if signature.phase == "backward" else {NAN, *ways}
-    for item in program.inputs:
-        if signature.call is None and item.name == signature.input:
-            continue
-        found = ways_of(tensors[item.value])
-        if found & forbidden or (found and item.role == "gradient"):
-            return False
-    return not any(
-        constant_ways(call) & (forbidden - told if call.target == signature.call else forbidden)
-        for call in program.calls
-    )
+    gradients = (item for item in program.inputs if item.role == "gradient")
+    if any(ways_of(tensors[item.value]) for item in gradients):
+        return False
+    return not any(way in forbidden for _, way in given_by(program, tensors) - given)
+
+
+def given_by(program: Program, tensors: Tensors) -> Given:
+    """The ways in which inputs and constants are bad: of an input by its value number, of constants by the function."""
+    inputs = ((item.value, way) for item in program.inputs for way in ways_of(tensors[item.value]))
+    constants = ((call.target, way) for call in program.calls for way in constant_ways(call))
+    return frozenset((*inputs, *constants))
 
 
 def ways_given(program: Program, tensors: Tensors) -> frozenset[str]:
-    """All ways in which anything that the program is given is bad: its inputs and the constants of its calls."""
-    ways = (ways_of(tensors[item.value]) for item in program.inputs)
-    return frozenset().union(*ways, *map(constant_ways, program.calls))
+    """All ways in which anything that the program is given is bad."""
+    return frozenset(way for _, way in given_by(program, tensors))
 
 
 def _position(failure: Failure, program: Program) -> tuple[Any, ...] | None:

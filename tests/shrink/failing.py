@@ -306,3 +306,31 @@ STEPS: tuple[Step, ...] = (
     gated_recurrence,
     chosen_column,
 )
+
+
+def missing_label(function: Callable[[torch.Tensor], torch.Tensor]) -> Snapshot:
+    """A NaN marks labels that are missing; `where` drops it in the forward pass and not in the backward pass."""
+
+    def step(x: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> None:
+        mask = ~torch.isnan(target)
+        prediction = torch.tanh(x @ weight) + 0.1
+        loss = torch.where(mask, function(prediction - target), torch.zeros(())).sum() / mask.sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    target = seeded(6, 3)
+    target[2, 1] = target[4, 0] = float("nan")
+    return record(step, x=seeded(6, 5), weight=seeded(5, 3, grad=True), target=target)
+
+
+def ruined_teacher(num_layers: int) -> Snapshot:
+    """A student learns from a teacher whose parameters are all NaN."""
+
+    def step(x: torch.Tensor, student: torch.Tensor, **teacher: torch.Tensor) -> None:
+        target = x
+        for layer in range(num_layers):
+            target = torch.tanh(F.linear(target, teacher[f"weight{layer}"], teacher[f"bias{layer}"]))
+        F.mse_loss(torch.tanh(x @ student), target).backward()  # type: ignore[no-untyped-call]
+
+    shapes = {"weight": (4, 4), "bias": (4,)}
+    bad = {f"{name}{n}": torch.full(shape, float("nan")) for n in range(num_layers) for name, shape in shapes.items()}
+    return record(step, x=seeded(3, 4), student=seeded(4, 4, grad=True), **bad)

@@ -43,17 +43,17 @@ def candidate(*numbers: float, shape: tuple[int, ...] | None = None, dtype: torc
     ],
 )
 def test_what_is_smaller(smaller: Candidate, larger: Candidate) -> None:
-    assert smaller.sort_key < larger.sort_key
+    assert smaller.is_smaller_than(larger)
 
 
 def test_calls_and_settings_outweigh_values() -> None:
     one = candidate(7.31)
     (call,) = one.program.calls
     longer = Program((call, Call("torch.exp", (Ref(1),), outputs=Ref(2))), one.program.inputs, (Ref(2),))
-    assert one.sort_key < Candidate(longer, {0: torch.zeros(1)}).sort_key
+    assert one.is_smaller_than(Candidate(longer, {0: torch.zeros(1)}))
     cast = Program((Call("torch.log", (Ref(0),), outputs=Ref(1), mode=Mode(autocast=(("cpu", "torch.float16"),))),),
                    one.program.inputs, (Ref(1),))  # fmt: skip
-    assert candidate(7.31, dtype=HALF).sort_key < Candidate(cast, {0: torch.zeros(1)}).sort_key
+    assert candidate(7.31, dtype=HALF).is_smaller_than(Candidate(cast, {0: torch.zeros(1)}))
 
 
 @pytest.mark.parametrize(

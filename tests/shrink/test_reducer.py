@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from reprokit.errors import Flaky, NotReproduced, UsageError
 from reprokit.locate.blame import locate
@@ -65,6 +66,11 @@ def is_alike(first: Reduction, second: Reduction) -> bool:
     return Candidate(first.program, first.tensors).digest == Candidate(second.program, second.tensors).digest
 
 
+def size_of(reduction: Reduction) -> tuple[int, int]:
+    """Calls and elements."""
+    return reduction.program.num_calls, count_elements(reduction.program, reduction.tensors)
+
+
 @by_name
 def test_results_are_small_and_fail_the_same_way(step: failing.Step) -> None:
     snapshot = step()
@@ -86,7 +92,23 @@ def test_a_reduction_is_deterministic_and_idempotent(step: failing.Step) -> None
     reduction = shrink(step())
     assert is_alike(shrink(step()), reduction)
     again = shrink(failing.snapshot_of(reduction.program, reduction.tensors))
-    assert Candidate(again.program, again.tensors).sort_key == Candidate(reduction.program, reduction.tensors).sort_key
+    first, second = (Candidate(found.program, found.tensors) for found in (reduction, again))
+    assert (second.size_key, second.value_key) == (first.size_key, first.value_key)
+
+
+@pytest.mark.parametrize("function", [torch.square, lambda difference: difference**2, F.softplus])
+def test_a_nan_that_marks_a_missing_label_stays(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    reduction = shrink(failing.missing_label(function))
+    assert reduction.failure.phase == "backward" and reduction.one_minimal
+    assert [call.target.rpartition(".")[2] for call in reduction.program.calls][-2:] == ["where", "backward"]
+    assert size_of(reduction) <= (3, 4)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+def test_of_many_ruined_parameters_one_is_left(num_layers: int) -> None:
+    reduction = shrink(failing.ruined_teacher(num_layers))
+    assert (reduction.failure.call, reduction.failure.input_name) == (None, "weight0")
+    assert size_of(reduction) <= (1, 2) and reduction.one_minimal
 
 
 def test_what_matters_is_told() -> None:
@@ -311,7 +333,7 @@ def test_any_chain_that_fails_shrinks_to_something_smaller_that_fails_alike(
     assert same(signature_of(reduction), signature_of(snapshot))
     assert reduction.one_minimal
     before = Candidate(snapshot.program, snapshot.tensors)
-    assert Candidate(reduction.program, reduction.tensors).sort_key[:2] <= before.sort_key[:2]
+    assert Candidate(reduction.program, reduction.tensors).size_key[:2] <= before.size_key[:2]
     assert reduction.program.num_calls == 1
 
 

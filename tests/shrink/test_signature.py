@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from reprokit.locate.blame import locate
 from reprokit.program.ir import Call, Input, Program, Ref
-from reprokit.shrink.signature import Signature, is_clean, same
+from reprokit.shrink.signature import Signature, given_by, is_clean, same
 
 INF, NAN = float("inf"), float("nan")
 
@@ -80,25 +81,41 @@ def test_exceptions_are_compared_without_their_numbers(
 def test_inputs_must_not_be_bad_already(values: list[float], phase: str, role: str, clean: bool) -> None:
     program = Program((Call("torch.exp", (Ref(0),), outputs=Ref(9)),), (Input(0, "x", role),), (Ref(9),))
     wanted = Signature(phase, "nan", "torch.exp")
-    assert is_clean(program, {0: torch.tensor(values)}, wanted, frozenset({"nan"})) == clean
+    assert is_clean(program, {0: torch.tensor(values)}, wanted, frozenset({"nan"}), frozenset()) == clean
 
 
 def test_an_infinity_of_the_same_way_is_not_clean() -> None:
     program = one_call("torch.exp", Ref(0))
     wanted = Signature("forward", "inf", "torch.exp")
-    assert not is_clean(program, {0: torch.tensor([INF])}, wanted, frozenset({"+inf"}))
-    assert is_clean(program, {0: torch.tensor([-INF])}, wanted, frozenset({"+inf"}))
+    assert not is_clean(program, {0: torch.tensor([INF])}, wanted, frozenset({"+inf"}), frozenset())
+    assert is_clean(program, {0: torch.tensor([-INF])}, wanted, frozenset({"+inf"}), frozenset())
 
 
 def test_constants_must_not_be_bad_either() -> None:
     wanted = Signature("forward", "nan", "torch.Tensor.mul")
-    assert not is_clean(one_call("torch.Tensor.mul", Ref(0), NAN), {0: torch.ones(1)}, wanted, frozenset({"nan"}))
-    assert is_clean(one_call("torch.Tensor.mul", Ref(0), -INF), {0: torch.ones(1)}, wanted, frozenset({"nan"}))
+    for constant, clean in ((NAN, False), (-INF, True)):
+        program = one_call("torch.Tensor.mul", Ref(0), constant)
+        assert is_clean(program, {0: torch.ones(1)}, wanted, frozenset({"nan"}), frozenset()) == clean
 
 
-def test_the_bad_input_itself_may_be_bad() -> None:
+def test_what_was_bad_in_the_snapshot_may_stay_bad() -> None:
+    """A missing label, a ruined parameter, an infinity that the origin is told to fill in."""
+    program = Program(
+        (Call("torch.where", (Ref(1), Ref(0), NAN), outputs=Ref(9)),), (Input(0, "batch"), Input(1, "mask")), (Ref(9),)
+    )
+    mask = torch.tensor([True, False])
+    given = given_by(program, {0: torch.tensor([NAN, 1.0]), 1: mask})
+    assert given == {(0, "nan"), ("torch.where", "nan")}
+    wanted = Signature("backward", "nan", "torch.pow")
+    for value, clean in ((NAN, True), (INF, True), (1.0, True)):
+        tensors = {0: torch.tensor([value, value]), 1: mask}
+        assert is_clean(program, tensors, wanted, frozenset({"nan"}), given) == clean
+    other = replace(program, inputs=(Input(7, "batch"), Input(1, "mask")))
+    assert not is_clean(other, {7: torch.tensor([NAN, 1.0]), 1: mask}, wanted, frozenset({"nan"}), given)
+
+
+def test_a_bad_input_is_named() -> None:
     program = Program((Call("torch.exp", (Ref(0),), outputs=Ref(9)),), (Input(0, "batch"),), (Ref(9),))
     wanted = signature(program, torch.tensor([NAN]))
     assert (wanted.call, wanted.input) == (None, "batch")
     assert wanted.summary() == {"phase": "forward", "kind": "nan", "call": None, "input": "batch"}
-    assert is_clean(program, {0: torch.tensor([NAN])}, wanted, frozenset({"nan"}))

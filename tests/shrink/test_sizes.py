@@ -205,7 +205,7 @@ def test_sizes_shrink_to_the_least_that_fails(step: Callable[[], Snapshot]) -> N
     assert ending_of(reduction) == wanted
     best = Candidate(reduction.program, reduction.tensors)
     for edit, candidate in single_edits(best):
-        is_smaller = candidate.sort_key < best.sort_key and candidate.num_calls
+        is_smaller = candidate.is_smaller_than(best) and candidate.num_calls
         if fits(best.program.calls, best.tensors) and not fits(candidate.program.calls, candidate.tensors):
             continue  # a label without a class reads foreign memory
         assert not (is_smaller and fails_alike(candidate, best)), edit

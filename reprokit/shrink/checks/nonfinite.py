@@ -10,7 +10,7 @@ from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.ways import MINUS, PLUS
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.protocol import SignatureCheck
-from reprokit.shrink.signature import Signature, constant_ways, is_clean, ways_given
+from reprokit.shrink.signature import Given, Signature, given_by, is_clean
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,11 @@ class NonfiniteCheck(SignatureCheck):
     """NaN or infinity with the same origin, kind and phase.
 
     Both infinities are one kind, so for an infinity both are forbidden in inputs, unless the snapshot itself was given
-    the other one (a mask filled with ``-inf``). ``told`` are the ways in which the origin's constants are bad.
+    the other one (a mask filled with ``-inf``). ``given`` are the inputs and constants of the snapshot that are bad: a
+    NaN that marks a missing label, parameters that an earlier step ruined.
     """
 
-    told: frozenset[str] = frozenset()
+    given: Given = frozenset()
 
     def recognises(self, failure: Failure) -> bool:
         """Whether it is a value that is not finite."""
@@ -38,16 +39,16 @@ class NonfiniteCheck(SignatureCheck):
 
     def adopted(self, failure: Failure, whole: Candidate) -> Self:
         """This check for the failure of a whole program."""
+        given = given_by(whole.program, whole.tensors)
         forbidden = frozenset({failure.way})
         if failure.kind == "inf":
-            forbidden |= {PLUS, MINUS} - ways_given(whole.program, whole.tensors)
-        told = constant_ways(whole.program.calls[failure.call_index]) if failure.call_index is not None else ()
+            forbidden |= {PLUS, MINUS} - {way for _, way in given}
         wanted = Signature.of(failure, whole.program)
-        return replace(self, wanted=wanted, forbidden=forbidden - {""}, told=frozenset(told))
+        return replace(self, wanted=wanted, forbidden=forbidden - {""}, given=given)
 
     def is_clean(self, candidate: Candidate) -> bool:
-        """A NaN is never fine, an incoming gradient has to be finite, and no infinity of the failure's way is."""
-        return is_clean(candidate.program, candidate.tensors, self.signature, self.forbidden, self.told)
+        """True if nothing is bad that was not bad in the snapshot; an incoming gradient has to be finite."""
+        return is_clean(candidate.program, candidate.tensors, self.signature, self.forbidden, self.given)
 
     def summary(self) -> dict[str, Any]:
         """The signature alone: this check is what is meant when nothing is said."""

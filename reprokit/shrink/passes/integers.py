@@ -99,7 +99,7 @@ def _fitting(problem: Problem, index: int, call: Call, ratios: Ratios) -> Iterat
     calls = (*best.program.calls[:index], call, *best.program.calls[index + 1 :])
     plain = replace(best, program=replace(best.program, calls=calls))
     for candidate in (plain, *_with_lower_dimension(problem, plain, ratios)):
-        is_smaller = candidate.pruned().sort_key < best.sort_key
+        is_smaller = candidate.pruned().is_smaller_than(best)
         if is_smaller and not prober.refuses(candidate, best, raises=problem.oracle.signature.kind == "exception"):
             yield candidate
 
