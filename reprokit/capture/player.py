@@ -6,6 +6,7 @@ Nothing is recorded here (`replay` adds that). The state that playing changes is
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
@@ -15,6 +16,7 @@ from reprokit.capture.entry import Entry
 from reprokit.capture.state import parameters_of, set_options
 from reprokit.capture.structure import is_leaf, iter_tensors, map_tensors
 from reprokit.program.functions import DATA_WRITES, written_argument
+from reprokit.program.memory import same_bits
 
 
 class Player:
@@ -163,24 +165,14 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     step(optimizer)
 
 
-def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors agree bit for bit, every NaN taken as the same."""
-    if first.shape != second.shape or first.dtype != second.dtype:
-        return False
-    a, b = first.detach(), second.detach().to(first.device)
-    if a.layout is not torch.strided:
-        a, b = a.to_dense(), b.to_dense()
-    if not (a.is_floating_point() or a.is_complex()):
-        return torch.equal(a, b)
-    return bool(((a == b) | (torch.isnan(a) & torch.isnan(b))).all())
-
-
 def is_same(seen: torch.Tensor | float, new: torch.Tensor) -> bool:
     """Whether a tensor has the value that was seen; a single real number may have been kept as a float."""
     if isinstance(seen, torch.Tensor):
         return same_bits(seen, new)
     value = new.detach().item()
-    return value == seen or (value != value and seen != seen)
+    if value != value or seen != seen:
+        return value != value and seen != seen
+    return value == seen and math.copysign(1, value) == math.copysign(1, seen)
 
 
 def describe_mismatch(what: str, old: torch.Tensor | float, new: torch.Tensor) -> str:

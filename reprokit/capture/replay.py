@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from reprokit.capture.entry import Entry, starts_of
-from reprokit.capture.player import Player, describe_mismatch, is_same, owned_by, same_bits, step_without_hooks
+from reprokit.capture.player import Player, describe_mismatch, is_same, owned_by, step_without_hooks
 from reprokit.capture.structure import iter_tensors, map_tensors
 from reprokit.locate.blame import GRAD_SCALER
 from reprokit.program.encode import CannotRecord
 from reprokit.program.functions import GRAD_WRITES, written_argument
 from reprokit.program.ir import AUTOGRAD_BACKWARD, ZERO_GRAD, Call, Program, Ref
+from reprokit.program.memory import copies_of, same_bits
 from reprokit.program.run import Modes, run
 from reprokit.program.sites import make_site
 from reprokit.program.trace import Origin, Tracer, recording
@@ -29,14 +30,20 @@ class Replayed:
     """The program of a step, and how well running it agrees with what the loop saw.
 
     ``mismatches`` says in words what differed, best known first; empty means bit-equal. ``error`` is what playing
-    raised.
+    raised. ``borrowed`` are the inputs that share memory with live tensors until `own_tensors`.
     """
 
     program: Program
     tensors: dict[int, torch.Tensor]
+    borrowed: Set[int]
     mismatches: list[str] = field(default_factory=list)
     is_close: bool = True
     error: Exception | None = None
+
+    def own_tensors(self) -> None:
+        """Copy what is borrowed to the host, before the live tensors get other contents."""
+        self.tensors.update(copies_of({value: self.tensors[value] for value in self.borrowed}, "cpu"))
+        self.borrowed = frozenset()
 
 
 def replay(
@@ -74,7 +81,8 @@ def replay(
                 break
     program = recorder.tracer.program() if raises else recorder.tracer.program().pruned()
     tensors = {item.value: recorder.tracer.tensors[item.value] for item in program.inputs}
-    replayed = Replayed(program, tensors, recorder.mismatches, recorder.is_close, error)
+    borrowed = recorder.tracer.borrowed & tensors.keys()
+    replayed = Replayed(program, tensors, borrowed, recorder.mismatches, recorder.is_close, error)
     _compare(replayed, recorder.starts)
     return replayed
 

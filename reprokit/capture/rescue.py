@@ -94,6 +94,7 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Snapshot:
             root_names=root_names(step.modules, frame),
         )
         failure = locate(replayed.program, replayed.tensors)
+        replayed.own_tensors()
     if failure is None:
         failure = _unexplained(step)
         if step.raised is None or (step.raised.is_call and replayed.error is None):
@@ -113,7 +114,8 @@ def snapshot_without_replay(step: FailedStep, frame: FrameType | None) -> Snapsh
         for tensor, _ in entry.versions if entry.kind == "module" else ():
             if is_leaf(tensor) or not tensor.requires_grad:
                 tracer.adopt(local_part(tensor), names.describe(tensor) or Origin("input"))
-    replayed = Replayed(tracer.program(), tracer.tensors, is_close=False)
+    replayed = Replayed(tracer.program(), tracer.tensors, tracer.borrowed, is_close=False)
+    replayed.own_tensors()
     bad = next((item for item in replayed.program.inputs if ways_of(tracer.tensors[item.value])), None)
     failure = _unexplained(step)
     if bad is not None and step.raised is None:

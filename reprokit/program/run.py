@@ -28,6 +28,7 @@ from reprokit.program.ir import (
     iter_refs,
     map_leaves,
 )
+from reprokit.program.memory import copy_of
 
 Tensors = Mapping[int, torch.Tensor]
 
@@ -259,13 +260,6 @@ def _leaves(program: Program, tensors: Tensors) -> dict[int, torch.Tensor]:
             tensor = copy_of(tensor)
         leaves[item.value] = tensor.requires_grad_() if item.requires_grad else tensor
     return leaves
-
-
-def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, so that kernels take the same path."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        return tensor.clone()
-    return tensor.clone(memory_format=torch.preserve_format)
 
 
 def _written(program: Program) -> set[int]:

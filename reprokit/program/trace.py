@@ -35,8 +35,8 @@ from reprokit.program.ir import (
     Scope,
     Site,
 )
+from reprokit.program.memory import copies_of, copy_of
 from reprokit.program.notes import note_of
-from reprokit.program.run import copy_of
 from reprokit.program.sites import current_site, library_line
 
 # Functionals that stand for a whole layer: recorded as the calls they are made of.
@@ -86,7 +86,7 @@ class Tracer(TorchFunctionMode):
         self._paths: dict[int, str] = {}
         self._counts: dict[int, int] = {}
         self._names: dict[str, int] = {}
-        self._borrowed: dict[int, int] = {}
+        self._borrowed: dict[int, list[int]] = {}
         self._count = -1
 
     # -- the result ----------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class Tracer(TorchFunctionMode):
         value = self._new_input(content, origin, requires_grad=tensor.requires_grad)
         self.alias(tensor, value)
         if borrow:
-            self._borrowed[tensor.untyped_storage().data_ptr()] = value
+            self._borrowed.setdefault(tensor.untyped_storage().data_ptr(), []).append(value)
         return value
 
     def _new_input(self, content: torch.Tensor, origin: Origin, *, requires_grad: bool) -> int:
@@ -289,9 +289,14 @@ class Tracer(TorchFunctionMode):
         """Keep the value that a parameter had before the step writes into it."""
         if target.layout is torch.strided:
             self.value(target)  # what is not known yet becomes an input with the value that it has now
-            value = self._borrowed.pop(target.untyped_storage().data_ptr(), None)
-            if value is not None:
-                self.tensors[value] = copy_of(self.tensors[value])
+            written = self._borrowed.pop(target.untyped_storage().data_ptr(), ())
+            self.tensors.update(copies_of({value: self.tensors[value] for value in written}))
+
+    @property
+    def borrowed(self) -> frozenset[int]:
+        """The inputs that share memory with the tensors they were made from."""
+        return frozenset(value for values in self._borrowed.values() for value in values)
+
 
     def _bind(self, result: Any) -> Any:
         """Value numbers for the tensors of a result, in its structure."""

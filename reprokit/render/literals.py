@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from reprokit.program.memory import same_bits
 from reprokit.render.expression import constant, float_text
 
 MAX_LITERALS = 64
@@ -68,19 +69,8 @@ def as_given(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors agree in dtype, shape, place in memory and bits; any NaN equals any other."""
-    if a.dtype != b.dtype or a.shape != b.shape or _strides(a) != _strides(b):
-        return False
-    a, b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
-    if a.dtype.is_complex:
-        a, b = torch.view_as_real(a).reshape(-1), torch.view_as_real(b).reshape(-1)
-    if a.numel() == 0:
-        return True
-    differ = (a.view(torch.uint8) != b.view(torch.uint8)).view(a.numel(), -1).any(dim=1)
-    if not a.dtype.is_floating_point:
-        return not bool(differ.any())
-    wide_a, wide_b = a[differ].double(), b[differ].double()
-    return bool((wide_a.isnan() & wide_b.isnan()).all())
+    """True if two tensors agree in dtype, shape, strides and bits; any NaN equals any other."""
+    return _strides(a) == _strides(b) and same_bits(a, b)
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import os
 import pickle
 import tempfile
 import zipfile
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,7 +115,7 @@ def save(snapshot: Snapshot, path: Path | str) -> None:
     content = {name: getattr(snapshot, name) for name in Snapshot.__dataclass_fields__}
     content["program"] = plain.to_plain(snapshot.program)
     content["failure"] = failures.to_plain(snapshot.failure)
-    content["tensors"] = {value: storable(tensor) for value, tensor in snapshot.tensors.items()}
+    content["tensors"] = storable_together(snapshot.tensors)
     write_file(path, "snapshot", content)
 
 
@@ -160,6 +161,14 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
     if not isinstance(value, hint if kind in (None, UnionType) else kind):
         raise ValueError(f"`{name}` is a `{type(value).__name__}`")
     return value
+
+
+def storable_together(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Plain CPU tensors; those that share memory in the snapshot, such as tied weights, share it in the file."""
+    pointers = {v: t.untyped_storage().data_ptr() for v, t in tensors.items() if t.layout is torch.strided}
+    users = Counter(pointers.values())
+    is_shared = {value: users[pointer] > 1 and tensors[value].is_cpu for value, pointer in pointers.items()}
+    return {v: t.detach() if is_shared.get(v) else storable(t) for v, t in tensors.items()}
 
 
 def storable(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from reprokit.program.ir import Call, Input, ModuleNote, Ref, Scope, iter_refs
+from reprokit.program.memory import same_bits
 from reprokit.program.run import Modes, symbol_named
 from reprokit.shrink.context.constructors import RECURRENT, constructor, split
 
@@ -199,10 +200,7 @@ def _matches(outputs: Any, result: Any, values: Values) -> bool:
     if outputs is None:
         return True
     if isinstance(outputs, Ref):
-        wanted = values[outputs.value]
-        if not isinstance(result, torch.Tensor) or result.shape != wanted.shape or result.dtype != wanted.dtype:
-            return False
-        return bool(torch.equal(result.detach().nan_to_num(nan=0.5), wanted.nan_to_num(nan=0.5)))
+        return isinstance(result, torch.Tensor) and same_bits(result, values[outputs.value])
     if not isinstance(result, (tuple, list)) or len(result) != len(outputs):
         return False
     return all(_matches(part, item, values) for part, item in zip(outputs, result, strict=True))
