@@ -31,7 +31,7 @@ class Certainty:
 
     ``is_own_check`` says that candidates run by ``check`` and not by something that the caller gave. For a failure
     that is only sometimes there, ``rule`` says how candidates are decided and ``steps`` are the best so far. ``notes``
-    are sentences for the user.
+    are sentences for the user. ``seconds`` is what the latest run of the snapshot took.
     """
 
     oracle: Oracle
@@ -44,6 +44,7 @@ class Certainty:
     reproduces: str = ""
     notes: list[str] = field(default_factory=list)
     steps: list[Candidate] = field(default_factory=list)
+    seconds: float = 0.0
 
     def establish(self, whole: Candidate, tell: Callable[[Rate], None]) -> None:
         """Find out and tell how often the whole program fails. Raises `NotReproduced` when it never does, and `Flaky`
@@ -136,7 +137,8 @@ class Certainty:
             complaint = self.check.complaint(seen[-1])
             if complaint is not None:
                 raise complaint
-            if len(seen) >= MIN_REPLAYS and times == REPLAYS and time.monotonic() - started > _SLOW_REPLAY:
+            self.seconds = time.monotonic() - started
+            if len(seen) >= MIN_REPLAYS and times == REPLAYS and self.seconds > _SLOW_REPLAY:
                 break
         return seen
 

@@ -89,7 +89,7 @@ class Improved:
 
 @dataclass(frozen=True, slots=True)
 class PassEnded:
-    """A pass is through: its checks, the changes it kept, and what is left."""
+    """A pass is through: its checks, the changes it kept, and what is left. ``is_over``: its budget is spent."""
 
     name: str
     round: int
@@ -97,10 +97,12 @@ class PassEnded:
     successes: int
     calls: int
     elements: int
+    is_over: bool = False
 
     def __str__(self) -> str:
         done = f"{self.successes:,} of {counted(self.checks, 'check')} kept"
-        return f"{place_of(self)}: {done}, {_size(self)} left"
+        end = "; budget spent" if self.is_over else ""
+        return f"{place_of(self)}: {done}, {_size(self)} left{end}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reprokit.shrink.arguments import leaves
+from reprokit.shrink.budget import OutOfBudget
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.oracle import OutOfBudget, Verdict
+from reprokit.shrink.oracle import Verdict
 from reprokit.shrink.parts import Change, ConstantPart, InputPart, Part
 from reprokit.shrink.plainness import shortened
 from reprokit.shrink.problem import Problem

@@ -8,10 +8,11 @@ does not depend on it.
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from reprokit.locate.failure import Failure
+from reprokit.shrink.budget import Budget, OutOfBudget, PartIsOver
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.isolation.runner import Isolation
 from reprokit.shrink.isolation.task import Report
@@ -36,10 +38,6 @@ class Verdict(Enum):
     OTHER = "other"
     PASSES = "passes"
     INVALID = "invalid"
-
-
-class OutOfBudget(Exception):
-    """The time or the number of checks that was allowed is spent."""
 
 
 Proposal = tuple[str, Candidate]
@@ -69,7 +67,7 @@ class Guarded:
 class Oracle:
     """Decides candidates with a check.
 
-    ``isolation`` decides where candidates run. ``checks`` counts executions.
+    ``isolation`` decides where candidates run. ``checks`` counts executions. ``was_late``: a time limit was hit.
     """
 
     predicate: Check
@@ -78,9 +76,11 @@ class Oracle:
     max_checks: int | None = None
     on_check: Callable[[Candidate, Verdict, str], None] | None = None
     checks: int = 0
+    was_late: bool = False
     _known: dict[str, Verdict] = field(default_factory=dict)
     _failures: dict[str, Failure] = field(default_factory=dict)
     _started: float = field(default_factory=time.monotonic)
+    _part: tuple[float, int] | None = None  # when the current part of the search is over: the clock, or so many checks
 
     @property
     def signature(self) -> Signature:
@@ -153,10 +153,40 @@ class Oracle:
         """Take over the verdicts of an earlier run; raises `ValueError` for one that does not exist."""
         self._known.update({digest: Verdict(value) for digest, value in verdicts.items()})
 
+    @contextmanager
+    def within(self, budget: Budget) -> Iterator[None]:
+        """Raise `PartIsOver` in the block once the budget is spent; what the block took is deducted from it.
+
+        An outer budget still holds.
+        """
+        started, checks, outer = time.monotonic(), self.checks, self._part
+        own = started + budget.seconds, checks + budget.checks
+        self._part = own if outer is None else (min(own[0], outer[0]), min(own[1], outer[1]))
+        try:
+            yield
+        finally:
+            self._part = outer
+            budget.seconds -= time.monotonic() - started
+            budget.checks -= self.checks - checks
+
+    @property
+    def seconds_left(self) -> float:
+        """The seconds left of the whole search."""
+        return math.inf if self.max_time is None else self.max_time - (time.monotonic() - self._started)
+
+    def require_time(self) -> None:
+        """Raise `OutOfBudget` if the time is up, also where much is proposed and little is checked."""
+        is_late = self.seconds_left < 0
+        if is_late or (self._part is not None and time.monotonic() > self._part[0]):
+            self.was_late = True
+            raise OutOfBudget if is_late else PartIsOver
+
     def _spend(self) -> None:
-        is_late = self.max_time is not None and time.monotonic() - self._started > self.max_time
-        if is_late or (self.max_checks is not None and self.checks >= self.max_checks):
+        self.require_time()
+        if self.max_checks is not None and self.checks >= self.max_checks:
             raise OutOfBudget
+        if self._part is not None and self.checks >= self._part[1]:
+            raise PartIsOver
         self.checks += 1
 
     def _judge(self, candidate: Candidate, report: Report) -> Verdict:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -59,8 +59,12 @@ class Ground(Enum):
 
 @dataclass
 class Prober:
-    """Probes the programs that come up in one reduction, and remembers every answer."""
+    """Probes the programs that come up in one reduction, and remembers every answer.
 
+    ``before_run`` is called before each run and may raise when there is no time for one.
+    """
+
+    before_run: Callable[[], None] = lambda: None
     _grounds: dict[tuple[str, Forms], Ground | None] = field(default_factory=dict)
     _shapes: dict[tuple[str, Forms], Shapes | None] = field(default_factory=dict)
 
@@ -102,6 +106,7 @@ class Prober:
         leaves = [item.value for item in program.inputs if item.requires_grad]
         key = (f"{ground}{leaves}{program.calls}", _in_order(forms))
         if key not in self._shapes:
+            self.before_run()
             self._shapes[key] = _run_on(program, forms, ground)
         return self._shapes[key]
 

@@ -29,6 +29,9 @@ class Problem:
     max_stretches: int = 256
     accepts: Callable[[Candidate], bool] = lambda candidate: True
 
+    def __post_init__(self) -> None:
+        self.prober.before_run = self.oracle.require_time
+
     def consider(self, candidate: Candidate, change: str) -> bool:
         """Accept ``candidate`` if it is smaller than the best one and fails the same way.
 
@@ -54,6 +57,7 @@ class Problem:
         """Those that are smaller than the best candidate and may be well-formed."""
         is_exception = self.oracle.signature.kind == "exception"
         for change, proposed in proposals:
+            self.oracle.require_time()
             candidate = proposed.pruned()
             if not candidate.is_smaller_than(self.best) or not self.accepts(candidate):
                 continue

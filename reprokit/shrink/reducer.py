@@ -16,6 +16,7 @@ from typing import Any
 
 from reprokit.errors import NotReproduced, ReprokitError, UsageError
 from reprokit.program.run import determinism
+from reprokit.shrink.budget import Budget, OutOfBudget, PartIsOver
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.certainty import Certainty
 from reprokit.shrink.checks.choice import choose_check
@@ -43,7 +44,7 @@ from reprokit.shrink.isolation.remote import Executor
 from reprokit.shrink.isolation.runner import Isolation
 from reprokit.shrink.isolation.task import Observe, Task
 from reprokit.shrink.ledger import Ledger
-from reprokit.shrink.oracle import Guarded, Oracle, OutOfBudget, Verdict
+from reprokit.shrink.oracle import Guarded, Oracle, Verdict
 from reprokit.shrink.passes.calls import remove_calls
 from reprokit.shrink.passes.cut import cuts
 from reprokit.shrink.passes.setting import drop_autocast, simplify_precision, simplify_setting
@@ -57,7 +58,7 @@ from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.paths import REDUCTION_FILE
 
 LEVELS = ("op", "module", "step")
-CUT, EXPLAIN = "cut", "explain"
+CUT, EXPLAIN, CONTEXT = "cut", "explain", "context"
 _MAX_ROUNDS = 20
 
 # In this order: fewer calls make every later check cheaper; strides, padding and flags stand in the way of small sizes;
@@ -124,7 +125,7 @@ def shrink(
 @dataclass
 class _Run:
     """One reduction in progress. ``stopped`` is why the search ended before everything was tried; ``broken`` are parts
-    of the work that ended with an error of their own."""
+    of the work that ended with an error of their own, ``over`` those that spent their budget."""
 
     snapshot: Snapshot
     file: Path | None
@@ -139,6 +140,8 @@ class _Run:
     is_minimal: bool = False
     explanation: Explanation = field(default_factory=Explanation)
     broken: set[str] = field(default_factory=set)
+    over: set[str] = field(default_factory=set)
+    budgets: dict[str, Budget] = field(default_factory=dict)
     seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
 
@@ -158,7 +161,7 @@ class _Run:
             self._explain(problem)
             self.seconds = time.monotonic() - self.started
             if self.level == "op":
-                with self._failing_open("context"):
+                with self._failing_open(CONTEXT):
                     self.context = self._find_context(whole)
         except KeyboardInterrupt:
             if problem.best is not whole:
@@ -191,7 +194,7 @@ class _Run:
     def _explain(self, problem: Problem) -> None:
         """Say which parts of the result matter; these runs are booked apart."""
         self.oracle.on_check = self._varied
-        with self._failing_open(EXPLAIN), self.ledger.passing(EXPLAIN):
+        with self._failing_open(EXPLAIN), self.ledger.passing(EXPLAIN), self._within_budget(EXPLAIN):
             self.explanation = explain(problem)
 
     def _needed(self, whole: Candidate) -> Candidate:
@@ -216,7 +219,7 @@ class _Run:
         if self.level == "step":
             return
         if self.level == "module":
-            with self._failing_open("context"):
+            with self._failing_open(CONTEXT):
                 self.context = self._find_context(problem.best)
             if self.context is not None:
                 problem.best = self.context.candidate
@@ -249,17 +252,21 @@ class _Run:
 
     def _find_context(self, whole: Candidate) -> Context | None:
         """The piece of the model that shows the failure, if that is one value or exception that comes every time."""
-        certainty, max_time = self.certainty, self.oracle.max_time
+        certainty = self.certainty
         if certainty.rule is not None or not isinstance(certainty.check, (NonfiniteCheck, ExceptionCheck)):
             return None
-        left = None if max_time is None else max(0.0, max_time - (time.monotonic() - self.started))
-        oracle = Oracle(certainty.check, certainty.isolation, left, self.oracle.max_checks)
+        budget = self._budget(CONTEXT)
+        left = max(0.0, min(budget.seconds, self.oracle.seconds_left))
+        oracle = Oracle(certainty.check, certainty.isolation, left, self.oracle.max_checks or budget.checks)
 
         def tell(candidate: Candidate, verdict: Verdict, change: str) -> None:
             self.tell(ContextChecked(oracle.checks, verdict.value, change))
 
         oracle.on_check = tell
-        return find_context(whole, certainty.failure, oracle)
+        found = find_context(whole, certainty.failure, oracle)
+        if oracle.was_late and self.oracle.max_time is None:
+            self._note_over(CONTEXT)
+        return found
 
     def _passes(self) -> tuple[tuple[str, Callable[[Problem], None]], ...]:
         """What to run in every round at this level."""
@@ -272,11 +279,11 @@ class _Run:
         for number in range(1, _MAX_ROUNDS + 1):
             before = problem.best
             for name, run_pass in self._passes():
-                if name not in self.broken:
+                if name not in self.broken | self.over:
                     with self._failing_open(name), self._passing(name, number, problem):
                         run_pass(problem)
             if problem.best is before:
-                return problem.is_exhaustive and self.level == "op" and not self.broken
+                return problem.is_exhaustive and self.level == "op" and not self.broken | self.over
         self.stopped = "max-rounds"
         return False
 
@@ -293,16 +300,36 @@ class _Run:
             told = f"`{name}` broke off after an error of its own ({first_line}); the rest went on"
             self.certainty.notes.append(told)
 
+    def _budget(self, name: str) -> Budget:
+        """What is left of the budget of a part of the work."""
+        if name not in self.budgets:
+            self.budgets[name] = Budget.after(self.certainty.seconds, self.oracle.max_time, self.oracle.max_checks)
+        return self.budgets[name]
+
+    @contextmanager
+    def _within_budget(self, name: str) -> Iterator[None]:
+        """End a part of the work, and no more, when its budget is spent."""
+        try:
+            with self.oracle.within(self._budget(name)):
+                yield
+        except PartIsOver:
+            self._note_over(name)
+
+    def _note_over(self, name: str) -> None:
+        self.over.add(name)
+        self.certainty.notes.append(f"`{name}` spent its budget: search incomplete (`--max-time` raises the budget)")
+
     @contextmanager
     def _passing(self, name: str, number: int, problem: Problem) -> Iterator[None]:
         """Book and tell what a pass does."""
         self.tell(PassStarted(name, number, problem.best.num_calls, problem.best.num_elements))
-        with self.ledger.passing(name) as row:
+        with self.ledger.passing(name) as row, self._within_budget(name):
             yield
-        if not row.successes:
+        is_over = name in self.over
+        if not row.successes and not is_over:
             self.ledger.settled.add(name)
         best = problem.best
-        self.tell(PassEnded(name, number, row.checks, row.successes, best.num_calls, best.num_elements))
+        self.tell(PassEnded(name, number, row.checks, row.successes, best.num_calls, best.num_elements, is_over))
 
     def _checked(self, candidate: Candidate, verdict: Verdict, change: str) -> None:
         self.ledger.checked(candidate, verdict.value, change)
@@ -332,6 +359,7 @@ class _Run:
         failure = self.oracle.known_failure(best)
         untried = [] if self.is_minimal else [name for name, _ in self._passes() if name not in ledger.settled]
         untried += [] if self.explanation.is_complete and EXPLAIN not in self.broken else [EXPLAIN]
+        untried += [CONTEXT] if CONTEXT in self.over else []
         return Reduction(
             program,
             {item.value: best.tensors[item.value] for item in program.inputs},

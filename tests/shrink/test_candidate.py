@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Mode, Program, Ref
+from reprokit.shrink.budget import OutOfBudget
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.nonfinite import NonfiniteCheck
 from reprokit.shrink.isolation.runner import Isolation
 from reprokit.shrink.isolation.task import Task
-from reprokit.shrink.oracle import Oracle, OutOfBudget, Verdict
+from reprokit.shrink.oracle import Oracle, Verdict
 from reprokit.shrink.plainness import ANY, CONSTANT, ONES, SHORT, ZEROS, num_digits, plainness, shortened
 from reprokit.shrink.signature import Signature
 

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from reprokit.locate.failure import Failure
 from reprokit.shrink import reducer
+from reprokit.shrink.budget import OutOfBudget
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.nonfinite import NonfiniteCheck
 from reprokit.shrink.events import Checked, Event
 from reprokit.shrink.isolation import forked
 from reprokit.shrink.isolation.runner import Isolation, Reports
 from reprokit.shrink.isolation.task import Report, Task
-from reprokit.shrink.oracle import Oracle, OutOfBudget, Verdict
+from reprokit.shrink.oracle import Oracle, Verdict
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,12 @@ from reprokit.errors import Flaky, NotReproduced, UsageError
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Program
+from reprokit.shrink.budget import Budget
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.events import Checked, Event, Finished, Replayed, Started
-from reprokit.shrink.reducer import REDUCTION_FILE, shrink
+from reprokit.shrink.events import Checked, Event, Finished, PassEnded, Replayed, Started
+from reprokit.shrink.probe import forms_of
+from reprokit.shrink.problem import Problem
+from reprokit.shrink.reducer import PASSES, REDUCTION_FILE, shrink
 from reprokit.shrink.reduction import Reduction, load
 from reprokit.shrink.signature import Signature, same
 from reprokit.snapshot.format import Snapshot, count_elements
@@ -287,6 +292,52 @@ def test_a_pass_that_breaks_off_costs_nothing_else(monkeypatch: pytest.MonkeyPat
     assert reduction.untried == ["sizes", "explain"]
     told = "broke off after an error of its own (RuntimeError: not today); the rest went on"
     assert reduction.notes == [f"`{part}` {told}" for part in ("sizes", "explain", "context")]
+
+
+def never_ends(problem: Problem) -> None:
+    """Proposes for ever what is no smaller, so that nothing is ever checked."""
+    while not problem.consider(problem.best, "the same again"):
+        pass
+
+
+def probes_for_ever(problem: Problem) -> None:
+    """Asks for ever whether other shapes fit."""
+    best, prober = problem.best, problem.prober
+    ground = prober.ground(best)
+    assert ground is not None
+    for size in itertools.count(1):
+        prober.shapes(best.program, {v: replace(form, shape=(size,)) for v, form in forms_of(best).items()}, ground)
+
+
+@pytest.mark.parametrize("endless", [never_ends, probes_for_ever])
+def test_a_pass_that_never_ends_spends_its_budget_and_says_so(
+    endless: Callable[[Problem], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("reprokit.shrink.budget._LEAST_SECONDS", 0.3)
+    rows = [(name, endless if name == "sizes" else run_pass) for name, run_pass in PASSES]
+    monkeypatch.setattr("reprokit.shrink.reducer.PASSES", tuple(rows))
+    events: list[Event] = []
+    reduction = shrink(failing.masked_softmax(), on_event=events.append)
+    assert not reduction.one_minimal and reduction.stopped is None
+    assert reduction.untried == ["sizes"]
+    assert [note for note in reduction.notes if "`sizes` spent its budget: search incomplete" in note]
+    assert [event.name for event in events if isinstance(event, PassEnded) and event.is_over] == ["sizes"]
+    assert reduction.program.num_calls == 1, "the other passes go on"
+
+
+def test_checks_of_a_pass_are_bounded_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("reprokit.shrink.budget._CHECKS", 1)
+    reduction = shrink(failing.gradients_added_up())
+    assert not reduction.one_minimal and reduction.untried
+    assert all(row["checks"] <= 1 for row in reduction.passes if row["name"] != "explain")
+
+
+def test_the_budget_of_a_part_follows_from_the_first_run_and_from_what_was_asked_for() -> None:
+    default, slow, slowest = (Budget.after(seconds).seconds for seconds in (0.01, 1.0, 100.0))
+    assert default < slow < slowest == Budget.after(1000.0).seconds
+    assert Budget.after(0.01, max_time=3600.0).seconds == 3600.0
+    assert Budget.after(0.01, max_time=1.0) == Budget.after(0.01)
+    assert Budget.after(0.01, max_checks=10**6).checks == 10**6
 
 
 def test_a_level_that_does_not_exist() -> None:

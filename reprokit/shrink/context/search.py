@@ -16,6 +16,7 @@ import torch
 
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Scope
+from reprokit.shrink.budget import Budget, OutOfBudget, PartIsOver
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.constants import filled, is_number, number_inputs
 from reprokit.shrink.context.choice import Choice
@@ -26,7 +27,7 @@ from reprokit.shrink.context.ordinary import extraordinary
 from reprokit.shrink.context.piece import Context
 from reprokit.shrink.context.step import Step
 from reprokit.shrink.context.tree import tree_of
-from reprokit.shrink.oracle import Oracle, OutOfBudget, Verdict
+from reprokit.shrink.oracle import Oracle, Verdict
 from reprokit.shrink.passes.recurrent import simplify_recurrent
 from reprokit.shrink.passes.setting import simplify_precision
 from reprokit.shrink.passes.sizes import shrink_dimensions
@@ -63,9 +64,9 @@ def find_context(whole: Candidate, failure: Failure, oracle: Oracle) -> Context 
 
 
 def _chosen(whole: Candidate, failure: Failure, oracle: Oracle) -> Candidate | None:
-    """The slice to start from; what was recorded of the step is let go."""
+    """The slice to start from, found in half of the time; what was recorded of the step is let go."""
     choice = Choice(Step(whole), failure, oracle)
-    with contextlib.suppress(OutOfBudget):
+    with contextlib.suppress(OutOfBudget), oracle.within(Budget(oracle.seconds_left / 2)):
         choice.run()
     return choice.best
 
@@ -130,18 +131,10 @@ class _Search:
                 return
 
     def _shrink_sizes(self) -> None:
-        """Sizes as small as a fixed number of checks allows; what is left of the budget is for the rest."""
-        oracle = self._oracle
-        limit, own = oracle.max_checks, oracle.checks + _SIZE_CHECKS
-        oracle.max_checks = own if limit is None else min(own, limit)
-        try:
+        """Sizes as small as half of the time and a fixed number of checks allow; what is left is for the rest."""
+        with contextlib.suppress(PartIsOver), self._oracle.within(Budget(self._oracle.seconds_left / 2, _SIZE_CHECKS)):
             simplify_recurrent(self.problem)
             shrink_dimensions(self.problem)
-        except OutOfBudget:
-            if oracle.checks != own:
-                raise
-        finally:
-            oracle.max_checks = limit
 
     def _drop_layers(self) -> None:
         """Modules by identity, largest first; never the one of the origin and its own layers."""
