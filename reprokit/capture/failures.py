@@ -26,8 +26,8 @@ class Owner(Protocol):
 
     stops: bool  # whether the loop is to stop at a failure
 
-    def replaying(self) -> AbstractContextManager[None]:
-        """A context in which a step may be replayed; the session is over then."""
+    def replaying(self, *, ends: bool = True) -> AbstractContextManager[None]:
+        """A context in which a step may be replayed; the session is over then if it ``ends``."""
 
     def leave(self) -> None:
         """Take everything away."""
@@ -49,7 +49,8 @@ class Failures:
     """Saves a failing step at ``place`` and ends the session.
 
     ``snapshots`` are the files written and ``results`` their summaries. ``held`` is a differentiation with a bad start
-    that was begun all the same, because other processes wait for it.
+    that was begun all the same, because other processes wait for it. ``_kept`` is the step in which the buffers
+    ``_kept_for`` (ids) went bad, while the training itself was finite.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class Failures:
         self.snapshots: list[Path] = []
         self.results: list[dict[str, Any]] = []
         self.held: Entry | None = None
+        self._kept: Snapshot | None = None
+        self._kept_for: set[int] = set()
         self._session = session
         self._training = training
         self._judge = judge
@@ -74,7 +77,25 @@ class Failures:
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
-        self.held = None
+        self.held = self._kept = None
+        self._kept_for = set()
+
+    def keep_bad_buffer(self) -> None:
+        """Keep the step in which a buffer went bad; it is saved if nothing else fails until the block ends."""
+        bad = [] if self._kept_for else self._judge.buffers()
+        if not bad:
+            return
+        self._kept_for = {id(buffer) for _, buffer in bad}
+        with self._session.replaying(ends=False):
+            try:
+                self._kept = self._snapshot(Noticed("output", sys._getframe(1), is_late=True))
+            except Exception as error:
+                self._session.complain(f"could not keep the step in which `{bad[0][0]}` went bad", error)
+                return
+        self._session.say(
+            f"`{bad[0][0]}` went bad at step {self._kept.step}; the loss and the gradients are finite, "
+            "so the step is saved when the training ends without another failure"
+        )
 
     def fail(self, observed_at: str, *, pending: Entry | None = None, is_late: bool = False) -> None:
         """Save the step and end the session; raises `CaptureStop` unless the loop is to go on."""
@@ -115,9 +136,13 @@ class Failures:
                 pending = exceptions.bad_loss(self._training.running.entries)
                 if pending is not None:
                     return self._save(Noticed("loss", frame, pending))
+            is_buffer_bad = self._kept is not None or bool(self._judge.buffers())
+        path = None
         if self._takes_exceptions and isinstance(error, Exception):
-            return self._take_exception(error, frame)
-        return None
+            path = self._take_exception(error, frame)
+        if path is None and is_buffer_bad:
+            path = self._save(Noticed("output", frame, is_late=True))
+        return path
 
     def _take_exception(self, error: Exception, frame: FrameType | None) -> Path | None:
         raised, entries = self._training.running.raised, self._training.running.entries
@@ -139,14 +164,22 @@ class Failures:
             self._session.say(f"the gradients went bad on rank {guilty[0]}, which saves its step")
         return rank in guilty or (not guilty and rank == 0)
 
+    def _snapshot(self, noticed: Noticed) -> Snapshot:
+        """The failing step; the one in which a buffer went bad before, if that is where the failure comes from."""
+        if noticed.observed_at == "output" and self._kept is not None:
+            return self._kept
+        made = snapshot_of(self._training, noticed, self._command, {"watch": self._judge.watch})
+        if self._kept is not None and id(made.culprit) in self._kept_for:
+            return self._kept
+        return self._place.private(made.snapshot)
+
     def _save(self, noticed: Noticed, is_wanted: Callable[[Snapshot], bool] | None = None) -> Path | None:
         """Write a snapshot of the failing step, if it ``is_wanted``; the session is over then in any case."""
         with self._session.replaying():
             try:
-                snapshot = snapshot_of(self._training, noticed, self._command, {"watch": self._judge.watch})
+                snapshot = self._snapshot(noticed)
                 if is_wanted is not None and not is_wanted(snapshot):
                     return None
-                snapshot = self._place.private(snapshot)
                 path = self._place.write(snapshot)
             except Exception as error:
                 self._session.complain("could not save the failing step", error)

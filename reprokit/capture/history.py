@@ -123,41 +123,46 @@ class History:
         return list(unique.values())
 
     def newly_bad(self) -> torch.Tensor | None:
-        """A parameter or buffer that is bad now and was not in the last copy."""
+        """A parameter that is bad now and was not in the last copy."""
         parameters: dict[int, torch.Tensor] = {}
         parameters.update((id(p), p) for module in self.modules for p in module.parameters() if p.requires_grad)
         parameters.update((id(p), p) for optimizer in self.optimizers for p in parameters_of(optimizer))
         parameters.update((id(t), t) for t in self.state.copies.tensors if t.requires_grad)
-        everything = [*parameters.values(), *self._buffers()]
-        if bad_tensor(everything) is None:
+        if bad_tensor(parameters.values()) is None:
             return None
         before = self.state.copies.contents()
         for tensor in parameters.values():
             ways = ways_of(tensor)
             if ways and (id(tensor) not in before or not ways <= ways_of(before[id(tensor)])):
                 return tensor
-        return self._bad_buffer()
+        return None
 
-    def newly_bad_buffer(self) -> bool:
-        """Whether a buffer is bad now and was not in the last copy."""
-        return bad_tensor(self._buffers()) is not None and self._bad_buffer() is not None
+    def has_worsened(self, tensor: torch.Tensor) -> bool:
+        """True if a part of the state is bad in a way in which its copy is not."""
+        before = self.state.copies.contents().get(id(tensor))
+        return before is not None and not ways_of(tensor) <= ways_of(before)
 
-    def _buffers(self) -> list[torch.Tensor]:
-        return list({id(b): b for module in self.modules for b in module.buffers() if b.is_floating_point()}.values())
-
-    def _bad_buffer(self) -> torch.Tensor | None:
-        """A buffer that has gone bad since the last copy.
+    def newly_bad_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """The buffers and the frozen parameters that have gone bad since the last copy, with their names.
 
         Infinities are meant so, as in masks, but in the statistics of a normalisation; so are buffers that are new.
         """
         before = self.state.copies.contents()
-        for module in self.modules:
-            for name, buffer in module.named_buffers():
-                if id(buffer) in before and buffer.is_floating_point():
-                    new_ways = ways_of(buffer) - ways_of(before[id(buffer)])
-                    if new_ways if name.endswith(_STATISTICS) else NAN in new_ways:
-                        return buffer
-        return None
+        named = [
+            (name, tensor)
+            for module in self.modules
+            for name, tensor in (*module.named_buffers(), *module.named_parameters())
+            if id(tensor) in before and tensor.is_floating_point() and not tensor.requires_grad
+        ]
+        if bad_tensor(tensor for _, tensor in named) is None:
+            return []
+        found = []
+        for name, tensor in named:
+            new_ways = ways_of(tensor) - ways_of(before[id(tensor)])
+            counts = name.endswith(_STATISTICS) or isinstance(tensor, torch.nn.Parameter)
+            if new_ways if counts else NAN in new_ways:
+                found.append((name, tensor))
+        return found
 
     def untouched(self) -> Iterator[torch.Tensor]:
         """Frozen parameters: copied only once something writes them."""

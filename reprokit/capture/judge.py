@@ -89,12 +89,16 @@ class Judge:
         return suspicious and bad_tensor(_gradients(optimizer)) is not None
 
     def state(self) -> Literal["loss", "parameter"] | None:
-        """Where anything has gone bad since the last copy, looking at everything."""
+        """Where the training has gone bad since the last copy, looking at everything but buffers."""
         if not self.matter:
             return None
         if self._later.read():
             return "loss"
         return "parameter" if self._training.history.newly_bad() is not None else None
+
+    def buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """The buffers that have gone bad since the last copy, with their names."""
+        return self._training.history.newly_bad_buffers() if self.matter else []
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:

@@ -30,7 +30,8 @@ class Replayed:
     """The program of a step, and how well running it agrees with what the loop saw.
 
     ``mismatches`` says in words what differed, best known first; empty means bit-equal. ``error`` is what playing
-    raised. ``borrowed`` are the inputs that share memory with live tensors until `own_tensors`.
+    raised. ``borrowed`` are the inputs that share memory with live tensors until `own_tensors`; ``sources`` are the
+    loop's tensors behind the inputs, by value number.
     """
 
     program: Program
@@ -39,6 +40,7 @@ class Replayed:
     mismatches: list[str] = field(default_factory=list)
     is_close: bool = True
     error: Exception | None = None
+    sources: dict[int, torch.Tensor | None] = field(default_factory=dict)
 
     def own_tensors(self) -> None:
         """Copy what is borrowed to the host, before the live tensors get other contents."""
@@ -56,16 +58,17 @@ def replay(
     state: Set[int] = frozenset(),
     with_gradient: Set[int] = frozenset(),
     root_names: Mapping[int, str] | None = None,
+    keep: Entry | None = None,
 ) -> Replayed:
     """Run ``entries`` again and record them.
 
     ``saved`` holds what outside tensors contained before the loop wrote into them. ``perform_last`` is false when the
     last entry is a differentiation that the loop did not come to, because its start was already bad; ``raises`` is true
     when the last entry is expected to raise. ``state`` are the ids of tensors that the caller has put back.
-    ``root_names`` are those of the tracer.
+    ``root_names`` are those of the tracer. ``keep`` is an entry to run in any case.
     """
     recorder = _Recorder(saved, describe, state, with_gradient, root_names)
-    needed = entries if raises else needed_entries(entries)
+    needed = entries if raises else needed_entries(entries, keep)
     error = None
     with recording(recorder.tracer), Modes() as modes:
         updating = _start_of_hand_update(needed)
@@ -82,13 +85,14 @@ def replay(
     program = recorder.tracer.program() if raises else recorder.tracer.program().pruned()
     tensors = {item.value: recorder.tracer.tensors[item.value] for item in program.inputs}
     borrowed = recorder.tracer.borrowed & tensors.keys()
-    replayed = Replayed(program, tensors, borrowed, recorder.mismatches, recorder.is_close, error)
+    sources = {item.value: recorder.source_of(item.value) for item in program.inputs}
+    replayed = Replayed(program, tensors, borrowed, recorder.mismatches, recorder.is_close, error, sources)
     _compare(replayed, recorder.starts)
     return replayed
 
 
-def needed_entries(entries: list[Entry]) -> list[Entry]:
-    """Those entries that differentiations and optimizer steps depend on, in order."""
+def needed_entries(entries: list[Entry], keep: Entry | None = None) -> list[Entry]:
+    """Those entries that differentiations, optimizer steps and ``keep`` depend on, in order."""
     if not any(entry.kind == "differentiate" for entry in entries):
         return entries
     grads = {id(tensor) for entry in entries if entry.name in _GRAD_READS for tensor in iter_tensors(entry.output)}
@@ -101,7 +105,7 @@ def needed_entries(entries: list[Entry]) -> list[Entry]:
             made.add(id(written))
         is_pure = entry.kind in ("module", "function", "scale") and not entry.writes_state
         is_pure = is_pure and id(written) not in grads and entry.name not in GRAD_WRITES
-        if not is_pure or made & needed or (entry.writes_view and needed):
+        if entry is keep or not is_pure or made & needed or (entry.writes_view and needed):
             kept.append(entry)
             needed.update(id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs)))
     return kept[::-1]
@@ -238,6 +242,11 @@ class _Recorder(Player):
 
     def _describe(self, tensor: torch.Tensor) -> Origin | None:
         return self._describe_old(self._old.get(id(tensor), tensor))
+
+    def source_of(self, value: int) -> torch.Tensor | None:
+        """The loop's own tensor behind an input of the program."""
+        tensor = self.tracer.tensor_of(value)
+        return self._old.get(id(tensor), tensor) if tensor is not None else None
 
 
 _DRIVER = __file__

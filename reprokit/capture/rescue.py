@@ -45,6 +45,7 @@ class FailedStep:
     back to where the step began; ``buffers`` is ``None`` when the state is there already. ``raised`` is the exception
     that ended the step, with the place it was raised at. ``likewise`` are entries of a step whose variables are still
     there to name tensors by. ``with_gradient`` are the ids of leaves that had a gradient when the failure was noticed.
+    ``keep`` is an entry that belongs to the failure even if no backward pass depends on it.
     ``notes`` say what is known to differ from training.
     """
 
@@ -63,6 +64,7 @@ class FailedStep:
     raised: Raised | None = None
     likewise: list[Entry] = field(default_factory=list)
     with_gradient: Set[int] = frozenset()
+    keep: Entry | None = None
     notes: list[str] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
 
@@ -72,7 +74,15 @@ class FailedStep:
         return [*self.entries, *([self.pending] if self.pending is not None else [])]
 
 
-def make_snapshot(step: FailedStep, frame: FrameType | None) -> Snapshot:
+@dataclass(frozen=True)
+class Made:
+    """A snapshot; ``culprit`` is the tensor that was bad already when the step began, if that is the failure."""
+
+    snapshot: Snapshot
+    culprit: torch.Tensor | None = None
+
+
+def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
     """Replay a failed step and describe it; ``frame`` is where the loop stands, for the names of its variables."""
     names = _names(step, frame)
     notes = list(step.notes)
@@ -92,6 +102,7 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Snapshot:
             state=state,
             with_gradient=with_gradient,
             root_names=root_names(step.modules, frame),
+            keep=step.keep,
         )
         failure = locate(replayed.program, replayed.tensors)
         replayed.own_tensors()
@@ -102,7 +113,8 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Snapshot:
             replayed.is_close = False
     notes += replayed.mismatches
     replayed.is_close = replayed.is_close and not step.notes
-    return _assemble(step, replayed, failure, notes, rng, frame)
+    culprit = replayed.sources.get(failure.value) if failure.input_name and failure.value is not None else None
+    return Made(_assemble(step, replayed, failure, notes, rng, frame), culprit)
 
 
 def snapshot_without_replay(step: FailedStep, frame: FrameType | None) -> Snapshot:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,8 +29,8 @@ from reprokit.program.run import Modes
 class Found:
     """The first bad step: ``entries`` lead from the state that has been put back to what was ``observed_at``.
 
-    ``pending`` is the differentiation whose start was bad, which is not to be performed. ``notes`` say what differed
-    from training on the way.
+    ``pending`` is the differentiation whose start was bad, which is not to be performed. ``keep`` is the entry that
+    ruined a part of the state that was watched. ``notes`` say what differed from training on the way.
     """
 
     step: PastStep
@@ -38,18 +38,22 @@ class Found:
     entries: list[Entry]
     saved: dict[int, torch.Tensor]
     pending: Entry | None
+    keep: Entry | None = None
     notes: list[str] = field(default_factory=list)
 
 
 class Rewind:
     """Plays the steps of a history. ``going_back`` is the context in which the live state is borrowed.
 
-    ``with_gradient`` are the ids of leaves that had a gradient when the failure was noticed.
+    Looks for the step in which one of the ``ruined`` parts of the state goes bad, if there are any; else for the first
+    bad loss, gradient or parameter. ``with_gradient`` are the ids of leaves that had a gradient when the failure was
+    noticed.
     """
 
-    def __init__(self, history: History, steps: list[PastStep]) -> None:
+    def __init__(self, history: History, steps: list[PastStep], ruined: Sequence[torch.Tensor] = ()) -> None:
         self._history = history
         self._steps = steps
+        self._ruined = ruined
         self._saved = _saved_by_step(steps)
         self._start = State()
         self._carried: dict[int, torch.Tensor] = {}
@@ -91,23 +95,42 @@ class Rewind:
     def _play(self, step: PastStep, saved: dict[int, torch.Tensor]) -> Found | None:
         state = {id(tensor) for tensor in self._history.changing()}
         player = Player(saved, self.with_gradient, self._carried, state)
-        lead, rest = _split(step.entries)
+        lead, rest = split(step.entries)
         with Modes() as modes, python_generators_restored(step.generators):
+            if self._ruined:
+                self._take_start()
             for entry in lead:
                 modes.enter(entry.mode)
                 player.play(entry)
-            self._start.take(self._history.changing(), self._history.optimizers)
-            for position, entry in enumerate(rest):
+            keep = next((entry for entry in reversed(lead) if self._has_ruined(entry)), None)
+            if keep is None:
+                self._take_start()
+            entries = step.entries if keep is not None else rest
+            for position, entry in enumerate(rest, len(entries) - len(rest)):
                 modes.enter(entry.mode)
-                where = self._watched(player, entry, rest[:position])
-                if where is not None:
-                    end = position + (where in ("parameter", "output"))
-                    return self._found(step, where, rest[:end], saved, entry if where == "loss" else None)
-            if any(entry.writes_state for entry in rest) and self._is_state_bad():
-                return self._found(step, "parameter", rest, saved, None)
+                where = self._watched(player, entry, entries[:position])
+                if keep is None and self._has_ruined(entry):
+                    keep = entry
+                if where is not None and (keep is not None or not self._ruined):
+                    end = position + (where == "parameter")
+                    pending = entry if where == "loss" else None
+                    return Found(step, where, _without_update(entries[:end], where), saved, pending, keep)
+            if keep is not None:
+                where = "output" if keep.kind == "module" else "parameter"
+                return Found(step, where, _without_update(entries, where, keep), saved, None, keep)
+            if not self._ruined and any(entry.writes_state for entry in rest) and self._is_state_bad():
+                return Found(step, "parameter", rest, saved, None)
         self.notes += [note for note in player.mismatches if note not in self.notes]
         self._carried = player.made(self._used_later)
         return None
+
+    def _take_start(self) -> None:
+        self._start.take(self._history.changing(), self._history.optimizers)
+
+    def _has_ruined(self, entry: Entry) -> bool:
+        """True if an entry may have changed the state, and a part of it that is looked for is bad now."""
+        changes = entry.kind in ("module", "optimizer") or entry.writes_state or entry.has_stepped
+        return changes and any(map(self._history.has_worsened, self._ruined))
 
     def _watched(self, player: Player, entry: Entry, before: list[Entry]) -> str | None:
         """Play one entry; where it is bad, or ``None``."""
@@ -122,18 +145,9 @@ class Rewind:
             if not (entry.settings or {}).get("scaler") and bad_tensor(grads) is not None:
                 return "gradient"
         player.play(entry)
-        if entry.kind == "module" and self._history.newly_bad_buffer():
-            return "output"
         if (entry.kind == "optimizer" or entry.has_stepped) and self._is_state_bad():
             return "parameter"
         return None
-
-    def _found(
-        self, step: PastStep, where: str, entries: list[Entry], saved: dict[int, torch.Tensor], pending: Entry | None
-    ) -> Found:
-        hand_made = where == "parameter" and not any(entry.kind == "optimizer" for entry in entries)
-        kept = entries if hand_made else [entry for entry in entries if not entry.writes_state]
-        return Found(step, where, kept, saved, pending)
 
     def _compare(self, player: Player, entry: Entry) -> None:
         for old, start in zip(entry.settings or (), entry.starts, strict=False):
@@ -152,11 +166,19 @@ class Rewind:
         return list(leaves.values())
 
 
-def _split(entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
+def split(entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
     """What the loop changed by hand before the step's first forward, and the rest."""
     first = next((n for n, e in enumerate(entries) if e.kind in ("module", "differentiate")), len(entries))
     end = max((n + 1 for n in range(first) if entries[n].writes_state), default=0)
     return entries[:end], entries[end:]
+
+
+def _without_update(entries: list[Entry], where: str, keep: Entry | None = None) -> list[Entry]:
+    """``entries`` without the update behind the last differentiation and ``keep``, unless it made a parameter bad."""
+    if where == "loss" or (where == "parameter" and keep is None):
+        return entries
+    last = max((n for n, e in enumerate(entries) if e.kind == "differentiate" or e is keep), default=len(entries))
+    return entries[: last + 1] + [e for e in entries[last + 1 :] if not (e.writes_state or e.kind == "optimizer")]
 
 
 def _used_later(steps: list[PastStep]) -> set[int]:

@@ -17,8 +17,8 @@ import torch
 from reprokit.capture.entry import Entry
 from reprokit.capture.exceptions import Raised
 from reprokit.capture.past import PastStep, with_makers
-from reprokit.capture.rescue import FailedStep, make_snapshot, snapshot_without_replay
-from reprokit.capture.rewind import Found, Rewind
+from reprokit.capture.rescue import FailedStep, Made, make_snapshot, snapshot_without_replay
+from reprokit.capture.rewind import Found, Rewind, split
 from reprokit.capture.state import CannotGoBack
 from reprokit.capture.timeline import number_of
 from reprokit.capture.training import Training
@@ -74,7 +74,7 @@ class Place:
         return path
 
 
-def snapshot_of(training: Training, noticed: Noticed, command: Sequence[str], described: dict[str, Any]) -> Snapshot:
+def snapshot_of(training: Training, noticed: Noticed, command: Sequence[str], described: dict[str, Any]) -> Made:
     """Describe the step that failed; ``described`` is what the snapshot is to say about the capture."""
     return _Describing(training, noticed, command, described).snapshot()
 
@@ -88,7 +88,7 @@ class _Describing:
         self._command = list(command)
         self._described = described
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> Made:
         """The first bad step: in the past if the state is bad, else the one that is running."""
         training, noticed = self._training, self._noticed
         training.freeze_past()
@@ -96,35 +96,51 @@ class _Describing:
         step = training.step_of(entries, training.running.memory.saved)
         if training.ranks.is_sharded:
             failed = self._failed(step, noticed.observed_at, entries, step.saved, noticed.pending)
-            return snapshot_without_replay(replace(failed, raised=noticed.raised, notes=[NOT_REPLAYED]), noticed.frame)
+            failed = replace(failed, raised=noticed.raised, notes=[NOT_REPLAYED])
+            return Made(snapshot_without_replay(failed, noticed.frame))
         notes = list(dict.fromkeys(training.unseen))
-        is_past = noticed.is_late or (noticed.raised is None and training.history.newly_bad() is not None)
+        _, rest = split(entries)
+        is_past = noticed.is_late or any(entry.writes_state for entry in rest)
+        is_past = is_past or (noticed.raised is None and training.history.newly_bad() is not None)
         if is_past:
-            past, reasons = self._from_the_past(step)
+            buffers = training.history.newly_bad_buffers() if noticed.observed_at == "output" else []
+            past, reasons = self._from_the_past(step, [buffer for _, buffer in buffers])
             notes += reasons
             if past is not None:
                 return past
         entries, saved, pending = self._with_graphs_from_before(step)
         entries = [entry for entry in entries if not entry.writes_state]
         failed = self._failed(step, noticed.observed_at, entries, saved, pending)
-        return make_snapshot(replace(failed, raised=noticed.raised, notes=notes), noticed.frame)
+        made = make_snapshot(replace(failed, raised=noticed.raised, notes=notes), noticed.frame)
+        if made.culprit is not None and training.history.has_worsened(made.culprit):
+            past, _ = self._from_the_past(step, [made.culprit])
+            return past or made
+        return made
 
-    def _from_the_past(self, step: PastStep) -> tuple[Snapshot | None, list[str]]:
-        """The snapshot of the first bad step, or why there is none."""
+    def _from_the_past(self, step: PastStep, ruined: Sequence[torch.Tensor] = ()) -> tuple[Made | None, list[str]]:
+        """The snapshot of the first bad step, or why there is none.
+
+        That is the step in which one of the ``ruined`` parts of the state went bad, if there are any; else the first
+        one with a bad loss, gradient or parameter.
+        """
         training, pending = self._training, self._noticed.pending
         if not training.history.is_complete:
             return None, [NOT_KEPT]
         steps = [*training.past(), training.freezer.lightened(step, pending)]
-        rewind = Rewind(training.history, steps)
+        rewind = Rewind(training.history, steps, ruined)
+        culprit = None
         try:
             with rewind.going_back():
                 found = rewind.find()
-                if found is not None:
-                    failed = self._failed_before(found, steps, rewind.with_gradient)
-                    return make_snapshot(failed, self._noticed.frame), []
+                if found is None:
+                    return None, [*rewind.notes, NOT_SHOWN]
+                made = make_snapshot(self._failed_before(found, steps, rewind.with_gradient), self._noticed.frame)
+                if not ruined and made.culprit is not None and training.history.has_worsened(made.culprit):
+                    culprit = made.culprit
         except CannotGoBack as reason:
             return None, [str(reason)]
-        return None, [*rewind.notes, NOT_SHOWN]
+        earlier = self._from_the_past(step, [culprit])[0] if culprit is not None else None
+        return earlier or made, []
 
     def _failed_before(self, found: Found, steps: list[PastStep], with_gradient: Set[int]) -> FailedStep:
         """The step that a rewind has found; the live state is where that step began."""
@@ -141,6 +157,7 @@ class _Describing:
             buffers=None,
             notes=found.notes,
             likewise=likewise,
+            keep=found.keep,
             micro_step=micro_step,
             with_gradient=with_gradient,
         )

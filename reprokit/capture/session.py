@@ -161,8 +161,9 @@ class Session:
             raise CaptureStop(self)
 
     @contextlib.contextmanager
-    def replaying(self) -> Iterator[None]:
-        """A context in which a step may be replayed: nobody watches meanwhile, and the session is over then."""
+    def replaying(self, *, ends: bool = True) -> Iterator[None]:
+        """A context in which a step may be replayed: nobody watches meanwhile; the session is over then if it
+        ``ends``."""
         self.is_watching = False
         with self._tape.paused():
             Session._num_replaying += 1
@@ -171,7 +172,10 @@ class Session:
                 yield
             finally:
                 Session._num_replaying -= 1
-                self.leave()
+                if ends:
+                    self.leave()
+                else:
+                    self.is_watching = True
                 self._settle_watching()
 
     def _do_all(self, *parts: Callable[[], None]) -> None:

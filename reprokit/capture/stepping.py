@@ -207,6 +207,8 @@ class Stepping:
             bad = self._judge.state()
             if bad is not None:
                 self._failures.fail(bad, is_late=True)
+            elif self._tape.enabled:
+                self._failures.keep_bad_buffer()
         if self._tape.enabled:
             training.end_step(optimizer, started, was_checked=is_due)
 

@@ -51,8 +51,10 @@ class Notes:
     def run(self, tensors: Tensors) -> Outcome:
         """Run the program, taking notes; ends early when the watch finds something."""
         self._inputs = {item.value for item in self.program.inputs}
+        kept = [ref.value for ref in self.program.outputs]  # a write through a view is seen on what is alive
+        kept += [item.value for item in self.program.inputs if item.role in ("parameter", "buffer")]
         try:
-            return run(self.program, tensors, observer=self)
+            return run(self.program, tensors, observer=self, keep=frozenset(kept))
         except _Stop:
             return Outcome()
 

@@ -412,6 +412,72 @@ def running_mean_poisoned_by_a_skipped_step() -> list[torch.Tensor]:
     return ending(model)
 
 
+@failing("forward", ("torch.Tensor.log",), step=BAD_STEP + 1)
+def running_variance_overflows_before_the_loss_fails() -> list[torch.Tensor]:
+    """Training never reads the infinite variance, so the failure is the logarithm one step later."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, x, y in batches():
+        logits = model(x * (1e25 if step >= BAD_STEP else 1.0))
+        update(optimizer, F.cross_entropy(logits, y) + (x.sum() * 0 + (1.0 if step <= BAD_STEP else -1.0)).log())
+    return ending(model)
+
+
+class Codebook(nn.Module):
+    """A buffer that every forward reads and then updates by an average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("book", torch.ones(4))
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        out = self.layer(x * self.book)
+        if self.training:
+            with torch.no_grad():
+                self.book.mul_(0.9).add_(x.mean(0) / count, alpha=0.1)
+        return out
+
+
+@failing("forward", DIVISION)
+def a_buffer_ruined_one_step_before_it_is_read() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Codebook()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, x, y in batches():
+        count = torch.full((4,), 0.0 if step == BAD_STEP else 8.0)
+        update(optimizer, F.cross_entropy(model(x, count), y) + model(x, count).pow(2).mean() * 0)
+    return ending(model)
+
+
+@failing("forward", DIVISION, step=BAD_STEP)
+def a_teacher_averaged_by_zero() -> list[torch.Tensor]:
+    """What the loop writes into a frozen model before the step is part of the step."""
+    student, teacher = plain_net(), plain_net().requires_grad_(False)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.01)
+    for step, x, _ in batches():
+        weight = torch.full((), 0.0 if step == BAD_STEP else 1.0)
+        for mine, yours in zip(student.parameters(), teacher.parameters(), strict=True):
+            yours.copy_((0.5 * yours + 0.5 * mine.detach()) * weight / weight)
+        update(optimizer, F.mse_loss(student(x), teacher(x)))
+    return ending(student, teacher)
+
+
+@failing("forward", DIVISION, step=1)
+def a_teacher_that_is_read_two_steps_after_it_was_ruined() -> list[torch.Tensor]:
+    student, teacher = plain_net(), plain_net().requires_grad_(False)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.01)
+    for step, x, y in batches():
+        loss = F.cross_entropy(student(x), y)
+        update(optimizer, loss + F.mse_loss(student(x), teacher(x)) if step in (0, BAD_STEP) else loss)
+        if step == 0:
+            weight = torch.zeros(())
+            for mine, yours in zip(student.parameters(), teacher.parameters(), strict=True):
+                yours.data.copy_(mine.detach() * weight / weight)
+    return ending(student, teacher)
+
+
 # -- other ways to differentiate and to step ------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from reprokit.capture import failures
+from reprokit.capture.rescue import Made
 from reprokit.capture.session import Session
 from reprokit.program.memory import same_bits
 from reprokit.snapshot.format import Snapshot, load
@@ -107,12 +108,13 @@ def run_with(run: Run, folder: Path, *, is_sharded: bool = False, **options: Any
     """The snapshot in memory, which must share none with live tensors, and the one in the file."""
     made: list[Snapshot] = []
 
-    def snapshot_of(training: Any, *arguments: Any) -> Snapshot:
+    def snapshot_of(training: Any, *arguments: Any) -> Made:
         training.ranks.is_sharded = is_sharded
-        made.append(original(training, *arguments))
+        found = original(training, *arguments)
+        made.append(found.snapshot)
         live = {tensor.untyped_storage().data_ptr() for tensor in run.live()}
         assert live.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in made[0].tensors.values())
-        return made[0]
+        return found
 
     original = failures.snapshot_of
     session = Session(directory=folder, **options)
