@@ -8,14 +8,15 @@ failure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 
-from reprokit.locate.calls import holds_infinity
-from reprokit.locate.failure import EXCEPTION, Failure, kind_of, module_of
-from reprokit.locate.gradient import blame_gradient
+from reprokit.locate.calls import constant_ways
+from reprokit.locate.dropped import find_drop
+from reprokit.locate.failure import EXCEPTION, Drop, Failure, kind_of, module_of
+from reprokit.locate.gradient import Blame, blame_gradient
 from reprokit.locate.notes import Found, Notes
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
 from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name, is_factory
@@ -122,21 +123,58 @@ def _at_end(program: Program, notes: Notes, outcome: Outcome) -> Found | None:
 
 def _blame_gradient(program: Program, tensors: Tensors, notes: Notes, found: Found) -> Failure:
     """Blame a bad gradient on a node, or on the forward when the node only passed on a NaN that was there before."""
-    failure, was_given = blame_gradient(program, tensors, found)
-    given = _bad_given(program, notes, found.index) if was_given else None
+    blame = blame_gradient(program, tensors, found)
+    walk = _Walk(program, tensors, notes)
+    given = _bad_given(program, notes, found.index) if blame.was_given else None
     if given is not None:
-        return _Walk(program, tensors, notes).blame(*given, found.index)
-    if failure.call_index is None:
-        return failure
-    index = failure.call_index
-    for flags in (notes.reads[index], notes.writes[index]):
-        for value, ways in flags.items():
-            if NAN in ways:
-                at = index if flags is notes.reads[index] else index + 1
-                earlier = _Walk(program, tensors, notes).blame(value, NAN, at)
-                if earlier.call is not None:
-                    return earlier  # else the data holds it, and the forward has dealt with that
-    return failure
+        return walk.blame(*given, found.index)
+    for earlier in _nan_around(notes, walk, blame.failure.call_index):
+        if not _is_given(program, earlier):
+            return _made_in_forward(notes, blame, earlier, found.index)
+        dropped = _dropped(notes, blame, earlier, found.index, is_given=True)
+        if dropped is not None:
+            return dropped
+        if earlier.call is not None:
+            return earlier  # else the data holds it, and the forward has dealt with that
+    return blame.failure
+
+
+def _nan_around(notes: Notes, walk: _Walk, index: int | None) -> Iterator[Failure]:
+    """The origins of the NaN values that call number ``index`` reads and returns; those that a call computed first."""
+    if index is None:
+        return
+    read = [(value, index) for value, ways in notes.reads[index].items() if NAN in ways]
+    written = [(value, index + 1) for value, ways in notes.writes[index].items() if NAN in ways]
+    origins = (walk.blame(value, NAN, at) for value, at in read + written)
+    yield from sorted(origins, key=lambda origin: _is_given(notes.program, origin))
+
+
+def _is_given(program: Program, origin: Failure) -> bool:
+    """True if no arithmetic made the NaN: the data holds it, or the code writes it."""
+    if origin.call_index is None:
+        return True
+    return NAN in constant_ways(program.calls[origin.call_index])
+
+
+def _made_in_forward(notes: Notes, blame: Blame, origin: Failure, end: int) -> Failure:
+    """A failure of the forward pass, unless the forward pass drops the NaN like a branch that is not taken."""
+    return _dropped(notes, blame, origin, end, is_given=False) or origin
+
+
+def _dropped(notes: Notes, blame: Blame, origin: Failure, end: int, *, is_given: bool) -> Failure | None:
+    """The failure of the backward pass over NaN values of the forward pass that a call dropped; `None` if none did."""
+    if origin.value is None:
+        return None
+    start = origin.call_index if origin.call_index is not None else -1
+    index = find_drop(notes, origin.value, start, end, blame.differentiated, through_layers=is_given)
+    if index is None:
+        return None
+    drop = Drop(index, is_given)
+    if is_given:
+        return replace(blame.failure, drop=drop, input_name=origin.input_name)
+    own = blame.at(start)
+    moved = replace(blame.failure, call=origin.call, call_index=start, module=origin.module, site=origin.site)
+    return replace(own or moved, drop=drop)
 
 
 def _bad_given(program: Program, notes: Notes, index: int) -> tuple[int, str] | None:
@@ -204,7 +242,7 @@ class _Walk:
             role = self._program.input(value).role
             return role != "parameter" and not (role == "batch" and way == PLUS)
         call = self._program.calls[index]
-        return is_factory(call.target) or holds_infinity((call.args, dict(call.kwargs)))
+        return is_factory(call.target) or bool(constant_ways(call) & {PLUS, MINUS})
 
     def _blame_call(self, index: int, value: int, way: str) -> Failure:
         call = self._program.calls[index]

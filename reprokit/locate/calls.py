@@ -6,6 +6,7 @@ import inspect
 import math
 from typing import Any
 
+from reprokit.locate.ways import MINUS, NAN, PLUS
 from reprokit.program.functions import UnknownFunction, display_name, function_named, is_in_place
 from reprokit.program.ir import Call, map_leaves
 
@@ -106,14 +107,15 @@ def _parameters(call: Call) -> dict[str, inspect.Parameter]:
         return {}
 
 
-def holds_infinity(arguments: Any) -> bool:
-    """Whether an infinity stands among the arguments of a call, so that somebody asked for it."""
-    found = False
+def constant_ways(call: Call) -> set[str]:
+    """The ways in which constants of a call are bad."""
+    found: set[str] = set()
 
     def look(leaf: Any) -> Any:
-        nonlocal found
-        found = found or (isinstance(leaf, float) and math.isinf(leaf))
+        if isinstance(leaf, float) and not math.isfinite(leaf):
+            found.add(NAN if math.isnan(leaf) else PLUS if leaf > 0 else MINUS)
         return leaf
 
-    map_leaves(arguments, look)
+    if not call.is_optimizer_step:  # a bad hyperparameter is a cause worth showing, not a value that flows
+        map_leaves((call.args, dict(call.kwargs)), look)
     return found

@@ -11,6 +11,17 @@ EXCEPTION = "exception"  # the kind of a failure that is not a bad value
 
 
 @dataclass(frozen=True, slots=True)
+class Drop:
+    """The call that drops NaN values of the forward pass before the loss.
+
+    ``is_given``: they came with the data or as a literal, and mark what is missing. Else the origin made them.
+    """
+
+    call_index: int
+    is_given: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """The origin of a failure in a program.
 
@@ -21,6 +32,7 @@ class Failure:
     ``input_name`` says which), or when only the whole step shows the failure.
     ``value`` is, for forward, the origin's bad output; for backward, the input of the forward call whose gradient is
     bad; for optimizer, the parameter that turned bad. ``element`` is the index of its first bad element.
+    ``drop``: the loss is finite because a later call drops NaN values, and the backward pass multiplies zero with them.
     """
 
     phase: str
@@ -37,6 +49,7 @@ class Failure:
     num_elements: int = 0
     input_name: str | None = None
     exception: tuple[str, str] | None = None
+    drop: Drop | None = None
 
     @property
     def is_of_whole_step(self) -> bool:
@@ -73,6 +86,7 @@ def to_plain(failure: Failure) -> dict[str, Any]:
     """The failure as a dict of plain data."""
     site = failure.site
     plain = {name: getattr(failure, name) for name in Failure.__dataclass_fields__}
+    plain["drop"] = [failure.drop.call_index, failure.drop.is_given] if failure.drop else None
     plain["site"] = [site.file, site.line, site.code, site.function, site.library] if site else None
     return plain
 
@@ -86,4 +100,6 @@ def from_plain(plain: dict[str, Any]) -> Failure:
         fields["site"] = Site(file, line, code, function, tuple(library) if library else None)
     for name in ("element", "exception"):
         fields[name] = tuple(fields[name]) if fields.get(name) is not None else None
+    if fields.get("drop") is not None:
+        fields["drop"] = Drop(*fields["drop"])
     return Failure(**fields)

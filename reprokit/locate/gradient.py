@@ -75,9 +75,32 @@ class _GradientWatch:
         return record
 
 
-def blame_gradient(program: Program, tensors: Tensors, found: Found) -> tuple[Failure, bool]:
-    """The origin of a bad gradient that was seen after differentiation call ``found.index``, and whether the gradient
-    was bad already when the differentiation was given it to start with.
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """The origin of a bad gradient. ``was_given``: the differentiation was given it bad to start with."""
+
+    failure: Failure
+    was_given: bool
+    _watch: _GradientWatch
+
+    @property
+    def differentiated(self) -> frozenset[int]:
+        """The calls whose derivative was taken."""
+        owners = map(self._watch.owners.owner, self._watch.passages)
+        return frozenset(index for index in owners if index is not None)
+
+    def at(self, index: int) -> Failure | None:
+        """The failure of call number ``index``, if a node of its own turned a finite gradient into NaN."""
+        for node, passage in self._watch.passages.items():
+            if self._watch.owners.owner(node) == index and not passage.incoming:
+                for slot, badness in enumerate(passage.outgoing):
+                    if badness is not None and NAN in badness.ways:
+                        return _failure(self._watch.program, self._watch, node, node, slot)
+        return None
+
+
+def blame_gradient(program: Program, tensors: Tensors, found: Found) -> Blame:
+    """The origin of a bad gradient that was seen after differentiation call ``found.index``.
 
     ``found.value`` is the leaf with the bad ``.grad``, or the result of ``torch.autograd.grad`` that is bad.
     """
@@ -87,9 +110,9 @@ def blame_gradient(program: Program, tensors: Tensors, found: Found) -> tuple[Fa
     target = _target_edge(program, watch, found)
     crossing = _follow(watch, target) if target is not None else None
     if crossing is None:
-        return _unexplained(program, watch, found), False
+        return Blame(_unexplained(program, watch, found), False, watch)
     node, slot, origin = crossing
-    return _failure(program, watch, origin, node, slot), watch.passages[origin].incoming
+    return Blame(_failure(program, watch, origin, node, slot), watch.passages[origin].incoming, watch)
 
 
 def _target_edge(program: Program, watch: _GradientWatch, found: Found) -> Edge | None:

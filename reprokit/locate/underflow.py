@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from reprokit.locate.calls import VIEWS, Slot, argument_at, holds_infinity, short_name, slot_of
+from reprokit.locate.calls import VIEWS, Slot, argument_at, constant_ways, short_name, slot_of
 from reprokit.locate.scene import Scene
-from reprokit.locate.ways import PLUS, ways_of
+from reprokit.locate.ways import MINUS, PLUS, ways_of
 from reprokit.program.functions import function_named
 from reprokit.program.ir import Call, Ref, iter_refs
 from reprokit.program.run import bind_arguments, run
@@ -110,7 +110,7 @@ class _Watch:
     def _note_overflow(self, index: int, call: Call, value: int) -> None:
         known = next((self._overflows[v] for v in call.input_refs() if v in self._overflows), None)
         is_new = self._is_given_finite and short_name(call) not in _POLES
-        if is_new and not holds_infinity((call.args, dict(call.kwargs))):
+        if is_new and not constant_ways(call) & {PLUS, MINUS}:
             known = index
         if known is not None:
             self._overflows[value] = known

@@ -7,15 +7,15 @@ input. Two more guards are needed for the same reason: no input may be bad that 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from reprokit.locate.calls import constant_ways
 from reprokit.locate.failure import Failure
 from reprokit.locate.ways import NAN, ways_of
-from reprokit.program.ir import Call, Program, Ref, map_leaves
+from reprokit.program.ir import Program, Ref
 from reprokit.program.run import Tensors
 
 Given = frozenset[tuple[int | str, str]]
@@ -26,7 +26,9 @@ ACCUMULATION = "AccumulateGrad"
 class Signature:
     """What must stay the same. ``call`` is ``None`` when an input was bad already; then ``input`` says which.
 
-    ``position`` is where in the origin's arguments the input with the bad gradient stands.
+    ``position`` is where in the origin's arguments the input with the bad gradient stands. ``drop`` is ``given`` or
+    ``made`` if the forward pass drops NaN values: they came with the data, or the origin made them. The node that
+    multiplies zero with a NaN that the origin made may be another one in a smaller program.
     """
 
     phase: str
@@ -36,24 +38,27 @@ class Signature:
     position: tuple[Any, ...] | None = None
     input: str | None = None
     exception: tuple[str, str] | None = None
+    drop: str | None = None
 
     @classmethod
     def of(cls, failure: Failure, program: Program) -> Signature:
         """The signature of a failure of ``program``."""
+        drop = ("given" if failure.drop.is_given else "made") if failure.drop else None
         return cls(
             failure.phase,
             failure.kind,
             failure.call,
-            failure.backward_node,
-            _position(failure, program),
+            failure.backward_node if drop != "made" else None,
+            _position(failure, program) if drop != "made" else None,
             failure.input_name if failure.call is None else None,
             _wording(*failure.exception) if failure.exception else None,
+            drop,
         )
 
     def summary(self) -> dict[str, Any]:
         """The signature as plain data."""
         found: dict[str, Any] = {"phase": self.phase, "kind": self.kind, "call": self.call}
-        optional = {"backward_node": self.backward_node, "input": self.input}
+        optional = {"backward_node": self.backward_node, "input": self.input, "drop": self.drop}
         found.update({name: value for name, value in optional.items() if value is not None})
         if self.exception is not None:
             found["exception"] = self.exception[0]
@@ -120,17 +125,3 @@ def _wording(kind: str, message: str) -> tuple[str, str]:
     first = re.sub(r"\b0x[0-9a-fA-F]+", "#", message.strip().split("\n")[0])
     first = re.sub(r"[\[(][\d\s,x.-]*[\])]", "#", first)
     return kind, re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", first)
-
-
-def constant_ways(call: Call) -> set[str]:
-    """The ways in which constants of a call are bad."""
-    found: set[str] = set()
-
-    def look(leaf: Any) -> Any:
-        if isinstance(leaf, float) and not math.isfinite(leaf):
-            found.add("nan" if math.isnan(leaf) else "+inf" if leaf > 0 else "-inf")
-        return leaf
-
-    if not call.is_optimizer_step:  # a bad hyperparameter is a cause worth showing, not a value that flows
-        map_leaves((call.args, dict(call.kwargs)), look)
-    return found

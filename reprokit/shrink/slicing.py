@@ -35,7 +35,8 @@ def slice_to(candidate: Candidate, failure: Failure) -> tuple[Candidate, Failure
     outputs = (Ref(failure.value),) if failure.phase == "forward" and failure.value is not None else ()
     calls = tuple(program.calls[index] for index in kept)
     sliced = replace(candidate, program=replace(program, calls=calls, outputs=outputs)).pruned()
-    return sliced, replace(failure, call_index=kept.index(origin))
+    drop = replace(failure.drop, call_index=kept.index(failure.drop.call_index)) if failure.drop else None
+    return sliced, replace(failure, call_index=kept.index(origin), drop=drop)
 
 
 def _end(program: Program, failure: Failure) -> int | None:

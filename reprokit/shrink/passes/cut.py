@@ -30,7 +30,7 @@ def cuts(candidate: Candidate, failure: Failure) -> Iterator[tuple[str, Candidat
         return
     origin = failure.call_index if failure.call_index is not None else _first_reader(program, failure)
     if origin is not None:
-        for kept in _neighbourhoods(program, origin):
+        for kept in _neighbourhoods(program, origin, _way_to_drop(program, failure)):
             recording = record(candidate, frozenset(kept))
             for cut in _cuts_to(candidate, failure, kept, recording):
                 yield f"only {len(kept)} of {len(program.calls)} calls", cut
@@ -74,13 +74,32 @@ def _first_reader(program: Program, failure: Failure) -> int | None:
     return None
 
 
-def _neighbourhoods(program: Program, origin: int) -> Iterator[tuple[int, ...]]:
-    """The origin alone, then with the calls it depends on most directly: 1, 2, 4, ... calls.
+def _way_to_drop(program: Program, failure: Failure) -> list[int]:
+    """The calls from the origin to the one that drops the NaN values, which is the last."""
+    if failure.drop is None or failure.call_index is None:
+        return []
+    end = failure.drop.call_index
+    reached, led_to = [], set(program.calls[failure.call_index].output_refs())
+    for index in range(failure.call_index + 1, end + 1):
+        if led_to.intersection(program.calls[index].input_refs()):
+            reached.append(index)
+            led_to |= _written(program.calls[index])
+    needed, kept = set(program.calls[end].input_refs()), [end]
+    for index in reversed(reached[:-1]):
+        if needed & _written(program.calls[index]):
+            kept.append(index)
+            needed.update(program.calls[index].input_refs())
+    return kept[::-1]
 
-    What a differentiation objects to is often that something was written in place.
+
+def _neighbourhoods(program: Program, origin: int, downstream: Sequence[int] = ()) -> Iterator[tuple[int, ...]]:
+    """The origin alone, then with the calls it depends on most directly: 1, 2, 4, ... calls more.
+
+    ``downstream`` are the calls behind it that have to stay. What a differentiation objects to is often that something
+    was written in place.
     """
     written = [_written(call) for call in program.calls]
-    order, followed, size = [origin], 0, 1
+    order, followed, size = [origin, *downstream], 0, 1 + len(downstream)
     if program.calls[origin].is_differentiation:
         writes = [index for index in reversed(range(origin)) if is_in_place(program.calls[index].target)]
         order.extend(writes[:_MAX_WRITES])

@@ -1,0 +1,47 @@
+"""NaN values that the forward pass drops before the loss, such as those in the branch that a ``where`` does not take.
+
+The loss is finite. The backward pass gives the dropped elements a gradient of zero, and zero times a derivative that is
+computed from a NaN is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from reprokit.locate.calls import short_name
+from reprokit.locate.notes import Notes
+from reprokit.locate.ways import NAN
+
+# These spread a bad element over whole rows. Behind one of them a NaN is no branch that somebody computed to drop it.
+_LAYERS = frozenset([
+    "addbmm", "addmm", "baddbmm", "batch_norm", "bilinear", "bmm", "chain_matmul", "conv1d", "conv2d", "conv3d",
+    "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "einsum", "group_norm", "gru", "gru_cell",
+    "instance_norm", "layer_norm", "linear", "lstm", "lstm_cell", "matmul", "mm", "multi_dot",
+    "multi_head_attention_forward", "mv", "rms_norm", "rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell",
+    "scaled_dot_product_attention", "tensordot",
+])  # fmt: skip
+
+
+def find_drop(
+    notes: Notes, value: int, after: int, before: int, differentiated: Set[int], *, through_layers: bool
+) -> int | None:
+    """The first call that reads a NaN which ``value`` led to and returns none.
+
+    ``after`` is the call that made ``value`` (-1: an input), ``before`` the differentiation. Only calls whose
+    derivative was taken count. A NaN behind a layer is followed with ``through_layers`` only.
+    """
+    led_to = {value}
+    for index in range(after + 1, before):
+        reads, writes = notes.reads.get(index, {}), notes.writes.get(index, {})
+        if led_to.isdisjoint(reads):
+            continue
+        if any(NAN in ways for ways in writes.values()) or not _reads_nan(reads, led_to):
+            if through_layers or short_name(notes.program.calls[index]) not in _LAYERS:
+                led_to.update(writes)
+        elif index in differentiated:
+            return index
+    return None
+
+
+def _reads_nan(reads: dict[int, frozenset[str]], values: Set[int]) -> bool:
+    return any(NAN in reads[value] for value in values if value in reads)
