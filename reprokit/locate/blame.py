@@ -169,7 +169,7 @@ def _dropped(notes: Notes, blame: Blame, origin: Failure, end: int, *, is_given:
     index = find_drop(notes, origin.value, start, end, blame.differentiated, through_layers=is_given)
     if index is None:
         return None
-    drop = Drop(index, is_given)
+    drop = Drop(index, display_name(notes.program.calls[index].target), origin.value, is_given)
     if is_given:
         return replace(blame.failure, drop=drop, input_name=origin.input_name)
     own = blame.at(start)

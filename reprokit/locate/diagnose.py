@@ -16,7 +16,7 @@ from reprokit.locate.blame import locate
 from reprokit.locate.calls import short_name
 from reprokit.locate.catalogue import CONFIDENCES, TIERS, Entry, Remedy, entries
 from reprokit.locate.diagnosis import UNKNOWN, Diagnosis, Fix
-from reprokit.locate.failure import EXCEPTION, module_of
+from reprokit.locate.failure import EXCEPTION, Failure, module_of
 from reprokit.locate.observe import observe
 from reprokit.locate.scene import Scene, Step
 from reprokit.locate.signs import SIGNS, Numbers
@@ -128,7 +128,7 @@ def numbers_of(entry: Entry, scene: Scene) -> Numbers | None:
     failure, call = scene.failure, scene.call
     if entry.kinds and failure.kind not in entry.kinds:
         return None
-    if entry.phases and failure.phase not in entry.phases:
+    if entry.phases and not _phases(failure) & set(entry.phases):
         return None
     name = short_name(call) if call is not None else None
     if entry.calls and name not in entry.calls and (call is None or _optimizer(call.target) not in entry.calls):
@@ -146,6 +146,12 @@ def numbers_of(entry: Entry, scene: Scene) -> Numbers | None:
             return None
         numbers.update(seen)
     return numbers
+
+
+def _phases(failure: Failure) -> set[str]:
+    """The failure's phase; a NaN that the origin made and a later call drops has its reason in the forward pass."""
+    is_made = failure.drop is not None and not failure.drop.is_given
+    return {failure.phase, "forward"} if is_made else {failure.phase}
 
 
 def _optimizer(target: str) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from reprokit.program.ir import Call, Program, Site
@@ -14,10 +14,13 @@ EXCEPTION = "exception"  # the kind of a failure that is not a bad value
 class Drop:
     """The call that drops NaN values of the forward pass before the loss.
 
-    ``is_given``: they came with the data or as a literal, and mark what is missing. Else the origin made them.
+    ``call`` is its public name, ``value`` the first value that holds them. ``is_given``: they came with the data or as
+    a literal, and mark what is missing. Else the origin made them.
     """
 
     call_index: int
+    call: str
+    value: int
     is_given: bool
 
 
@@ -86,7 +89,7 @@ def to_plain(failure: Failure) -> dict[str, Any]:
     """The failure as a dict of plain data."""
     site = failure.site
     plain = {name: getattr(failure, name) for name in Failure.__dataclass_fields__}
-    plain["drop"] = [failure.drop.call_index, failure.drop.is_given] if failure.drop else None
+    plain["drop"] = list(astuple(failure.drop)) if failure.drop else None
     plain["site"] = [site.file, site.line, site.code, site.function, site.library] if site else None
     return plain
 

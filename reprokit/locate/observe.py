@@ -42,7 +42,8 @@ class _Watch:
         made = {value: values[value] for value in call.output_refs() if value in values}
         if index in self._near:
             self._scene.seen[index].results.update(map_leaves(made, _copied))
-        if index == self._scene.failure.call_index or self._downstream.intersection(call.input_refs()):
+        is_origin = index == self._scene.failure.call_index
+        if is_origin or (self._downstream.intersection(call.input_refs()) and not call.name.endswith("_like")):
             self._downstream.update(made)
         peak = _peak(made.values())
         if peak is not None:

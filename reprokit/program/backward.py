@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from reprokit.program.ir import Call
+from reprokit.program.functions import all_written
+from reprokit.program.ir import Call, iter_refs
 
 Node = Any  # torch.autograd.graph.Node
 Edge = tuple[Node, int]
@@ -25,7 +26,8 @@ class NodeOwners:
 
     def own_outputs(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Give the new nodes behind the outputs of call number ``index`` to it."""
-        written = [values[value] for value in call.output_refs() if value in values]
+        places = iter_refs(all_written(call.target, call.args, call.kwargs))
+        written = [values[value] for value in (*call.output_refs(), *(ref.value for ref in places)) if value in values]
         stack = [tensor.grad_fn for tensor in written if tensor.requires_grad and tensor.grad_fn is not None]
         while stack:
             node = stack.pop()

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from reprokit.errors import ReprokitError
-from reprokit.locate.failure import Failure
+from reprokit.locate.failure import Drop, Failure
 from reprokit.locate.ways import ways_of
 from reprokit.program.functions import UnknownFunction, function_named
 from reprokit.program.ir import Call, Program, iter_refs
 from reprokit.program.run import Tensors, bind_arguments, run
+from reprokit.render import wording
 from reprokit.render.domains import BACKWARD_RULES, FORWARD_RULES, Edge, Given
 from reprokit.render.ranges import measure
 from reprokit.shrink.candidate import Candidate
@@ -78,6 +79,8 @@ def find_edge(program: Program, tensors: Tensors, failure: Failure) -> Edge | No
     """What explains a failure of this program, ``None`` when nothing known does or there is no origin."""
     if failure.kind not in ("nan", "inf"):
         return None
+    if failure.drop is not None:
+        return _dropped(failure.drop)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         given = observe(program, tensors, failure)
@@ -89,6 +92,12 @@ def find_edge(program: Program, tensors: Tensors, failure: Failure) -> Edge | No
         edge = edge or _in_double(given, program, tensors)
     is_forward_finite = not any(map(ways_of, given.results))
     return replace(edge, is_forward_finite=is_forward_finite) if edge is not None else None
+
+
+def _dropped(drop: Drop) -> Edge:
+    name = wording.short_name(drop.call)
+    fact = f"zero times nan is nan, and {wording.code_span(name)} drops values, not their derivatives"
+    return Edge(f"for a nan that {name} drops", fact, "finite numbers in what is dropped", is_forward_finite=False)
 
 
 def observe(program: Program, tensors: Tensors, failure: Failure) -> Given | None:

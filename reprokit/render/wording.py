@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from reprokit.locate.failure import Failure
+from reprokit.locate.failure import Drop, Failure
 from reprokit.snapshot.redact import redact_source, redact_text
 
 if TYPE_CHECKING:
@@ -53,8 +53,13 @@ def short_call(failure: Failure) -> str:
     """The origin in a word or two: ``softmax``, ``division``, ``Adam.step``."""
     if failure.call is None:
         return failure.input_name or "an input"
-    parts = failure.call.split(".")
-    if failure.call.startswith("torch.optim."):
+    return short_name(failure.call)
+
+
+def short_name(call: str) -> str:
+    """A public name in a word or two: ``softmax``, ``division``, ``Adam.step``."""
+    parts = call.split(".")
+    if call.startswith("torch.optim."):
         return ".".join(parts[2:])
     name = parts[-2] if parts[-1] in ("__get__", "__set__") else parts[-1]
     return _OPERATORS.get(name.strip("_"), name.lstrip("_"))
@@ -92,6 +97,8 @@ def observed(failure: Failure, *, is_forward_finite: bool = True) -> str:
         return f"{name} raises `{kind}`" + (f": {message(failure)}" if message(failure) else ".")
     if failure.call is None:
         return f"The input {name} is already {kind} before the first call reads it."
+    if failure.drop is not None:
+        return _observed_drop(failure, failure.drop)
     if failure.phase == "backward":
         node = f" ({failure.backward_node})" if failure.backward_node else ""
         fine = ", while its forward result is finite" if is_forward_finite else ""
@@ -100,6 +107,18 @@ def observed(failure: Failure, *, is_forward_finite: bool = True) -> str:
         return f"{name} turns a finite parameter with a finite gradient into {kind}."
     inside = ", called in the optimizer step," if failure.phase == "optimizer" else ""
     return f"{name}{inside} returns {kind} although none of its inputs is {failure.way or kind}."
+
+
+def _observed_drop(failure: Failure, drop: Drop) -> str:
+    """The same for NaN values that the forward pass drops before the loss."""
+    holder = f"`{failure.input_name}` holds" if failure.input_name else f"`{failure.call}` returns"
+    holder = "The data holds" if drop.is_given and not failure.input_name else holder
+    node = f" of `{failure.call}`" if drop.is_given else ""
+    node += f" ({failure.backward_node})" if failure.backward_node else ""
+    return (
+        f"{holder} nan for elements that `{drop.call}` drops, so the loss is finite. "
+        f"The backward pass{node} multiplies their gradient of zero with that nan, and the gradient becomes nan."
+    )
 
 
 def message(failure: Failure) -> str:

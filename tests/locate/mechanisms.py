@@ -134,6 +134,10 @@ GRAPH = torch.eye(3).requires_grad_()
 
 CASES: dict[str, Make] = {
     "where-trap": step(lambda x: torch.where(x > 0, x.log(), x).sum(), x=leaf(0.0, 2.0)),
+    "missing-values-masked-late": step(
+        lambda x, y: torch.where(y.isnan(), 0.0, (x - y.float().flatten()) ** 2).sum(), x=leaf(1.0, 2.0),
+        y=torch.tensor([[NAN, 1.0]])),
+    "dropped-nan": step(lambda x: torch.where(x > 0, torch.special.ndtri(x), x).sum(), x=leaf(0.5, -2.0)),
     "sqrt-gradient-at-zero": step(lambda x: (x * x).sum(-1).sqrt(), x=leaf(0.0, 0.0)),
     "pow-gradient-at-zero": step(lambda x: (x**0.5).sum(), x=leaf(0.0, 1.0)),
     "acos-gradient-at-one": step(lambda x: torch.acos(x.clamp(-1, 1)).sum(), x=leaf(1.0, 0.5)),
@@ -259,6 +263,8 @@ CASES: dict[str, Make] = {
 # A step that fails in nearly the same way, but by another mechanism: another case, or one of its own.
 MISSES: dict[str, str | Make] = {
     "where-trap": step(lambda x: torch.where(x >= 0, x.log1p().sqrt(), x).sum(), x=leaf(0.0, 2.0)),
+    "missing-values-masked-late": "dropped-nan",
+    "dropped-nan": "missing-values-masked-late",
     "sqrt-gradient-at-zero": "rsqrt-gradient",
     "pow-gradient-at-zero": "fractional-power-of-negative",
     "acos-gradient-at-one": "arc-outside",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -138,7 +138,81 @@ def test_double_backward() -> None:
     assert (failure.phase, failure.call) == ("backward", "torch.Tensor.sqrt")
 
 
-def test_a_nan_that_the_loss_never_sees_is_a_forward_failure() -> None:
+def _written_away(x: torch.Tensor) -> torch.Tensor:
+    h = 2 * torch.sqrt(x)
+    h[x < 0] = 0.0
+    return h
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: torch.where(x > 0, 2 * torch.sqrt(x), x),
+        lambda x: torch.where(x < 0, x, torch.sqrt(x).exp()),
+        lambda x: torch.where(x > 1, torch.where(x > 0, torch.sqrt(x), x), x),
+        lambda x: torch.where(x[:1] > 0, torch.sqrt(x).sum(-1), x.sum()),
+        lambda x: torch.sqrt(x).masked_fill(x < 0, 0.0),
+        lambda x: torch.sqrt(x)[x > 0],
+        lambda x: torch.cat([torch.sqrt(x), x])[1:],
+        lambda x: torch.sqrt(x).index_select(0, torch.tensor([1])),
+        lambda x: torch.nan_to_num(torch.sqrt(x)),
+        lambda x: torch.nanmean(torch.sqrt(x)),
+        _written_away,
+    ],
+)
+def test_a_nan_that_the_forward_pass_drops_fails_in_the_backward_pass(
+    compute: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    failure = recorded(lambda x: compute(x).sum().backward(), x=torch.tensor([-1.0, 4.0], requires_grad=True))
+    assert (failure.phase, failure.kind, failure.call) == ("backward", "nan", "torch.sqrt")
+    assert failure.drop is not None and not failure.drop.is_given
+    assert from_plain(to_plain(failure)) == failure
+
+
+def test_a_dropped_nan_names_the_call_that_made_it() -> None:
+    def compute(x: torch.Tensor, w: torch.Tensor) -> None:
+        torch.where(x > 0, torch.log(x) * w, x).sum().backward()
+
+    failure = recorded(compute, x=torch.tensor([-1.0, 4.0]), w=torch.ones(2, requires_grad=True))
+    assert (failure.phase, failure.call, failure.backward_node) == ("backward", "torch.log", "MulBackward0")
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize(
+    ("compute", "call"),
+    [
+        (lambda x, y: torch.where(y.isnan(), 0.0, (x - y) ** 2).sum(), "torch.Tensor.pow"),
+        (lambda x, y: torch.nn.functional.mse_loss(x, y, reduction="none")[1:].sum(), "torch.nn.functional.mse_loss"),
+        (lambda x, y: (y.view(2, 1) @ x.view(1, 2))[1:].sum(), "torch.Tensor.matmul"),
+    ],
+)
+def test_a_nan_that_marks_missing_data_is_not_the_origin(compute: Any, call: str, written: bool) -> None:
+    def run(x: torch.Tensor, y: torch.Tensor) -> None:
+        if written:
+            y = y.clone()
+            y[0] = float("nan")
+        compute(x, y).backward()
+
+    y = torch.tensor([0.0 if written else float("nan"), 1.0])
+    failure = recorded(run, x=torch.ones(2, requires_grad=True), y=y)
+    assert (failure.phase, failure.call, failure.input_name) == ("backward", call, None if written else "y")
+    assert failure.drop is not None and failure.drop.is_given
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x, w: torch.where(x > 0, x, torch.sqrt(x)).sum() + w.sum(),  # the loss is NaN
+        lambda x, w: (torch.sqrt(x).view(2, 1) @ w.view(1, 2))[1:].sum(),  # a layer takes it on
+    ],
+)
+def test_other_nans_are_forward_failures(compute: Any) -> None:
+    x, w = torch.tensor([-1.0, 4.0], requires_grad=True), torch.ones(2, requires_grad=True)
+    failure = recorded(lambda x, w: compute(x, w).backward(), x=x, w=w)
+    assert (failure.phase, failure.call, failure.drop) == ("forward", "torch.sqrt", None)
+
+
+def test_a_nan_that_a_layer_takes_on_is_a_forward_failure() -> None:
     def compute(x: torch.Tensor, w: torch.Tensor) -> None:
         rows = torch.softmax(x.masked_fill(x > 1, -INF), -1) @ w
         rows[1:].sum().backward()

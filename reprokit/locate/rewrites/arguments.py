@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from reprokit.locate.calls import Slot, argument_at, short_name, slot_of
@@ -9,8 +10,9 @@ from reprokit.locate.edits import Chain, Edited, Editor, guarded, with_argument
 from reprokit.locate.rewrites.registry import everywhere, guard, number_for, rewrite
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs.edges import EDGES
-from reprokit.program.ir import Call, Device, Ref, Symbol
+from reprokit.program.ir import Call, Device, Ref, Symbol, substitute
 
+_TESTS_FOR_NAN = ("isnan", "isfinite", "eq", "ne", "gt", "ge", "lt", "le")
 _TESTS = {"at_most": "__le__", "above": "__gt__", "at_least": "__ge__", "equal": "__eq__"}
 
 
@@ -95,6 +97,29 @@ def inside(scene: Scene) -> Edited | None:
         return [*before, found, *made] if made is not None else None
 
     return everywhere(scene, change)
+
+
+@rewrite
+def mask_first(scene: Scene) -> Edited | None:
+    """Zeros in place of NaN values that mark what is missing, where they first meet a value that needs a gradient."""
+    program, drop = scene.program, scene.failure.drop
+    if drop is None:
+        return None
+    marked, editor, is_changed = {drop.value}, Editor(program), False
+    needing = {item.value for item in program.inputs if item.requires_grad}
+    for index, call in enumerate(program.calls[: drop.call_index]):
+        meeting = marked.intersection(call.input_refs())
+        if needing.intersection(call.input_refs()):
+            needing.update(call.output_refs())
+            guards = [editor.call(call, "torch.Tensor.nan_to_num", Ref(value), 0.0) for value in sorted(meeting)]
+            new = dict(zip(sorted(meeting), (ref for _, ref in guards), strict=True))
+            if new and short_name(call) not in _TESTS_FOR_NAN:
+                args, kwargs = substitute((call.args, dict(call.kwargs)), new)
+                editor.put(index, [*(guard for guard, _ in guards), replace(call, args=args, kwargs=kwargs)])
+                is_changed = True
+        elif meeting and short_name(call) not in _TESTS_FOR_NAN:
+            marked.update(call.output_refs())
+    return Edited(editor.finish(), scene.tensors) if is_changed else None
 
 
 @rewrite

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from reprokit.locate.calls import short_name
+from reprokit.locate.calls import Slot, argument_at, short_name, slot_of
 from reprokit.locate.scene import Branch, Scene
 from reprokit.locate.signs.registry import Numbers, compare, places, sign
+from reprokit.program.ir import Ref
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,11 @@ def danger(scene: Scene) -> torch.Tensor | None:
     values = scene.tensor(edge.operand) if edge is not None else None
     if edge is None or values is None or not values.is_floating_point():
         return None
-    return compare(values.abs() if edge.size else values, {edge.test: edge.bound})
+    mask = compare(values.abs() if edge.size else values, {edge.test: edge.bound})
+    exponent = scene.tensor("exponent") if edge.operand == "base" else None
+    if exponent is not None:  # x ** 2 has a derivative everywhere
+        mask = mask & ((exponent < 1) | (exponent != exponent.round()))
+    return mask
 
 
 @sign
@@ -56,14 +61,35 @@ def is_dangerous(scene: Scene) -> Numbers | None:
 @sign
 def dropped_later(scene: Scene) -> Numbers | None:
     """Whether every dangerous element of the origin is dropped by a later ``where`` or mask."""
-    mask = danger(scene)
-    if mask is None or not bool(mask.any()):
+    mask, drop = danger(scene), scene.failure.drop
+    if mask is None or not bool(mask.any()) or (drop is not None and drop.is_given):
         return None
     for branch in scene.branches:
         kept = _like(branch, mask) if short_name(branch.call) != "mul" else None
         if kept is not None and not bool((kept & mask).any()):
             return places(mask, dropper=short_name(branch.call))
     return None
+
+
+@sign
+def is_gradient_of(scene: Scene, operand: Slot) -> Numbers | None:
+    """True if the bad gradient is that of this argument."""
+    call, value = scene.call, scene.failure.value
+    if call is None or value is None:
+        return None
+    return {} if argument_at(call, slot_of(call, operand)) == Ref(value) else None
+
+
+@sign
+def drops_nan(scene: Scene, given: bool) -> Numbers | None:
+    """True if the forward pass drops NaN values, which the data or the code marks missing numbers with (``given``) or
+    the origin made."""
+    drop, result = scene.failure.drop, scene.tensor("result")
+    if drop is None or drop.is_given is not given:
+        return None
+    found = places(result.isnan()) if result is not None else None
+    holder = f"`{scene.failure.input_name}`" if scene.failure.input_name else "the data"
+    return {**(found or {}), "holder": holder, "dropper": drop.call.rpartition(".")[2]}
 
 
 @sign
