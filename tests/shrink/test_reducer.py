@@ -109,6 +109,28 @@ def test_a_nan_that_marks_a_missing_label_stays(function: Callable[[torch.Tensor
     assert size_of(reduction) <= (3, 4)
 
 
+@pytest.mark.parametrize(
+    ("branch", "calls"),
+    [
+        (lambda x: torch.where(x > 0, 2 * torch.sqrt(x), x), {"sqrt", "where"}),
+        (lambda x: torch.where(x > 0, torch.log(x).exp() - 1, x), {"log", "exp", "where"}),
+        (lambda x: torch.sqrt(x).add(1).masked_fill(x < 0, 0.0), {"sqrt", "masked_fill"}),
+        (lambda x: torch.sqrt(x)[x > 0], {"sqrt", "__getitem__"}),
+    ],
+)
+def test_a_branch_that_is_not_taken_keeps_the_call_that_drops_it(
+    branch: Callable[[torch.Tensor], torch.Tensor], calls: set[str]
+) -> None:
+    def step(x: torch.Tensor, weight: torch.Tensor) -> None:
+        h = torch.tanh(branch(F.linear(x, weight))).sum()
+        F.softplus(h).backward()  # type: ignore[no-untyped-call]
+
+    reduction = shrink(failing.record(step, x=torch.eye(4, 3) - 0.5, weight=failing.seeded(5, 3, grad=True)))
+    assert (reduction.failure.phase, reduction.one_minimal) == ("backward", True)
+    assert {call.name for call in reduction.program.calls if not call.is_differentiation} == calls
+    assert size_of(reduction) <= (3, 3)
+
+
 @pytest.mark.parametrize("num_layers", [1, 2, 3])
 def test_of_many_ruined_parameters_one_is_left(num_layers: int) -> None:
     reduction = shrink(failing.ruined_teacher(num_layers))
