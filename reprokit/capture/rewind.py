@@ -160,6 +160,8 @@ class Rewind:
 
     def _leaves(self) -> list[torch.Tensor]:
         leaves = {id(tensor): tensor for tensor in self._history.changing() if is_leaf(tensor)}
+        for module in self._history.modules:  # also what is frozen by now and has a gradient from before
+            leaves.update((id(parameter), parameter) for parameter in module.parameters())
         for step in self._steps:
             for entry in step.entries:
                 leaves.update((id(tensor), tensor) for tensor, _ in entry.versions if is_leaf(tensor))
