@@ -87,6 +87,10 @@ class Loop:
         changes = {}
         if loop.style != "supervised":
             changes |= {"update": "step", "scaler": False, "convert": "none"}
+        if loop.fault == "forward":
+            changes["style"] = "adversarial" if loop.style == "recurrent" else loop.style  # the cell leaves no zeros
+        if loop.convert == "reloaded" and loop.phase == "optimizer":
+            changes["convert"] = "none"  # it would heal what the fault has ruined, before anybody looks at it
         if loop.update not in ("step",):
             changes |= {"scaler": False, "skip": "none", "clip": "none"}
         if loop.update == "lbfgs":
@@ -157,7 +161,7 @@ class UnitRows(nn.Module):
 
 
 class Meter(nn.Module):
-    """Keeps a moving mean of logarithms, which training does not read."""
+    """Keeps a moving mean of ratios, which training does not read: NaN for a row of zeros."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +170,8 @@ class Meter(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             with torch.no_grad():
-                self.level.lerp_(x.detach().abs().amax(1).log().mean().to(self.level.dtype) * 1.0, 0.1)
+                sizes = x.detach().abs().float()
+                self.level.lerp_((sizes.mean(1) / sizes.amax(1)).mean().to(self.level.dtype), 0.1)
         return x
 
 

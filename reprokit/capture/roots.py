@@ -152,6 +152,7 @@ class RootCalls:
         entry = Entry("module", module, args, kwargs, current_mode(), None, "", user.f_code, user.f_lineno)
         entry.versions = versions = versions_of(args, kwargs)
         entry.rng = generator_states(versions)
+        entry.settings = module.training
         running.begin_module(entry)
         return entry
 

@@ -150,8 +150,10 @@ class _Describing:
         likewise = (
             [*steps[-2].entries, *self._training.running.entries] if len(steps) > 1 else self._training.running.entries
         )
-        made = sum(entry.kind == "differentiate" and entry.name != AUTOGRAD_GRAD for entry in found.entries)
-        micro_step = made if found.observed_at in ("loss", "output") else found.step.micro_step
+        micro_step = found.step.micro_step
+        if found.observed_at in ("loss", "output"):  # the step went on from there
+            micro_step -= num_backward(found.step.entries) - num_backward(found.entries)
+            micro_step += num_backward([self._noticed.pending]) if found.step is steps[-1] else 0
         return replace(
             failed,
             buffers=None,
@@ -202,6 +204,12 @@ class _Describing:
                 **training.ranks.describe(),
             },
         )
+
+
+def num_backward(entries: Sequence[Entry | None]) -> int:
+    """Backward calls among entries."""
+    found = (entry for entry in entries if entry is not None and entry.kind == "differentiate")
+    return sum(entry.name != AUTOGRAD_GRAD for entry in found)
 
 
 def _before(entries: list[Entry], pending: Entry | None) -> list[Entry]:

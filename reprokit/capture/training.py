@@ -187,7 +187,7 @@ class Training:
 
     def _lose(self, entries: list[Entry]) -> None:
         """Calls that nothing depends on were taken off the tape; they may have changed statistics all the same."""
-        trained = [entry.target for entry in entries if entry.kind == "module" and entry.target.training]
+        trained = [entry.target for entry in entries if entry.kind == "module" and entry.settings]
         if any(next(module.buffers(), None) is not None for module in trained):
             self.history.interrupt()
 
