@@ -110,7 +110,7 @@ class _Piece:
         read = {ref.value for ref in self.after.outputs} | {value for call in outside for value in call.input_refs()}
         calls = _needed(self._in_its_place([self.after.calls[number] for number in numbers]), read)
         given, made = dict[int, str](), set[int]()
-        paths, known = self._paths(), labels(self.after)
+        paths, known = self._paths(), {**labels(self.after), **labels(self.before)}
         for call in calls:
             for value in call.input_refs():
                 if value not in made and value not in given:

@@ -160,8 +160,8 @@ def _read(call: Call, matches: Sequence[Match]) -> Spelling:
 
 
 def _matches(call: Call) -> list[Match]:
-    """The parts of the line that can be the call, in the order of their evaluation."""
-    line = parsed_line(call.site.code) if call.site is not None else None
+    """The parts of the line that can be the call, in the order of their evaluation; none of a library's call."""
+    line = parsed_line(call.site.code) if call.site is not None and call.site.library is None else None
     if line is None:
         return []
     return [(node, given) for node in _evaluated(line.tree) if (given := _operands(node, call)) is not None]

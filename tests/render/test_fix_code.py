@@ -110,6 +110,11 @@ STEPS = {
         "def step(x):\n    beta = 0.9\n    y = torch.log(x) * (1.0 - beta)  # x > 0\n    return y.sum()\n",
         "y = torch.log(x.clamp(min=1e-6)) * (1.0 - beta)",
     ),
+    "a loss of several lines": (
+        "def step(x):\n    target = torch.full((3,), -1)\n"
+        "    loss = F.cross_entropy(x.view(3, -1), target.view(-1), ignore_index=-1)\n    return loss\n",
+        "loss = loss / torch.ne(",
+    ),
     "letters of two bytes": (
         'def step(x):\n    größe = len("äö"); y = größe * torch.log(x)\n    return y.sum()\n',
         'größe = len("äö"); y = größe * torch.log(x.clamp(min=1e-6))',
@@ -153,3 +158,18 @@ def test_what_cannot_stand_in_the_place_of_its_line_says_so(name: str, tmp_path:
 
     code = fix_of(record(run, x=X.clone().requires_grad_())).code
     assert code.startswith("# in train.py:") and "torch.log(x.clamp(min=1e-6))" in code
+
+
+def test_operands_inside_a_library_have_no_names_of_the_line_that_calls_it(tmp_path: Path) -> None:
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "averages.py").write_text("def average(total, count):\n    return total.sum() / count\n")
+    body = "def step(x):\n    out = average(x, x.sum() - 3) + x.mean() / step.scale\n    return out\nstep.scale = 2.0\n"
+    source = f"import sys\nsys.path.insert(0, {str(folder)!r})\nfrom averages import average\n{body}"
+    step = load(source, tmp_path)
+
+    def run(x: torch.Tensor) -> None:
+        step(x).backward()
+
+    code = fix_of(record(run, x=torch.ones(3, requires_grad=True))).code
+    assert ", in what it calls" in code and "scale" not in code
