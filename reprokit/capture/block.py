@@ -75,6 +75,8 @@ def capture(
         raise
     finally:
         if not quiet:
+            if session.closing is not None:
+                print(f"reprokit: {session.closing}", file=sys.stderr, flush=True)
             for written, result in zip(session.snapshots, session.results, strict=True):
                 for line in captured_lines(written, result, Path.cwd()):
                     print(f"reprokit: {line}", file=sys.stderr, flush=True)
@@ -89,8 +91,11 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path) -> list[s
     doubt = replay_words(result.get("fidelity", "exact"), result.get("fidelity_note"))
     told += [f"  {doubt}"] if doubt else []
     command = "shrink" if can_be_shrunk(result) else "show"
+    failure = result["failure"]
+    is_own = failure["exception"] is not None and failure["call"] is None
+    captured = "saved the step of {0}, step {1}" if is_own else "captured {} at step {}"
     return [
-        f"captured {what(result)} at step {result['failure']['step']} -> {shown}",
+        f"{captured.format(what(result), failure['step'])} -> {shown}",
         *told,
         f"next: {shlex.join(['reprokit', command, shown])}",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from reprokit.program.trace import current_mode
 @dataclass(frozen=True)
 class Raised:
     """An exception that ended a step. ``is_call`` says whether it came out of something on the tape, at which ``phase``
-    and in which ``module`` it was."""
+    and in which ``module`` it was. ``is_deliberate``: a ``raise`` or ``assert`` of the user's code made it."""
 
     type: str
     message: str
@@ -29,6 +30,7 @@ class Raised:
     module: str | None
     phase: str
     is_call: bool
+    is_deliberate: bool
 
 
 def ends_training(error: BaseException | None) -> bool:
@@ -38,12 +40,24 @@ def ends_training(error: BaseException | None) -> bool:
     return isinstance(error, Exception)
 
 
+def cause_of(error: BaseException | None, last: BaseException | None) -> BaseException | None:
+    """What ended the script: behind an exit with an error the exception that was handled by it, or else the ``last``
+    one that came out of a step which has not been completed since."""
+    if not isinstance(error, SystemExit) or not ends_training(error):
+        return error
+    causes = [*chain(error), last]
+    if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+        return error
+    return next((cause for cause in causes if isinstance(cause, Exception)), error)
+
+
 def describe(error: BaseException, entry: Entry | None, roots: Iterable[torch.nn.Module]) -> Raised:
     """What is known of an exception; ``entry`` is what it came out of, if that was on the tape."""
     frame, line = innermost_user_place(error)
     site = make_site(frame.f_code, line) if frame is not None else None
     phase = "backward" if entry is not None and entry.kind == "differentiate" else "forward"
-    return Raised(type(error).__name__, str(error), site, _module(error, roots), phase, entry is not None)
+    found = site, _module(error, roots), phase, entry is not None, all(map(_is_raised_by_user, chain(error)))
+    return Raised(type(error).__name__, str(error), *found)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -88,6 +102,16 @@ def innermost_user_place(error: BaseException) -> tuple[FrameType | None, int]:
         if kind_of_file(frame.f_code.co_filename) == "user":
             place = frame, line
     return place
+
+
+def _is_raised_by_user(error: BaseException) -> bool:
+    """True if the innermost frame is the user's and stands at a ``raise`` of its own, not at a call that raised."""
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        entry = entry.tb_next
+    if entry is None or kind_of_file(entry.tb_frame.f_code.co_filename) != "user":
+        return False
+    return entry.tb_frame.f_code.co_code[entry.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def _module(error: BaseException, roots: Iterable[torch.nn.Module]) -> str | None:

@@ -48,9 +48,10 @@ class Owner(Protocol):
 class Failures:
     """Saves a failing step at ``place`` and ends the session.
 
-    ``snapshots`` are the files written and ``results`` their summaries. ``held`` is a differentiation with a bad start
-    that was begun all the same, because other processes wait for it. ``_kept`` is the step in which the buffers
-    ``_kept_for`` (ids) went bad, while the training itself was finite.
+    ``snapshots`` are the files written and ``results`` their summaries. ``is_deliberate``: the step was saved because
+    the script raised an exception of its own, so that nothing but the script says that it failed. ``held`` is a
+    differentiation with a bad start that was begun all the same, because other processes wait for it. ``_kept`` is the
+    step in which the buffers ``_kept_for`` (ids) went bad, while the training itself was finite.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Failures:
     ) -> None:
         self.snapshots: list[Path] = []
         self.results: list[dict[str, Any]] = []
+        self.is_deliberate = False
         self.held: Entry | None = None
         self._kept: Snapshot | None = None
         self._kept_for: set[int] = set()
@@ -127,7 +129,9 @@ class Failures:
 
     def look_back(self, error: BaseException | None) -> Path | None:
         """The block ends: judge what has not been judged yet, and what it ended with; the file, if one was written."""
-        frame = exceptions.innermost_user_place(error)[0] if error is not None else sys._getframe(2)
+        raised = self._training.running.raised
+        cause = exceptions.cause_of(error, raised[0] if raised is not None else None)
+        frame = exceptions.innermost_user_place(cause)[0] if cause is not None else sys._getframe(2)
         with self._training.tape.paused():
             bad = self._judge.state()
             if bad is not None:
@@ -138,8 +142,8 @@ class Failures:
                     return self._save(Noticed("loss", frame, pending))
             is_buffer_bad = self._kept is not None or bool(self._judge.buffers())
         path = None
-        if self._takes_exceptions and isinstance(error, Exception):
-            path = self._take_exception(error, frame)
+        if self._takes_exceptions and isinstance(cause, Exception):
+            path = self._take_exception(cause, frame)
         if path is None and is_buffer_bad:
             path = self._save(Noticed("output", frame, is_late=True))
         return path
@@ -173,10 +177,23 @@ class Failures:
             return self._kept
         return self._place.private(made.snapshot)
 
+    def _announcement(self, noticed: Noticed) -> str:
+        """What was noticed, at which step, and what is done now, which may take long."""
+        starts = noticed.pending.starts if noticed.pending is not None else []
+        if noticed.raised is not None:
+            what = f"{noticed.raised.type} was raised"
+        elif len(starts) == 1 and starts[0].numel() == 1:
+            what = f"the loss is {starts[0].item()}"
+        else:
+            what = f"a {noticed.observed_at} is nan or inf"
+        doing = "going back to find the step that made it" if noticed.is_late else "replaying the step"
+        return f"{what} at step {self._training.iterations.completed}; {doing}"
+
     def _save(self, noticed: Noticed, is_wanted: Callable[[Snapshot], bool] | None = None) -> Path | None:
         """Write a snapshot of the failing step, if it ``is_wanted``; the session is over then in any case."""
         with self._session.replaying():
             try:
+                self._session.say(self._announcement(noticed))
                 snapshot = self._snapshot(noticed)
                 if is_wanted is not None and not is_wanted(snapshot):
                     return None
@@ -184,6 +201,7 @@ class Failures:
             except Exception as error:
                 self._session.complain("could not save the failing step", error)
                 return None
+            self.is_deliberate = noticed.raised is not None and noticed.raised.is_deliberate
             self.snapshots.append(path)
             self.results.append({**snapshot.summary(), "path": str(path)})
             return path

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 from torch.optim import optimizer as optimizers
 
+from reprokit.capture.launch import hide_from_formatting
 from reprokit.capture.stepping import Stepping
 from reprokit.capture.tape import Tape
 from reprokit.capture.warned import redirect_warnings
@@ -54,6 +56,8 @@ class Hooks:
         self._wrap_records()
         self._wrap_threads()
         self._watch_compiler()
+        formatted = traceback.TracebackException
+        self._replace(formatted, "__init__", hide_from_formatting(formatted.__init__))
         self._undo.append(redirect_warnings())
 
     def removals(self) -> list[Callable[[], None]]:
@@ -125,6 +129,7 @@ class Hooks:
 
         def backward(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not tape.is_outermost:  # such as the one that `Tensor.backward` calls
+                tape.miss_backward()
                 return original(*args, **kwargs)
             return tape.differentiate(original, args, kwargs)
 

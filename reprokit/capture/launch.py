@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import importlib.abc
 import importlib.util
 import os
@@ -81,6 +82,20 @@ def show_exception(error: BaseException) -> None:
     """Report an exception the way the interpreter would, without frames of reprokit."""
     peel(error)
     sys.excepthook(type(error), error, error.__traceback__)
+
+
+def hide_from_formatting(format_init: Callable[..., None]) -> Callable[..., None]:
+    """A ``TracebackException.__init__`` for what the script prints and logs itself: without frames of reprokit."""
+
+    @functools.wraps(format_init)
+    def __init__(self: Any, kind: Any, error: BaseException | None, traceback: Any, *args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(Exception):
+            if error is not None and not _is_own_error(list(_entries(traceback))):
+                peel(error)
+                traceback = _without_own_frames(traceback)
+        format_init(self, kind, error, traceback, *args, **kwargs)
+
+    return __init__
 
 
 def peel(error: BaseException) -> None:
@@ -226,6 +241,8 @@ def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None
     kept: list[TracebackType] = []
     has_detour = False
     entries = list(_entries(traceback))
+    if not any(_is_own(entry.tb_frame) for entry in entries):
+        return traceback
     for entry in entries[_num_leading(entries) :]:
         if _is_own(entry.tb_frame):
             has_detour = True
@@ -254,6 +271,11 @@ def _num_leading(entries: list[TracebackType]) -> int:
     return 0
 
 
+def _is_own_error(entries: list[TracebackType]) -> bool:
+    """True for an exception that reprokit's code has caught itself: it never was one of the script."""
+    return bool(entries) and _is_own(entries[0].tb_frame) and not _num_leading(entries)
+
+
 def _is_own(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_OWN_FOLDER)
 
@@ -261,5 +283,6 @@ def _is_own(frame: FrameType) -> bool:
 def _linked(entries: list[TracebackType]) -> TracebackType | None:
     linked: TracebackType | None = None
     for entry in reversed(entries):
-        linked = TracebackType(linked, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+        line = entry.tb_lineno if entry.tb_lineno is not None else -1  # an instruction without a line
+        linked = TracebackType(linked, entry.tb_frame, entry.tb_lasti, line)
     return linked

@@ -12,8 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from traceback import print_exception
 from typing import ClassVar
 
+from reprokit.capture.closing import Seen, closing_line
 from reprokit.capture.failures import Failures
 from reprokit.capture.history import History
 from reprokit.capture.hooks import Hooks
@@ -46,9 +48,9 @@ class Session:
     copies). ``watch``: ``sampled`` judges the loss, one early gradient and clipped norms in every step and everything
     when the copy is refreshed; ``every-step`` judges everything always; ``deferred`` never waits for a value. ``on``
     says what is a failure, ``source`` how much of the user's code is kept. ``snapshots`` are the files
-    written and ``results`` their summaries. ``stops`` says whether the loop is to stop, ``is_watching`` whether the
-    hooks are in place. Raises `UsageError` for a value that no option
-    has.
+    written and ``results`` their summaries; ``closing`` is the line that says why there are none. With ``verbose`` an
+    error of reprokit's own is printed with its traceback. ``stops`` says whether the loop is to stop,
+    ``is_watching`` whether the hooks are in place. Raises `UsageError` for a value that no option has.
     """
 
     _watchers: ClassVar[list[Session]] = []
@@ -64,6 +66,7 @@ class Session:
         command: Sequence[str] = (),
         overwrite: bool = False,
         quiet: bool = False,
+        verbose: bool = False,
         history: int | None = None,
         watch: Watch = "sampled",
         on: Collection[str] = ON,
@@ -74,6 +77,9 @@ class Session:
         self.is_watching = False
         self._is_over = False
         self._quiet = quiet
+        self._verbose = verbose
+        self._on = tuple(on)
+        self.closing: str | None = None
         self._has_complained = False
         self._paused_at: float | None = None
         self._tape = Tape(self.switch_off)
@@ -95,7 +101,9 @@ class Session:
         try:
             self.resume()
         except Exception as error:
+            self._has_complained = True
             _print(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
+            self._print_traceback(error)
             self.leave()
             self._tape.leave_stack()
         return self
@@ -105,12 +113,31 @@ class Session:
         if self._tape.enabled and not isinstance(exc, CaptureStop):
             try:
                 path = self._failures.look_back(exc)
+                self.closing = None if self.snapshots or self._has_complained else closing_line(self._seen(), exc)
             except Exception as error:
                 self.switch_off(error)
         self.leave()
         self._tape.leave_stack()
         if path is not None and exc is None:
             self.stop()
+
+    @property
+    def has_failed(self) -> bool:
+        """True if a step failed and was saved, for another reason than an exception that the script raised itself."""
+        return bool(self.snapshots) and not self._failures.is_deliberate
+
+    def _seen(self) -> Seen:
+        training, tape = self._training, self._tape
+        return Seen(
+            has_torch=True,
+            has_forward=bool(training.history.modules),
+            has_backward=tape.is_claimed,
+            num_steps=training.iterations.total,
+            has_other_thread=tape.has_other_thread,
+            has_transform=tape.has_transform,
+            unseen=tuple(training.unseen),
+            on=self._on,
+        )
 
     def resume(self) -> None:
         """Put every hook in place and watch. Also after `pause`, with all that is known of the training.
@@ -191,6 +218,13 @@ class Session:
         if not self._has_complained:
             self._has_complained = True
             _print(f"{what} ({type(error).__name__}: {error}); training goes on")
+            self._print_traceback(error)
+
+    def _print_traceback(self, error: Exception) -> None:
+        """With ``-v`` an error of reprokit's own is shown in full."""
+        if self._verbose:
+            with contextlib.suppress(OSError, ValueError):
+                print_exception(error)
 
     def _wake(self) -> None:
         """A capture inside this one has ended: what happened meanwhile was not noted, so the step starts anew."""

@@ -18,7 +18,7 @@ class StackedMode(TorchFunctionMode):
 
     ``enabled`` is set by the session; ``switch_off(error)`` is told of an error of our own. Invariant: while ``depth``
     is above 0 the loop is inside something that is noted as a whole. ``thread`` is the one that is watched; it
-    ``is_claimed`` once it has differentiated.
+    ``is_claimed`` once it has differentiated. ``has_other_thread``: another thread has called backward.
     """
 
     def __init__(self, switch_off: Callable[[Exception], None]) -> None:
@@ -28,6 +28,7 @@ class StackedMode(TorchFunctionMode):
         self.depth = 0
         self.thread = get_ident()
         self.is_claimed = False
+        self.has_other_thread = False
         self._is_lifted = False
 
     @property
@@ -54,6 +55,11 @@ class StackedMode(TorchFunctionMode):
             return False
         self.thread = get_ident()
         return True
+
+    def miss_backward(self) -> None:
+        """A backward call is not noted; remember it if that is because of its thread."""
+        if self.enabled and get_ident() != self.thread and torch._C._current_graph_task_id() == -1:
+            self.has_other_thread = True
 
     def run_in_thread(self, run: Callable[[], None]) -> None:
         """Run the body of a new thread, which may be the one that trains, with the mode on the stack of that thread."""

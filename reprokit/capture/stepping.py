@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 
+from reprokit.capture.closing import COMPILED
 from reprokit.capture.entry import Entry
 from reprokit.capture.failures import Failures
 from reprokit.capture.judge import Judge
@@ -95,7 +96,7 @@ class Stepping:
         if self._tape.is_outermost:
             self._tape.leave_stack()
             self._training.history.give_up()
-            self._training.unseen.append("the loop itself calls something compiled, which is not followed")
+            self._training.unseen.append(COMPILED)
 
     # -- optimizer steps -----------------------------------------------------------------------------------------
 

@@ -31,7 +31,8 @@ class Tape(StackedMode):
     """Notes the loop's outermost calls in the ``running`` step; ``roots`` notes those of modules.
 
     The listener that it is installed with is told what happens in the step. ``has_read_bad`` says whether the loop has
-    read a number that is not finite, until somebody has taken notice of that.
+    read a number that is not finite, until somebody has taken notice of that. ``has_transform``: functions were called
+    inside a transform such as `torch.func.grad`.
     """
 
     def __init__(self, switch_off: Callable[[Exception], None]) -> None:
@@ -39,6 +40,7 @@ class Tape(StackedMode):
         self.running = RunningStep()
         self.roots = RootCalls(self, self.running)
         self.has_read_bad = False
+        self.has_transform = False
         self._listener: Listener
 
     def install(self, listener: Listener) -> None:
@@ -79,6 +81,7 @@ class Tape(StackedMode):
             or _peek_transforms() is not None
             or _tracing_state() is not None
         ):
+            self.has_transform = self.has_transform or _peek_transforms() is not None
             return func(*args, **options)
         if func is torch.Tensor.__iter__ and args[0].dim() > 0:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, (args[0], 0)))

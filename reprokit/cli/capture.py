@@ -12,12 +12,14 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import print_exception
 from typing import TYPE_CHECKING
 
 import click
 
 from reprokit.capture import launch, options
 from reprokit.capture.block import captured_lines, shown_path
+from reprokit.capture.closing import Seen, closing_line
 from reprokit.capture.rank_name import rank_suffix
 from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, say
 from reprokit.cli.outputs import check_file, check_folder
@@ -54,9 +56,10 @@ class Capture:
         atexit.register(watch.tell)
         try:
             with launch.hide_own_frames(), contextlib.ExitStack() as stack:
-                launch.when_imported("torch", lambda: watch.start(stack))
+                stack.callback(launch.when_imported("torch", lambda: watch.start(stack)))
                 self._run()
         except BaseException as error:
+            watch.ended_with(error)
             if not watch.has_stopped:
                 raise
             if not isinstance(error, SystemExit):
@@ -113,11 +116,17 @@ class Watch:
         self._output = output.absolute() if output is not None else None
         self._process = os.getpid()
         self._session: Session | None = None
+        self._error: BaseException | None = None
+        self._has_failed = False
 
     @property
     def has_stopped(self) -> bool:
         """Whether a failure was captured that ends the run."""
-        return self._session is not None and bool(self._session.snapshots) and self._plan.after == "stop"
+        return self._session is not None and self._session.has_failed and self._plan.after == "stop"
+
+    def ended_with(self, error: BaseException) -> None:
+        """The script ended with this exception."""
+        self._error = error
 
     def start(self, stack: contextlib.ExitStack) -> None:
         """Begin to watch; if that fails, say so and let the script run."""
@@ -134,6 +143,7 @@ class Watch:
                 command=redact_argv(plan.command),
                 overwrite=plan.overwrite,
                 quiet=plan.verbosity is Verbosity.QUIET,
+                verbose=plan.verbosity is Verbosity.VERBOSE,
                 history=plan.history,
                 watch=plan.watch,
                 on=plan.on,
@@ -141,13 +151,21 @@ class Watch:
             )
             self._session = stack.enter_context(session)
         except Exception as error:
+            self._has_failed = True
             say(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
+            if plan.verbosity is Verbosity.VERBOSE:
+                print_exception(error)
 
     def tell(self) -> None:
-        """Say what was captured and what to do next; forked children stay silent."""
-        if self._session is None or os.getpid() != self._process:
+        """Say what was captured and what to do next, or why nothing was; forked children stay silent."""
+        if os.getpid() != self._process:
             return
         with contextlib.suppress(OSError, ValueError):  # the script may have closed its streams
+            closing = self._session.closing if self._session is not None else closing_line(Seen(), self._error)
+            if closing is not None and not self._has_failed:
+                say(closing, self._plan.verbosity)
+            if self._session is None:
+                return
             for path, result in zip(self._session.snapshots, self._session.results, strict=True):
                 if self._plan.json:
                     print_json({**result, "path": str(path)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -399,16 +400,184 @@ def main(fail):
         raise SystemExit(9)
 """
 
+LOGGED = """
+import logging, sys
+try:
+    main("shape")
+except Exception:
+    logging.exception("training failed")
+    sys.exit(5)
+"""
 
-@pytest.mark.parametrize("fail", ["shape", "assert", "loop", "classes"])
-def test_the_traceback_is_the_one_that_python_prints(fail: str, run_python: Run, tmp_path: Path) -> None:
+PRINTED = """
+import traceback
+try:
+    main("classes")
+except Exception as error:
+    code = 1
+    traceback.print_exception(error)
+    print("given up")
+raise SystemExit(code)
+"""
+
+
+@pytest.mark.parametrize(("fail", "code"), [("shape", 3), ("assert", 1), ("loop", 1), ("classes", 3)])
+def test_the_traceback_is_the_one_that_python_prints(fail: str, code: int, run_python: Run, tmp_path: Path) -> None:
+    """What the script raises itself may be no failure, so its exit code stays its own."""
     plain, watched = run_both(TRAINING + f'\nmain("{fail}")\n', run_python, tmp_path)
-    assert plain.returncode == 1 and watched.returncode == 3
+    assert plain.returncode == 1 and watched.returncode == code
     assert without_own_lines(watched.stderr) == plain.stderr
     assert watched.stdout == plain.stdout
     assert [path.name for path in tmp_path.glob("*.pt")] == ["train-step3.repro.pt"]
     last_line = watched.stderr.splitlines()[-1]
     assert last_line.startswith("reprokit: next: reprokit ") and last_line.endswith("train-step3.repro.pt")
+
+
+@pytest.mark.parametrize(("script", "code"), [(LOGGED, 5), (PRINTED, 1)], ids=["logged", "printed"])
+def test_a_script_that_turns_the_exception_into_an_exit(
+    script: str, code: int, run_python: Run, tmp_path: Path
+) -> None:
+    """What it prints of the exception itself is as without reprokit, too."""
+    plain, watched = run_both(TRAINING + script, run_python, tmp_path)
+    assert (plain.returncode, watched.returncode) == (code, 3)
+    assert without_own_lines(watched.stderr) == plain.stderr and "Traceback" in plain.stderr
+    assert watched.stdout == plain.stdout
+    assert [path.name for path in tmp_path.glob("*.pt")] == ["train-step3.repro.pt"]
+
+
+HYDRA = """
+import hydra
+
+@hydra.main(version_base=None, config_path=None)
+def run(config):
+    main(config.fail)
+
+run()
+"""
+
+
+def test_an_exception_that_hydra_turns_into_an_exit(run_python: Run, tmp_path: Path) -> None:
+    pytest.importorskip("hydra")
+    (tmp_path / "train.py").write_text(TRAINING + HYDRA)
+    watched = run_python("-m", "reprokit", "capture", "train.py", "+fail=shape")
+    assert watched.returncode == 3 and "captured RuntimeError" in watched.stderr
+    assert "reprokit/capture" not in watched.stderr
+
+
+def exits_while_handling() -> None:
+    try:
+        shape_mismatch()
+    except RuntimeError:
+        raise SystemExit(1) from None
+
+
+def exits_afterwards() -> None:
+    with contextlib.suppress(IndexError):
+        class_out_of_range()
+    raise SystemExit("the training failed")
+
+
+def exits_after_an_exception_of_the_loop() -> None:
+    model, optimizer = plain_training()
+    try:
+        for step, x, y in batches():
+            loss = classify(model, x, y)
+            [0, 0, 0][step]
+            update(optimizer, loss)
+    except IndexError:
+        raise SystemExit(2) from None
+
+
+@pytest.mark.parametrize(
+    ("loop", "name", "call"),
+    [
+        (exits_while_handling, "RuntimeError", "torch.nn.functional.linear"),
+        (exits_afterwards, "IndexError", "torch.nn.functional.cross_entropy"),
+        (exits_after_an_exception_of_the_loop, "IndexError", None),
+    ],
+)
+def test_the_exception_behind_an_exit(
+    loop: Callable[[], None], name: str, call: str | None, tmp_path: Path
+) -> None:
+    snapshot = capture_raising(loop, SystemExit, tmp_path)
+    assert where(snapshot) == (BAD_STEP, "forward", call)
+    assert snapshot.failure.exception is not None and snapshot.failure.exception[0] == name
+    assert fidelity(snapshot) == EXACT
+
+
+def recovers_and_exits() -> None:
+    """The step that raised is tried again, and completed, before the script ends for another reason."""
+    model, optimizer = plain_training()
+    for step, x, y in batches():
+        if step == BAD_STEP:
+            with contextlib.suppress(RuntimeError):
+                classify(model, x[:, :3], y)
+        update(optimizer, classify(model, x, y))
+    raise SystemExit(1)
+
+
+def exits_well_after_an_exception() -> None:
+    with contextlib.suppress(RuntimeError):
+        shape_mismatch()
+    raise SystemExit(0)
+
+
+def is_interrupted_after_an_exception() -> None:
+    with contextlib.suppress(RuntimeError):
+        shape_mismatch()
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+@pytest.mark.parametrize("loop", [recovers_and_exits, exits_well_after_an_exception, is_interrupted_after_an_exception])
+def test_exits_for_other_reasons(loop: Callable[[], None], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit), Session(directory=tmp_path) as session:
+        loop()
+    assert session.snapshots == []
+
+
+def stopped_by_a_hook(model: nn.Module) -> None:
+    def stop(*_: object) -> None:
+        raise ValueError("enough")
+
+    model.register_forward_hook(stop)
+    model(torch.ones(1, 4))
+
+
+def stopped_by_an_assertion(model: nn.Module) -> None:
+    loss = classify(model, torch.ones(1, 4), torch.zeros(1, dtype=torch.long))
+    assert loss > 1000
+
+
+def stopped_by_a_wrapper(model: nn.Module) -> None:
+    try:
+        model(torch.ones(1, 9))
+    except RuntimeError as error:
+        raise ValueError("the batch is odd") from error
+
+
+def stopped_by_a_call(model: nn.Module) -> None:
+    int(str(model(torch.ones(1, 4))))
+
+
+@pytest.mark.parametrize(
+    ("stop", "is_failure"),
+    [
+        (stopped_by_a_hook, False),
+        (stopped_by_an_assertion, False),
+        (stopped_by_a_wrapper, True),
+        (stopped_by_a_call, True),
+    ],
+)
+def test_what_the_script_raises_itself_is_saved_but_not_called_a_failure(
+    stop: Callable[[nn.Module], None], is_failure: bool, tmp_path: Path
+) -> None:
+    model = plain_net()
+    with described_once(), pytest.raises((ValueError, AssertionError)), Session(directory=tmp_path) as session:
+        stop(model)
+    assert len(session.snapshots) == 1 and session.has_failed == is_failure
 
 
 @pytest.mark.parametrize(("fail", "code"), [("after", 1), ("exit", 9)])

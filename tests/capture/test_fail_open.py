@@ -36,6 +36,7 @@ from tests.capture.traps_checks import (
     check_caught,
     check_silent,
     classify,
+    complaints,
     described_once,
     divided_loss,
     ending,
@@ -76,7 +77,7 @@ GUARDS = {
 }
 # The guards, their callers, and what runs before or without a loop.
 WITHOUT_FAULTS = {"session", "hooks", "stack", "whole_calls", "options", "launch", "block", "structure", "rank_name"}
-NOT_IN_THESE_RUNS = {"exceptions", "warned", "words"}
+NOT_IN_THESE_RUNS = {"closing", "exceptions", "warned", "words"}
 PARTS = [part.name for part in pkgutil.iter_modules(reprokit.capture.__path__) if part.name not in WITHOUT_FAULTS]
 
 
@@ -188,7 +189,7 @@ def broken_promises(
     except BaseException as error:
         broken.append(f"the training ended with {error!r}")
     fault.is_armed = False
-    said = capsys.readouterr().err.splitlines()
+    said = complaints(capsys.readouterr().err)
     promises = {
         "a bit was changed": watched is None or same_bits(plain, watched),
         f"it said {said}": len(said) <= 1 and all(line.startswith("reprokit: ") for line in said),
@@ -262,7 +263,7 @@ def test_a_full_disk(
         watched = failing_at_once()
     assert session.snapshots == [] and list(tmp_path.iterdir()) == []
     assert same_bits(plain, watched)
-    lines = capsys.readouterr().err.splitlines()
+    lines = complaints(capsys.readouterr().err)
     assert len(lines) == 1 and "No space left on device" in lines[0]
 
 
@@ -272,7 +273,7 @@ def test_a_folder_that_is_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with described_once(), Session(directory=tmp_path / "gone") as session:
         watched = failing_at_once()
     assert session.snapshots == [] and same_bits(plain, watched)
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert len(complaints(capsys.readouterr().err)) == 1
 
 
 # -- odd arguments --------------------------------------------------------------------------------------------------

@@ -208,12 +208,13 @@ SCRIPTS = {
 
 
 def outcome(result: subprocess.CompletedProcess[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr without the tool's own lines.
+    """Exit code, stdout and stderr without the tool's own first line and its closing line.
 
     What multiprocessing's resource tracker says is left out: it is a process of its own, and on a busy machine it may
     complain about a semaphore of a spawned worker, with reprokit and without.
     """
-    lines = [line for line in result.stderr.splitlines() if not line.startswith("reprokit: watching ")]
+    own = ("reprokit: watching ", "reprokit: nothing was saved: ")
+    lines = [line for line in result.stderr.splitlines() if not line.startswith(own)]
     lines = [line for line in lines if "resource_tracker" not in line]
     return result.returncode, result.stdout, "\n".join(lines)
 

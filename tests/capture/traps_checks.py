@@ -196,6 +196,14 @@ def without_own_lines(text: str) -> str:
     return "".join(line for line in text.splitlines(True) if not line.startswith("reprokit:"))
 
 
+def complaints(text: str) -> list[str]:
+    """The lines on stderr but those that announce a failure that was found."""
+    return [line for line in text.splitlines() if not line.endswith(ANNOUNCEMENTS)]
+
+
+ANNOUNCEMENTS = ("; replaying the step", "; going back to find the step that made it")
+
+
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False

@@ -156,7 +156,8 @@ def test_a_failure_is_captured(captured: tuple[Path, subprocess.CompletedProcess
     *printed, summary = result.stdout.splitlines()
     assert printed == ["0", "1", "2"]
     assert json.loads(summary)["path"] == str(folder / "train-step3.repro.pt")
-    first, told, place, losses, following = result.stderr.splitlines()
+    first, found, told, place, losses, following = result.stderr.splitlines()
+    assert found == "reprokit: the loss is nan at step 3; replaying the step"
     assert first == "reprokit: watching `train.py`; a failing step goes to train-step<N>.repro.pt"
     assert told.startswith("reprokit: captured ")
     assert told.endswith(" -> train-step3.repro.pt")
@@ -195,8 +196,8 @@ def test_the_path_is_the_last_thing_said(run_reprokit: Run, tmp_path: Path) -> N
     ending = "import atexit, os, sys\natexit.register(lambda: print('bye', file=sys.stderr))\n"
     (tmp_path / "train.py").write_text(ending + NAN_SCRIPT + "os.chdir('/')\n")
     result = run_reprokit("capture", "train.py")
-    first, bye, *told = [line.split(":")[0] for line in result.stderr.splitlines()]
-    assert (first, bye, set(told)) == ("reprokit", "bye", {"reprokit"})
+    first, found, bye, *told = [line.split(":")[0] for line in result.stderr.splitlines()]
+    assert (first, found, bye, set(told)) == ("reprokit", "reprokit", "bye", {"reprokit"})
 
 
 def test_going_on_after_a_capture(run_reprokit: Run, tmp_path: Path) -> None:

@@ -1,0 +1,72 @@
+"""The closing line of a run that ended badly or had no step to judge: what was seen, why nothing was saved, what to do.
+
+A run that was judged and ended well has none. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+COMPILED = "the loop itself calls something compiled, which is not followed"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a capture saw of a run of which nothing was saved.
+
+    ``num_steps`` are the updates, made by an optimizer or by hand. ``unseen`` says in words what the capture cannot
+    follow. ``on`` are the kinds of failures that were asked for.
+    """
+
+    has_torch: bool = False
+    has_forward: bool = False
+    has_backward: bool = False
+    num_steps: int = 0
+    has_other_thread: bool = False
+    has_transform: bool = False
+    unseen: tuple[str, ...] = ()
+    on: tuple[str, ...] = ()
+
+
+def closing_line(seen: Seen, error: BaseException | None) -> str | None:
+    """The line, without the tool's name; ``None`` if steps were judged and the run ended well."""
+    ending = _ending(error)
+    if ending is None and seen.has_backward:
+        return None
+    reasons = list(_reasons(seen)) or [_why_not_saved(seen, error)]
+    return "; ".join([f"nothing was saved: {ending or reasons.pop(0)}", *reasons])
+
+
+def _ending(error: BaseException | None) -> str | None:
+    """How the run ended, ``None`` if well."""
+    if isinstance(error, SystemExit):
+        if error.code in (None, 0):
+            return None
+        return f"the script ended with exit code {error.code if isinstance(error.code, int) else 1}"
+    return f"the script ended with {type(error).__name__}" if error is not None else None
+
+
+def _reasons(seen: Seen) -> Iterator[str]:
+    """Why nothing could be judged, and what to do."""
+    if not seen.has_torch:
+        yield "torch was not imported"
+        return
+    if COMPILED in seen.unseen:
+        yield "compiled whole steps are not noted: set TORCH_COMPILE_DISABLE=1"
+    if seen.has_other_thread:
+        yield "a second thread trained, and only the first one is watched"
+    if seen.has_transform and not seen.has_backward:
+        yield "`torch.func` transforms are not followed: use `loss.backward()` or `torch.autograd.grad`"
+    elif not seen.has_backward:
+        yield f"{'forward passes but no' if seen.has_forward else 'no'} backward pass was seen, so no step was judged"
+
+
+def _why_not_saved(seen: Seen, error: BaseException | None) -> str:
+    """Why an ending is no failure of a step, when steps were judged."""
+    judged = f"{seen.num_steps} {'step was' if seen.num_steps == 1 else 'steps were'} judged and none was bad"
+    if not isinstance(error, Exception):
+        return judged
+    if "exception" not in seen.on:
+        return "exceptions were not asked for: add `--on exception`"
+    return f"the exception came from outside of a step; {judged}"

@@ -1,0 +1,147 @@
+"""The closing line: a run that ended badly, or in which nothing was judged, says what was seen and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import reprokit
+from reprokit.capture.closing import COMPILED, Seen, closing_line
+from tests.capture.traps_checks import batches, classify, plain_net, update
+from tests.conftest import Run
+
+JUDGED = Seen(has_torch=True, has_forward=True, has_backward=True, num_steps=5, on=("nonfinite", "exception"))
+
+
+@pytest.mark.parametrize("ending", [None, SystemExit(), SystemExit(0)])
+def test_a_run_that_was_judged_and_ended_well_has_no_line(ending: BaseException | None) -> None:
+    assert closing_line(JUDGED, ending) is None
+
+
+@pytest.mark.parametrize(
+    ("ending", "words"),
+    [
+        (OSError("x"), ("the script ended with OSError", "from outside of a step", "5 steps were judged")),
+        (SystemExit(2), ("exit code 2", "5 steps were judged")),
+        (SystemExit("no data"), ("exit code 1",)),
+        (KeyboardInterrupt(), ("KeyboardInterrupt", "none was bad")),
+    ],
+)
+def test_a_bad_ending_is_told(ending: BaseException, words: tuple[str, ...]) -> None:
+    line = closing_line(JUDGED, ending)
+    assert line is not None and "\n" not in line
+    assert all(word in line for word in words)
+
+
+def test_exceptions_that_were_not_asked_for_are_named() -> None:
+    line = closing_line(Seen(has_torch=True, has_backward=True, on=("nonfinite",)), ValueError())
+    assert line is not None and "--on exception" in line
+
+
+def test_a_compiled_whole_step_is_named() -> None:
+    line = closing_line(Seen(has_torch=True, has_forward=True, unseen=(COMPILED,)), None)
+    assert line is not None and "TORCH_COMPILE_DISABLE=1" in line
+
+
+# -- what is seen of a block ----------------------------------------------------------------------------------------
+
+
+def forward_only() -> None:
+    plain_net()(torch.ones(8, 4))
+
+
+def nothing_at_all() -> None:
+    torch.ones(3).sum()
+
+
+def transformed() -> None:
+    weight = torch.ones(3)
+    for _ in range(3):
+        weight = weight - 0.1 * torch.func.grad(lambda w: w.square().sum())(weight)
+
+
+def trained() -> None:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, x, y in batches():
+        update(optimizer, classify(model, x, y))
+
+
+def in_two_threads() -> None:
+    trained()
+    for _ in range(2):
+        thread = threading.Thread(target=trained)
+        thread.start()
+        thread.join()
+    raise OSError("no space left")
+
+
+def failing_between_steps() -> None:
+    trained()
+    raise OSError("no space left")
+
+
+LINES: dict[Callable[[], None], tuple[str, ...]] = {
+    forward_only: ("forward passes but no backward pass was seen",),
+    nothing_at_all: ("no backward pass was seen",),
+    transformed: ("`torch.func` transforms are not followed",),
+    trained: (),
+    in_two_threads: ("second thread",),
+    failing_between_steps: ("ended with OSError", "outside of a step", "6 steps were judged"),
+}
+
+
+@pytest.mark.parametrize("loop", LINES, ids=lambda loop: loop.__name__)
+def test_what_was_seen(loop: Callable[[], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(OSError), reprokit.capture(tmp_path / "x.pt"):
+        loop()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == bool(LINES[loop])
+    assert all(words in lines[0] for words in LINES[loop])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_quiet_block_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with reprokit.capture(tmp_path / "x.pt", quiet=True):
+        forward_only()
+    assert capsys.readouterr().err == ""
+
+
+# -- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "words"),
+    [
+        ("print(1)", 0, "torch was not imported"),
+        ("import torch\ntorch.nn.Linear(1, 1)(torch.ones(1))", 0, "forward passes but no backward pass"),
+        ("import sys\nsys.exit(4)", 4, "exit code 4; torch was not imported"),
+        ("import torch\nopen('missing')", 1, "ended with FileNotFoundError; no backward pass"),
+    ],
+)
+def test_the_line_comes_last(script: str, code: int, words: str, run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(script)
+    result = run_reprokit("capture", "train.py")
+    assert result.returncode == code
+    assert words in result.stderr.splitlines()[-1] and result.stderr.count("nothing was saved") == 1
+
+
+def test_a_verbose_capture_shows_its_own_error_in_full(run_reprokit: Run, tmp_path: Path) -> None:
+    """The folder is gone when the step is to be saved."""
+    script = """
+import os, torch
+w = torch.zeros(1, requires_grad=True)
+os.rmdir(os.getcwd())
+(w / w).sum().backward()
+w.data -= w.grad
+"""
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "train.py").write_text(script.replace("os.getcwd()", repr(str(tmp_path / "gone"))))
+    result = run_reprokit("capture", "-v", "-o", "gone/x.pt", "train.py")
+    assert result.returncode == 0 and "could not save the failing step" in result.stderr
+    assert "Traceback" in result.stderr and "reprokit/capture/saving.py" in result.stderr
