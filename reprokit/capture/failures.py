@@ -185,7 +185,7 @@ class Failures:
         elif len(starts) == 1 and starts[0].numel() == 1:
             what = f"the loss is {starts[0].item()}"
         else:
-            what = f"a {noticed.observed_at} is nan or inf"
+            what = f"a {'buffer' if noticed.observed_at == 'output' else noticed.observed_at} is nan or inf"
         doing = "going back to find the step that made it" if noticed.is_late else "replaying the step"
         return f"{what} at step {self._training.iterations.completed}; {doing}"
 
