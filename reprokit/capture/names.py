@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -95,10 +96,12 @@ class Names:
         for tensor in list(iter_tensors(value))[:64] if not isinstance(value, torch.Tensor) else [value]:
             self._origins.setdefault(id(tensor), Origin(name))
 
-    def name_roots(self) -> None:
-        """Name parameters and buffers; to be called before other names are added."""
+    def name_roots(self, names: Mapping[int, str]) -> None:
+        """Name parameters and buffers, behind the root's name where ``names`` has it; to be called before other names
+        are added."""
         for module in sorted(self._roots, key=lambda root: -sum(1 for _ in root.parameters())):
+            root = f"{names[id(module)]}." if id(module) in names else ""
             for name, parameter in module.named_parameters():
-                self._origins.setdefault(id(parameter), Origin(name, "parameter"))
+                self._origins.setdefault(id(parameter), Origin(root + name, "parameter"))
             for name, buffer in module.named_buffers():
-                self._origins.setdefault(id(buffer), Origin(name, "buffer"))
+                self._origins.setdefault(id(buffer), Origin(root + name, "buffer"))

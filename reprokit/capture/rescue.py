@@ -152,7 +152,7 @@ def _names(step: FailedStep, frame: FrameType | None) -> Names:
     names = Names()
     for module in step.modules:
         names.add_root(module)
-    names.name_roots()
+    names.name_roots(root_names(step.modules, frame))
     for entry in step.all_entries:
         names.add_arguments(entry)
     names.add_locals(frame)

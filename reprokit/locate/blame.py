@@ -256,6 +256,9 @@ class _Walk:
         failure = Failure(
             phase, kind_of(way), way, display_name(call.target), index, None, module_of(call), call.site, value
         )
+        if phase == "forward" and value not in call.output_refs():
+            written = (item.name for item in self._program.inputs if item.value == value)
+            failure = replace(failure, input_name=next(written, None))
         return _with_place(failure, self._notes, index, value, way)
 
     def _last_differentiation(self, before: int) -> int:

@@ -28,7 +28,7 @@ _ROLES = {
     **dict.fromkeys(("log", "log2", "log10", "entr"), ("logarithm",)),
 }
 _FIRST = ("input", "self", "tensor", "x", "A")
-_REVERSED = ("__rtruediv__", "__rdiv__", "__rpow__", "__rsub__", "rsub", "__rmod__")
+REVERSED = ("__rtruediv__", "__rdiv__", "__rpow__", "__rsub__", "rsub", "__rmod__")
 _BUILTIN_DEFAULTS = {("cosine_similarity", "eps"): 1e-8, ("cosine_similarity", "dim"): 1}  # these have no signature
 VIEWS = frozenset([
     "view", "reshape", "unsqueeze", "squeeze", "expand", "expand_as", "transpose", "permute", "flatten", "unflatten",
@@ -70,7 +70,7 @@ def _position(call: Call, role: str) -> int:
     roles = _ROLES.get(short_name(call), ())
     if role in roles:
         position = roles.index(role)
-        return len(roles) - 1 - position if call.name in _REVERSED else position
+        return len(roles) - 1 - position if call.name in REVERSED else position
     if role in ("x", "y"):
         return "xy".index(role)
     parameters = list(_parameters(call))

@@ -31,8 +31,10 @@ class Failure:
     ``phase``: ``forward``, ``backward`` or ``optimizer``. ``kind``: ``nan``, ``inf`` or ``exception``, and in a
     reduction also ``mismatch`` and ``function`` (the user's own check); ``way`` tells ``+inf`` from ``-inf``, and names
     the reference or the function.
-    ``call`` and ``call_index`` name the origin, ``None`` when an input of the program was bad already (then
-    ``input_name`` says which), or when only the whole step shows the failure.
+    ``call`` and ``call_index`` name the origin, ``None`` when an input of the program was bad already, or when only the
+    whole step shows the failure. ``input_name`` is the input that was bad already, or the one that the origin wrote the
+    bad value into besides its results (``running_var``). ``is_overflow``: in float64 the result is a number that the
+    dtype cannot hold; only a check that asks for it looks.
     ``value`` is, for forward, the origin's bad output; for backward, the input of the forward call whose gradient is
     bad; for optimizer, the parameter that turned bad. ``element`` is the index of its first bad element.
     ``drop``: the loss is finite because a later call drops NaN values, and the backward pass multiplies zero with them.
@@ -53,6 +55,7 @@ class Failure:
     input_name: str | None = None
     exception: tuple[str, str] | None = None
     drop: Drop | None = None
+    is_overflow: bool = False
 
     @property
     def is_of_whole_step(self) -> bool:

@@ -8,14 +8,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Ref, iter_refs
+from reprokit.shrink.exact import Origin
 
 Test = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Verdict(Enum):
+    """Whose doing a failure is: ``DEFINED`` if the function is defined to give it, ``BETTER`` if its definition gives a
+    finite number that fits the dtype, ``OPEN`` if float64 is not finite either and no rule says why."""
+
+    DEFINED = "defined"
+    BETTER = "better"
+    OPEN = "open"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +34,15 @@ class Edge:
     """What explains a failure.
 
     ``words`` go into a title, behind "log returns nan". ``fact`` is a sentence about the function without its
-    ends, ``wanted`` what a finite result takes. ``value`` is the operand in question. When not ``is_by_definition``,
-    the function could have done better. ``is_forward_finite``: whether a gradient went bad behind a finite result.
+    ends, ``wanted`` what a finite result takes. ``values`` are the operands in question.
+    ``is_forward_finite``: whether a gradient went bad behind a finite result.
     """
 
     words: str
     fact: str
     wanted: str
-    value: int | None = None
-    is_by_definition: bool = True
+    values: tuple[int, ...] = ()
+    verdict: Verdict = Verdict.DEFINED
     is_forward_finite: bool = True
 
 
@@ -45,25 +56,21 @@ class Given:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     results: tuple[torch.Tensor, ...]
+    origin: Origin | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors among the arguments."""
         return [tensor for tensor in _tensors((self.args, dict(self.kwargs))) if tensor.numel()]
 
-    @property
-    def result(self) -> torch.Tensor | None:
-        """The first floating-point result."""
-        return next((tensor for tensor in self.results if tensor.is_floating_point()), None)
-
     def option(self, name: str, position: int, default: Any) -> Any:
         """An argument by its name or position."""
         return self.kwargs.get(name, self.args[position] if position < len(self.args) else default)
 
-    def value(self, position: int) -> int | None:
-        """The value number of an argument, ``None`` for a number."""
-        argument = self.call.args[position] if position < len(self.call.args) else None
-        return argument.value if isinstance(argument, Ref) else None
+    def value(self, *positions: int) -> tuple[int, ...]:
+        """The value numbers of arguments; a number has none."""
+        arguments = [self.call.args[position] for position in positions if position < len(self.call.args)]
+        return tuple(dict.fromkeys(argument.value for argument in arguments if isinstance(argument, Ref)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +199,7 @@ def _quotient(given: Given) -> Edge | None:
     if way == "nan" and bool(((above == 0) & at_zero).any()):
         return Edge("for 0 / 0", "0 / 0 is NaN", *never_zero)
     if way == "nan" and bool((above.isinf() & below.isinf()).any()):
-        return Edge("for inf / inf", "inf / inf is NaN", "finite operands", given.value(1))
+        return Edge("for inf / inf", "inf / inf is NaN", "finite operands", given.value(0, 1))
     if way in _INFINITE and bool(((above != 0) & at_zero).any()):
         return Edge("for a divisor of zero", "a number divided by zero is infinite", *never_zero)
     return None
@@ -317,7 +324,7 @@ def _infinite_operand(given: Given) -> Edge | None:
     tensors, refs = _tensors((given.args, given.kwargs)), iter_refs((given.call.args, given.call.kwargs))
     infinite = (ref for ref, tensor in zip(refs, tensors, strict=False) if bool(tensor.isinf().any()))
     found = next(infinite, None) if given.failure.way == "nan" else None
-    return Edge("with an infinite operand", _INDEFINITE, "finite operands", found.value) if found is not None else None
+    return Edge("with an infinite operand", _INDEFINITE, "finite operands", (found.value,)) if found else None
 
 
 FORWARD_RULES = (

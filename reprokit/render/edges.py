@@ -9,70 +9,36 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from reprokit.errors import ReprokitError
+from reprokit.locate.calls import REVERSED, short_name
 from reprokit.locate.failure import Drop, Failure
 from reprokit.locate.ways import ways_of
 from reprokit.program.functions import UnknownFunction, function_named
 from reprokit.program.ir import Call, Program, iter_refs
 from reprokit.program.run import Tensors, bind_arguments, run
 from reprokit.render import wording
-from reprokit.render.domains import BACKWARD_RULES, FORWARD_RULES, Edge, Given
-from reprokit.render.ranges import measure
+from reprokit.render.domains import BACKWARD_RULES, FORWARD_RULES, Edge, Given, Verdict
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.checks.references import in_dtype
+from reprokit.shrink.checks.references import default_dtype, in_dtype
+from reprokit.shrink.constants import is_number
+from reprokit.shrink.exact import Origin, origin_of
+from reprokit.shrink.naming import parameter_of
 
-_REVERSED = {"rtruediv": "div", "rdiv": "div", "rpow": "pow"}
-_SAME = {
-    "truediv": "div", "true_divide": "div", "divide": "div", "itruediv": "div", "idiv": "div", "ipow": "pow",
-    "arccos": "acos", "arcsin": "asin", "float_power": "pow",
-}  # fmt: skip
-# Sums of products: that one of them overflows on the way is floating-point arithmetic, not a defect.
-_SUMS_OF_PRODUCTS = frozenset(
-    (
-        "linear",
-        "matmul",
-        "mm",
-        "bmm",
-        "addmm",
-        "baddbmm",
-        "einsum",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "rnn_relu",
-        "rnn_tanh",
-    )
-)
+# What overflows inside of a function whose result would fit: floating-point arithmetic, not a defect.
+_PRODUCTS = ("linear", "matmul", "mm", "mv", "bmm", "addmm", "addmv", "baddbmm", "dot", "einsum", "bilinear",
+             "conv1d", "conv2d", "conv3d", "rnn_relu", "rnn_tanh", "scaled_dot_product_attention")  # fmt: skip
+_SQUARES = ("norm", "vector_norm", "matrix_norm", "normalize", "mse_loss", "huber_loss", "cdist", "pairwise_distance",
+            "cosine_similarity", "std", "var", "std_mean", "var_mean", "batch_norm", "layer_norm", "group_norm",
+            "instance_norm", "rms_norm")  # fmt: skip
+_SUMS = ("sum", "mean", "cumsum", "trace", "l1_loss", "avg_pool1d", "avg_pool2d", "adaptive_avg_pool2d")
+_INNER = {**dict.fromkeys(_PRODUCTS, "products"), **dict.fromkeys(_SQUARES, "squares"), **dict.fromkeys(_SUMS, "sums")}
 _NAMES_OF_EPS = ("eps", "epsilon")
-
-
-@dataclass(slots=True)
-class _Look:
-    """An observer that keeps what one call was given and gave."""
-
-    index: int
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    results: tuple[torch.Tensor, ...] = ()
-
-    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Keep the arguments."""
-        if index == self.index and not call.is_optimizer_step:
-            args, kwargs = bind_arguments(call, values)
-            self.args, self.kwargs = _copied(args), _copied(kwargs)
-
-    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Keep the results."""
-        if index == self.index:
-            wanted = call.kwargs["params"] if call.is_optimizer_step else call.outputs
-            found = (values.get(ref.value) for ref in iter_refs(wanted))
-            self.results = tuple(value.detach().clone() for value in found if value is not None)
 
 
 def find_edge(program: Program, tensors: Tensors, failure: Failure) -> Edge | None:
@@ -102,26 +68,17 @@ def _dropped(drop: Drop) -> Edge:
 
 def observe(program: Program, tensors: Tensors, failure: Failure) -> Given | None:
     """The origin as it ran; ``None`` without one, or when the program cannot be run here."""
-    if failure.call_index is None:
+    origin = origin_of(program, tensors, failure)
+    if origin is None:
         return None
-    call, look = program.calls[failure.call_index], _Look(failure.call_index)
-    try:
-        run(program, tensors, observer=look)
-    except (ReprokitError, UnknownFunction, RuntimeError):
-        return None
-    args, name = look.args, call.name.strip("_")
-    if name in _REVERSED:
-        name, args = _REVERSED[name], args[::-1]
-        call = Call(call.target, call.args[::-1], call.kwargs, call.outputs)
-    return Given(_SAME.get(name, name), call, failure, args, look.kwargs, look.results)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, (list, tuple)):
-        return tuple(_copied(item) for item in value)
-    return {name: _copied(item) for name, item in value.items()} if isinstance(value, dict) else value
+    call, is_step = origin.call, origin.call.is_optimizer_step
+    args, kwargs = bind_arguments(call, origin.given) if not is_step else ((), {})
+    made = (ref.value for ref in iter_refs(call.kwargs["params"] if is_step else call.outputs))
+    results = tuple(origin.made[value] for value in dict.fromkeys(made) if value in origin.made)
+    name = short_name(call)
+    if call.name in REVERSED:
+        call, args = replace(call, args=call.args[::-1]), args[::-1]
+    return Given(name, call, failure, args, kwargs, results, origin)
 
 
 def _bad_number(given: Given) -> Edge | None:
@@ -137,59 +94,85 @@ def _bad_number(given: Given) -> Edge | None:
 
 
 def _in_double(given: Given, program: Program, tensors: Tensors) -> Edge | None:
-    """What float64 makes of the same program says whether the result fits the dtype at all."""
-    result = given.result
-    if result is None or result.dtype is torch.float64 or given.failure.phase == "backward":
+    """What float64 makes of the same operands says whether the result fits the dtype at all."""
+    origin, is_backward = given.origin, given.failure.phase == "backward"
+    bad = origin.bad if origin is not None else None
+    if origin is None or bad is None:
         return None
-    if not any(map(ways_of, given.results)):
-        return None  # here it does not fail
-    limit = torch.finfo(result.dtype).max
-    lost = _lost_eps(given, result.dtype)
+    lost = _lost_eps(given, bad.dtype) if any(map(ways_of, origin.made.values())) and not is_backward else None
     if lost is not None:
         return lost
-    exact = _exact(given, program, tensors)
+    exact = _exact_gradient(given.failure, program, tensors) if is_backward else origin.exact(given.failure.way)
+    return _compared(given, origin, exact, bad.dtype)
+
+
+def _compared(given: Given, origin: Origin, exact: float | None, dtype: torch.dtype) -> Edge:
+    """What follows from the largest magnitude in float64; ``None`` stands for one that is not finite."""
+    limit, name, is_backward = torch.finfo(dtype).max, _short(dtype), given.failure.phase == "backward"
+    deciding = origin.deciding() if not is_backward else ()
     if exact is None:
-        return None
-    name, value = _dtype(result), given.value(0)
+        return Edge("", _why_open(dtype, is_backward), "other operands", deciding, Verdict.OPEN)
+    wanted, what = f"operands small enough for {name}", _bad_name(given, origin)
     if exact > limit:
-        fact = f"the exact result, about {exact:.3g}, is above the largest {name} number, {limit:.5g}"
-        return Edge(f"for a result above {limit:.5g}", fact, f"operands small enough for {name}", value)
-    if given.name in _SUMS_OF_PRODUCTS:
-        fact = f"its products overflow {name} on the way, whose largest number is {limit:.3g}"
-        return Edge(f"where products overflow {name}", fact, f"operands small enough for {name}", value)
+        fact = f"the exact {what}, about {exact:.3g}, is above the largest {name} number, {limit:.5g}"
+        words = f"for a {what if '`' not in what else 'value'} above {limit:.5g}"
+        return Edge(words, fact, wanted, deciding)
+    inner = _INNER.get(given.name)
+    if inner is not None and (is_backward or _bound(inner, origin) > limit):
+        fact = f"its {inner} overflow {name} on the way, whose largest number is {limit:.3g}"
+        return Edge(f"where {inner} overflow {name}", fact, wanted, deciding)
     fact = f"float64 gives about {exact:.3g}, which {name} can hold"
-    return Edge(f"although float64 gives {exact:.3g}", fact, "", value, is_by_definition=False)
+    return Edge(f"although float64 gives {exact:.3g}", fact, "", deciding, Verdict.BETTER)
 
 
-def _exact(given: Given, program: Program, tensors: Tensors) -> float | None:
-    """The largest magnitude of what the origin gives in float64, ``None`` when that is not finite either."""
+def _why_open(dtype: torch.dtype, is_backward: bool) -> str:
+    if dtype in (torch.float64, torch.complex128):
+        return f"there is no wider dtype than {_short(dtype)} to compare with"
+    return f"{'the gradient' if is_backward else 'the result'} in float64 is not finite either, or could not be had"
+
+
+def _bad_name(given: Given, origin: Origin) -> str:
+    """What went bad: the gradient, the result, or the argument that the call wrote into by its parameter's name."""
+    if given.failure.phase == "backward":
+        return "gradient"
+    if origin.value is None or origin.value in origin.call.output_refs() or origin.call.is_optimizer_step:
+        return "result"
+    return f"`{parameter_of(origin.call, origin.value) or 'statistic'}`"
+
+
+def _bound(inner: str, origin: Origin) -> float:
+    """The largest number that products, squares or sums inside of a call can come to, or more."""
+    sizes = [tensor.detach().abs().double() for tensor in origin.given.values() if is_number(tensor)]
+    if inner == "products":
+        peaks = sorted(float(size.max()) for size in sizes)
+        return math.prod(peaks[-2:]) * max(size.numel() for size in sizes)
+    return max(float((size.square() if inner == "squares" else size).sum()) for size in sizes)
+
+
+def _exact_gradient(failure: Failure, program: Program, tensors: Tensors) -> float | None:
+    """The largest magnitude in float64 of the gradient that is bad, ``None`` when it is not finite or not that of an
+    input."""
     wide = in_dtype(Candidate(program, tensors), torch.float64)
-    target = program.calls[given.failure.call_index or 0].target
-    same = (
-        n for n, call in enumerate(wide.program.calls) if (call.target, call.outputs) == (target, given.call.outputs)
-    )
-    index = next(same, None)
-    if index is None:
-        return None
-    look = _Look(index)
     try:
-        run(wide.program, wide.tensors, observer=look)
+        with default_dtype(torch.float64):
+            outcome = run(wide.program, wide.tensors)
     except (ReprokitError, UnknownFunction, RuntimeError):
         return None
-    found = [measure(tensor) for tensor in look.results if tensor.is_floating_point()]
-    highs = [seen.high for seen in found if seen.high is not None]
-    return max(highs, default=None) if not any(seen.is_bad for seen in found) else None
+    gradient = outcome.gradients.get(failure.value) if failure.value is not None else None
+    if gradient is None or outcome.error is not None or ways_of(gradient):
+        return None
+    return float(gradient.abs().max())
 
 
 def _lost_eps(given: Given, dtype: torch.dtype) -> Edge | None:
     """An epsilon that is zero in the dtype, so that it protects nothing."""
     for name, number in _epsilons(given):
         if number > 0 and float(torch.tensor(number, dtype=torch.float64).to(dtype)) == 0.0:
-            short = str(dtype).removeprefix("torch.")
+            short = _short(dtype)
             fact = (
                 f"`{name}={number:g}` rounds to zero in {short}, so it no longer keeps the denominator from being zero"
             )
-            return Edge(f"because {name}={number:g} is 0 in {short}", fact, "", None, is_by_definition=False)
+            return Edge(f"because {name}={number:g} is 0 in {short}", fact, "", verdict=Verdict.BETTER)
     return None
 
 
@@ -213,5 +196,5 @@ def _defaults(call: Call) -> dict[str, Any]:
         return {}
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

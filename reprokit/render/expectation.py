@@ -10,11 +10,12 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from reprokit.locate.calls import VIEWS, short_name
 from reprokit.locate.failure import EXCEPTION, Failure, label_of
-from reprokit.program.functions import display_name
+from reprokit.program.functions import GRAD_READ, display_name
 from reprokit.program.ir import Call, Input, Program
 from reprokit.render import wording
-from reprokit.render.domains import Edge
+from reprokit.render.domains import Edge, Verdict
 from reprokit.render.edges import find_edge
 from reprokit.snapshot.redact import redact_text
 
@@ -44,40 +45,6 @@ _UNABLE = re.compile(
     r"not (yet )?(implemented|supported)|unsupported|out of memory|CUDA (\w+ )?error|CUBLAS|CUDNN|NCCL|HIP error",
     re.IGNORECASE,
 )
-# What passes a value on as it is: the step that made the value is the one before.
-_PASSING = frozenset(
-    (
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "transpose",
-        "permute",
-        "squeeze",
-        "unsqueeze",
-        "expand",
-        "contiguous",
-        "clone",
-        "detach",
-        "to",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "type_as",
-        "unbind",
-        "split",
-        "chunk",
-        "select",
-        "narrow",
-        "__getitem__",
-        "movedim",
-        "t",
-        "dropout",
-    )
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Expectation:
     """``words`` are for the title, the rest are sentences; ``owner`` is whose code it belongs to.
@@ -99,16 +66,18 @@ class Expectation:
 
 def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectation:
     """What to say of a failure: judged by the smallest program there is, told with the places of the snapshot."""
-    source = reduction if reduction is not None else snapshot
-    edge = find_edge(source.program, source.tensors, source.failure)
-    failure = source.failure
+    recorded = find_edge(snapshot.program, snapshot.tensors, snapshot.failure)
+    edge, failure = recorded, snapshot.failure
+    if reduction is not None:
+        edge, failure = find_edge(reduction.program, reduction.tensors, reduction.failure), reduction.failure
+    operands = _operands(edge, recorded, reduction)
     owner = _owner(snapshot, failure, edge)
     observed = wording.observed(failure, is_forward_finite=edge is None or edge.is_forward_finite)
     return Expectation(
         edge.words if edge is not None else "",
         _with_training(observed, snapshot.failure, failure),
         _expected(failure, edge),
-        _remark(snapshot, failure, edge, owner),
+        _remark(snapshot, failure, edge, operands, owner),
         owner,
     )
 
@@ -142,41 +111,54 @@ def _expected(failure: Failure, edge: Edge | None) -> str:
         return wording.expected(failure)
     about = "a finite gradient" if failure.phase == "backward" else "a finite result"
     about = "a finite parameter after the step" if failure.call and failure.call.startswith("torch.optim.") else about
-    if not edge.is_by_definition:
+    if edge.verdict is Verdict.BETTER:
         return f"{about[0].upper()}{about[1:]}: {edge.fact}."
     name = wording.code_span(wording.short_call(failure))
-    return (
-        f"{about[0].upper()}{about[1:]}, which needs {edge.wanted}. "
-        f"For what it is given, {name} does what it is defined to do: {edge.fact}."
-    )
+    needs = f"{about[0].upper()}{about[1:]}, which needs {edge.wanted}."
+    if edge.verdict is Verdict.OPEN:
+        return f"{needs} No check shows a defect of {name}: {edge.fact}."
+    return f"{needs} For what it is given, {name} does what it is defined to do: {edge.fact}."
 
 
-def _remark(snapshot: Snapshot, failure: Failure, edge: Edge | None, owner: str) -> str:
-    """Where the operand came from, and whom that concerns."""
+def _operands(edge: Edge | None, recorded: Edge | None, reduction: Reduction | None) -> tuple[int, ...]:
+    """The operands in question, as the captured step has them where it shows them, without those that were found to be
+    free."""
+    values = (recorded.values if recorded is not None else ()) or (edge.values if edge is not None else ())
+    if reduction is None:
+        return values
+    free = {item["input"] for item in reduction.explain if item["free"]}
+    named = {item.value for item in reduction.program.inputs if item.name in free}
+    return tuple(value for value in values if value not in named)
+
+
+def _remark(
+    snapshot: Snapshot, failure: Failure, edge: Edge | None, operands: tuple[int, ...], owner: str
+) -> str:
+    """Where the operands came from, and whom that concerns."""
     whom = {OWN: "the training code rather than PyTorch", TORCH: "PyTorch"}.get(owner, f"`{owner}`")
     if is_refusal(failure):
         return f"Why it is given these arguments is a question about {whom}."
-    if edge is None or not edge.is_by_definition:
+    if edge is None or edge.verdict is Verdict.BETTER:
         return ""
-    origin = _made_by(snapshot, edge.value)
-    why = "Why it has the values it has" if origin else "Why it is given these values"
-    return f"{origin}{why} is a question about {whom}."
+    origins = list(filter(None, (_origin_of(snapshot, value) for value in operands)))
+    if not origins:
+        return f"Why it is given these values is a question about {whom}."
+    several = len(origins) > 1
+    what = f"these operands are {wording.listed(origins)}" if several else f"this operand is {origins[0]}"
+    why = "they have the values they have" if several else "it has the values it has"
+    return f"In the training step {what}. Why {why} is a question about {whom}."
 
 
-def _made_by(snapshot: Snapshot, value: int | None) -> str:
-    """How the training step came by a value, as a sentence with a space behind it."""
+def _origin_of(snapshot: Snapshot, value: int) -> str:
+    """How the training step came by a value: an input of it, or the result of a call."""
     failing = snapshot.failure.call_index
-    if value is None or failing is None:
-        return ""
-    made = _maker(snapshot.program, value, failing)
+    made = _maker(snapshot.program, value, failing) if failing is not None else None
     if isinstance(made, Input):
         role = {"parameter": "the parameter", "buffer": "the buffer", "state": "the optimizer state"}.get(
             made.role, "an input of the step,"
         )
-        return f"In the training step this operand is {role} {wording.code_span(made.name)}. "
-    if made is None:
-        return ""
-    return f"In the training step this operand is made by {wording.code_span(display_name(made.target))}{place(made)}. "
+        return f"{role} {wording.code_span(made.name)}"
+    return f"made by {wording.code_span(display_name(made.target))}{place(made)}" if made is not None else ""
 
 
 def place(call: Call) -> str:
@@ -193,7 +175,7 @@ def _maker(program: Program, value: int, before: int) -> Call | Input | None:
     for call in reversed(program.calls[:before]):
         if value in call.output_refs():
             operands = call.input_refs()
-            if call.name not in _PASSING or not operands:
+            if not operands or (short_name(call) not in VIEWS and call.name != "dropout") or call.target == GRAD_READ:
                 return call
             value = operands[0]
     return next((item for item in program.inputs if item.value == value), None)
@@ -207,9 +189,9 @@ def _owner(snapshot: Snapshot, failure: Failure, edge: Edge | None) -> str:
         message = failure.exception[1] if failure.exception is not None else ""
         kind = failure.exception[0] if failure.exception is not None else ""
         return TORCH if any(word in f"{kind} {message}" for word in _INTERNAL) else OWN
-    if failure.kind == "function" or (failure.call is None and failure.kind != "mismatch"):
-        return OWN
-    return OWN if edge is not None and edge.is_by_definition else TORCH
+    if failure.kind == "mismatch":
+        return TORCH
+    return TORCH if edge is not None and edge.verdict is Verdict.BETTER else OWN
 
 
 def _library(snapshot: Snapshot) -> str | None:

@@ -76,7 +76,8 @@ def origin(failure: Failure) -> str:
     """The call that it began with, or what there is in its place."""
     if failure.call is not None:
         node = f" ({failure.backward_node})" if failure.backward_node else ""
-        return f"`{failure.call}`{node}"
+        into = f", into {wording.code_span(wording.written(failure))}" if wording.written(failure) else ""
+        return f"`{failure.call}`{node}{into}"
     if failure.input_name is not None:
         return f"the input {wording.code_span(failure.input_name)}, bad before the first call reads it"
     return "the training loop's own code" if failure.exception is not None else "unknown"

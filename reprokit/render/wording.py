@@ -81,7 +81,13 @@ def headline(failure: Failure) -> str:
         return f"gradient of {call} is {kind}"
     if failure.phase == "optimizer" and failure.call.startswith("torch.optim."):
         return f"{call} makes a parameter {kind}"
-    return f"{call} returns {kind}"
+    return f"{call} writes {kind} into {written(failure)}" if written(failure) else f"{call} returns {kind}"
+
+
+def written(failure: Failure) -> str:
+    """The input that the origin wrote the bad value into, by the last part of its name; empty for a result."""
+    is_written = failure.call is not None and failure.phase == "forward" and failure.input_name is not None
+    return str(failure.input_name).rpartition(".")[2] if is_written else ""
 
 
 def observed(failure: Failure, *, is_forward_finite: bool = True) -> str:
@@ -106,7 +112,8 @@ def observed(failure: Failure, *, is_forward_finite: bool = True) -> str:
     if failure.phase == "optimizer" and failure.call.startswith("torch.optim."):
         return f"{name} turns a finite parameter with a finite gradient into {kind}."
     inside = ", called in the optimizer step," if failure.phase == "optimizer" else ""
-    return f"{name}{inside} returns {kind} although none of its inputs is {failure.way or kind}."
+    what = f"writes {kind} into `{written(failure)}`" if written(failure) else f"returns {kind}"
+    return f"{name}{inside} {what} although none of its inputs is {failure.way or kind}."
 
 
 def _observed_drop(failure: Failure, drop: Drop) -> str:
@@ -141,7 +148,7 @@ def expected(failure: Failure) -> str:
         return "A finite gradient."
     if failure.phase == "optimizer":
         return "A finite parameter after the step."
-    return f"A finite result: nothing that it is given is {kind_words(failure)}."
+    return "A finite result."
 
 
 def shown_names(reduction: Reduction, names: Mapping[str, str]) -> dict[str, str]:
@@ -170,10 +177,10 @@ def what_matters(reduction: Reduction, names: Mapping[str, str]) -> str:
     """Which parts are free, which matter, and the nearest variant that passes, in up to three sentences."""
     words = explained(reduction, names)
     free, matters = ([_named(name) for name, text in words if text == wanted] for wanted in (_FREE, _MATTERS))
-    sentences = [f"Every value of {_listed(free)} that was tried fails."] if free else []
+    sentences = [f"Every value of {listed(free)} that was tried fails."] if free else []
     if matters:
         subject, verb = ("value", "matters") if len(matters) == 1 else ("values", "matter")
-        sentences.append(f"The {subject} of {_listed(matters)} {verb}.")
+        sentences.append(f"The {subject} of {listed(matters)} {verb}.")
     if reduction.nearest is not None:
         new, old = nearest_words(reduction.nearest, names)
         sentences.append(f"It passes with {code_span(new)} instead of {code_span(old)}.")
@@ -204,7 +211,8 @@ def _constant_name(item: Mapping[str, Any]) -> str:
     return f"{argument} of {f'the {operation}' if operation else name.lstrip('_')}"
 
 
-def _listed(words: list[str]) -> str:
+def listed(words: list[str]) -> str:
+    """Words with commas and an ``and``."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 

@@ -20,13 +20,14 @@ _TELLING = frozenset({"weight", "bias", "target", "mask", "index", "indices", "r
 def unique_name(call: Call | None, value: int, taken: Sequence[Input]) -> str:
     """A name for the value that ``call`` reads, other than those of the inputs that are there."""
     used = {item.name for item in taken}
-    parameter = _parameter(call, value) if call is not None else None
+    parameter = parameter_of(call, value) if call is not None else None
     names = (parameter, *_OPERANDS) if parameter in _TELLING else _OPERANDS
     free = next((name for name in names if name is not None and name not in used), None)
     return free if free is not None else f"x{value}"
 
 
-def _parameter(call: Call, value: int) -> str | None:
+def parameter_of(call: Call, value: int) -> str | None:
+    """What the function calls the argument that a value is in; ``None`` if it does not say."""
     for name, argument in call.kwargs.items():
         if any(ref.value == value for ref in iter_refs(argument)):
             return name

@@ -26,9 +26,9 @@ ACCUMULATION = "AccumulateGrad"
 class Signature:
     """What must stay the same. ``call`` is ``None`` when an input was bad already; then ``input`` says which.
 
-    ``position`` is where in the origin's arguments the input with the bad gradient stands. ``drop`` is ``given`` or
-    ``made`` if the forward pass drops NaN values: they came with the data, or the origin made them. The node that
-    multiplies zero with a NaN that the origin made may be another one in a smaller program.
+    ``position`` is where in the origin's arguments the input with the bad gradient stands, or the one it wrote into.
+    ``drop`` is ``given`` or ``made`` if the forward pass drops NaN values: they came with the data, or the origin made
+    them. The node that multiplies zero with a NaN that the origin made may be another one in a smaller program.
     """
 
     phase: str
@@ -39,6 +39,7 @@ class Signature:
     input: str | None = None
     exception: tuple[str, str] | None = None
     drop: str | None = None
+    is_overflow: bool = False
 
     @classmethod
     def of(cls, failure: Failure, program: Program) -> Signature:
@@ -53,6 +54,7 @@ class Signature:
             failure.input_name if failure.call is None else None,
             _wording(*failure.exception) if failure.exception else None,
             drop,
+            failure.is_overflow,
         )
 
     def summary(self) -> dict[str, Any]:
@@ -101,11 +103,11 @@ def ways_given(program: Program, tensors: Tensors) -> frozenset[str]:
 
 
 def _position(failure: Failure, program: Program) -> tuple[Any, ...] | None:
-    if failure.phase != "backward" or failure.call_index is None or failure.value is None:
+    if failure.phase not in ("forward", "backward") or failure.call_index is None or failure.value is None:
         return None
     call = program.calls[failure.call_index]
-    if call.is_differentiation:
-        return None  # in a second derivative its arguments are no operands
+    if call.is_differentiation or (failure.phase == "forward" and failure.value in call.output_refs()):
+        return None  # in a second derivative its arguments are no operands; a result has no place among them
     return next((path for path, ref in _paths((call.args, dict(call.kwargs))) if ref.value == failure.value), None)
 
 

@@ -69,4 +69,6 @@ def test_where_nothing_is_said(edge: Any) -> None:
 
 def test_the_operand_in_question_is_the_infinite_one() -> None:
     found = edge_of("mul", torch.zeros(1), torch.tensor([INF]))
-    assert found is not None and found.value == 1
+    assert found is not None and found.values == (1,)
+    found = edge_of("div", torch.tensor([INF]), torch.tensor([INF]))
+    assert found is not None and found.values == (0, 1)

@@ -21,6 +21,7 @@ from reprokit.errors import UsageError
 from reprokit.locate.diagnosis import Diagnosis, Fix
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Site
 from reprokit.render import diagnosis
+from reprokit.render.domains import Verdict
 from reprokit.render.edges import find_edge
 from reprokit.render.expectation import expect
 from reprokit.render.facts import where
@@ -29,6 +30,7 @@ from reprokit.render.issue_templates import find_template, template_names, tidie
 from reprokit.render.script import Script
 from reprokit.render.sharing import MAX_URL, create_command, issue_url, write_zip
 from reprokit.render.sources import snapshot_script
+from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot, save
 from tests.locate.mechanisms import NAN, sgd
 from tests.render.programs import (
@@ -86,6 +88,12 @@ def one_call(
     return snapshot_of((Program(tuple(calls), tuple(inputs), (Ref(50),)), tensors))
 
 
+def reduction_of(snapshot: Snapshot, **fields: Any) -> Reduction:
+    """A reduction that is the snapshot itself."""
+    program, tensors = snapshot.program, dict(snapshot.tensors)
+    return Reduction(program, tensors, snapshot.failure, {"calls": 1, "elements": 1}, {}, **fields)
+
+
 # -- what is expected --------------------------------------------------------------------------------------------------
 
 LAST = {"dim": -1}
@@ -124,7 +132,7 @@ LAST = {"dim": -1}
 def test_an_edge_is_seen_in_the_values(snapshot: Any, words: str) -> None:
     made = snapshot()
     edge = find_edge(made.program, made.tensors, made.failure)
-    assert edge is not None and (edge.words, edge.is_by_definition) == (words, True)
+    assert edge is not None and (edge.words, edge.verdict) == (words, Verdict.DEFINED)
     found = expect(made)
     assert (found.owner, found.template) == ("own", "generic")
     assert "does what it is defined to do" in found.expected
@@ -150,12 +158,93 @@ def test_a_result_that_the_dtype_could_hold_is_no_overflow() -> None:
     assert found.expected == "A finite result: float64 gives about 0, which float32 can hold."
 
 
-def test_where_nothing_is_known_nothing_is_claimed() -> None:
+def test_a_failure_that_does_not_happen_here_is_compared_with_float64() -> None:
     snapshot = one_call("torch.log", [-1.0])
     snapshot = replace(snapshot, tensors={0: torch.ones(1)})  # as on a machine whose log is wrong
     found = expect(snapshot)
-    assert (found.words, found.owner) == ("", "torch")
-    assert found.expected == "A finite result: nothing that it is given is nan."
+    assert (found.words, found.owner) == ("although float64 gives 0", "torch")
+    assert found.expected == "A finite result: float64 gives about 0, which float32 can hold."
+
+
+INPUT = "an input of the step"
+BIG = torch.full((2, 2), 3e38)
+
+
+@pytest.mark.parametrize(
+    "snapshot",
+    [
+        lambda: one_call("torch.exp", [1000.0], dtype=torch.float64),
+        lambda: one_call("torch.erfinv", [1.5]),
+        lambda: one_call("torch.erfinv", [1.0], gradient=[1.0]),
+        sgd(0.1, grad=INF),
+    ],
+)
+def test_without_a_check_that_shows_a_defect_nobody_is_sent_upstream(snapshot: Any) -> None:
+    found = expect(snapshot())
+    assert (found.words, found.owner, found.template) == ("", "own", "generic")
+    assert "No check shows a defect" in found.expected and "nothing that it is given" not in found.expected
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "words"),
+    [
+        (lambda: one_call("torch.nn.functional.mse_loss", [3e19, 0.0, 0.0, 0.0], [0.0] * 4), "where squares overflow"),
+        (lambda: one_call("torch.linalg.vector_norm", [1e20, 0.0]), "where squares overflow float32"),
+        (lambda: one_call("torch.mean", [3e38, 3e38]), "where sums overflow float32"),
+        (lambda: one_call("torch.Tensor.mul", [1e30], 1e30, gradient=[1e30]), "for a gradient above 3.4028e+38"),
+    ],
+)
+def test_an_overflow_on_the_way_is_no_defect(snapshot: Any, words: str) -> None:
+    found = expect(snapshot())
+    assert found.words.startswith(words) and (found.owner, found.template) == ("own", "generic")
+
+
+def batch_norm(x: Any, **names: int) -> Snapshot:
+    """A batch norm with running statistics, by position or by name."""
+    statistics = {"running_mean": Ref(1), "running_var": Ref(2)}
+    args = () if names else (Ref(1), Ref(2))
+    call = Call(f"{F}.batch_norm", (Ref(0), *args), {**(statistics if names else {}), "training": True}, Ref(9))
+    inputs = (Input(0, "x"), Input(1, "0.running_mean", "buffer"), Input(2, "0.running_var", "buffer"))
+    tensors = {0: torch.tensor(x), 1: torch.zeros(1), 2: torch.ones(1)}
+    return snapshot_of((Program((call,), inputs, (Ref(9),)), tensors))
+
+
+@pytest.mark.parametrize("names", [{}, {"by": 1}])
+def test_what_a_call_wrote_in_place_is_looked_at_too(names: dict[str, int]) -> None:
+    snapshot = batch_norm([[0.0], [1e20]], **names)
+    found = expect(snapshot)
+    assert title(snapshot).startswith("batch_norm writes inf into running_var for a value above 3.4028e+38 (")
+    assert found.owner == "own" and "the exact `running_var`, about " in found.expected
+    assert "writes inf into `running_var` although" in found.observed
+    assert "an input of the step, `x`" in found.remark
+
+
+def test_a_variance_is_told_from_a_sum_that_overflows() -> None:
+    found = expect(batch_norm([[3e38], [3e38]]))
+    assert found.words == "where squares overflow float32" and found.owner == "own"
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "named"),
+    [
+        (lambda: one_call(f"{F}.linear", [[0.5, -1.0]], [[-3e38, 3e38], [1.0, -3e38]]), "`x1`"),
+        (lambda: one_call(f"{F}.linear", [[3e38, 3e38]], [[1.0, 0.5]]), "`x0`"),
+        (lambda: one_call("torch.addmm", [[3e38]], [[3e38, 1.0]], [[1.0], [1.0]]), f"`x0` and {INPUT}, `x1`"),
+        (lambda: one_call("torch.matmul", [1e20], [1e20]), f"`x0` and {INPUT}, `x1`"),
+        (lambda: one_call("torch.baddbmm", BIG[None], BIG[None], BIG[None]), ""),
+        (lambda: one_call("torch.Tensor.div", [1.0, 2.0], [1.0, 1e-45]), "`x1`"),
+        (lambda: one_call("torch.Tensor.mul", [2.0], [3e38]), "`x1`"),
+    ],
+)
+def test_the_operand_that_is_named_is_the_one_that_decides(snapshot: Any, named: str) -> None:
+    remark = expect(snapshot()).remark
+    assert (f"{INPUT}, {named}. Why" if named else "Why it is given these values") in remark
+
+
+def test_an_operand_that_was_found_to_be_free_is_not_named() -> None:
+    snapshot = one_call("torch.matmul", [1e20], [1e20])
+    reduction = reduction_of(snapshot, explain=[{"input": "x0", "free": True}, {"input": "x1", "free": False}])
+    assert "this operand is an input of the step, `x1`." in expect(snapshot, reduction).remark
 
 
 def test_the_text_says_what_made_the_operand() -> None:
@@ -230,8 +319,8 @@ def test_the_message_that_training_had_is_quoted_beside_the_reduced_one() -> Non
     reduced = snapshot_of(failing_cholesky())
     recorded = replace(reduced, failure=replace(reduced.failure, exception=REFUSED))
     said = "In training it was: `Input batch size 10 doesn't match hidden0 batch size 16`."
-    assert expect(recorded, reduced).observed.endswith(f"`. {said}")  # type: ignore[arg-type]
-    assert "In training" not in expect(reduced, reduced).observed  # type: ignore[arg-type]
+    assert expect(recorded, reduction_of(reduced)).observed.endswith(f"`. {said}")
+    assert "In training" not in expect(reduced, reduction_of(reduced)).observed
 
 
 def test_an_exception_outside_of_the_model_is_not_called_one_of_its_forward_pass() -> None:
@@ -254,7 +343,7 @@ def test_the_title_says_that_training_ran_under_autocast() -> None:
     snapshot = one_call("torch.log", [-1.0])
     call = replace(snapshot.program.calls[0], mode=Mode(autocast=(("cpu", "torch.bfloat16"),)))
     recorded = replace(snapshot, program=replace(snapshot.program, calls=(call,)))
-    assert "(float32, bfloat16 autocast in training, CPU" in title(recorded, snapshot)  # type: ignore[arg-type]
+    assert "(float32, bfloat16 autocast in training, CPU" in title(recorded, reduction_of(snapshot))
     assert "(autocast to bfloat16, CPU" in title(recorded)
 
 

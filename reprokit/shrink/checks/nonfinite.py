@@ -10,6 +10,7 @@ from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.ways import MINUS, PLUS
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.protocol import SignatureCheck
+from reprokit.shrink.exact import origin_of
 from reprokit.shrink.signature import Given, Signature, given_by, is_clean
 
 
@@ -34,8 +35,13 @@ class NonfiniteCheck(SignatureCheck):
         return "nonfinite"
 
     def observe(self, candidate: Candidate) -> Failure | None:
-        """Follow what is bad to its origin."""
-        return locate(candidate.program, candidate.tensors)
+        """Follow what is bad to its origin.
+
+        A result that is too large for its dtype stays one, and does not become a sum that overflows on the way.
+        """
+        found = locate(candidate.program, candidate.tensors)
+        is_asked = self.wanted is not None and self.wanted.is_overflow
+        return _compared(found, candidate) if found is not None and is_asked else found
 
     def adopted(self, failure: Failure, whole: Candidate) -> Self:
         """This check for the failure of a whole program."""
@@ -43,7 +49,7 @@ class NonfiniteCheck(SignatureCheck):
         forbidden = frozenset({failure.way})
         if failure.kind == "inf":
             forbidden |= {PLUS, MINUS} - {way for _, way in given}
-        wanted = Signature.of(failure, whole.program)
+        wanted = Signature.of(_compared(failure, whole), whole.program)
         return replace(self, wanted=wanted, forbidden=forbidden - {""}, given=given)
 
     def is_clean(self, candidate: Candidate) -> bool:
@@ -53,3 +59,11 @@ class NonfiniteCheck(SignatureCheck):
     def summary(self) -> dict[str, Any]:
         """The signature alone: this check is what is meant when nothing is said."""
         return self.signature.summary()
+
+
+def _compared(failure: Failure, candidate: Candidate) -> Failure:
+    """The failure with its `Failure.is_overflow` filled in."""
+    if failure.kind != "inf" or failure.phase != "forward":
+        return failure
+    origin = origin_of(candidate.program, candidate.tensors, failure)
+    return replace(failure, is_overflow=origin is not None and origin.is_overflow(failure.way))

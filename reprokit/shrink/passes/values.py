@@ -14,7 +14,7 @@ import torch
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.constants import filled, is_number, ladder, largest_of, number_inputs, rounded
-from reprokit.shrink.plainness import MAX_LITERALS, ONES, constant_of, plainness
+from reprokit.shrink.plainness import MAX_LITERALS, ONES, constant_of, contents, plainness
 from reprokit.shrink.problem import Problem
 
 _MAX_KEPT_INDEXES = 4
@@ -29,15 +29,24 @@ def simplify_values(problem: Problem) -> None:
     _drop_unit_gradient(problem)
 
 
-def plainer_contents(tensor: torch.Tensor, role: str) -> Iterator[torch.Tensor]:
-    """Plainer contents for one tensor, plainest first."""
+def plainer_contents(tensor: torch.Tensor, role: str, kind: str = "") -> Iterator[torch.Tensor]:
+    """Plainer contents for one tensor, plainest first; for an infinity also zeros with one large element."""
     if is_number(tensor):
         for number in (1.0, 0.0) if role == "gradient" else (0.0, 1.0):
             yield filled(tensor, number)
+        if kind == "inf" and not tensor.is_complex() and constant_of(tensor) is None:
+            yield from (_with_one(tensor, number) for number in ladder(tensor.dtype)[1:])
         yield from _plainer_numbers(tensor)
     elif not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() > _MAX_KEPT_INDEXES:
         yield torch.zeros_like(tensor)
         yield torch.ones_like(tensor)
+
+
+def _with_one(tensor: torch.Tensor, number: float) -> torch.Tensor:
+    """Zeros, and one number in the place of the largest element: a spread, where a constant has none."""
+    chosen = torch.zeros_like(tensor).reshape(-1)
+    chosen[contents(tensor).abs().nan_to_num(posinf=0.0).argmax()] = number
+    return torch.where(tensor.isinf(), tensor, chosen.reshape(tensor.shape))
 
 
 def _plainer_numbers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -72,7 +81,7 @@ def _simplify(problem: Problem, item: Input) -> None:
     if item.role == "rng" or item.value not in problem.best.tensors:
         return
     tensor = problem.best.tensors[item.value]
-    plainer = plainer_contents(tensor, item.role)
+    plainer = plainer_contents(tensor, item.role, problem.failure.kind)
     problem.first((f"plainer `{item.name}`", problem.best.with_tensors({item.value: plain})) for plain in plainer)
 
 

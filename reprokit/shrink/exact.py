@@ -1,0 +1,183 @@
+"""The origin of a failure by itself, on what it was given: what it makes in float64, and with other operands.
+
+Whether a result fits its dtype, and which operand it depends on, is found by running the origin's call, not by its
+name. An overflow in float64 too, or a random call, has no answer here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from reprokit.locate.failure import Failure
+from reprokit.locate.ways import bad_mask, ways_of
+from reprokit.program.functions import UnknownFunction, all_written, hidden_writes
+from reprokit.program.ir import Call, Input, Program, Ref, iter_refs
+from reprokit.program.run import Tensors, copy_of, run
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks.references import default_dtype, in_dtype
+from reprokit.shrink.constants import is_number
+
+
+class _Stop(Exception):
+    """Ends the run behind the origin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A call with the tensors that it was given, by value number, and those that it made or wrote into.
+
+    ``value`` is the bad one among these, ``None`` if none of them is the failure's.
+    """
+
+    call: Call
+    given: Mapping[int, torch.Tensor]
+    made: Mapping[int, torch.Tensor]
+    value: int | None
+
+    @property
+    def bad(self) -> torch.Tensor | None:
+        """What went bad: the failure's value, else the first floating-point result."""
+        floats = (value for value, tensor in self.made.items() if tensor.is_floating_point() or tensor.is_complex())
+        value = self.value if self.value is not None else next(floats, None)
+        return self.made[value] if value is not None else None
+
+    def exact(self, way: str) -> float | None:
+        """The largest magnitude in float64 of the elements that are bad in this way; of all elements where none is.
+
+        ``None`` when float64 gives no finite number either, or is the dtype already.
+        """
+        bad = self.bad
+        if bad is None or bad.dtype in (torch.float64, torch.complex128) or self.call.mode.rng is not None:
+            return None
+        wide = in_dtype(Candidate(*self._alone()), torch.float64)
+        with default_dtype(torch.float64):
+            made = _run(wide.program, wide.tensors)
+        numbers = made.get(self._number_of(bad)) if made is not None else None
+        if numbers is None or numbers.shape != bad.shape or not numbers.numel():
+            return None
+        mask = bad_mask(bad, way) if not bad.is_complex() else ~bad.isfinite()
+        found = numbers[mask].abs() if bool(mask.any()) else numbers.abs()
+        largest = float(found.max())
+        return largest if bool(found.isfinite().all()) else None
+
+    def is_overflow(self, way: str) -> bool:
+        """True if the result in float64 is a number that the dtype cannot hold."""
+        exact, bad = self.exact(way), self.bad
+        return exact is not None and bad is not None and exact > torch.finfo(bad.dtype).max
+
+    def is_finite_with(self, tensors: Mapping[int, torch.Tensor]) -> bool:
+        """True if the call, with other contents for some of its operands, makes nothing that is not finite."""
+        program, given = self._alone()
+        made = _run(program, {**given, **tensors})
+        return made is not None and not any(map(ways_of, made.values()))
+
+    def deciding(self) -> tuple[int, ...]:
+        """The operands that the failure depends on: with ordinary numbers in one of them the call is finite.
+
+        Of several only those that are about as far from ordinary as the furthest. None is named that alone decides
+        nothing.
+        """
+        numbers = {v: t for v, t in self.given.items() if is_number(t) and not t.is_complex() and not ways_of(t)}
+        decide = {v: _distance(t) for v, t in numbers.items() if self.is_finite_with({v: _ordinary(t)})}
+        furthest = max(decide.values(), default=0.0)
+        return tuple(value for value, distance in decide.items() if distance > 0 and distance >= furthest / 2)
+
+    def _alone(self) -> tuple[Program, Tensors]:
+        rng = self.call.mode.rng.value if self.call.mode.rng is not None else None
+        inputs = tuple(Input(value, f"value{value}", "rng" if value == rng else "batch") for value in self.given)
+        return Program((self.call,), inputs, tuple(Ref(value) for value in self.made)), self.given
+
+    def _number_of(self, tensor: torch.Tensor) -> int:
+        return next(value for value, made in self.made.items() if made is tensor)
+
+
+@dataclass
+class _Watch:
+    """Keeps what one call was given and made, and ends the run behind it."""
+
+    index: int
+    failure: Failure
+    call: Call | None = None
+    given: dict[int, torch.Tensor] = field(default_factory=dict)
+    made: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Keep the operands."""
+        if index == self.index:
+            self.call = call
+            if call.is_optimizer_step:
+                self.call, values = _of_parameter(call, self.failure.value, values)
+            self.given = {value: copy_of(values[value].detach()) for value in self.call.input_refs() if value in values}
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Keep the results, and stop."""
+        if index == self.index and self.call is not None:
+            self.made = {value: copy_of(values[value].detach()) for value in written_by(self.call) if value in values}
+            raise _Stop
+
+
+def origin_of(program: Program, tensors: Tensors, failure: Failure) -> Origin | None:
+    """The origin as it runs here; ``None`` without one, or when the program does not get there."""
+    if failure.call_index is None:
+        return None
+    watch = _Watch(failure.call_index, failure)
+    try:
+        run(program, tensors, observer=watch, keep=frozenset())
+    except _Stop:
+        value = failure.value if failure.value in watch.made else None
+        return Origin(watch.call, watch.given, watch.made, value) if watch.call is not None else None
+    except (UnknownFunction, RuntimeError):
+        pass
+    return None
+
+
+def written_by(call: Call) -> tuple[int, ...]:
+    """The values that a call makes or writes into, running statistics included."""
+    if call.is_optimizer_step:
+        return tuple(ref.value for ref in iter_refs(call.kwargs["params"]))
+    places = (all_written(call.target, call.args, call.kwargs), hidden_writes(call.target, call.args, call.kwargs))
+    return tuple(dict.fromkeys((*call.output_refs(), *(ref.value for ref in iter_refs(places)))))
+
+
+def _run(program: Program, tensors: Tensors) -> dict[int, torch.Tensor] | None:
+    """The outputs of a program, ``None`` if it raises."""
+    try:
+        with torch.no_grad():
+            outcome = run(program, tensors)
+    except (UnknownFunction, RuntimeError):
+        return None
+    return outcome.values if outcome.error is None else None
+
+
+def _of_parameter(
+    call: Call, parameter: int | None, values: Mapping[int, torch.Tensor]
+) -> tuple[Call, Mapping[int, torch.Tensor]]:
+    """An optimizer's step of one parameter alone, and the values with the gradient that backward left."""
+    kwargs: Any = call.kwargs
+    groups = zip(kwargs["params"], kwargs["grads"], kwargs["options"], kwargs["state"], strict=True)
+    for params, grads, options, states in groups:
+        for ref, grad, state in zip(params, grads, states, strict=True):
+            if ref.value != parameter:
+                continue
+            held, number = values[ref.value].grad, max(values) + 1
+            if grad is None and held is not None:
+                grad, values = Ref(number), {**values, number: held}
+            alone = {"params": [[ref]], "grads": [[grad]], "options": [options], "state": [[state]]}
+            return replace(call, kwargs=alone), values
+    return call, values
+
+
+def _ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with magnitudes between 0.1 and 1 in place of its own; zeros and signs stay."""
+    return tensor.sign() * tensor.abs().clamp(0.1, 1.0)
+
+
+def _distance(tensor: torch.Tensor) -> float:
+    """How many orders of magnitude the numbers of a tensor leave the range from 0.1 to 1, zeros aside."""
+    sizes = tensor.double().abs()
+    sizes = sizes[sizes > 0]
+    return float(torch.maximum(sizes.log10(), -1 - sizes.log10()).max().clamp(min=0.0)) if sizes.numel() else 0.0
