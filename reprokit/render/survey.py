@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import torch
 
 from reprokit.locate.failure import Failure
-from reprokit.program.functions import is_in_place
 from reprokit.program.ir import Call, Program, Ref
 from reprokit.program.run import determinism, run
 from reprokit.render.positions import Positions, positions_of
 from reprokit.render.ranges import Range, measure
+from reprokit.shrink.exact import written_by as written_values
 from reprokit.snapshot.format import Snapshot
 
 
@@ -131,8 +131,7 @@ def written_by(call: Call, failure: Failure) -> tuple[int, ...]:
     """The values that a call writes, of an optimizer's parameters only the one that it ruined."""
     if call.is_optimizer_step:
         return (failure.value,) if failure.value in call.input_refs() else ()
-    in_place = call.input_refs()[:1] if is_in_place(call.target) else ()
-    return tuple(dict.fromkeys((*call.output_refs(), *in_place)))
+    return written_values(call)
 
 
 def _of_parameter(call: Call, parameter: int | None, values: Mapping[int, torch.Tensor]) -> dict[str, Range]:
