@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -17,7 +18,8 @@ from reprokit.locate.signs.registry import (
     sign,
     smallest,
 )  # fmt: skip
-from reprokit.program.ir import Call
+from reprokit.program.functions import function_named
+from reprokit.program.ir import Call, map_leaves
 
 
 @sign
@@ -45,6 +47,31 @@ def overflows(scene: Scene, halves: bool | None = None) -> Numbers | None:
         return None
     more = "more than " if is_beyond else ""
     return places(bad, more=more, largest=largest, limit=limit, times=largest / limit, dtype=dtype_name(result))
+
+
+@sign
+def derivative_overflows(scene: Scene) -> Numbers | None:
+    """True if a derivative of the origin is beyond the largest number of its dtype and float64 can hold it."""
+    seen, leaves, doubles = scene.origin, list[torch.Tensor](), list[torch.Tensor]()
+    if seen is None:
+        return None
+
+    def double(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+            return leaf
+        leaves.append(leaf)
+        doubles.append(leaf.double().requires_grad_())
+        return doubles[-1]
+
+    with torch.enable_grad():
+        args, kwargs = map_leaves((seen.args, dict(seen.kwargs)), double)
+        result = function_named(seen.call.target)(*args, **kwargs)
+    for leaf, derivative in zip(leaves, torch.autograd.grad(result.sum(), doubles), strict=True):
+        limit = torch.finfo(leaf.dtype).max
+        if bool(derivative.isfinite().all()) and float(derivative.abs().max()) > limit:
+            largest = float(derivative.abs().max())
+            return places(derivative.abs() > limit, largest=largest, limit=limit, dtype=dtype_name(leaf))
+    return None
 
 
 @sign
