@@ -128,8 +128,13 @@ class _Watch:
             self._sigmoids[call.outputs.value] = first < math.inf
         if name in _EXPONENTIALS:
             return first > -math.inf
+        sigmoid = self._sigmoids.get(refs[0].value)
+        if sigmoid is not None and name in VIEWS and isinstance(call.outputs, Ref):
+            viewed = _made_of(call, {**values, refs[0].value: sigmoid.float()})
+            if viewed is not None:
+                self._sigmoids[call.outputs.value] = viewed
         if name == "sub" and len(refs) == 1 and 1 in call.args:
-            return self._sigmoids.get(refs[0].value)  # 1 - sigmoid(x) is sigmoid(-x)
+            return sigmoid  # 1 - sigmoid(x) is sigmoid(-x)
         if name in _KEEPERS or (name == "pow" and len(refs) == 1 and _is_positive(call.args[-1])):
             return self._nonzero(refs[0], values)
         is_sum = name in _SUMS and all(bool((values[ref.value] >= 0).all()) for ref in refs)
@@ -145,19 +150,24 @@ class _Watch:
             if tensor.is_floating_point():
                 mask = self._nonzero(Ref(value), values)
                 shadows[value] = (torch.ones_like(mask) if divisor == Ref(value) else mask).float()
-        args, kwargs = bind_arguments(call, shadows)
-        if short_name(call) == "add" and any(isinstance(number, (int, float)) and number < 0 for number in args):
+        if short_name(call) == "add" and any(isinstance(number, (int, float)) and number < 0 for number in call.args):
             return None
-        try:
-            with torch.no_grad():
-                made = function_named(call.target)(*args, **kwargs)
-        except (RuntimeError, LookupError, TypeError, ValueError):
-            return None  # it takes numbers of its own kind only
-        return made != 0 if isinstance(made, torch.Tensor) else None
+        return _made_of(call, shadows)
 
     def _nonzero(self, ref: Ref, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
         known = self.truth.get(ref.value)
         return known if known is not None else values[ref.value].detach() != 0
+
+
+def _made_of(call: Call, values: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    """Where a call returns something other than zero for other values of its arguments; ``None`` if it refuses them."""
+    args, kwargs = bind_arguments(call, values)
+    try:
+        with torch.no_grad():
+            made = function_named(call.target)(*args, **kwargs)
+    except (RuntimeError, LookupError, TypeError, ValueError):
+        return None  # it takes numbers of its own kind only
+    return made != 0 if isinstance(made, torch.Tensor) else None
 
 
 def _divisor(call: Call) -> Ref | None:

@@ -185,6 +185,8 @@ def test_zeros_left_by_a_division_by_infinity_are_traced_to_the_overflow() -> No
         (lambda x: (r := F.relu(-F.softmax(x, -1))) / r.sum(), "zero-by-zero"),  # zeros that were meant
         (lambda x: (w := 1 / x.masked_fill(x < 0, INF)) / w.sum(), "zero-by-zero"),
         (lambda x: torch.log(1 - torch.sigmoid(-x)), "log-of-softmax"),
+        (lambda x: torch.log(1 - torch.sigmoid(-x).view(-1)), "log-of-softmax"),
+        (lambda x: torch.log(1 - torch.sigmoid(-x.half()).t().float()), "log-of-softmax"),
         (lambda x: torch.xlogy(x, x - x), "log-of-zero"),
     ],
 )
