@@ -102,9 +102,10 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path) -> list[s
 
 
 def can_be_shrunk(result: Mapping[str, Any]) -> bool:
-    """Whether a snapshot with this summary holds a program, and an origin that the program could show again."""
+    """True if a snapshot with this summary holds a program, and an origin that the program could show again."""
     failure = result["failure"]
-    return result["program"]["calls"] > 0 and (failure["call"] is not None or failure["input"] is not None)
+    has_origin = failure["call"] is not None or failure["input"] is not None
+    return result["program"]["calls"] > 0 and has_origin and failure["shows_cause"]
 
 
 def shown_path(path: Path, start: Path | None = None) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-COMPILED = "the loop itself calls something compiled, which is not followed"
+COMPILED = "which is compiled and not followed"  # part of a note
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def _reasons(seen: Seen) -> Iterator[str]:
     if not seen.has_torch:
         yield "torch was not imported"
         return
-    if COMPILED in seen.unseen:
+    if any(COMPILED in note for note in seen.unseen):
         yield "compiled whole steps are not noted: set TORCH_COMPILE_DISABLE=1"
     if seen.has_other_thread:
         yield "a second thread trained, and only the first one is watched"

@@ -9,7 +9,8 @@ from types import CodeType, FrameType
 
 import torch
 
-from reprokit.program.sites import kind_of_file
+from reprokit.program.ir import OPAQUE, Call
+from reprokit.program.sites import current_site, kind_of_file
 
 _CALL_IMPL = torch.nn.Module._call_impl.__code__
 _FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -44,6 +45,17 @@ def caller_of(frame: FrameType) -> tuple[FrameType | None, FrameType | None]:
                 root = walker
         walker = walker.f_back
     return user or frame, root
+
+
+def compiled_call(frame: FrameType | None) -> Call | None:
+    """The call of a compiled function that runs, as an `OPAQUE` call without results; ``None`` if none does."""
+    while frame is not None:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
+            function = frame.f_locals.get("fn")
+            name = getattr(function, "__qualname__", type(function).__name__)
+            return Call(OPAQUE, (), {"name": name, "source": "", "is_compiled": True}, site=current_site(frame.f_back))
+        frame = frame.f_back
+    return None
 
 
 def _kind_of_code(code: CodeType) -> str:

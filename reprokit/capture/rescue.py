@@ -28,7 +28,7 @@ from reprokit.capture.timeline import with_optimizers
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import EXCEPTION, Failure, kind_of
 from reprokit.locate.ways import NAN, local_part, ways_of
-from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Program, Ref
 from reprokit.program.run import matmul_precision
 from reprokit.program.trace import Origin, Tracer
 from reprokit.snapshot.environment import collect_environment
@@ -46,7 +46,7 @@ class FailedStep:
     that ended the step, with the place it was raised at. ``likewise`` are entries of a step whose variables are still
     there to name tensors by. ``with_gradient`` are the ids of leaves that had a gradient when the failure was noticed.
     ``keep`` is an entry that belongs to the failure even if no backward pass depends on it.
-    ``notes`` say what is known to differ from training.
+    ``compiled`` is a call of the loop that was not followed. ``notes`` say what is known to differ from training.
     """
 
     observed_at: str
@@ -67,6 +67,7 @@ class FailedStep:
     keep: Entry | None = None
     notes: list[str] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    compiled: Call | None = None
 
     @property
     def all_entries(self) -> list[Entry]:
@@ -105,6 +106,11 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
             keep=step.keep,
         )
         failure = locate(replayed.program, replayed.tensors)
+        result = _bad_result(failure, replayed.program)
+        if result is not None and step.compiled is not None:
+            made = replace(step.compiled, outputs=result)
+            replayed.program = replace(replayed.program, calls=(made, *replayed.program.calls))
+            failure = locate(replayed.program, replayed.tensors)
         replayed.own_tensors()
     if failure is None:
         failure = _unexplained(step)
@@ -115,6 +121,14 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
     replayed.is_close = replayed.is_close and not step.notes
     culprit = replayed.sources.get(failure.value) if failure.input_name and failure.value is not None else None
     return Made(_assemble(step, replayed, failure, notes, rng, frame), culprit)
+
+
+def _bad_result(failure: Failure | None, program: Program) -> Ref | None:
+    """The input that is the failure, if it is no parameter and something computed it with gradients."""
+    if failure is None or failure.call is not None:
+        return None
+    items = (item for item in program.inputs if item.value == failure.value)
+    return next((Ref(item.value) for item in items if item.role == "batch" and item.requires_grad), None)
 
 
 def snapshot_without_replay(step: FailedStep, frame: FrameType | None) -> Snapshot:

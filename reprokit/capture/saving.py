@@ -196,6 +196,7 @@ class _Describing:
             micro_step=step.micro_step,
             timeline=training.timeline.until(step.place, number, loss),
             optimizers=training.history.optimizers,
+            compiled=training.compiled,
             command=self._command,
             capture={
                 **self._described,

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 
-from reprokit.capture.closing import COMPILED
 from reprokit.capture.entry import Entry
 from reprokit.capture.failures import Failures
+from reprokit.capture.frames import compiled_call
 from reprokit.capture.judge import Judge
 from reprokit.capture.state import options_of
 from reprokit.capture.training import Training
@@ -95,8 +95,7 @@ class Stepping:
         """A whole step that is compiled cannot be noted, so the tape gets out of its way."""
         if self._tape.is_outermost:
             self._tape.leave_stack()
-            self._training.history.give_up()
-            self._training.unseen.append(COMPILED)
+            self._training.meet_compiled(compiled_call(sys._getframe(1)))
 
     # -- optimizer steps -----------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import time
 
 import torch
 
+from reprokit.capture.closing import COMPILED
 from reprokit.capture.counting import Iterations
 from reprokit.capture.entry import Entry
 from reprokit.capture.generators import GeneratorWatch
@@ -19,6 +20,7 @@ from reprokit.capture.scaling import ScalerWatch
 from reprokit.capture.state import BufferCopies
 from reprokit.capture.tape import Tape
 from reprokit.capture.timeline import Timeline
+from reprokit.program.ir import Call
 
 _MOST_WAITING = 16  # steps that are frozen together: work that is done in one go is done faster
 _WAITING_BYTES = 16 * 2**20  # that these may hold
@@ -44,9 +46,23 @@ class Training:
         self.running.memory.on_conversion = self._convert
         self.running.on_lost = self._lose
         self.unseen: list[str] = []  # what else the run does, in words, that is not known
+        self.compiled: Call | None = None  # the first compiled function that the loop called itself
         self._is_converted = False
         self._may_wait = 1  # steps
         self._finished: set[int] = set()  # optimizers that have stepped since the last differentiation
+
+    def meet_compiled(self, call: Call | None) -> None:
+        """The loop calls something compiled itself: neither that nor what follows is noted, in any later step."""
+        self.history.give_up()
+        if self.compiled is not None:
+            return
+        self.compiled = call
+        name = f"`{call.kwargs['name']}`" if call is not None else "a function"
+        site = call.site if call is not None else None
+        place = f" at {site.file}:{site.line}" if site is not None else ""
+        self.unseen.append(
+            f"the loop itself calls {name}{place}, {COMPILED} (`TORCH_COMPILE_DISABLE=1` helps)"
+        )
 
     def meet_module(self, module: torch.nn.Module) -> None:
         """A root module is about to be called: note its buffers and the generators before it changes them."""

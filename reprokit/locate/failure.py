@@ -77,6 +77,16 @@ def module_of(call: Call) -> str | None:
     return level.path or f"<{level.cls}>"
 
 
+def is_vacuous(failure: Failure, program: Program) -> bool:
+    """True if the program only starts a backward pass from an input that is bad: it shows nothing about the cause."""
+    if failure.call is not None or failure.kind == EXCEPTION or failure.value is None:
+        return False
+    if any(call.kwargs.get("is_compiled") and failure.value in call.output_refs() for call in program.calls):
+        return True
+    readers = [call for call in program.calls if failure.value in call.input_refs()]
+    return bool(readers) and all(call.is_differentiation for call in readers)
+
+
 def label_of(call: Call) -> str | None:
     """`module_of` as people read it: with the root's name in front where there are several roots."""
     return call.scope[-1].label if call.scope else None

@@ -23,7 +23,7 @@ import torch
 
 from reprokit.errors import NewerFormat, NotASnapshot, SnapshotError, TruncatedSnapshot
 from reprokit.locate import failure as failures
-from reprokit.locate.failure import Failure, root_of
+from reprokit.locate.failure import Failure, is_vacuous, root_of
 from reprokit.program import plain
 from reprokit.program.ir import Program
 from reprokit.snapshot.paths import require_file
@@ -93,6 +93,7 @@ class Snapshot:
             "element": list(failure.element) if failure.element is not None else None,
             "num_bad": failure.num_bad,
             "num_elements": failure.num_elements,
+            "shows_cause": not is_vacuous(failure, self.program),
         }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import random
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -19,6 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from reprokit.capture.session import Session
+from reprokit.errors import NotReproduced
+from reprokit.shrink.reducer import shrink
 from reprokit.snapshot.format import load
 from tests.capture.traps_checks import (
     BAD_STEP,
@@ -709,6 +712,31 @@ def test_a_bad_batch_is_named(watch: str, tmp_path: Path) -> None:
     assert where(snapshot) == (BAD_STEP, "forward", None)
     assert snapshot.failure.input_name == "x"
     assert fidelity(snapshot) == EXACT
+
+
+def test_a_compiled_function_of_the_loop_is_named_and_not_reduced(tmp_path: Path) -> None:
+    def loop() -> list[torch.Tensor]:
+        torch._dynamo.reset()
+
+        @torch.compile(backend="eager")
+        def loss_of(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return (logits[:, 0] - torch.log1p(y)).pow(2).mean()
+
+        model = plain_net()
+        optimizer = torch.optim.Adam(model.parameters())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # dynamo looks at `grad` of tensors that are no leaves
+            for step, x, y in batches():
+                update(optimizer, loss_of(model(x), y - (9.0 if step == BAD_STEP else 0.0)) * 2.0)
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path)
+    assert where(snapshot) == (BAD_STEP, "forward", None)
+    assert snapshot.failure.site is not None and "loss_of(model(x)" in snapshot.failure.site.code
+    assert re.search(r"calls `.*loss_of` at .*py:\d+.*`TORCH_COMPILE_DISABLE=1`", snapshot.fidelity_note or "")
+    with pytest.raises(NotReproduced, match="no recorded call computes") as raised:
+        shrink(snapshot)
+    assert "TORCH_COMPILE_DISABLE=1" in (raised.value.hint or "")
 
 
 @pytest.mark.parametrize("watch", WATCHES)

@@ -151,6 +151,7 @@ def test_words_of_a_failure_without_a_place() -> None:
     result: dict[str, Any] = {
         "failure": {
             "step": 2, "kind": "nan", "call": None, "input": "x", "module": None, "site": None, "exception": None,
+            "shows_cause": True,
         },
         "program": {"calls": 1, "elements": 1},
         "timeline": [],
@@ -159,6 +160,8 @@ def test_words_of_a_failure_without_a_place() -> None:
     assert captured_lines(Path("/a/x.pt"), result, Path("/a")) == [
         "captured nan that was already in `x` at step 2 -> x.pt", "next: reprokit shrink x.pt",
     ]  # fmt: skip
+    result["failure"]["shows_cause"] = False
+    assert captured_lines(Path("/a/x.pt"), result, Path("/a"))[-1] == "next: reprokit show x.pt"
 
 
 def test_of_booleans_it_says_how_many_are_true(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,6 +131,13 @@ def test_a_branch_that_is_not_taken_keeps_the_call_that_drops_it(
     assert size_of(reduction) <= (3, 3)
 
 
+def test_a_backward_pass_from_a_nan_that_nothing_computes_is_no_reproduction() -> None:
+    snapshot = failing.record(lambda loss: loss.backward(), loss=torch.tensor(float("nan"), requires_grad=True))
+    assert not snapshot.summary()["failure"]["shows_cause"]
+    with pytest.raises(NotReproduced, match="no recorded call computes `loss`"):
+        shrink(snapshot)
+
+
 @pytest.mark.parametrize("num_layers", [1, 2, 3])
 def test_of_many_ruined_parameters_one_is_left(num_layers: int) -> None:
     reduction = shrink(failing.ruined_teacher(num_layers))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from reprokit.errors import NotReproduced
 from reprokit.locate.blame import locate
-from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.locate.failure import EXCEPTION, Failure, is_vacuous
 from reprokit.locate.ways import MINUS, PLUS
+from reprokit.program.ir import OPAQUE, Program
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.protocol import SignatureCheck
 from reprokit.shrink.exact import origin_of
@@ -35,16 +37,22 @@ class NonfiniteCheck(SignatureCheck):
         return "nonfinite"
 
     def observe(self, candidate: Candidate) -> Failure | None:
-        """Follow what is bad to its origin.
+        """Follow what is bad to its origin; a program that is only given a bad value to start from shows nothing.
 
         A result that is too large for its dtype stays one, and does not become a sum that overflows on the way.
         """
         found = locate(candidate.program, candidate.tensors)
-        is_asked = self.wanted is not None and self.wanted.is_overflow
-        return _compared(found, candidate) if found is not None and is_asked else found
+        if found is None or is_vacuous(found, candidate.program):
+            return None
+        return _compared(found, candidate) if self.wanted is not None and self.wanted.is_overflow else found
 
     def adopted(self, failure: Failure, whole: Candidate) -> Self:
-        """This check for the failure of a whole program."""
+        """This check for the failure of a whole program; raises `NotReproduced` if no call of it computes that."""
+        if is_vacuous(failure, whole.program):
+            raise NotReproduced(
+                f"no recorded call computes `{failure.input_name}`, so there is nothing to reduce",
+                hint=_hint(failure, whole.program),
+            )
         given = given_by(whole.program, whole.tensors)
         forbidden = frozenset({failure.way})
         if failure.kind == "inf":
@@ -67,3 +75,12 @@ def _compared(failure: Failure, candidate: Candidate) -> Failure:
         return failure
     origin = origin_of(candidate.program, candidate.tensors, failure)
     return replace(failure, is_overflow=origin is not None and origin.is_overflow(failure.way))
+
+
+def _hint(failure: Failure, program: Program) -> str:
+    """How to record the calls behind an input."""
+    makers = (call for call in program.calls if call.target == OPAQUE and failure.value in call.output_refs())
+    maker = next(makers, None)
+    if maker is None:
+        return "it comes from code that is not followed; if that is compiled, capture with `TORCH_COMPILE_DISABLE=1`"
+    return f"capture again with `TORCH_COMPILE_DISABLE=1` in the environment: `{maker.kwargs['name']}` is compiled"
