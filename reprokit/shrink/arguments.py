@@ -6,7 +6,7 @@ A path starts with 0 for positional and 1 for keyword arguments and goes down th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,11 +37,11 @@ def with_leaf(call: Call, path: Path, value: Any) -> Call:
     return replace(call, args=args, kwargs=kwargs)
 
 
-def with_changed_integers(call: Call, change: Mapping[int, int]) -> Call:
-    """The call with every integer that is listed exchanged."""
+def with_changed_integers(call: Call, changed: range, numbers: Sequence[int]) -> Call:
+    """The call with every integer in a range exchanged for the number at its place in a list."""
 
     def exchange(leaf: Any) -> Any:
-        return change.get(leaf, leaf) if isinstance(leaf, int) and not isinstance(leaf, bool) else leaf
+        return numbers[leaf] if isinstance(leaf, int) and not isinstance(leaf, bool) and leaf in changed else leaf
 
     args, kwargs = map_leaves((call.args, dict(call.kwargs)), exchange)
     return replace(call, args=args, kwargs=kwargs)

@@ -15,7 +15,7 @@ import torch
 from reprokit.program.ir import Call, Program
 from reprokit.shrink.arguments import Path, lists_of_tensors, with_changed_integers, with_leaf
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.indexes import numbers_after, uses_of
+from reprokit.shrink.indexes import new_numbers, numbers_after, uses_of
 from reprokit.shrink.probe import Form
 
 
@@ -86,8 +86,8 @@ def shrink_to(candidate: Candidate, kept: Mapping[Class, Sequence[int]], *, renu
                 calls[member.call] = _with_parts(calls[member.call], member, indexes)
         _renumber_tensors(candidate, tensors, group, indexes)
         if renumber:
-            change = {old: _new_number(old, indexes) for old in range(len(indexes), group.size)}
-            calls = [with_changed_integers(call, change) for call in calls]
+            numbers = new_numbers(group.size, indexes)
+            calls = [with_changed_integers(call, range(len(indexes), group.size), numbers) for call in calls]
     return Candidate(replace(candidate.program, calls=tuple(calls)), tensors)
 
 
@@ -120,8 +120,9 @@ def _with_parts(call: Call, member: Length, indexes: Sequence[int]) -> Call:
 
 def _sliced(tensor: torch.Tensor, member: Axis, size: int, indexes: Sequence[int]) -> torch.Tensor:
     """The kept indexes of one axis; a multiple of the size is made of blocks, like the gates of an LSTM."""
-    positions = [block * size + index for block in range(member.factor) for index in indexes]
-    return _with_order_of(tensor, tensor.index_select(member.axis, torch.tensor(positions)))
+    kept = torch.arange(len(indexes)) if indexes == range(len(indexes)) else torch.tensor(list(indexes))
+    positions = torch.cat([block * size + kept for block in range(member.factor)])
+    return _with_order_of(tensor, tensor.index_select(member.axis, positions))
 
 
 def _with_order_of(tensor: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
@@ -146,9 +147,5 @@ def _renumber_tensors(
         if tensor.dtype not in (torch.int64, torch.int32) or tensor.numel() == 0:
             continue
         if int(tensor.max()) < group.size and int(tensor.max()) >= len(indexes):
-            table = torch.tensor([_new_number(old, indexes) for old in range(group.size)], dtype=tensor.dtype)
+            table = torch.tensor(new_numbers(group.size, indexes), dtype=tensor.dtype)
             tensors[value] = torch.where(tensor >= 0, table[tensor.clamp(min=0).long()], tensor)
-
-
-def _new_number(old: int, indexes: Sequence[int]) -> int:
-    return list(indexes).index(old) if old in indexes else min(old, len(indexes) - 1)

@@ -54,14 +54,19 @@ def numbers_after(use: Use, tensor: torch.Tensor, size: int, indexes: Sequence[i
     if use.is_length:
         table = [sum(index < length for index in indexes) for length in range(size + 1)]
     else:
-        places = {old: new for new, old in enumerate(indexes)}
-        table = [places.get(old, min(old, len(indexes) - 1)) for old in range(size)]
+        table = new_numbers(size, indexes)
         table = [number + (number == use.forbidden and old != use.forbidden) for old, number in enumerate(table)]
     is_known = (tensor >= 0) & (tensor < len(table))
     if use.ignored is not None:
         is_known &= tensor != use.ignored
     changed = torch.tensor(table, dtype=tensor.dtype)[tensor.clamp(0, len(table) - 1).long()]
     return torch.where(is_known, changed, tensor)
+
+
+def new_numbers(size: int, indexes: Sequence[int]) -> list[int]:
+    """For every index the place it has among the kept ones; one that goes gives way to the last."""
+    places = {old: new for new, old in enumerate(indexes)}
+    return [places.get(old, min(old, len(indexes) - 1)) for old in range(size)]
 
 
 def _fits_call(call: Call, tensors: Tensors) -> bool:

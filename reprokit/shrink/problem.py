@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from reprokit.locate.failure import Failure
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks.memory import OutOfMemoryCheck
 from reprokit.shrink.oracle import Oracle, Proposal
 from reprokit.shrink.probe import Prober
 
@@ -63,6 +64,11 @@ class Problem:
                 continue
             if not self.prober.refuses(candidate, self.best, raises=is_exception):
                 yield change, candidate
+
+    @property
+    def is_about_sizes(self) -> bool:
+        """True if values do not matter, so that no index is better than another."""
+        return isinstance(self.oracle.predicate, OutOfMemoryCheck)
 
     @property
     def failure(self) -> Failure:

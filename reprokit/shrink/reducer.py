@@ -22,6 +22,7 @@ from reprokit.shrink.certainty import Certainty
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.checks.exception import ExceptionCheck
 from reprokit.shrink.checks.function import FunctionCheck
+from reprokit.shrink.checks.memory import OutOfMemoryCheck
 from reprokit.shrink.checks.nonfinite import NonfiniteCheck
 from reprokit.shrink.context.piece import Context
 from reprokit.shrink.context.search import find_context
@@ -113,7 +114,7 @@ def shrink(
     with warnings.catch_warnings(), determinism(snapshot.settings):
         warnings.simplefilter("ignore")
         chosen = choose_check(check, snapshot)
-        is_foreign = observe is not None or isinstance(chosen, FunctionCheck)
+        is_foreign = observe is not None or isinstance(chosen, (FunctionCheck, OutOfMemoryCheck))
         task = Task.of(observe or Guarded(chosen), snapshot.settings)
         with closing(Isolation(task, isolation, jobs, limits, is_foreign, executor)) as places:
             tell = on_event or (lambda event: None)

@@ -7,6 +7,7 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks import spec as specs
 from reprokit.shrink.checks.exception import ExceptionCheck
 from reprokit.shrink.checks.function import FunctionCheck
+from reprokit.shrink.checks.memory import OutOfMemoryCheck, requested_bytes
 from reprokit.shrink.checks.mismatch import MismatchCheck
 from reprokit.shrink.checks.nonfinite import NonfiniteCheck
 from reprokit.shrink.checks.protocol import SignatureCheck
@@ -22,7 +23,8 @@ def choose_check(text: str | None, snapshot: Snapshot) -> SignatureCheck:
     is_exception = snapshot.failure.kind == RAISED
     if text is None:
         text = specs.EXCEPTION if is_exception else specs.NONFINITE
-    check = _made(specs.parse(text))
+    is_refused = is_exception and requested_bytes(snapshot.failure) is not None
+    check = OutOfMemoryCheck() if is_refused and text == specs.EXCEPTION else _made(specs.parse(text))
     if isinstance(check, ExceptionCheck if is_exception else NonfiniteCheck):
         return check.adopted(snapshot.failure, Candidate(snapshot.program, snapshot.tensors))
     return check

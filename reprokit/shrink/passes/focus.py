@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from reprokit.locate.failure import Failure
@@ -12,16 +14,18 @@ from reprokit.shrink.indexes import fits
 from reprokit.shrink.problem import Problem
 
 
-def focus(problem: Problem, group: Class, sign: float | None = None) -> list[int]:
-    """The indexes of a class, the one most likely needed first.
+def focus(problem: Problem, group: Class, sign: float | None = None) -> Sequence[int]:
+    """The indexes of a class, the one most likely needed first. Any order will do where values do not matter.
 
     That is where the bad element sits, if the class reaches it, otherwise where infinities and large numbers are (with
     ``sign``, only those of one sign count); second comes an index that an index tensor points to.
     """
+    if problem.is_about_sizes:
+        return range(group.size)
     candidate = problem.best
     place = bad_index(problem, group)
     scores = _scores(candidate, group, sign)
-    order = sorted(range(group.size), key=lambda index: (-scores[index], index))
+    order: list[int] = scores.argsort(descending=True, stable=True).tolist()
     pointed = sorted(_pointed_to(candidate, group))
     first = [place] if place is not None else order[:1]
     return list(dict.fromkeys((*first, *pointed[:1], *order)))
@@ -38,7 +42,7 @@ def bad_index(problem: Problem, group: Class) -> int | None:
     return failure.element[usable[0]] % group.size if usable else None
 
 
-def _scores(candidate: Candidate, group: Class, sign: float | None) -> list[float]:
+def _scores(candidate: Candidate, group: Class, sign: float | None) -> torch.Tensor:
     """How remarkable the numbers at each index are."""
     scores = torch.zeros(group.size, dtype=torch.float64)
     is_by_index = not fits(candidate.program.calls, candidate.tensors)  # then a large index is what matters
@@ -46,7 +50,7 @@ def _scores(candidate: Candidate, group: Class, sign: float | None) -> list[floa
         tensor = candidate.tensors[member.value]
         if (tensor.is_floating_point() or is_by_index) and tensor.numel():
             scores += _sizes_along(tensor.abs() if sign is None else sign * tensor, member, group.size)
-    return [float(score) for score in scores]
+    return scores
 
 
 def _sizes_along(tensor: torch.Tensor, member: Axis, size: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ them when a probe of the shapes finds that this fits: in proportion or with the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
@@ -21,6 +21,7 @@ from reprokit.shrink.dimensions import Axis, Class, shrink_to
 from reprokit.shrink.passes.focus import focus
 from reprokit.shrink.probe import Form, forms_of
 from reprokit.shrink.problem import Problem
+from reprokit.shrink.search import find_integer
 
 _MAX_CALLS = 8
 _MAX_PAIRED = 6
@@ -67,24 +68,27 @@ def _lowered(call: Call, path: Path, number: int, lower: int) -> Iterator[Call]:
 
 
 def _lower_together(problem: Problem, index: int) -> None:
-    """Lower two integers that only get smaller together: both to 1, else one less again and again; so each alone."""
+    """Lower two integers that only get smaller together: both to 1, else by as much as will do; so each alone."""
     paths = [path for path, _ in _integers(problem.best.program.calls[index])]
     for number in (2, 1) if len(paths) <= _MAX_PAIRED else ():
         for some in itertools.combinations(paths, number):
-            _lower_some(problem, index, some, to_one=True)
-            while _lower_some(problem, index, some, to_one=False):
-                pass
+            _lower_some(problem, index, some)
 
 
-def _lower_some(problem: Problem, index: int, paths: tuple[Path, ...], *, to_one: bool) -> bool:
-    call = problem.best.program.calls[index]
-    numbers = dict(_integers(call))
+def _lower_some(problem: Problem, index: int, paths: tuple[Path, ...]) -> None:
+    numbers = dict(_integers(problem.best.program.calls[index]))
     if any(path not in numbers for path in paths):
-        return False
-    changed = call
-    for path in paths:
-        changed = with_leaf(changed, path, 1 if to_one else numbers[path] - 1)
-    return _consider(problem, index, changed, None, "lower numbers")
+        return
+
+    def is_enough(lowered: Mapping[Path, int]) -> bool:
+        changed = problem.best.program.calls[index]
+        for path, number in lowered.items():
+            changed = with_leaf(changed, path, number)
+        return _consider(problem, index, changed, None, "lower numbers")
+
+    if not is_enough(dict.fromkeys(paths, 1)):
+        most = min(numbers[path] for path in paths) - 1
+        find_integer(lambda less: is_enough({path: numbers[path] - less for path in paths}), most)
 
 
 def _consider(problem: Problem, index: int, call: Call, ratios: Ratios, change: str) -> bool:

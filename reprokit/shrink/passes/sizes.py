@@ -39,6 +39,9 @@ def shrink_dimensions(problem: Problem) -> None:
     classes = find_classes(problem.best, problem.prober)
     if not classes:
         return
+    if problem.is_about_sizes:
+        _shrink_by_size_alone(problem, classes)
+        return
     if any(_try_slice(problem, kept, "all sizes 1") for kept in _single_indexes(problem, classes)):
         return
     if _try_seeds(problem, classes):
@@ -49,7 +52,7 @@ def shrink_dimensions(problem: Problem) -> None:
         _shrink_classes_of(problem, size)
 
 
-def _single_indexes(problem: Problem, classes: Sequence[Class]) -> Iterator[dict[Class, list[int]]]:
+def _single_indexes(problem: Problem, classes: Sequence[Class]) -> Iterator[dict[Class, Sequence[int]]]:
     """One index for each class. When nothing tells where the bad value sits, as in a sum over everything, the places of
     the largest, the greatest and the least number are all worth a look."""
     yield {group: focus(problem, group)[:1] for group in classes}
@@ -63,6 +66,26 @@ def drop_dimensions(problem: Problem) -> None:
     for keep in (0, 1, 2):
         if _try_dropping(problem, list(_leading_ones(problem.best, keep)), f"at least {keep} dimensions"):
             return
+
+
+def _shrink_by_size_alone(problem: Problem, classes: Sequence[Class]) -> None:
+    """Shrink dimensions of one size together, small ones first, then each class; no index is better than another."""
+    for size in sorted({group.size for group in classes}):
+        groups = [group for group in find_classes(problem.best, problem.prober) if group.size == size]
+        _shrink_to_fewest(problem, Class(size, tuple(member for group in groups for member in group.members)))
+    for group in find_classes(problem.best, problem.prober):
+        _shrink_to_fewest(problem, group)
+
+
+def _shrink_to_fewest(problem: Problem, group: Class) -> None:
+    order, best = range(group.size), problem.best
+    for size in (1, group.size - 1):  # what cannot be one less cannot be less
+        if problem.consider(shrink_to(best, {group: order[:size]}), f"size {group.size} to {size}"):
+            break
+    else:
+        return
+    if size > 1:
+        _bisect(problem, group, order)
 
 
 def _shrink_classes_of(problem: Problem, size: int) -> None:
@@ -91,21 +114,22 @@ def _shrink_class(problem: Problem, group: Class) -> None:
     _bisect(problem, group, order)
 
 
-def _bisect(problem: Problem, group: Class, order: list[int]) -> None:
+def _bisect(problem: Problem, group: Class, order: Sequence[int]) -> None:
     """The fewest of the likeliest indexes that will do, then none of these that can go."""
     low, high = min(2, group.size - 1), group.size
     start = problem.best
     while high - low > 1:
         middle = (low + high) // 2
-        kept = {group: sorted(order[:middle])}
+        kept = {group: _in_order(order[:middle])}
         if problem.consider(shrink_to(start, kept), f"size {group.size} to {middle}"):
             high = middle
         else:
             low = middle
-    _drop_indexes(problem, start, group, order[:high])
+    if not problem.is_about_sizes:
+        _drop_indexes(problem, start, group, order[:high])
 
 
-def _drop_indexes(problem: Problem, start: Candidate, group: Class, order: list[int]) -> None:
+def _drop_indexes(problem: Problem, start: Candidate, group: Class, order: Sequence[int]) -> None:
     """Take out what can go of the kept indexes, unlikely ones first, in ever shorter stretches."""
     kept = list(order)
     length = len(kept) // 2
@@ -149,11 +173,15 @@ def _try_seeds(problem: Problem, classes: Sequence[Class]) -> bool:
 
 def _slices(problem: Problem, kept: Mapping[Class, Sequence[int]]) -> list[Candidate]:
     """The best candidate with only the kept indexes; if need be with integers in the arguments renumbered."""
-    ordered = {group: sorted(indexes) for group, indexes in kept.items()}
+    ordered = {group: _in_order(indexes) for group, indexes in kept.items()}
     plain = shrink_to(problem.best, ordered)
     if not problem.prober.refuses(plain, problem.best):
         return [plain]
     return [plain, shrink_to(problem.best, ordered, renumber=True)]
+
+
+def _in_order(indexes: Sequence[int]) -> Sequence[int]:
+    return indexes if isinstance(indexes, range) else sorted(indexes)
 
 
 def _outline(candidate: Candidate) -> str:
