@@ -253,7 +253,7 @@ def is_unmade(module: torch.nn.Module) -> bool:
 
 def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     for tensor in (*module.parameters(), *module.buffers()):
-        if not is_lazy(tensor) and not tensor.is_inference():
+        if not is_lazy(tensor) and not tensor.is_inference() and tensor.grad_fn is None:
             yield tensor
 
 

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable
 from threading import get_ident
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
+from torch.nn.utils.stateless import _functional_call
 
 from reprokit.capture.entry import Entry, generator_states, versions_of
 from reprokit.capture.frames import first_user_frame
@@ -101,7 +102,7 @@ class RootCalls:
     def is_root_call(self) -> bool:
         """Whether a module called now is called by the loop itself; the first thread that trains is the one watched."""
         mode = self._mode
-        if mode.depth or not mode.enabled or _tracing_state() is not None:
+        if mode.depth or not mode.enabled or _tracing_state() is not None or _peek_transforms() is not None:
             return False
         if get_ident() == mode.thread:
             return True
@@ -149,7 +150,11 @@ class RootCalls:
         if id(module) not in self.met:
             self._listener.meet_module(module)
         user = first_user_frame(frame)
-        entry = Entry("module", module, args, kwargs, current_mode(), None, "", user.f_code, user.f_lineno)
+        kind, target = "module", cast("Any", module)
+        if frame.f_code is _FUNCTIONAL_CALL:  # the module has other parameters until this call is over
+            kind, target = "function", torch.func.functional_call
+            args, kwargs = (module, frame.f_locals["parameters_and_buffers"], args, kwargs), {}
+        entry = Entry(kind, target, args, kwargs, current_mode(), None, "", user.f_code, user.f_lineno)
         entry.versions = versions = versions_of(args, kwargs)
         entry.rng = generator_states(versions)
         entry.settings = module.training
@@ -176,4 +181,6 @@ class RootCalls:
         sys.setprofile(wait)
 
 
+_FUNCTIONAL_CALL = _functional_call.__code__
+_peek_transforms = torch._C._functorch.peek_interpreter_stack
 _tracing_state = torch._C._get_tracing_state  # of `torch.jit.trace`, which would trace our work as well

@@ -104,8 +104,10 @@ class Tracer(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Record one call and perform it."""
+        """Record one call and perform it; what a transform of `torch.func` does inside is used by value."""
         options = dict(kwargs or {})
+        if _peek_transforms() is not None:
+            return func(*args, **options)
         if func is torch.Tensor.__iter__ and args[0].dim() > 0:
             return iter(self.perform("torch.Tensor.unbind", torch.Tensor.unbind, (args[0], 0), {}))
         name = functions.name_of(func)
@@ -431,6 +433,9 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+_peek_transforms = torch._C._functorch.peek_interpreter_stack  # inside of vmap and the like values are of no use
 
 
 def _holds_tensor(value: Any) -> bool:

@@ -18,6 +18,7 @@ from tests.capture.traps_checks import (
     BAD_STEP,
     EXACT,
     WATCHES,
+    Loop,
     batches,
     check_caught,
     check_silent,
@@ -256,3 +257,96 @@ def test_quiet_says_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 def test_values_that_no_option_has(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be"):
         Session(directory=tmp_path, **options)
+
+
+class Causal(nn.Module):
+    """Attention with a mask that nested `torch.vmap` makes, and a network behind another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = plain_net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(len(x))
+        mask = torch.vmap(torch.vmap(lambda q, k: k <= q, in_dims=(None, 0)), in_dims=(0, None))(places, places)
+        mixed = torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        noise = torch.vmap(lambda row: row + torch.rand(()), randomness="different")(x.detach())
+        return self.body(mixed + 0.01 * noise)
+
+
+def masks_made_by_vmap() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Causal()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        update(optimizer, rooted_loss(model(x), y, step == BAD_STEP))
+    return ending(model)
+
+
+def losses_by_vmap() -> list[torch.Tensor]:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        losses = torch.vmap(lambda row, label: torch.nn.functional.cross_entropy(row[None], label[None]))(model(x), y)
+        count = torch.full((), 0.0 if step == BAD_STEP else 1.0)
+        update(optimizer, losses.mean() * (count / count))
+    return ending(model)
+
+
+def gradients_of_samples() -> list[torch.Tensor]:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_of(parameters: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out = torch.func.functional_call(model, parameters, (x[None],))
+        return torch.nn.functional.cross_entropy(out, y[None])
+
+    for step, x, y in batches():
+        detached = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        grads = torch.vmap(torch.func.grad(loss_of), in_dims=(None, 0, 0))(detached, x, y)
+        count = torch.full((), 0.0 if step == BAD_STEP else 1.0)
+        for name, parameter in model.named_parameters():
+            parameter.grad = (grads[name] * (count / count)).mean(0)
+        optimizer.step()
+    return ending(model)
+
+
+def derivatives_by_jvp_and_jacrev() -> list[torch.Tensor]:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        out, slope = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+        spread = torch.func.jacrev(model)(x[0]).pow(2).sum()
+        update(optimizer, divided_loss(out + 0.1 * slope, y, step == BAD_STEP) + 0.01 * spread)
+    return ending(model)
+
+
+def other_parameters_by_functional_call() -> list[torch.Tensor]:
+    """As in meta-learning: the inner step's parameters carry a graph, and batch normalisation has its statistics."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        known = dict(model.named_parameters())
+        inner = torch.nn.functional.cross_entropy(torch.func.functional_call(model, known, (x,)), y)
+        grads = torch.autograd.grad(inner, list(known.values()), create_graph=True)
+        moved = {name: p - 0.1 * grad for (name, p), grad in zip(known.items(), grads, strict=True)}
+        update(optimizer, rooted_loss(torch.func.functional_call(model, moved, (x,)), y, step == BAD_STEP))
+    return ending(model)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch.func.jvp
+@pytest.mark.parametrize("watch", WATCHES)
+@pytest.mark.parametrize(
+    ("loop", "phase", "call"),
+    [
+        (masks_made_by_vmap, "backward", "torch.Tensor.sqrt"),
+        (losses_by_vmap, "forward", "torch.Tensor.div"),
+        (gradients_of_samples, "forward", "torch.Tensor.div"),
+        (derivatives_by_jvp_and_jacrev, "forward", "torch.Tensor.div"),
+        (other_parameters_by_functional_call, "backward", "torch.Tensor.sqrt"),
+    ],
+)
+def test_transforms_of_functions(loop: Loop, phase: str, call: str, watch: str, tmp_path: Path) -> None:
+    snapshot = check_caught(loop, tmp_path, watch=watch)
+    assert where(snapshot) == (BAD_STEP, phase, call)
+    assert fidelity(snapshot) == EXACT
