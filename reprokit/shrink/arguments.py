@@ -11,10 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from reprokit.program.functions import UnknownFunction, function_named
-from reprokit.program.ir import Call, Ref, Slice, map_leaves
+from reprokit.program.ir import Call, Ref, Slice
 
 Path = tuple[Any, ...]
 _PARTS = ("start", "stop", "step")
+_INDEXES: dict[str, tuple[Path, ...]] = {
+    **dict.fromkeys(("__getitem__", "__setitem__"), ((0, 1),)),
+    **dict.fromkeys(("select", "narrow", "select_scatter"), ((0, 2), (1, "index"), (1, "start"))),
+}
 
 
 def leaves(call: Call) -> Iterator[tuple[Path, Any]]:
@@ -37,14 +41,13 @@ def with_leaf(call: Call, path: Path, value: Any) -> Call:
     return replace(call, args=args, kwargs=kwargs)
 
 
-def with_changed_integers(call: Call, changed: range, numbers: Sequence[int]) -> Call:
-    """The call with every integer in a range exchanged for the number at its place in a list."""
-
-    def exchange(leaf: Any) -> Any:
-        return numbers[leaf] if isinstance(leaf, int) and not isinstance(leaf, bool) and leaf in changed else leaf
-
-    args, kwargs = map_leaves((call.args, dict(call.kwargs)), exchange)
-    return replace(call, args=args, kwargs=kwargs)
+def with_changed_indexes(call: Call, changed: range, numbers: Sequence[int]) -> Call:
+    """The call with every index in a range exchanged for the number at its place in a list: an exponent stays."""
+    for path, leaf in leaves(call) if call.name in _INDEXES else ():
+        is_integer = isinstance(leaf, int) and not isinstance(leaf, bool)
+        if path[:2] in _INDEXES[call.name] and is_integer and leaf in changed:
+            call = with_leaf(call, path, numbers[leaf])
+    return call
 
 
 def without_defaults(call: Call) -> Call:

@@ -7,13 +7,13 @@ renumbered to stay in range.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from reprokit.program.ir import Call, Program
-from reprokit.shrink.arguments import Path, lists_of_tensors, with_changed_integers, with_leaf
+from reprokit.shrink.arguments import Path, lists_of_tensors, with_changed_indexes, with_leaf
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.indexes import new_numbers, numbers_after, uses_of
 from reprokit.shrink.probe import Form
@@ -69,10 +69,12 @@ class Class:
         return [Class(self.size, (axis,)) for axis in self.axes] if self.is_guess and len(self.axes) > 1 else []
 
 
-def shrink_to(candidate: Candidate, kept: Mapping[Class, Sequence[int]], *, renumber: bool = False) -> Candidate:
+def shrink_to(
+    candidate: Candidate, kept: Mapping[Class, Sequence[int]], *, renumber: Callable[[Call], bool] = lambda call: False
+) -> Candidate:
     """The candidate with only the ``kept`` indexes of each class.
 
-    With ``renumber`` integers in the arguments that may be indexes follow as well, as in ``x[:, 5]``.
+    In calls that ``renumber`` is true for, integers that are indexes follow as well, as in ``x[:, 5]``.
     """
     tensors = dict(candidate.tensors)
     calls = list(candidate.program.calls)
@@ -85,9 +87,8 @@ def shrink_to(candidate: Candidate, kept: Mapping[Class, Sequence[int]], *, renu
             else:
                 calls[member.call] = _with_parts(calls[member.call], member, indexes)
         _renumber_tensors(candidate, tensors, group, indexes)
-        if renumber:
-            numbers = new_numbers(group.size, indexes)
-            calls = [with_changed_integers(call, range(len(indexes), group.size), numbers) for call in calls]
+        numbers, changed = new_numbers(group.size, indexes), range(len(indexes), group.size)
+        calls = [with_changed_indexes(call, changed, numbers) if renumber(call) else call for call in calls]
     return Candidate(replace(candidate.program, calls=tuple(calls)), tensors)
 
 

@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from reprokit.locate.failure import Failure
+from reprokit.program.ir import Call
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.memory import OutOfMemoryCheck
+from reprokit.shrink.classes import find_classes
+from reprokit.shrink.dimensions import Class
 from reprokit.shrink.oracle import Oracle, Proposal
 from reprokit.shrink.probe import Prober
 
@@ -18,7 +21,8 @@ class Problem:
 
     ``tried_extremes`` remembers for which shapes plain numbers were tried in place of recorded ones. ``is_exhaustive``
     is given up by a pass that leaves single edits untried because there are too many; ``max_stretches`` is how many are
-    not. ``accepts`` says what else a candidate must be.
+    not. ``accepts`` says what else a candidate must be, ``keeps`` which classes of sizes stay as they are, and
+    ``renumbers`` in which calls indexes may change.
     """
 
     best: Candidate
@@ -29,9 +33,16 @@ class Problem:
     is_exhaustive: bool = True
     max_stretches: int = 256
     accepts: Callable[[Candidate], bool] = lambda candidate: True
+    keeps: Callable[[Candidate, Class], bool] = lambda candidate, group: False
+    renumbers: Callable[[Call], bool] = lambda call: True
 
     def __post_init__(self) -> None:
         self.prober.before_run = self.oracle.require_time
+
+    def classes(self) -> list[Class]:
+        """The classes of sizes of the best candidate that may get smaller."""
+        found = find_classes(self.best, self.prober)
+        return [group for group in found if not self.keeps(self.best, group)]
 
     def consider(self, candidate: Candidate, change: str) -> bool:
         """Accept ``candidate`` if it is smaller than the best one and fails the same way.

@@ -323,3 +323,35 @@ def distances_within() -> Snapshot:
         return total
 
     return record_model(net, step, batch=seeded(4, 3))
+
+
+def looked_up_pair() -> Snapshot:
+    """A distance of zero between two rows of a table, which the loop itself looks up."""
+    torch.manual_seed(0)
+    table = nn.Embedding(50, 4)
+
+    def step(pairs: torch.Tensor) -> None:
+        first, second = pairs.unbind(0)
+        first[3] = 49
+        second[3] = 49
+        apart = (table(first) - table(second)).pow(2).sum(-1)
+        (torch.where(first == second, torch.zeros(()), apart.sqrt()) - 1).abs().mean().backward()
+
+    return record_model(table, step, pairs=torch.randint(0, 40, (2, 8), generator=torch.Generator().manual_seed(1)))
+
+
+class Skip(nn.Module):
+    """A skip connection around a pooling and an upsampling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(3, 3, 2, stride=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, self.up(F.max_pool2d(x, 2))], 1)
+
+
+def odd_image() -> Snapshot:
+    """An image of five pixels, which a pooling by two and an upsampling make four."""
+    torch.manual_seed(0)
+    return record_model(model := Skip(), lambda x: model(x).sum(), x=seeded(2, 3, 5, 6))

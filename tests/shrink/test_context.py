@@ -159,6 +159,21 @@ def test_integers_that_are_no_sizes_stay_as_the_user_wrote_them() -> None:
     assert power.args[1:] == (2,)
 
 
+def test_an_exponent_is_no_index_and_a_layer_that_the_loop_calls_stays() -> None:
+    context = context_of(models.looked_up_pair())
+    assert [block.scope.cls for block in context.tree.layers()] == ["Embedding"]
+    constants = {call.name: call.args[1:] for call in context.program.calls if call.name in ("pow", "__setitem__")}
+    assert constants == {"pow": (2,), "__setitem__": (0, 49)}
+
+
+def test_kernels_keep_their_size() -> None:
+    context = context_of(models.odd_image())
+    (layer,) = (block.layer for block in context.tree.layers() if block.layer is not None)
+    assert layer.cls == "ConvTranspose2d" and layer.arguments[2] == 2
+    (pool,) = (call for call in context.program.calls if call.name == "max_pool2d")
+    assert pool.args[1:] == (2,)
+
+
 @pytest.mark.parametrize("step", [models.sparse_overflow, models.float8_weight])
 def test_formats_that_do_not_compute_are_left_alone(step: Callable[[], Snapshot]) -> None:
     snapshot, context = step(), context_of(step())

@@ -88,7 +88,7 @@ def test_integers_in_arguments_are_renumbered_on_request() -> None:
     candidate = one_call("torch.Tensor.__getitem__", Ref(0), index, tensors=[torch.arange(9.0).expand(2, 9)])
     group = Class(9, (Axis(0, 1),))
     assert Prober().refuses(shrink_to(candidate, {group: [7]}), candidate)
-    smaller = shrink_to(candidate, {group: [7]}, renumber=True)
+    smaller = shrink_to(candidate, {group: [7]}, renumber=lambda call: True)
     assert smaller.program.calls[0].args[1] == (Slice(None, None, None), 0)
     assert smaller.tensors[0].tolist() == [[7.0], [7.0]]
 

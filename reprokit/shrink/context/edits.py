@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Ref
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Ref, iter_refs
 from reprokit.shrink.arguments import leaves, with_leaf
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.dimensions import Axis, Class, Constant
 from reprokit.shrink.naming import parameters_of
 
+_KERNELS = ("conv", "pool", "fold")
+_FIRST_OF_KERNEL = 2  # of a weight's dimensions, behind those of channels
 _PROBABILITIES = frozenset({"p", "dropout", "dropout_p"})
 
 
@@ -19,6 +22,18 @@ def with_free_size(call: Call, sizes: set[int]) -> Call | None:
         return None
     path, largest = max(places, key=lambda place: place[1])
     return with_leaf(call, path, -1) if largest not in sizes else None
+
+
+def is_written(candidate: Candidate, group: Class) -> bool:
+    """True if a class of sizes holds a kernel: a size that the user wrote, which no batch and no width follows."""
+    calls = candidate.program.calls
+    kernels = {ref.value for call in calls if "conv" in call.name for ref in iter_refs(call.args[1:2])}
+    return any(
+        member.value in kernels and member.axis >= _FIRST_OF_KERNEL
+        if isinstance(member, Axis)
+        else isinstance(member, Constant) and any(word in calls[member.call].name for word in _KERNELS)
+        for member in group.members
+    )
 
 
 def with_certainty(candidate: Candidate, index: int) -> Candidate | None:

@@ -21,8 +21,9 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.constants import filled, is_number, number_inputs
 from reprokit.shrink.context.choice import Choice
 from reprokit.shrink.context.defaults import initial
-from reprokit.shrink.context.edits import with_certainty, with_free_size, with_sum
+from reprokit.shrink.context.edits import is_written, with_certainty, with_free_size, with_sum
 from reprokit.shrink.context.identity import module_runs, without_call, without_module
+from reprokit.shrink.context.layers import is_layer
 from reprokit.shrink.context.ordinary import extraordinary
 from reprokit.shrink.context.piece import Context
 from reprokit.shrink.context.step import Step
@@ -53,6 +54,9 @@ def find_context(whole: Candidate, failure: Failure, oracle: Oracle) -> Context 
     limit = len(extraordinary(start))
     problem = Problem(start, oracle, max_stretches=_STRETCHES)
     problem.accepts = lambda candidate: len(extraordinary(candidate)) <= limit
+    problem.keeps = is_written
+    modules = start.program.modules
+    problem.renumbers = lambda call: not any(is_layer(scope, modules) for scope in call.scope)
     search = _Search(problem)
     with contextlib.suppress(OutOfBudget):
         search.run()

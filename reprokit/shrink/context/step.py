@@ -122,9 +122,12 @@ class Step:
         return other[0][: len(scope)] == scope if scope else other == place
 
     def is_own_layer(self, scope: tuple[Scope, ...], origin: int) -> bool:
-        """Whether a module is one of torch's layers in the origin's own module, if that is not a large one."""
+        """True if a module is one of torch's layers in the origin's own module, if that is not a large one; in the
+        loop, if the loop itself calls the layer."""
         place = self.place(origin)
-        is_below = bool(place[0]) and len(scope) > len(place[0]) and scope[: len(place[0])] == place[0]
+        if not place[0]:
+            return len(scope) == 1 and is_layer(scope[-1], self.program.modules)
+        is_below = len(scope) > len(place[0]) and scope[: len(place[0])] == place[0]
         between = scope[len(place[0]) : -1]
         if not is_below or not is_layer(scope[-1], self.program.modules) or not all(map(is_container, between)):
             return False

@@ -14,7 +14,6 @@ import torch
 
 from reprokit.shrink.arguments import leaves, with_leaf
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.classes import find_classes
 from reprokit.shrink.constants import extremes, holds_large
 from reprokit.shrink.dimensions import Axis, Class, shrink_to
 from reprokit.shrink.passes.focus import bad_index, focus
@@ -36,7 +35,7 @@ def shrink_sizes(problem: Problem) -> None:
 
 def shrink_dimensions(problem: Problem) -> None:
     """Make every dimension as small as the failure allows, and what goes with it; other integers stay."""
-    classes = find_classes(problem.best, problem.prober)
+    classes = problem.classes()
     if not classes:
         return
     if problem.is_about_sizes:
@@ -92,7 +91,7 @@ def _shrink_classes_of(problem: Problem, size: int) -> None:
     """Shrink each class that has this size; classes are found again after every success, since sizes went."""
     tried: set[tuple[object, ...]] = set()
     while True:
-        groups = find_classes(problem.best, problem.prober)
+        groups = problem.classes()
         group = next((g for g in groups if g.size == size and g.members not in tried), None)
         if group is None:
             return
@@ -177,7 +176,7 @@ def _slices(problem: Problem, kept: Mapping[Class, Sequence[int]]) -> list[Candi
     plain = shrink_to(problem.best, ordered)
     if not problem.prober.refuses(plain, problem.best):
         return [plain]
-    return [plain, shrink_to(problem.best, ordered, renumber=True)]
+    return [plain, shrink_to(problem.best, ordered, renumber=problem.renumbers)]
 
 
 def _in_order(indexes: Sequence[int]) -> Sequence[int]:
