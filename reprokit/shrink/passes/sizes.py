@@ -70,9 +70,9 @@ def drop_dimensions(problem: Problem) -> None:
 def _shrink_by_size_alone(problem: Problem, classes: Sequence[Class]) -> None:
     """Shrink dimensions of one size together, small ones first, then each class; no index is better than another."""
     for size in sorted({group.size for group in classes}):
-        groups = [group for group in find_classes(problem.best, problem.prober) if group.size == size]
+        groups = [group for group in problem.classes() if group.size == size]
         _shrink_to_fewest(problem, Class(size, tuple(member for group in groups for member in group.members)))
-    for group in find_classes(problem.best, problem.prober):
+    for group in problem.classes():
         _shrink_to_fewest(problem, group)
 
 
