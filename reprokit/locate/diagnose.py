@@ -149,9 +149,16 @@ def numbers_of(entry: Entry, scene: Scene) -> Numbers | None:
 
 
 def _phases(failure: Failure) -> set[str]:
-    """The failure's phase; a NaN that the origin made and a later call drops has its reason in the forward pass."""
+    """The phases of entries that may apply: what a call returns has the reasons of a forward pass in any phase.
+
+    So has a NaN that the origin made and a later call drops.
+    """
+    if failure.phase != "backward" or failure.kind == EXCEPTION:
+        return {failure.phase}
+    if not failure.is_derivative:
+        return {"forward"}
     is_made = failure.drop is not None and not failure.drop.is_given
-    return {failure.phase, "forward"} if is_made else {failure.phase}
+    return {"backward", "forward"} if is_made else {"backward"}
 
 
 def _optimizer(target: str) -> str | None:

@@ -58,6 +58,11 @@ class Failure:
     is_overflow: bool = False
 
     @property
+    def is_derivative(self) -> bool:
+        """True if autograd made the bad value: not a call in the backward of a custom autograd function."""
+        return self.phase == "backward" and self.backward_node is not None
+
+    @property
     def is_of_whole_step(self) -> bool:
         """Whether no single call or input shows it, so that there is no origin to follow it to."""
         return self.kind not in ("nan", "inf", EXCEPTION) and self.call is None and self.input_name is None

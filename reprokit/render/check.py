@@ -140,7 +140,7 @@ def _subjects(failure: Failure, wanted: list[int], outcome: Outcome) -> list[Sub
     ]
     order = sorted(outcome.gradients, key=lambda value: (value != failure.value, value))
     gradients = [subject(value, True, outcome.gradients[value]) for value in order]
-    return gradients + values if failure.phase == "backward" else values + gradients
+    return gradients + values if failure.is_derivative else values + gradients
 
 
 def _exception_name(failure: Failure) -> str:

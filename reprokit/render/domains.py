@@ -164,7 +164,7 @@ _BACKWARD_POINTS: dict[str, tuple[_Point, ...]] = {
 
 
 def _elementwise(given: Given) -> Edge | None:
-    points = _BACKWARD_POINTS if given.failure.phase == "backward" else _FORWARD_POINTS
+    points = _BACKWARD_POINTS if given.failure.is_derivative else _FORWARD_POINTS
     if not given.args or not isinstance(given.args[0], torch.Tensor) or given.args[0].is_complex():
         return None
     for point in points.get(given.name, ()):
@@ -175,7 +175,7 @@ def _elementwise(given: Given) -> Edge | None:
 
 def _with_zero(fact: str, given: Given) -> str:
     """What a derivative that is infinite makes of a gradient of zero."""
-    return f"{fact}, and 0 * inf is NaN" if given.failure.phase == "backward" and given.failure.way == "nan" else fact
+    return f"{fact}, and 0 * inf is NaN" if given.failure.is_derivative and given.failure.way == "nan" else fact
 
 
 def _operands(given: Given) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -193,7 +193,7 @@ def _quotient(given: Given) -> Edge | None:
     above, below = operands
     way, at_zero = given.failure.way, below == 0
     never_zero = ("a divisor that is never zero", given.value(1))
-    if given.failure.phase == "backward":
+    if given.failure.is_derivative:
         fact = _with_zero("its derivatives are infinite", given)
         return Edge("for a divisor of zero", fact, *never_zero) if bool(at_zero.any()) else None
     if way == "nan" and bool(((above == 0) & at_zero).any()):
@@ -211,7 +211,7 @@ def _power(given: Given) -> Edge | None:
         return None
     base, exponent = operands
     value = given.value(0)
-    if given.failure.phase == "backward":
+    if given.failure.is_derivative:
         if bool(((base == 0) & (exponent < 1) & (exponent != 0)).any()):
             return Edge("at zero", _with_zero(_AT_ZERO.fact, given), "a base away from zero", value)
         return None

@@ -52,7 +52,7 @@ def find_edge(program: Program, tensors: Tensors, failure: Failure) -> Edge | No
         given = observe(program, tensors, failure)
         if given is None:
             return None
-        rules = BACKWARD_RULES if failure.phase == "backward" else FORWARD_RULES
+        rules = BACKWARD_RULES if failure.is_derivative else FORWARD_RULES
         found = (rule(given) for rule in rules)
         edge = _bad_number(given) or next((edge for edge in found if edge is not None), None)
         edge = edge or _in_double(given, program, tensors)
@@ -95,7 +95,7 @@ def _bad_number(given: Given) -> Edge | None:
 
 def _in_double(given: Given, program: Program, tensors: Tensors) -> Edge | None:
     """What float64 makes of the same operands says whether the result fits the dtype at all."""
-    origin, is_backward = given.origin, given.failure.phase == "backward"
+    origin, is_backward = given.origin, given.failure.is_derivative
     bad = origin.bad if origin is not None else None
     if origin is None or bad is None:
         return None
@@ -108,7 +108,7 @@ def _in_double(given: Given, program: Program, tensors: Tensors) -> Edge | None:
 
 def _compared(given: Given, origin: Origin, exact: float | None, dtype: torch.dtype) -> Edge:
     """What follows from the largest magnitude in float64; ``None`` stands for one that is not finite."""
-    limit, name, is_backward = torch.finfo(dtype).max, _short(dtype), given.failure.phase == "backward"
+    limit, name, is_backward = torch.finfo(dtype).max, _short(dtype), given.failure.is_derivative
     deciding = origin.deciding() if not is_backward else ()
     if exact is None:
         return Edge("", _why_open(dtype, is_backward), "other operands", deciding, Verdict.OPEN)
@@ -133,7 +133,7 @@ def _why_open(dtype: torch.dtype, is_backward: bool) -> str:
 
 def _bad_name(given: Given, origin: Origin) -> str:
     """What went bad: the gradient, the result, or the argument that the call wrote into by its parameter's name."""
-    if given.failure.phase == "backward":
+    if given.failure.is_derivative:
         return "gradient"
     if origin.value is None or origin.value in origin.call.output_refs() or origin.call.is_optimizer_step:
         return "result"

@@ -109,7 +109,7 @@ def _expected(failure: Failure, edge: Edge | None) -> str:
         )
     if edge is None:
         return wording.expected(failure)
-    about = "a finite gradient" if failure.phase == "backward" else "a finite result"
+    about = "a finite gradient" if failure.is_derivative else "a finite result"
     about = "a finite parameter after the step" if failure.call and failure.call.startswith("torch.optim.") else about
     if edge.verdict is Verdict.BETTER:
         return f"{about[0].upper()}{about[1:]}: {edge.fact}."

@@ -129,7 +129,7 @@ def with_code(text: str) -> Markup:
 def _bad_name(failure: Failure, names: Mapping[int, str]) -> str:
     """What the bad tensor is called."""
     name = names.get(failure.value, "the tensor") if failure.value is not None else "the tensor"
-    return f"gradient of {name}" if failure.phase == "backward" else name
+    return f"gradient of {name}" if failure.is_derivative else name
 
 
 def _drawn(way: Way, failure: Failure) -> DrawnWay:

@@ -71,7 +71,7 @@ def steps(snapshot: Snapshot) -> list[Step]:
 def _gradient(found: Survey, names: Mapping[int, str]) -> list[Step]:
     """What a backward failure made of the gradient."""
     value = found.failure.value
-    if found.failure.phase != "backward" or value is None or value not in found.gradients:
+    if not found.failure.is_derivative or value is None or value not in found.gradients:
         return []
     return [Step(f"gradient of {names[value]}", range_text(found.gradients[value]), is_origin=True)]
 

@@ -104,7 +104,7 @@ class _Watch:
                 self._hook(value, values[value])
         failure = found.failure
         bad = values.get(failure.value) if failure.value is not None else None
-        if index == failure.call_index and failure.phase != "backward" and bad is not None:
+        if index == failure.call_index and not failure.is_derivative and bad is not None:
             found.positions = positions_of(bad, found.name)
 
     def _hook(self, value: int, tensor: torch.Tensor) -> None:
@@ -121,7 +121,7 @@ class _Watch:
             if known is not None and known.is_bad:
                 return
             found.gradients[value] = measure(gradient)
-            if found.failure.phase == "backward" and value == found.failure.value and found.positions is None:
+            if found.failure.is_derivative and value == found.failure.value and found.positions is None:
                 found.positions = positions_of(gradient, found.name)
 
         return record

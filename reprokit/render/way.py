@@ -67,7 +67,7 @@ def _of_values(found: Survey, names: Mapping[int, str]) -> Way | None:
     first = [Stop(names[start], found.inputs.get(start), is_origin=is_input_bad)] if start is not None else []
     stops = [_stop(found, index, names, is_origin=index == failure.call_index) for index in path]
     kept, left_out = _shortened([*first, *stops])
-    after = [] if failure.phase == "backward" or failure.kind == EXCEPTION else list(_spread(found, origin))
+    after = [] if failure.is_derivative or failure.kind == EXCEPTION else list(_spread(found, origin))
     tail = [_stop(found, index, names) for index in _ends(after)]
     about = "From the inputs of the step to the origin, going back from each call by its least ordinary operand."
     return Way("The values", about, (*kept, *tail), left_out, max(0, len(after) - len(tail)))
@@ -76,7 +76,7 @@ def _of_values(found: Survey, names: Mapping[int, str]) -> Way | None:
 def _of_gradient(found: Survey, names: Mapping[int, str]) -> Way | None:
     """The gradient from the loss back to the origin."""
     failure = found.failure
-    if failure.phase != "backward" or failure.call_index is None or failure.kind == EXCEPTION:
+    if not failure.is_derivative or failure.call_index is None or failure.kind == EXCEPTION:
         return None
     path = _path_of_gradient(found, failure.call_index)
     stops = [_gradient_stop(found, index, value, names) for index, value in reversed(path)]

@@ -77,7 +77,7 @@ def headline(failure: Failure) -> str:
         return f"{what} differs from {reference_words(failure)}"
     if failure.call is None:
         return f"{call} is {kind} before the first call"
-    if failure.phase == "backward":
+    if failure.is_derivative:
         return f"gradient of {call} is {kind}"
     if failure.phase == "optimizer" and failure.call.startswith("torch.optim."):
         return f"{call} makes a parameter {kind}"
@@ -105,13 +105,14 @@ def observed(failure: Failure, *, is_forward_finite: bool = True) -> str:
         return f"The input {name} is already {kind} before the first call reads it."
     if failure.drop is not None:
         return _observed_drop(failure, failure.drop)
-    if failure.phase == "backward":
+    if failure.is_derivative:
         node = f" ({failure.backward_node})" if failure.backward_node else ""
         fine = ", while its forward result is finite" if is_forward_finite else ""
         return f"The backward pass of {name}{node} turns a finite gradient into {kind}{fine}."
     if failure.phase == "optimizer" and failure.call.startswith("torch.optim."):
         return f"{name} turns a finite parameter with a finite gradient into {kind}."
-    inside = ", called in the optimizer step," if failure.phase == "optimizer" else ""
+    places = {"optimizer": "the optimizer step", "backward": _CUSTOM}
+    inside = f", called in {places[failure.phase]}," if failure.phase in places else ""
     what = f"writes {kind} into `{written(failure)}`" if written(failure) else f"returns {kind}"
     return f"{name}{inside} {what} although none of its inputs is {failure.way or kind}."
 
@@ -144,7 +145,7 @@ def expected(failure: Failure) -> str:
         return "Equal results, within the tolerances of `torch.testing.assert_close`."
     if failure.call is None:
         return "Inputs are free of such values, or are rejected where they enter."
-    if failure.phase == "backward":
+    if failure.is_derivative:
         return "A finite gradient."
     if failure.phase == "optimizer":
         return "A finite parameter after the step."
@@ -220,6 +221,7 @@ def _number(value: float | int | bool) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
+_CUSTOM = "the backward of a custom autograd function"
 OUTSIDE = "outside of any module"
 
 
@@ -230,6 +232,8 @@ def phase_words(failure: Failure) -> str:
     is_called = failure.kind == "exception" and failure.call is not None
     if is_called and failure.phase == "forward" and failure.module is None:
         return OUTSIDE
+    if failure.phase == "backward" and failure.kind in ("nan", "inf") and failure.call and not failure.is_derivative:
+        return f"in {_CUSTOM}"
     return {"forward": "in the forward pass", "backward": "in the backward pass", "optimizer": "in the optimizer step"}[
         failure.phase
     ]

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from reprokit.locate.signs import SIGNS
 from reprokit.locate.signs.registry import number_named
 from reprokit.locate.trials import Budget, attempt
 from reprokit.render.diagnosis import markdown, one_line, page
+from reprokit.render.expectation import expect
 from reprokit.render.fix_code import fix_code
+from reprokit.render.wording import headline, phase_words
 from tests.locate.mechanisms import CASES, MISSES, NAN, adam, half, mismatch, near_miss, unknown
 from tests.shrink.failing import INF, record
 
@@ -442,3 +445,36 @@ def test_an_index_outside_of_a_table_is_told_for_bags_too() -> None:
 def test_a_small_number_is_one_that_the_dtype_can_hold_and_invert(dtype: torch.dtype, least: float) -> None:
     number = number_named("small", dtype)
     assert number == least and torch.tensor(number, dtype=dtype).reciprocal().isfinite()
+
+
+@pytest.mark.parametrize(
+    ("backward", "call", "entry"),
+    [
+        (lambda grad, x: grad / (2 * x), "division", "division-by-zero"),
+        (lambda grad, x: grad * x.log(), "log", "log-of-zero"),
+        (lambda grad, x: grad * (100.0 - x).exp(), "exp", "exp-overflow"),
+        (lambda grad, x: grad * (x / x.sum()), "division", "zero-by-zero"),
+    ],
+)
+def test_a_call_in_a_custom_backward_is_no_derivative(
+    backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], call: str, entry: str
+) -> None:
+    class Custom(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return backward(grad, *ctx.saved_tensors)
+
+    def step(x: torch.Tensor) -> None:
+        Custom.apply(x * x).sum().backward()
+
+    snapshot = record(step, x=torch.tensor([0.0, 0.0]).requires_grad_())
+    assert (snapshot.failure.phase, snapshot.failure.is_derivative) == ("backward", False)
+    assert headline(snapshot.failure).startswith(f"{call} returns")
+    assert phase_words(snapshot.failure) == "in the backward of a custom autograd function"
+    assert "derivative" not in expect(snapshot).expected + expect(snapshot).observed
+    assert diagnose(snapshot).id == entry

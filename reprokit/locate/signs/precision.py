@@ -142,14 +142,14 @@ def _numbers(call: Call) -> list[float]:
 def gradients_explode(scene: Scene) -> Numbers | None:
     """Whether a gradient went bad although everything its call was given is finite."""
     largest = _largest_if_finite(scene)
-    return {"largest": largest} if scene.failure.phase == "backward" and largest is not None else None
+    return {"largest": largest} if scene.failure.is_derivative and largest is not None else None
 
 
 @sign
 def gradient_overflows_half(scene: Scene) -> Numbers | None:
     """Whether a gradient overflowed in float16; bfloat16 ends where float32 does."""
     result = scene.tensor("result")
-    if scene.failure.phase != "backward" or result is None or result.dtype is not torch.float16:
+    if not scene.failure.is_derivative or result is None or result.dtype is not torch.float16:
         return None
     return {"dtype": dtype_name(result), "limit": torch.finfo(result.dtype).max}
 
