@@ -69,9 +69,9 @@ class Loop:
         if self.fault in _BACKWARD:
             is_skipped = self.fault != "raise_backward" and (self.scaler or self.skip == "gradient")
             return None if is_skipped else "backward"
-        if self.fault in ("none", "rate", "eps", "write"):
-            return None if self.fault == "none" else "optimizer"
-        return None if self.skip == "loss" and self.fault in _BAD_LOSS else "forward"
+        if self.fault in ("rate", "eps"):
+            return "optimizer"
+        return None if self.fault == "none" or (self.skip == "loss" and self.fault in _BAD_LOSS) else "forward"
 
     @property
     def healthy(self) -> Loop:
@@ -89,7 +89,7 @@ class Loop:
             changes |= {"update": "step", "scaler": False, "convert": "none"}
         if loop.fault == "forward":
             changes["style"] = "adversarial" if loop.style == "recurrent" else loop.style  # the cell leaves no zeros
-        if loop.convert == "reloaded" and loop.phase == "optimizer":
+        if loop.convert == "reloaded" and loop.fault in ("rate", "eps", "write"):
             changes["convert"] = "none"  # it would heal what the fault has ruined, before anybody looks at it
         if loop.update not in ("step",):
             changes |= {"scaler": False, "skip": "none", "clip": "none"}

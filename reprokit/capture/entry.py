@@ -20,12 +20,11 @@ class Entry:
 
     ``versions`` pairs the tensors it was given with their version counters. ``rng`` holds the states of the CPU and,
     where used, the CUDA generator before a call that may draw. ``outcome`` is what a random in-place function left.
-    ``settings`` is what else a replay needs: an optimizer's options of that step, a grad scaler's scale,
-    the training mode of a module.
+    ``settings`` is what else a replay needs: an optimizer's options of that step, a grad scaler's scale.
     ``writes_state`` marks functions that write into parameters and buffers outside of optimizers: they are part of the
     state that the next forward begins with. ``writes_view`` marks writes into a view of another tensor. ``has_stepped``
     marks differentiations inside which optimizers stepped. ``library`` is the line of a library that made the call, if
-    it was not made by the user's line itself.
+    it was not made by the user's line itself. ``is_training`` is the training mode in which a module was called.
     """
 
     kind: str
@@ -44,7 +43,13 @@ class Entry:
     writes_state: bool = False
     writes_view: bool = False
     has_stepped: bool = False
+    is_training: bool = False
     library: tuple[str, int] | None = None
+
+    @property
+    def reads_values(self) -> bool:
+        """True if no gradient flows through the entry, so that it takes its arguments without their graphs."""
+        return not self.mode.grad or self.name in _VALUE_READS
 
     @property
     def starts(self) -> list[torch.Tensor]:
@@ -66,6 +71,7 @@ class Entry:
         return any((*given, *(self.kwargs.get(name) for name in ("retain_graph", "create_graph"))))
 
 
+_VALUE_READS = frozenset({"torch.Tensor.detach", "torch.Tensor.data.__get__"})
 _GRAPH_POSITIONS = {BACKWARD: (2, 3), AUTOGRAD_BACKWARD: (2, 3), AUTOGRAD_GRAD: (3, 4)}
 _GIVEN_GRADIENTS = ("gradient", "grad_tensors", "grad_outputs")
 

@@ -30,12 +30,14 @@ class History:
     """Holds the last copy of the state and the steps since.
 
     ``every`` is the number of steps between copies, ``None`` to choose it by cost, 0 for no copies. ``is_complete``
-    says whether the steps since the copy are all here, so that one can go back. Modules and optimizers that the script
-    has let go of are forgotten with the next copy.
+    says whether the steps since the copy are all here, so that one can go back. ``makers`` are steps before the copy
+    that made what is alive with its graph, for later steps to go on with. Modules and optimizers that the script has
+    let go of are forgotten with the next copy.
     """
 
     def __init__(self, every: int | None = None, state_bytes: int = DEFAULT_STATE_BYTES) -> None:
         self.steps: list[PastStep] = []
+        self.makers: list[PastStep] = []
         self.state = State()
         self.is_complete = False
         self.num_copies = 0
@@ -234,7 +236,7 @@ class History:
 
     def forget(self) -> None:
         """The capture is over: let go of everything that belongs to the user."""
-        self.steps, self._held = [], []
+        self.steps, self.makers, self._held = [], [], []
         self._modules.clear()
         self._optimizers.clear()
         self.give_up()

@@ -20,12 +20,14 @@ from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD
 class Judge:
     """Answers whether a step is bad; all answers are "no" unless values ``matter``.
 
-    ``clipped`` is the norm that the loop clipped its gradients by, since the last look at them.
+    ``clipped`` is the norm that the loop clipped its gradients by, since the last look at them. While ``is_urgent``
+    everything is judged at once.
     """
 
     def __init__(self, training: Training, watch: Watch, *, matter: bool) -> None:
         self.watch = watch
         self.clipped: torch.Tensor | None = None
+        self.is_urgent = False
         self._training = training
         self.matter = matter
         self._sentinel = Sentinel()
@@ -54,7 +56,7 @@ class Judge:
             training.timeline.loss = tensors[0].detach() if training.scalers.is_used else entry.settings[0]
         if not self.matter:
             return None
-        if self._can_wait or (starts and starts[0].is_cuda and self.watch != "every-step"):
+        if self._can_wait or (starts and starts[0].is_cuda and self.watch != "every-step" and not self.is_urgent):
             self._later.add(() if entry.gives_gradients else tensors)
             suspicious, training.tape.has_read_bad = training.tape.has_read_bad, False  # the device has caught up
             bad = self._later.read() if suspicious and self.watch != "deferred" else self._later.poll()
@@ -64,7 +66,7 @@ class Judge:
     @property
     def _can_wait(self) -> bool:
         """Whether a bad value may be found later, because the user wants it so and one can go back."""
-        return self.watch == "deferred" and self._training.history.is_complete
+        return self.watch == "deferred" and self._training.history.is_complete and not self.is_urgent
 
     def gradients(self, optimizer: torch.optim.Optimizer, are_scaled: bool) -> bool:
         """The quick look at the gradients of a step; a hit is confirmed tensor by tensor.
@@ -72,14 +74,15 @@ class Judge:
         Gradients that ``are_scaled`` are left to the grad scaler.
         """
         history, clipped = self._training.history, self.clipped
-        if clipped is None and history.is_short and history.is_complete and self.watch != "every-step":
+        is_thorough = self.watch == "every-step" or self.is_urgent
+        if clipped is None and history.is_short and history.is_complete and not is_thorough:
             return False  # cheaper to go back a few short steps than to look at every one
         self.clipped = None
         if not self.matter or are_scaled or self._can_wait:
             return False
         gradient = self._sentinel.gradient(optimizer)
         is_far = any(gradient.is_cuda for gradient in _gradients(optimizer)) if gradient is None else gradient.is_cuda
-        if self.watch == "every-step" or (not history.is_complete and not is_far):
+        if is_thorough or (not history.is_complete and not is_far):
             return bad_tensor(_gradients(optimizer)) is not None
         if gradient is None or gradient.is_cuda:
             self._later.add([clipped] if clipped is not None else [])

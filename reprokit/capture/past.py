@@ -8,7 +8,7 @@ alive is one more for Python's garbage collector to walk through, again and agai
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,8 @@ class PastStep:
 
     Either ``entries`` and ``saved`` tell, or, once it is frozen, ``flat`` does, and ``kept`` in the place of ``saved``.
     ``num_bytes`` is what it holds then, ``made_bytes`` what it held before of its own. ``is_cut``: it uses a graph that
-    began before anything that is remembered. ``place`` is how many steps there were before, of any optimizer.
+    began before anything that is remembered. ``place`` is how many steps there were before, of any optimizer. ``made``
+    are the numbers of what it made.
     """
 
     entries: list[Entry]
@@ -40,6 +41,7 @@ class PastStep:
     made_bytes: int = 0
     is_cut: bool = False
     place: int = 0
+    made: range = range(0)
 
 
 class Made(int):
@@ -53,21 +55,30 @@ class Freezer:
 
     A tensor that one step made and a later one uses with its graph (a generator's output that the next optimizer's loss
     starts from) keeps its number: ``_carried`` knows it as long as the tensor lives. Entries that are made again hold
-    empty ``_stand_ins`` for tensors that steps made.
+    empty ``_stand_ins`` for tensors that steps made. Numbers below ``_first`` are of steps before the last copy.
     """
 
     def __init__(self) -> None:
         self._carried: dict[int, tuple[weakref.ref[torch.Tensor], Made]] = {}
         self._stand_ins: dict[Made, torch.Tensor] = {}
         self._num_made = 0
+        self._first = 0
 
-    def forget(self) -> None:
-        """No step before now can be played again."""
-        self._carried, self._stand_ins = {}, {}
+    def forget(self, but: Sequence[PastStep] = ()) -> None:
+        """No step before now can be played again; ``but`` these are still known as makers of what later ones use."""
+        numbers = {number for step in but for number in step.made}
+        self._carried = {key: pair for key, pair in self._carried.items() if pair[1] in numbers}
+        self._stand_ins = {number: tensor for number, tensor in self._stand_ins.items() if number in numbers}
+        self._first = self._num_made + 1
 
-    def freeze(self, step: PastStep) -> None:
-        """Let go of what the step made."""
-        entries = step.entries
+    def living(self, steps: Iterable[PastStep]) -> list[PastStep]:
+        """The frozen steps that made, with a graph, a tensor that is alive."""
+        alive = [number for reference, number in self._carried.values() if reference() is not None]
+        return [step for step in steps if not step.is_cut and any(number in step.made for number in alive)]
+
+    def freeze(self, step: PastStep, *, keeps_values: bool = False) -> None:
+        """Let go of what the step made; ``keeps_values``: not of the values that it reads of what earlier ones made."""
+        entries, first = step.entries, self._num_made + 1
         made: set[int] = set()
         for entry in entries:
             output = entry.output
@@ -76,7 +87,7 @@ class Freezer:
                     made.add(id(output))
             elif output is not None:
                 made.update(map(id, new_tensors(entry, made)))
-        work = _Freezing(self, made)
+        work = _Freezing(self, made, keeps_values)
         for entry in entries:
             work.add(entry)
         kept: list[Any] = []
@@ -84,8 +95,8 @@ class Freezer:
             if key in work.frozen:
                 kept += (work.frozen[key], content)
         step.flat, step.kept, step.entries, step.saved = work.flat, kept or None, _NO_ENTRIES, _NOTHING_SAVED
-        step.num_bytes = num_bytes([*work.outside.values(), *kept[1::2]])
-        step.made_bytes, step.is_cut = work.made_bytes, work.is_cut
+        step.num_bytes = num_bytes([*work.outside.values(), *work.values, *kept[1::2]])
+        step.made_bytes, step.is_cut, step.made = work.made_bytes, work.is_cut, range(first, self._num_made + 1)
 
     def thaw(self, step: PastStep) -> PastStep:
         """The same step with entries."""
@@ -99,7 +110,7 @@ class Freezer:
         """The step and ``pending`` with stand-ins for what was made; the step itself stays as it is."""
         entries = [*step.entries, pending] if pending is not None else step.entries
         frozen = replace(step, entries=entries)
-        self.freeze(frozen)
+        self.freeze(frozen, keeps_values=True)
         return self.thaw(frozen)
 
     def _entries(self, flat: list[Any]) -> list[Entry]:
@@ -148,6 +159,32 @@ class Freezer:
         reference, number = self._carried.get(id(tensor), (None, None))
         return number if reference is not None and reference() is tensor else None
 
+    def is_played(self, number: Made) -> bool:
+        """True if the step that made a tensor is played when somebody goes back."""
+        return number >= self._first
+
+    def with_makers(
+        self, entries: list[Entry], earlier: Sequence[list[Entry]], known: Set[int] = frozenset()
+    ) -> list[Entry] | None:
+        """``entries`` of a step with those of ``earlier`` ones that made the graphs it goes on with.
+
+        They come after what the loop wrote by hand before the step. What has one of the ``known`` ids is there already.
+        ``None`` if something else is missing.
+        """
+        known = known | {id(tensor) for entry in entries for tensor in iter_tensors(entry.output)}
+        needed = {key for entry in entries for key in _graphs_in(entry)} - known
+        makers: list[Entry] = []
+        for step in reversed(earlier):
+            for entry in reversed(step):
+                outputs = {id(tensor) for tensor in iter_tensors(entry.output)}
+                if entry.kind in ("module", "function") and not entry.writes_state and outputs & needed:
+                    makers.insert(0, entry)
+                    needed = (needed - outputs) | (_graphs_in(entry) - known)
+        if not needed.isdisjoint(map(id, self._stand_ins.values())):
+            return None
+        lead, rest = split(entries)
+        return [*lead, *makers, *rest]
+
 
 class _Freezing:
     """One step on its way into a flat list; ``made`` are the ids of the tensors that it made.
@@ -157,11 +194,13 @@ class _Freezing:
     for them: a number, or themselves.
     """
 
-    def __init__(self, freezer: Freezer, made: set[int]) -> None:
+    def __init__(self, freezer: Freezer, made: set[int], keeps_values: bool) -> None:
         self._freezer = freezer
+        self._keeps_values = keeps_values
         self._made = made
         self.frozen: dict[int, torch.Tensor | Made] = {}
         self.outside: dict[int, torch.Tensor] = {}
+        self.values: list[torch.Tensor] = []
         self.flat: list[Any] = []
         self.is_cut = False
         self.made_bytes = 0
@@ -169,7 +208,7 @@ class _Freezing:
 
     def add(self, entry: Entry) -> None:
         """Append an entry."""
-        self._reads_values = not entry.mode.grad or entry.name in _VALUE_READS
+        self._reads_values = entry.reads_values
         args, kwargs, output = entry.args, entry.kwargs, entry.output
         names: tuple[str, ...] = ()
         if kwargs:
@@ -235,9 +274,11 @@ class _Freezing:
             self.made_bytes += tensor.numel() * tensor.element_size()
         elif tensor.requires_grad and tensor.grad_fn is not None:
             carried = self._freezer.carried(tensor)
+            is_played = carried is not None and self._freezer.is_played(carried) and not self._keeps_values
+            if self._reads_values and not is_played:  # such as the last loss, which many loops add to a sum
+                self.values.append(tensor.detach())
+                return self.values[-1]
             if carried is None:
-                if self._reads_values:  # such as the last loss, which many loops add to a sum
-                    return tensor.detach()
                 self.is_cut = True
                 return tensor.detach().requires_grad_()
             result = carried
@@ -253,18 +294,16 @@ def _names_of(kwargs: dict[str, Any]) -> tuple[str, ...]:
     return _NAMES.setdefault(names, names)
 
 
-def with_makers(entries: list[Entry], earlier: list[list[Entry]]) -> list[Entry]:
-    """``entries`` of a step with those of earlier steps that made the graphs it goes on with."""
-    result = list(entries)
-    made = {id(tensor) for entry in entries for tensor in iter_tensors(entry.output)}
-    needed = {id(tensor) for entry in entries for tensor in iter_tensors((entry.args, entry.kwargs))} - made
-    for step in reversed(earlier):
-        for entry in reversed(step):
-            outputs = {id(tensor) for tensor in iter_tensors(entry.output)}
-            if entry.kind in ("module", "function") and not entry.writes_state and outputs & needed:
-                result.insert(0, entry)
-                needed = (needed - outputs) | {id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs))}
-    return result
+def split(entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
+    """What the loop changed by hand before the step's first forward, and the rest."""
+    first = next((n for n, e in enumerate(entries) if e.kind in ("module", "differentiate")), len(entries))
+    end = max((n + 1 for n in range(first) if entries[n].writes_state), default=0)
+    return entries[:end], entries[end:]
+
+
+def _graphs_in(entry: Entry) -> set[int]:
+    """The ids of the tensors that an entry is given and may use with their graphs."""
+    return set() if entry.reads_values else {id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs))}
 
 
 _HEAD = 16  # values in a flat list before an entry's arguments
@@ -273,5 +312,4 @@ _NO_MARKS = (False, False, False)
 _NO_RNG = (None, None)
 _NO_ENTRIES: list[Entry] = []
 _NOTHING_SAVED: dict[int, torch.Tensor] = {}
-_VALUE_READS = frozenset({"torch.Tensor.detach", "torch.Tensor.data.__get__"})  # take a tensor without its graph
 _WITHOUT_RESULTS = frozenset({"zero_grad", "clip", "unscale", "optimizer"})  # are not given what the step made

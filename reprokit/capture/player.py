@@ -41,13 +41,28 @@ class Player:
         self._saved = saved
         self._new: dict[int, torch.Tensor] = dict(carried or {})
         self._old: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
         self._made: set[int] = set(self._new)
 
     def play(self, entry: Entry) -> None:
         """Do what the entry says."""
         self._check_versions(entry)
-        args, kwargs = map_tensors(entry.args, self.stand_in), map_tensors(entry.kwargs, self.stand_in)
-        self._play(entry, args, kwargs)
+        self._play(entry, *self.given(entry))
+
+    def given(self, entry: Entry) -> tuple[Any, Any]:
+        """The arguments of an entry in the replay."""
+        change = self._value if entry.reads_values else self.stand_in
+        return map_tensors(entry.args, change), map_tensors(entry.kwargs, change)
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a tensor whose graph is not used."""
+        if id(tensor) in self._new or not tensor.requires_grad or is_leaf(tensor):
+            return self.stand_in(tensor)
+        value = self._values.get(id(tensor))
+        if value is None:
+            value = self._values[id(tensor)] = self._saved.get(id(tensor), tensor).detach().clone()
+            self._old[id(value)] = tensor
+        return value
 
     def _play(self, entry: Entry, args: Any, kwargs: Any) -> None:
         if entry.rng is not None:
@@ -104,7 +119,7 @@ class Player:
         owner, *rest = args
         keep = not (rest[0] if rest else kwargs.get("set_to_none", True))
         for parameter in owned_by(owner):
-            if keep and id(parameter) in self._with_gradient:
+            if keep and (parameter.grad is not None or id(parameter) in self._with_gradient):
                 parameter.grad = torch.zeros_like(parameter)
             else:
                 with torch._C.DisableTorchFunction():  # a program starts without gradients

@@ -14,7 +14,7 @@ import torch
 
 from reprokit.capture.entry import Entry, starts_of
 from reprokit.capture.player import Player, describe_mismatch, is_same, owned_by, step_without_hooks
-from reprokit.capture.structure import iter_tensors, map_tensors
+from reprokit.capture.structure import iter_tensors
 from reprokit.locate.blame import GRAD_SCALER
 from reprokit.program.encode import CannotRecord
 from reprokit.program.functions import GRAD_WRITES, written_argument
@@ -147,7 +147,7 @@ class _Recorder(Player):
         self._perform = perform
         with torch._C.DisableTorchFunction():  # our own work is not part of the step
             self._check_versions(entry)
-            args, kwargs = map_tensors(entry.args, self.stand_in), map_tensors(entry.kwargs, self.stand_in)
+            args, kwargs = self.given(entry)
         self._play(entry, args, kwargs)
 
     def _play_scale(self, entry: Entry, args: Any, kwargs: Any) -> Any:
@@ -241,7 +241,9 @@ class _Recorder(Player):
                 self.starts.append((value, new.detach().clone()))
 
     def _describe(self, tensor: torch.Tensor) -> Origin | None:
-        return self._describe_old(self._old.get(id(tensor), tensor))
+        origin = self._describe_old(self._old.get(id(tensor), tensor))
+        is_value = origin is not None and origin.role == "opaque" and not tensor.requires_grad
+        return None if is_value else origin  # used without the graph that an earlier step made
 
     def source_of(self, value: int) -> torch.Tensor | None:
         """The loop's own tensor behind an input of the program."""

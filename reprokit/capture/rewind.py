@@ -17,7 +17,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from reprokit.capture.entry import Entry
 from reprokit.capture.generators import python_generators_restored
 from reprokit.capture.history import History
-from reprokit.capture.past import PastStep
+from reprokit.capture.past import PastStep, split
 from reprokit.capture.player import Player, describe_mismatch, is_same
 from reprokit.capture.state import State, give_gradients, parameters_of
 from reprokit.capture.structure import is_leaf, iter_tensors
@@ -30,7 +30,9 @@ class Found:
     """The first bad step: ``entries`` lead from the state that has been put back to what was ``observed_at``.
 
     ``pending`` is the differentiation whose start was bad, which is not to be performed. ``keep`` is the entry that
-    ruined a part of the state that was watched. ``notes`` say what differed from training on the way.
+    ruined a part of the state that was watched. ``saved`` holds outside tensors as they were, and what earlier steps
+    made. ``with_gradient`` are the ids of leaves that had a gradient when the step began. ``notes`` say what differed
+    from training on the way.
     """
 
     step: PastStep
@@ -39,6 +41,7 @@ class Found:
     saved: dict[int, torch.Tensor]
     pending: Entry | None
     keep: Entry | None = None
+    with_gradient: set[int] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
 
@@ -46,8 +49,7 @@ class Rewind:
     """Plays the steps of a history. ``going_back`` is the context in which the live state is borrowed.
 
     Looks for the step in which one of the ``ruined`` parts of the state goes bad, if there are any; else for the first
-    bad loss, gradient or parameter. ``with_gradient`` are the ids of leaves that had a gradient when the failure was
-    noticed.
+    bad loss, gradient or parameter.
     """
 
     def __init__(self, history: History, steps: list[PastStep], ruined: Sequence[torch.Tensor] = ()) -> None:
@@ -59,7 +61,6 @@ class Rewind:
         self._carried: dict[int, torch.Tensor] = {}
         self._used_later = _used_later(steps)
         self.notes: list[str] = []
-        self.with_gradient: set[int] = set()
 
     @contextlib.contextmanager
     def going_back(self) -> Iterator[None]:
@@ -75,17 +76,20 @@ class Rewind:
             live = self._history.state.put_back()
             stack.callback(live.give_back)
             grads = [(leaf, leaf.grad) for leaf in leaves]
-            self.with_gradient = {id(leaf) for leaf, grad in grads if grad is not None}
             stack.callback(give_gradients, grads)
             give_gradients([(leaf, None) for leaf in leaves])
+            give_gradients([(leaf, torch.zeros_like(leaf)) for leaf in self._history.state.with_gradient])
             give_gradients([(leaf, grad.clone()) for leaf, grad in self._history.state.gradients])
             yield
 
     def find(self) -> Found | None:
         """Play until something is bad, then go back to where that step began."""
         for number, step in enumerate(self._steps):
+            with_gradient = {id(leaf) for leaf in self._leaves() if leaf.grad is not None}
             found = self._play(step, self._saved[number])
             if found is not None:
+                found.saved = {**found.saved, **{key: tensor.detach() for key, tensor in self._carried.items()}}
+                found.with_gradient = with_gradient
                 give_gradients([(leaf, None) for leaf in self._leaves()])
                 self._start.give_back()
                 found.notes = self.notes
@@ -94,7 +98,7 @@ class Rewind:
 
     def _play(self, step: PastStep, saved: dict[int, torch.Tensor]) -> Found | None:
         state = {id(tensor) for tensor in self._history.changing()}
-        player = Player(saved, self.with_gradient, self._carried, state)
+        player = Player(saved, carried=self._carried, state=state)
         lead, rest = split(step.entries)
         with Modes() as modes, python_generators_restored(step.generators):
             if self._ruined:
@@ -166,13 +170,6 @@ class Rewind:
             for entry in step.entries:
                 leaves.update((id(tensor), tensor) for tensor, _ in entry.versions if is_leaf(tensor))
         return list(leaves.values())
-
-
-def split(entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """What the loop changed by hand before the step's first forward, and the rest."""
-    first = next((n for n, e in enumerate(entries) if e.kind in ("module", "differentiate")), len(entries))
-    end = max((n + 1 for n in range(first) if entries[n].writes_state), default=0)
-    return entries[:end], entries[end:]
 
 
 def _without_update(entries: list[Entry], where: str, keep: Entry | None = None) -> list[Entry]:

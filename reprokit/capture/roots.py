@@ -157,7 +157,7 @@ class RootCalls:
         entry = Entry(kind, target, args, kwargs, current_mode(), None, "", user.f_code, user.f_lineno)
         entry.versions = versions = versions_of(args, kwargs)
         entry.rng = generator_states(versions)
-        entry.settings = module.training
+        entry.is_training = module.training
         running.begin_module(entry)
         return entry
 

@@ -6,7 +6,7 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -16,10 +16,11 @@ import torch
 
 from reprokit.capture.entry import Entry
 from reprokit.capture.exceptions import Raised
-from reprokit.capture.past import PastStep, with_makers
+from reprokit.capture.past import PastStep, split
 from reprokit.capture.rescue import FailedStep, Made, make_snapshot, snapshot_without_replay
-from reprokit.capture.rewind import Found, Rewind, split
+from reprokit.capture.rewind import Found, Rewind
 from reprokit.capture.state import CannotGoBack
+from reprokit.capture.structure import iter_tensors
 from reprokit.capture.timeline import number_of
 from reprokit.capture.training import Training
 from reprokit.program.ir import AUTOGRAD_GRAD
@@ -27,6 +28,7 @@ from reprokit.snapshot.format import Snapshot, save
 from reprokit.snapshot.privacy import Source, private
 
 NOT_KEPT = "the state from before the step was not kept, so there was no going back"
+BEGUN_BEFORE = "a step goes on with a graph from before the last copy of the state, so there was no going back"
 NOT_REPLAYED = (
     "the parameters are spread over several processes, so the step could not be replayed in one; "
     "the snapshot holds what the step was given"
@@ -109,7 +111,7 @@ class _Describing:
             if past is not None:
                 return past
         entries, saved, pending = self._with_graphs_from_before(step)
-        entries = [entry for entry in entries if not entry.writes_state]
+        entries = [entry for entry in entries if not (entry.writes_state or entry.kind == "optimizer")]
         failed = self._failed(step, noticed.observed_at, entries, saved, pending)
         made = make_snapshot(replace(failed, raised=noticed.raised, notes=notes), noticed.frame)
         if made.culprit is not None and training.history.has_worsened(made.culprit):
@@ -126,7 +128,9 @@ class _Describing:
         training, pending = self._training, self._noticed.pending
         if not training.history.is_complete:
             return None, [NOT_KEPT]
-        steps = [*training.past(), training.freezer.lightened(step, pending)]
+        steps = self._complete([*training.past(), training.freezer.lightened(step, pending)])
+        if steps is None:
+            return None, [BEGUN_BEFORE]
         rewind = Rewind(training.history, steps, ruined)
         culprit = None
         try:
@@ -134,7 +138,7 @@ class _Describing:
                 found = rewind.find()
                 if found is None:
                     return None, [*rewind.notes, NOT_SHOWN]
-                made = make_snapshot(self._failed_before(found, steps, rewind.with_gradient), self._noticed.frame)
+                made = make_snapshot(self._failed_before(found, steps), self._noticed.frame)
                 if not ruined and made.culprit is not None and training.history.has_worsened(made.culprit):
                     culprit = made.culprit
         except CannotGoBack as reason:
@@ -142,10 +146,21 @@ class _Describing:
         earlier = self._from_the_past(step, [culprit])[0] if culprit is not None else None
         return earlier or made, []
 
-    def _failed_before(self, found: Found, steps: list[PastStep], with_gradient: Set[int]) -> FailedStep:
+    def _complete(self, steps: list[PastStep]) -> list[PastStep] | None:
+        """The steps with what was made before the last copy for them; ``None`` if that is not known."""
+        makers, made, complete = self._training.makers(), set[int](), []
+        for step in steps:
+            entries = self._training.freezer.with_makers(step.entries, makers, made)
+            if entries is None:
+                return None
+            complete.append(replace(step, entries=entries))
+            made.update(id(tensor) for entry in entries for tensor in iter_tensors(entry.output))
+        return complete
+
+    def _failed_before(self, found: Found, steps: list[PastStep]) -> FailedStep:
         """The step that a rewind has found; the live state is where that step began."""
-        earlier = [step.entries for step in steps[: steps.index(found.step)]]
-        entries = with_makers(found.entries, earlier)
+        earlier = [*self._training.makers(), *(step.entries for step in steps[: steps.index(found.step)])]
+        entries = self._training.freezer.with_makers(found.entries, earlier) or found.entries
         failed = self._failed(found.step, found.observed_at, entries, found.saved, found.pending)
         likewise = (
             [*steps[-2].entries, *self._training.running.entries] if len(steps) > 1 else self._training.running.entries
@@ -161,17 +176,17 @@ class _Describing:
             likewise=likewise,
             keep=found.keep,
             micro_step=micro_step,
-            with_gradient=with_gradient,
+            with_gradient=found.with_gradient,
         )
 
     def _with_graphs_from_before(self, step: PastStep) -> tuple[list[Entry], dict[int, torch.Tensor], Entry | None]:
         """The running step, begun with what earlier steps made with a graph that it goes on with."""
         pending = self._noticed.pending
-        earlier = [past.entries for past in self._training.past()]
+        earlier = [*self._training.makers(), *(past.entries for past in self._training.past())]
         if earlier:
             light = self._training.freezer.lightened(step, pending)
-            entries = with_makers(light.entries, earlier)
-            if len(entries) > len(light.entries):
+            entries = self._training.freezer.with_makers(light.entries, earlier)
+            if entries is not None and len(entries) > len(light.entries):
                 return (entries[:-1], light.saved, entries[-1]) if pending else (entries, light.saved, None)
         return step.entries, step.saved, pending
 

@@ -172,17 +172,20 @@ class OptimizerNote:
 class State:
     """Everything that steps change, at one moment: tensors' contents and optimizers' notes.
 
-    ``gradients`` pairs parameters with copies of gradients that were still to be used at that moment.
+    ``gradients`` pairs parameters with copies of gradients that were still to be used at that moment; ``with_gradient``
+    are all that had one.
     """
 
     def __init__(self) -> None:
         self.copies = Copies()
         self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.with_gradient: list[torch.Tensor] = []
         self._notes: list[OptimizerNote] = []
 
     def take(self, tensors: list[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Remember all of it, reusing memory."""
         self.copies.take(tensors)
+        self.with_gradient = [tensor for tensor in tensors if tensor.requires_grad and tensor.grad is not None]
         self._notes = [OptimizerNote(optimizer) for optimizer in optimizers]
 
     def take_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -196,7 +199,7 @@ class State:
 
     def clear(self) -> None:
         """Forget everything."""
-        self._notes, self.gradients = [], []
+        self._notes, self.gradients, self.with_gradient = [], [], []
         self.copies.clear()
 
     def put_back(self) -> State:

@@ -6,6 +6,9 @@ optimizer or a scaler steps, the tape is out of the way.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 import sys
 import time
 from collections.abc import Callable
@@ -147,8 +150,11 @@ class Stepping:
             self._tape.step_back(popped)
 
     def _watched_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The loop's closure with the tape on; from the second call in one step on, the tape starts over with it."""
-        tape, calls = self._tape, 0
+        """The loop's closure with the tape on; from the second call in one step on, the tape starts over with it.
+
+        A step that calls it several times cannot be played again, so every call is judged at once.
+        """
+        tape, calls, is_search = self._tape, 0, _needs_closure(type(optimizer).step)
 
         def watched() -> Any:
             nonlocal calls
@@ -158,11 +164,13 @@ class Stepping:
             self.leave()
             if calls > 1:
                 tape.guard(self._training.interrupt)
+            self._judge.is_urgent = is_search or calls > 1
             try:
                 loss = closure()
                 if tape.guard(self._judge.gradients, optimizer, bool(self._in_kernel)):
                     self._failures.fail("gradient")
             finally:
+                self._judge.is_urgent = False
                 if tape.enabled:
                     self._enter(optimizer)
             return loss
@@ -175,8 +183,11 @@ class Stepping:
         if is_compiling() or not tape.enabled or self._popped is None or optimizer is not self._optimizer:
             return
         try:
-            entry = tape.note("optimizer", optimizer, sys._getframe(2))
-            entry.settings = {"options": options_of(optimizer), "scaler": self._in_kernel}
+            if _needs_closure(type(optimizer).step):
+                self._training.history.interrupt()
+            else:
+                entry = tape.note("optimizer", optimizer, sys._getframe(2))
+                entry.settings = {"options": options_of(optimizer), "scaler": self._in_kernel}
             if self._in_kernel and self._is_collapsing():
                 self._running.entries.pop()  # the kernel has left the parameters alone
                 self._failures.fail("gradient")
@@ -240,3 +251,12 @@ class Stepping:
                 self._failures.fail("gradient")
             tape.guard(training.end_step, optimizer, time.perf_counter())
         return output
+
+
+@functools.cache
+def _needs_closure(step: Callable[..., Any]) -> bool:
+    """True if an optimizer's step calls a closure, as often as it likes."""
+    with contextlib.suppress(TypeError, ValueError):
+        closure = inspect.signature(step).parameters.get("closure")
+        return closure is not None and closure.default is inspect.Parameter.empty
+    return False

@@ -24,6 +24,7 @@ from reprokit.program.ir import Call
 
 _MOST_WAITING = 16  # steps that are frozen together: work that is done in one go is done faster
 _WAITING_BYTES = 16 * 2**20  # that these may hold
+_MOST_MAKERS = 4  # steps before a copy, each of which may hold a batch
 SETTLED_AFTER = 2  # optimizer steps after which every root module is taken to be known
 
 
@@ -138,6 +139,7 @@ class Training:
     def freeze_past(self) -> None:
         """Let go of what past steps made and nobody needs any more."""
         try:
+            self.history.makers = self.freezer.living(self.history.makers)
             for step in self.history.waiting():
                 holds_graph = any(entry.kind == "differentiate" and entry.keeps_graph for entry in step.entries)
                 self.freezer.freeze(step)
@@ -152,6 +154,10 @@ class Training:
     def past(self) -> list[PastStep]:
         """The steps since the last copy, with entries."""
         return [self.freezer.thaw(step) for step in self.history.steps]
+
+    def makers(self) -> list[list[Entry]]:
+        """The entries of those steps before the last copy whose graphs may be used still."""
+        return [self.freezer.thaw(step).entries for step in self.history.makers]
 
     def step_of(self, entries: list[Entry], saved: dict[int, torch.Tensor]) -> PastStep:
         """The running step with these entries."""
@@ -203,7 +209,7 @@ class Training:
 
     def _lose(self, entries: list[Entry]) -> None:
         """Calls that nothing depends on were taken off the tape; they may have changed statistics all the same."""
-        trained = [entry.target for entry in entries if entry.kind == "module" and entry.settings]
+        trained = [entry.target for entry in entries if entry.kind == "module" and entry.is_training]
         if any(next(module.buffers(), None) is not None for module in trained):
             self.history.interrupt()
 
@@ -216,11 +222,24 @@ class Training:
             self._copy_state(time.perf_counter())
 
     def _copy_state(self, started: float) -> None:
+        self._keep_makers()
         self.history.take(started, [o for o in self.history.optimizers if id(o) not in self._finished])
-        self.freezer.forget()
+        self.freezer.forget(self.history.makers)
         self._know_state()
         self.tape.roots.met.clear()
         self.history.rest(started)
+
+    def _keep_makers(self) -> None:
+        """Know of the steps before a copy those that made graphs which later steps may go on with."""
+        history, running = self.history, self.running
+        steps = [*history.makers, *history.steps, self.step_of(running.entries, running.memory.saved)]
+        try:
+            for step in steps:
+                if step.flat is None:
+                    self.freezer.freeze(step)
+            history.makers = self.freezer.living(steps)[-_MOST_MAKERS:]
+        except Exception:  # an argument that cannot be copied
+            history.makers = []
 
     def _know_state(self) -> None:
         self.running.memory.know_state(self.history.changing(), self.history.untouched())

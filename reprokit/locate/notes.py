@@ -76,7 +76,7 @@ class Notes:
                 flags[value] = ways
                 if value in self._inputs and not self._writers.get(value):
                     self.places.setdefault((None, value), examine(tensor))
-            if tensor.requires_grad and tensor.is_leaf and value in self._inputs:
+            if value in self._inputs and tensor.requires_grad and tensor.is_leaf:
                 self.leaves[value] = tensor
         self.reads[index] = flags
         self._ask(index, call, values, after=False)
