@@ -18,6 +18,7 @@ _PARTS = ("start", "stop", "step")
 _INDEXES: dict[str, tuple[Path, ...]] = {
     **dict.fromkeys(("__getitem__", "__setitem__"), ((0, 1),)),
     **dict.fromkeys(("select", "narrow", "select_scatter"), ((0, 2), (1, "index"), (1, "start"))),
+    "ctc_loss": ((0, 4), (1, "blank")),
 }
 
 

@@ -12,6 +12,7 @@ import torch
 from reprokit.shrink.arguments import leaves, lists_of_tensors
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.dimensions import Axis, Class, Constant, Length, Member, resized
+from reprokit.shrink.indexes import parts_of
 from reprokit.shrink.probe import Ground, Prober, forms_of, without_last
 
 _MAX_FACTOR = 16
@@ -52,10 +53,13 @@ def axes_of_output(group: Class, candidate: Candidate, prober: Prober, value: in
 
 
 def _sizes(candidate: Candidate) -> dict[Member, int]:
+    """All sizes of 2 and more, other than those that follow from the lengths of parts."""
     sizes: dict[Member, int] = {}
+    flat = {parts.flat for call in candidate.program.calls for parts in parts_of(call, candidate.tensors)}
     for item in candidate.program.inputs:
         tensor = candidate.tensors[item.value]
-        if item.role != "rng" and tensor.layout in (torch.strided, torch.sparse_coo):  # others cannot be sliced
+        can_be_sliced = tensor.layout in (torch.strided, torch.sparse_coo) and item.value not in flat
+        if item.role != "rng" and can_be_sliced:
             for axis, size in enumerate(tensor.shape):
                 sizes[Axis(item.value, axis)] = size
     for index, call in enumerate(candidate.program.calls):

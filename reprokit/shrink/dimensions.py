@@ -7,6 +7,7 @@ renumbered to stay in range.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,7 @@ import torch
 from reprokit.program.ir import Call, Program
 from reprokit.shrink.arguments import Path, lists_of_tensors, with_changed_indexes, with_leaf
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.indexes import new_numbers, numbers_after, uses_of
+from reprokit.shrink.indexes import Parts, new_numbers, numbers_after, parts_of, uses_of
 from reprokit.shrink.probe import Form
 
 
@@ -86,10 +87,25 @@ def shrink_to(
                 calls[member.call] = with_leaf(calls[member.call], member.path, member.factor * len(indexes))
             else:
                 calls[member.call] = _with_parts(calls[member.call], member, indexes)
-        _renumber_tensors(candidate, tensors, group, indexes)
+        _keep_parts(candidate, tensors, group, indexes)
+        _renumber_tensors(candidate, tensors, group, indexes, renumber)
         numbers, changed = new_numbers(group.size, indexes), range(len(indexes), group.size)
         calls = [with_changed_indexes(call, changed, numbers) if renumber(call) else call for call in calls]
     return Candidate(replace(candidate.program, calls=tuple(calls)), tensors)
+
+
+def shorten_part(candidate: Candidate, parts: Parts, place: int, positions: Sequence[int]) -> Candidate:
+    """The candidate with only these positions of one part of a flat tensor."""
+    lengths = parts.lengths(candidate.tensors)
+    assert lengths is not None, "the parts fill the tensor"
+    start = sum(lengths[:place])
+    stop = start + lengths[place]
+    kept = [*range(start), *(start + position for position in positions), *range(stop, sum(lengths))]
+    tensors = {parts.counts: _counts(candidate, parts, [*lengths[:place], len(positions), *lengths[place + 1 :]])}
+    for other in _all_parts(candidate):
+        if other.counts == parts.counts:
+            tensors[other.flat] = candidate.tensors[other.flat][torch.tensor(kept, dtype=torch.int64)]
+    return candidate.with_tensors(tensors)
 
 
 def resized(
@@ -135,15 +151,42 @@ def _with_order_of(tensor: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
     return changed.permute(order).contiguous().permute(places)
 
 
-def _renumber_tensors(
+def _all_parts(candidate: Candidate) -> list[Parts]:
+    return [parts for call in candidate.program.calls for parts in parts_of(call, candidate.tensors)]
+
+
+def _counts(candidate: Candidate, parts: Parts, lengths: Sequence[int]) -> torch.Tensor:
+    return parts.counts_for(lengths, candidate.tensors[parts.counts])
+
+
+def _keep_parts(
     candidate: Candidate, tensors: dict[int, torch.Tensor], group: Class, indexes: Sequence[int]
 ) -> None:
+    """Keep of a flat tensor the parts whose lengths are kept."""
+    for parts in _all_parts(candidate):
+        lengths = parts.lengths(candidate.tensors)
+        if Axis(parts.counts, 0) not in group.members or lengths is None:
+            continue
+        starts = [0, *itertools.accumulate(lengths)]
+        kept = [position for index in indexes for position in range(starts[index], starts[index] + lengths[index])]
+        tensors[parts.flat] = tensors[parts.flat][torch.tensor(kept, dtype=torch.int64)]
+        tensors[parts.counts] = _counts(candidate, parts, [lengths[index] for index in indexes])
+
+
+def _renumber_tensors(
+    candidate: Candidate,
+    tensors: dict[int, torch.Tensor],
+    group: Class,
+    indexes: Sequence[int],
+    renumber: Callable[[Call], bool],
+) -> None:
     """Let index tensors follow: where it is known what reads them by rule, else if all their numbers are in range."""
-    uses = [use for call in candidate.program.calls for use in uses_of(call, candidate.tensors)]
-    for use in uses:
+    uses = [(call, use) for call in candidate.program.calls for use in uses_of(call, candidate.tensors)]
+    for call, use in uses:
         if Axis(use.bound, use.axis) in group.members:
-            tensors[use.value] = numbers_after(use, tensors[use.value], group.size, indexes)
-    for value in tensors.keys() - {use.value for use in uses}:
+            tensors[use.value] = numbers_after(use, tensors[use.value], group.size, indexes, renumber(call))
+    known = {use.value for _, use in uses} | {parts.counts for parts in _all_parts(candidate)}
+    for value in tensors.keys() - known:
         tensor = tensors[value]
         if tensor.dtype not in (torch.int64, torch.int32) or tensor.numel() == 0:
             continue

@@ -1,4 +1,4 @@
-"""Integers held in tensors that must fit a size: indexes, class labels, lengths of sequences.
+"""Integers held in tensors that must fit a size: indexes, class labels, lengths of sequences, parts of a flat tensor.
 
 Known from the functions that read them, so that they follow when the size shrinks, and so that a candidate in which
 they do not fit never costs a check. Some kernels trust them and read foreign memory otherwise.
@@ -7,6 +7,7 @@ they do not fit never costs a check. Some kernels trust them and read foreign me
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,53 @@ class Use:
     forbidden: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Consecutive parts of the tensor ``flat`` along its first axis, as in a batch of sequences that are not padded.
+
+    The tensor ``counts`` holds the length of each part, or with ``are_offsets`` where each begins, and with ``has_end``
+    where the last one ends.
+    """
+
+    flat: int
+    counts: int
+    are_offsets: bool = False
+    has_end: bool = False
+
+    def lengths(self, tensors: Tensors) -> list[int] | None:
+        """The length of each part; ``None`` if they do not fill the flat tensor."""
+        size = tensors[self.flat].shape[0]
+        numbers = tensors[self.counts].tolist()
+        if self.are_offsets:
+            edges = numbers if self.has_end else [*numbers, size]
+            if edges[0] != 0:
+                return None
+            numbers = [end - start for start, end in itertools.pairwise(edges)]
+        return numbers if sum(numbers) == size and min(numbers, default=0) >= 0 else None
+
+    def counts_for(self, lengths: Sequence[int], counts: torch.Tensor) -> torch.Tensor:
+        """What ``counts`` holds for parts of these lengths."""
+        numbers = list(lengths)
+        if self.are_offsets:
+            numbers = [0, *itertools.accumulate(numbers)][: None if self.has_end else -1]
+        return torch.tensor(numbers, dtype=counts.dtype)
+
+
+def parts_of(call: Call, tensors: Tensors) -> list[Parts]:
+    """The tensors that a call takes in parts of different lengths."""
+    rule = _PARTS.get(call.name)
+    found = rule(_arguments(call)) if rule is not None else ()
+    return [
+        parts
+        for parts in found
+        if parts.flat in tensors
+        and parts.counts in tensors
+        and _is_index(tensors[parts.counts])
+        and (tensors[parts.flat].dim(), tensors[parts.counts].dim()) == (1, 1)
+        and tensors[parts.counts].numel()
+    ]
+
+
 def uses_of(call: Call, tensors: Tensors) -> list[Use]:
     """What a call takes for indexes and lengths, of tensors that are known."""
     rule = _RULES.get(call.name)
@@ -45,17 +93,27 @@ def uses_of(call: Call, tensors: Tensors) -> list[Use]:
 
 
 def fits(calls: Sequence[Call], tensors: Tensors) -> bool:
-    """Whether all indexes and lengths are in range, and packed sequences complete."""
+    """True if all indexes and lengths are in range, and parts fill the tensor that they are parts of."""
     return all(_fits_call(call, tensors) for call in calls)
 
 
-def numbers_after(use: Use, tensor: torch.Tensor, size: int, indexes: Sequence[int]) -> torch.Tensor:
-    """Indexes or lengths for a size of which only ``indexes`` are kept. Numbers that were out of range stay."""
+def numbers_after(
+    use: Use, tensor: torch.Tensor, size: int, indexes: Sequence[int], renumber: bool = False
+) -> torch.Tensor:
+    """Indexes or lengths for a size of which only ``indexes`` are kept. Numbers that were out of range stay.
+
+    With ``renumber`` the number that is forbidden changes as well, if it is out of range then.
+    """
     if use.is_length:
         table = [sum(index < length for index in indexes) for length in range(size + 1)]
     else:
-        table = new_numbers(size, indexes)
-        table = [number + (number == use.forbidden and old != use.forbidden) for old, number in enumerate(table)]
+        table, few = new_numbers(size, indexes), len(indexes)
+        is_moved = renumber and use.forbidden is not None and few <= use.forbidden < size
+        forbidden = table[use.forbidden] if is_moved and use.forbidden is not None else use.forbidden
+        table = [
+            (number + 1) % few if number == forbidden and old != use.forbidden else number
+            for old, number in enumerate(table)
+        ]
     is_known = (tensor >= 0) & (tensor < len(table))
     if use.ignored is not None:
         is_known &= tensor != use.ignored
@@ -70,6 +128,8 @@ def new_numbers(size: int, indexes: Sequence[int]) -> list[int]:
 
 
 def _fits_call(call: Call, tensors: Tensors) -> bool:
+    if any(parts.lengths(tensors) is None for parts in parts_of(call, tensors)):
+        return False
     for use in uses_of(call, tensors):
         numbers, bound = tensors[use.value], tensors[use.bound]
         if use.axis >= bound.dim() or numbers.numel() == 0:
@@ -78,7 +138,7 @@ def _fits_call(call: Call, tensors: Tensors) -> bool:
         limit = bound.shape[use.axis] + use.is_length
         if bool((counted >= limit).any()) or bool((counted < (0 if use.is_length else -limit)).any()):
             return False
-        if use.forbidden is not None and bool((counted == use.forbidden).any()):
+        if use.forbidden is not None and (use.forbidden >= limit or bool((counted == use.forbidden).any())):
             return False
     return True
 
@@ -138,6 +198,27 @@ def _alignment(_: Call, given: Mapping[str, Any], tensors: Tensors) -> Iterator[
         yield from _use(given.get("target_lengths"), labels, 1, is_length=True)
 
 
+def _flat_labels(given: Mapping[str, Any]) -> Iterator[Parts]:
+    """Labels of all samples in one row."""
+    yield from _parts(given.get("targets"), given.get("target_lengths"))
+
+
+def _bags(given: Mapping[str, Any]) -> Iterator[Parts]:
+    """Indexes of all bags in one row, each with a weight if there are any."""
+    for flat in (given.get("input"), given.get("per_sample_weights")):
+        yield from _parts(flat, given.get("offsets"), True, given.get("include_last_offset") is True)
+
+
+def _data_segments(given: Mapping[str, Any]) -> Iterator[Parts]:
+    yield from _parts(given.get("data"), given.get("lengths"))
+    yield from _parts(given.get("data"), given.get("offsets"), True, True)
+
+
+def _parts(flat: Any, counts: Any, are_offsets: bool = False, has_end: bool = False) -> Iterator[Parts]:
+    if isinstance(flat, Ref) and isinstance(counts, Ref):
+        yield Parts(flat.value, counts.value, are_offsets, has_end)
+
+
 def _use(
     index: Any,
     bound: Any,
@@ -173,9 +254,19 @@ _RULES: dict[str, _Rule] = {
     "__setitem__": _item,
     "ctc_loss": _alignment,
 }
+_PARTS: dict[str, Callable[[Mapping[str, Any]], Iterator[Parts]]] = {
+    "ctc_loss": _flat_labels,
+    "embedding_bag": _bags,
+    "segment_reduce": _data_segments,
+}
 _NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_ALONG, ("input", "dim", "index")),
     "torch.embedding": ("weight", "input"),
+    "torch.embedding_bag": (
+        "weight", "input", "offsets", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights",
+        "include_last_offset",
+    ),
+    "segment_reduce": ("data", "reduce"),
     "ctc_loss": ("log_probs", "targets", "input_lengths", "target_lengths", "blank"),
     "cross_entropy": ("input", "target"),
     "nll_loss": ("input", "target"),

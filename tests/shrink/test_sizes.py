@@ -18,6 +18,7 @@ from reprokit.shrink.indexes import fits
 from reprokit.shrink.probe import Prober
 from reprokit.shrink.reducer import shrink
 from reprokit.snapshot.format import Snapshot
+from tests.shrink import failing
 from tests.shrink.executed import ending_of
 from tests.shrink.failing import record, seeded
 from tests.shrink.test_minimal import fails_alike, single_edits
@@ -272,3 +273,30 @@ def test_slices_keep_the_order_in_memory() -> None:
     smaller = shrink_to(whole, {Class(4, (Axis(0, 0),)): [1, 3]}).tensors[0]
     assert torch.equal(smaller, whole.tensors[0][[1, 3]])
     assert smaller.stride() == (1, 6, 2)
+
+
+@pytest.mark.parametrize(
+    ("step", "elements", "checks"),
+    [
+        (lambda: failing.labels_in_one_row(10, 2), 6, 35),
+        (lambda: failing.labels_in_one_row(0, 0), 6, 35),
+        (lambda: failing.labels_in_one_row(10, 3), 6, 35),
+        (lambda: failing.labels_in_one_row(0, 1, grad=True), 6, 35),
+        (failing.overflowing_bag, 4, 20),
+        (lambda: failing.overflowing_bag(has_end=True), 4, 20),
+        (lambda: failing.overflowing_bag(is_weighted=True), 4, 20),
+        (failing.overflowing_segment, 3, 15),
+    ],
+)
+def test_parts_of_a_flat_tensor_go_with_their_lengths(step: Callable[[], Snapshot], elements: int, checks: int) -> None:
+    reduction = shrink(step())
+    assert (reduction.program.num_calls, reduction.one_minimal) == (1, True)
+    assert sum(tensor.numel() for tensor in reduction.tensors.values()) == elements
+    assert reduction.checks <= checks
+
+
+def test_parts_that_do_not_fill_their_tensor_cost_no_check() -> None:
+    snapshot = failing.labels_in_one_row(0, 0)
+    (labels,) = (item.value for item in snapshot.program.inputs if item.name == "labels")
+    assert fits(snapshot.program.calls, snapshot.tensors)
+    assert not fits(snapshot.program.calls, {**snapshot.tensors, labels: snapshot.tensors[labels][:-1]})

@@ -15,11 +15,13 @@ import torch
 from reprokit.shrink.arguments import leaves, with_leaf
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.constants import extremes, holds_large
-from reprokit.shrink.dimensions import Axis, Class, shrink_to
+from reprokit.shrink.dimensions import Axis, Class, shorten_part, shrink_to
+from reprokit.shrink.indexes import parts_of
 from reprokit.shrink.passes.focus import bad_index, focus
 from reprokit.shrink.passes.integers import lower_integers
 from reprokit.shrink.passes.recurrent import simplify_recurrent
 from reprokit.shrink.problem import Problem
+from reprokit.shrink.search import delete_adaptively
 from reprokit.shrink.seeds import with_seeds
 
 _NUM_SEEDS = 4
@@ -30,6 +32,7 @@ def shrink_sizes(problem: Problem) -> None:
     """Make every dimension as small as the failure allows, and integers in arguments with them."""
     simplify_recurrent(problem)
     shrink_dimensions(problem)
+    shorten_parts(problem)
     lower_integers(problem)
 
 
@@ -49,6 +52,18 @@ def shrink_dimensions(problem: Problem) -> None:
         return
     for size in dict.fromkeys(group.size for group in classes):
         _shrink_classes_of(problem, size)
+
+
+def shorten_parts(problem: Problem) -> None:
+    """Make the parts of flat tensors short, such as the labels of each sample in one row."""
+    for parts in [found for call in problem.best.program.calls for found in parts_of(call, problem.best.tensors)]:
+        for place, length in enumerate(parts.lengths(problem.best.tensors) or ()):
+            current = problem.best
+
+            def will_do(positions: list[int], start: Candidate = current, place: int = place) -> bool:
+                return problem.consider(shorten_part(start, parts, place, positions), f"a part of {len(positions)}")  # noqa: B023
+
+            delete_adaptively(range(length), will_do)
 
 
 def _single_indexes(problem: Problem, classes: Sequence[Class]) -> Iterator[dict[Class, Sequence[int]]]:
