@@ -201,7 +201,8 @@ class Failures:
             except Exception as error:
                 self._session.complain("could not save the failing step", error)
                 return None
-            self.is_deliberate = noticed.raised is not None and noticed.raised.is_deliberate
+            is_exception = noticed.raised is not None and snapshot.observed_at == "exception"
+            self.is_deliberate = is_exception and noticed.raised.is_deliberate  # type: ignore[union-attr]
             self.snapshots.append(path)
             self.results.append({**snapshot.summary(), "path": str(path)})
             return path

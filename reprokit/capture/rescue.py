@@ -6,6 +6,7 @@ The user's live state is borrowed for that. Buffers, gradients and generators ar
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 import warnings
 from collections.abc import Iterator, Set
@@ -19,13 +20,14 @@ import torch
 from reprokit.capture.entry import Entry
 from reprokit.capture.exceptions import Raised
 from reprokit.capture.generators import python_generators_restored
+from reprokit.capture.guards import silenced
 from reprokit.capture.names import Names
 from reprokit.capture.owners import names_of, root_names
 from reprokit.capture.replay import Replayed, replay
 from reprokit.capture.state import Copies, give_gradients, parameters_of
 from reprokit.capture.structure import is_leaf
 from reprokit.capture.timeline import with_optimizers
-from reprokit.locate.blame import locate
+from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.failure import EXCEPTION, Failure, kind_of
 from reprokit.locate.ways import NAN, local_part, ways_of
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Program, Ref
@@ -84,23 +86,56 @@ class Made:
 
 
 def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
-    """Replay a failed step and describe it; ``frame`` is where the loop stands, for the names of its variables."""
+    """Replay a failed step and describe it; ``frame`` is where the loop stands, for the names of its variables.
+
+    Where something raised, a check of the user's may have seen a bad value: then that value is the failure.
+    """
     names = _names(step, frame)
+    replayed, failure, rng, num_ignored = _replay(step, names, frame, ignore=True)
+    if step.raised is not None:
+        program, failure = _seen_by_check(replayed, failure, is_hook=num_ignored > 0)
+        if failure is not None and failure.kind != EXCEPTION:
+            replayed.program = program.pruned()
+            where = "gradient" if failure.phase == "backward" else "output"
+            step = replace(step, raised=None, observed_at=where)
+        elif num_ignored:
+            replayed, failure, rng, _ = _replay(step, names, frame, ignore=False)
     notes = list(step.notes)
+    if failure is None:
+        failure = _unexplained(step)
+        if step.raised is None or (step.raised.is_call and replayed.error is None):
+            notes += _why_not_again(replayed)
+            replayed.is_close = False
+    notes += replayed.mismatches
+    replayed.is_close = replayed.is_close and not step.notes
+    culprit = replayed.sources.get(failure.value) if failure.input_name and failure.value is not None else None
+    return Made(_assemble(step, replayed, failure, notes, rng, frame), culprit)
+
+
+def _replay(
+    step: FailedStep, names: Names, frame: FrameType | None, *, ignore: bool
+) -> tuple[Replayed, Failure | None, dict[str, Any], int]:
+    """The step's program, what `locate` finds in it, the generators' states, and how many exceptions of the user's
+    hooks were ignored, if it is asked to ``ignore`` them."""
     raises = step.raised is not None and step.raised.is_call
-    with_gradient = step.with_gradient or {id(leaf) for leaf in _leaves(step) if leaf.grad is not None}
-    with _at_its_beginning(step), warnings.catch_warnings(), torch.autograd.set_detect_anomaly(False):
+    leaves = _leaves(step)
+    with_gradient = step.with_gradient or {id(leaf) for leaf in leaves if leaf.grad is not None}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_at_its_beginning(step))
+        stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
+        stack.enter_context(torch.autograd.set_detect_anomaly(False))
+        ignored = stack.enter_context(silenced(step.modules, leaves)) if ignore else []
+        if raises and ignore:  # checks report what they see, a second time now
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         rng = get_rng_state()
-        performs = step.pending is None
-        state = {id(buffer) for module in step.modules for buffer in module.buffers()}
         replayed = replay(
             step.all_entries,
             step.saved,
             names.describe,
-            perform_last=performs,
+            perform_last=step.pending is None,
             raises=raises,
-            state=state,
+            state={id(buffer) for module in step.modules for buffer in module.buffers()},
             with_gradient=with_gradient,
             root_names=root_names(step.modules, frame),
             keep=step.keep,
@@ -112,15 +147,22 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
             replayed.program = replace(replayed.program, calls=(made, *replayed.program.calls))
             failure = locate(replayed.program, replayed.tensors)
         replayed.own_tensors()
-    if failure is None:
-        failure = _unexplained(step)
-        if step.raised is None or (step.raised.is_call and replayed.error is None):
-            notes += _why_not_again(replayed)
-            replayed.is_close = False
-    notes += replayed.mismatches
-    replayed.is_close = replayed.is_close and not step.notes
-    culprit = replayed.sources.get(failure.value) if failure.input_name and failure.value is not None else None
-    return Made(_assemble(step, replayed, failure, notes, rng, frame), culprit)
+    return replayed, failure, rng, len(ignored)
+
+
+def _seen_by_check(replayed: Replayed, failure: Failure | None, *, is_hook: bool) -> tuple[Program, Failure | None]:
+    """The program and its failure; where no call of torch raised, the bad value that the check has looked at."""
+    program = replayed.program
+    if failure is not None:
+        return program, failure
+    value = last_bad(program, replayed.tensors, within=len(program.calls) if is_hook else _LOOKS_BACK)
+    if value is None:
+        return program, None
+    program = replace(program, outputs=(Ref(value),))
+    return program, locate(program, replayed.tensors)
+
+
+_LOOKS_BACK = 8  # calls: a check such as `not torch.isfinite(x).all()`, and what the code around it computes
 
 
 def _bad_result(failure: Failure | None, program: Program) -> Ref | None:

@@ -47,6 +47,19 @@ def locate(program: Program, tensors: Tensors) -> Failure | None:
     return _Walk(program, tensors, notes).blame(found.value, found.way, found.index)
 
 
+def last_bad(program: Program, tensors: Tensors, within: int) -> int | None:
+    """The last bad value that nobody asked for and that one of the last calls, ``within`` so many, made or read."""
+    notes = Notes(program, watch=lambda *_, **__: None)
+    notes.run(tensors)
+    walk = _Walk(program, tensors, notes)
+    for index in sorted(notes.reads, reverse=True)[:within]:
+        for flags, at in ((notes.writes.get(index, {}), index + 1), (notes.reads[index], index)):
+            for value, ways in flags.items():
+                if any(not walk.is_wanted(value, way, at) for way in ways):
+                    return value
+    return None
+
+
 def _watch(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tensor], *, after: bool) -> Found | None:
     """What the watch sees around one call."""
     if call.is_differentiation and not after:
@@ -211,14 +224,14 @@ class _Walk:
         order = dict.fromkeys((way, NAN, PLUS, MINUS))
         for wanted in order:
             for value, ways in reads.items():
-                if wanted in ways and not self._is_wanted(value, wanted, index):
+                if wanted in ways and not self.is_wanted(value, wanted, index):
                     return value, wanted
         for value, ways in reads.items():
             if way in ways:
                 return value, way
         return None
 
-    def _is_wanted(self, value: int, way: str, at: int) -> bool:
+    def is_wanted(self, value: int, way: str, at: int) -> bool:
         """Whether somebody asked for this infinity: a constant, a mask fill, an input given like that.
 
         Masks come with the batch as ``-inf``; a ``+inf`` in there is data that overflowed.

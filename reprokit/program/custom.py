@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
+from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import _get_current_function_mode_stack
 
 from reprokit.program.functions import GRAD_READ
@@ -111,6 +112,12 @@ class CustomFunctions:
 
     def _forward(self, apply: Any, cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         tracer = self._tracer
+        if cls is BackwardHookFunction:  # torch puts it around modules with full backward hooks; it hands its input on
+            result = apply(*args, **kwargs)
+            for given, got in zip(args, result, strict=True):
+                if got is not given and _is_tensor(given):
+                    tracer.alias(got, tracer.value(given))
+            return result
         arguments = [tracer.value(item) if _needs_gradient(item) else None for item in args]
         given = tuple(Ref(tracer.value(item)) for item in args if isinstance(item, torch.Tensor))
         num_inputs = len(tracer.inputs)
