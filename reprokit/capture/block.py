@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprokit.capture.options import ON, After, Source, Watch
-from reprokit.capture.words import growth, place_line, what
+from reprokit.capture.words import cause_line, growth, place_line, what
 from reprokit.errors import UsageError
 from reprokit.words import replay_words
 
@@ -86,7 +86,7 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path) -> list[s
     """What was captured, where it is, and the command to go on with; paths as seen from the folder ``start``."""
     shown = shown_path(path, start)
     place = place_line(result)
-    told = [f"  {place}"] if place is not None else []
+    told = [f"  {line}" for line in (place, cause_line(result)) if line is not None]
     told += [f"  {name}  {numbers}" for name, numbers in growth(result["timeline"]) if name.startswith(_TOLD)]
     doubt = replay_words(result.get("fidelity", "exact"), result.get("fidelity_note"))
     told += [f"  {doubt}"] if doubt else []

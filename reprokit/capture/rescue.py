@@ -108,7 +108,8 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
             replayed.is_close = False
     notes += replayed.mismatches
     replayed.is_close = replayed.is_close and not step.notes
-    culprit = replayed.sources.get(failure.value) if failure.input_name and failure.value is not None else None
+    is_given = failure.call is None and failure.input_name is not None and failure.value is not None
+    culprit = replayed.sources.get(failure.value or 0) if is_given else None
     return Made(_assemble(step, replayed, failure, notes, rng, frame), culprit)
 
 

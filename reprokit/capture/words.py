@@ -27,6 +27,15 @@ def what(result: Mapping[str, Any]) -> str:
     return f"{name} that was already in `{failure['input']}`" if failure["input"] else f"{name} of unknown origin"
 
 
+def cause_line(result: Mapping[str, Any]) -> str | None:
+    """The origin of the bad value behind an exception: ``because of nan from `torch.sqrt`, train.py:12: ...``."""
+    cause = result["failure"].get("cause")
+    if not cause:
+        return None
+    origin = f"from `{cause['call']}`" if cause["call"] is not None else f"in `{cause['input']}`"
+    return f"because of {cause['kind']} {', '.join(filter(None, (origin, place_line({'failure': cause}))))}"
+
+
 def place_line(result: Mapping[str, Any]) -> str | None:
     """Module, line and code of the origin: ``in layers.1, train.py:31: p = F.softmax(s, -1)``."""
     failure = result["failure"]

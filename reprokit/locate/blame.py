@@ -18,12 +18,13 @@ from reprokit.locate.dropped import find_drop
 from reprokit.locate.failure import EXCEPTION, Drop, Failure, kind_of, module_of
 from reprokit.locate.gradient import Blame, blame_gradient
 from reprokit.locate.notes import Found, Notes
+from reprokit.locate.raised import bad_operand
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
 from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name, is_factory
 from reprokit.program.ir import OPAQUE, Call, Program, Scope, iter_refs
 from reprokit.program.run import Outcome, Tensors
 
-__all__ = ["Failure", "exception_failure", "locate"]
+__all__ = ["Failure", "exception_failure", "last_bad", "locate", "locate_exception"]
 
 GRAD_SCALER = Scope("<GradScaler>", "GradScaler")
 
@@ -38,7 +39,7 @@ def locate(program: Program, tensors: Tensors) -> Failure | None:
     notes = Notes(program, watch=_watch)
     outcome = notes.run(tensors)
     if outcome.error is not None:
-        return exception_failure(program, outcome)
+        return _with_cause(exception_failure(program, outcome), program, tensors, notes)
     found = notes.found or _at_end(program, notes, outcome)
     if found is None:
         return None
@@ -58,6 +59,21 @@ def last_bad(program: Program, tensors: Tensors, within: int) -> int | None:
                 if any(not walk.is_wanted(value, way, at) for way in ways):
                     return value
     return None
+
+
+def locate_exception(program: Program, tensors: Tensors) -> Failure | None:
+    """The exception that ends a run, whatever is bad before it, with the bad value behind it."""
+    notes = Notes(program, watch=lambda *_, **__: None)
+    outcome = notes.run(tensors)
+    if outcome.error is None:
+        return None
+    return _with_cause(exception_failure(program, outcome), program, tensors, notes)
+
+
+def _with_cause(failure: Failure, program: Program, tensors: Tensors, notes: Notes) -> Failure:
+    bad = bad_operand(program, tensors, notes, failure.call_index or 0)
+    cause = _Walk(program, tensors, notes).blame(bad.value, bad.way, bad.at) if bad is not None else None
+    return replace(failure, cause=cause)
 
 
 def _watch(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tensor], *, after: bool) -> Found | None:

@@ -37,6 +37,7 @@ class Failure:
     dtype cannot hold; only a check that asks for it looks.
     ``value`` is, for forward, the origin's bad output; for backward, the input of the forward call whose gradient is
     bad; for optimizer, the parameter that turned bad. ``element`` is the index of its first bad element.
+    ``cause`` is the origin of the NaN or infinity without which the call would not have raised its exception.
     ``drop``: the loss is finite because a later call drops NaN values, and the backward pass multiplies zero with them.
     """
 
@@ -56,6 +57,7 @@ class Failure:
     exception: tuple[str, str] | None = None
     drop: Drop | None = None
     is_overflow: bool = False
+    cause: Failure | None = None
 
     @property
     def is_derivative(self) -> bool:
@@ -108,6 +110,7 @@ def to_plain(failure: Failure) -> dict[str, Any]:
     site = failure.site
     plain = {name: getattr(failure, name) for name in Failure.__dataclass_fields__}
     plain["drop"] = list(astuple(failure.drop)) if failure.drop else None
+    plain["cause"] = to_plain(failure.cause) if failure.cause else None
     plain["site"] = [site.file, site.line, site.code, site.function, site.library] if site else None
     return plain
 
@@ -123,4 +126,6 @@ def from_plain(plain: dict[str, Any]) -> Failure:
         fields[name] = tuple(fields[name]) if fields.get(name) is not None else None
     if fields.get("drop") is not None:
         fields["drop"] = Drop(*fields["drop"])
+    if fields.get("cause") is not None:
+        fields["cause"] = from_plain({**fields["cause"], "cause": None})
     return Failure(**fields)

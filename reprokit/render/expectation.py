@@ -14,7 +14,7 @@ from reprokit.locate.calls import VIEWS, short_name
 from reprokit.locate.failure import EXCEPTION, Failure, label_of
 from reprokit.program.functions import GRAD_READ, display_name
 from reprokit.program.ir import Call, Input, Program
-from reprokit.render import wording
+from reprokit.render import facts, wording
 from reprokit.render.domains import Edge, Verdict
 from reprokit.render.edges import find_edge
 from reprokit.snapshot.redact import redact_text
@@ -72,6 +72,9 @@ def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectatio
         edge, failure = find_edge(reduction.program, reduction.tensors, reduction.failure), reduction.failure
     operands = _operands(edge, recorded, reduction)
     owner = _owner(snapshot, failure, edge)
+    cause = snapshot.failure.cause
+    if cause is not None:
+        return _of_cause(snapshot, failure, cause, owner)
     observed = wording.observed(failure, is_forward_finite=edge is None or edge.is_forward_finite)
     return Expectation(
         edge.words if edge is not None else "",
@@ -80,6 +83,27 @@ def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectatio
         _remark(snapshot, failure, edge, operands, owner),
         owner,
     )
+
+
+def _of_cause(snapshot: Snapshot, failure: Failure, cause: Failure, owner: str) -> Expectation:
+    """What to say of an exception with a bad value behind it."""
+    kind, observed = wording.kind_words(cause), _with_training(wording.observed(failure), snapshot.failure, failure)
+    name = wording.code_span(wording.short_call(snapshot.failure))
+    expected = "The call returns, as it does with finite numbers in place of those that are not."
+    found = f"In the training step {name} is given numbers that are not finite, and returns with finite ones"
+    verb = "which is" if cause.call is None else "which returns"
+    remark = f"{found}. They come from {facts.origin(cause)}{_at(cause)}, {verb} {kind}. "
+    remark += f"Why it does so is a question about {_whom(owner)}."
+    return Expectation(f"because of {kind} from {wording.short_call(cause)}", observed, expected, remark, owner)
+
+
+def _at(failure: Failure) -> str:
+    place = facts.line(failure)
+    return f" at {place}" if place else ""
+
+
+def _whom(owner: str) -> str:
+    return {OWN: "the training code rather than PyTorch", TORCH: "PyTorch"}.get(owner, f"`{owner}`")
 
 
 def is_refusal(failure: Failure) -> bool:
@@ -135,7 +159,7 @@ def _remark(
     snapshot: Snapshot, failure: Failure, edge: Edge | None, operands: tuple[int, ...], owner: str
 ) -> str:
     """Where the operands came from, and whom that concerns."""
-    whom = {OWN: "the training code rather than PyTorch", TORCH: "PyTorch"}.get(owner, f"`{owner}`")
+    whom = _whom(owner)
     if is_refusal(failure):
         return f"Why it is given these arguments is a question about {whom}."
     if edge is None or edge.verdict is Verdict.BETTER:
@@ -196,7 +220,7 @@ def _owner(snapshot: Snapshot, failure: Failure, edge: Edge | None) -> str:
 
 def _library(snapshot: Snapshot) -> str | None:
     """The package of the library whose line called the origin; a value that was bad before has no such line."""
-    failure = snapshot.failure
+    failure = snapshot.failure.cause or snapshot.failure
     site = failure.site if failure.call is not None else None
     if site is None and failure.call_index is not None:
         site = snapshot.program.calls[failure.call_index].site

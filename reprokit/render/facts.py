@@ -37,6 +37,7 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
         ("origin", origin(failure)),
         ("line", line(failure)),
         ("exception", f"`{failure.exception[0]}`{message}" if failure.exception is not None else ""),
+        ("because of", cause(failure)),
         ("how much", how_much(failure)),
         ("when", f"{when(snapshot)}{noticed}"),
         ("replay", f"{snapshot.fidelity}{note}"),
@@ -81,6 +82,15 @@ def origin(failure: Failure) -> str:
     if failure.input_name is not None:
         return f"the input {wording.code_span(failure.input_name)}, bad before the first call reads it"
     return "the training loop's own code" if failure.exception is not None else "unknown"
+
+
+def cause(failure: Failure) -> str:
+    """The bad value without which a call does not raise, and its origin; empty without one."""
+    found = failure.cause
+    if found is None:
+        return ""
+    made = f"from {origin(found)}" if found.call is not None else f"in {origin(found)}"
+    return ", ".join(filter(None, (f"{wording.kind_words(found)} {made}", line(found))))
 
 
 def line(failure: Failure) -> str:

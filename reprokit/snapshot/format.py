@@ -25,7 +25,7 @@ from reprokit.errors import NewerFormat, NotASnapshot, SnapshotError, TruncatedS
 from reprokit.locate import failure as failures
 from reprokit.locate.failure import Failure, is_vacuous, root_of
 from reprokit.program import plain
-from reprokit.program.ir import Program
+from reprokit.program.ir import Program, Site
 from reprokit.snapshot.paths import require_file
 
 FORMAT = "reprokit"
@@ -77,8 +77,7 @@ class Snapshot:
         }
 
     def _describe_failure(self) -> dict[str, Any]:
-        failure = self.failure
-        site = failure.site
+        failure, cause = self.failure, self.failure.cause
         return {
             "phase": failure.phase,
             "kind": failure.kind,
@@ -86,7 +85,7 @@ class Snapshot:
             "backward_node": failure.backward_node,
             "module": failure.module,
             "root": root_of(failure, self.program),
-            "site": {"file": site.file, "line": site.line, "code": site.code} if site else None,
+            "site": _describe_site(failure.site),
             "observed_at": self.observed_at,
             "exception": {"type": failure.exception[0], "message": failure.exception[1]} if failure.exception else None,
             "input": failure.input_name,
@@ -94,7 +93,19 @@ class Snapshot:
             "num_bad": failure.num_bad,
             "num_elements": failure.num_elements,
             "shows_cause": not is_vacuous(failure, self.program),
+            "cause": _describe_cause(cause, self.program) if cause is not None else None,
         }
+
+
+def _describe_site(site: Site | None) -> dict[str, Any] | None:
+    return {"file": site.file, "line": site.line, "code": site.code} if site else None
+
+
+def _describe_cause(cause: Failure, program: Program) -> dict[str, Any]:
+    """The origin of the bad value that made a call raise."""
+    names = ("phase", "kind", "call", "module")
+    plain = {name: getattr(cause, name) for name in names}
+    return {**plain, "root": root_of(cause, program), "input": cause.input_name, "site": _describe_site(cause.site)}
 
 
 _SWITCHES = {

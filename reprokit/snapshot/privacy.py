@@ -42,6 +42,7 @@ def private_failure(failure: Failure, source: Source = "all") -> Failure:
         failure,
         site=_site(failure.site, source),
         exception=(raised[0], redact_text(raised[1])) if raised is not None else None,
+        cause=private_failure(failure.cause, source) if failure.cause is not None else None,
     )
 
 

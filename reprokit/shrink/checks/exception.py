@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-from reprokit.locate.blame import exception_failure
+from reprokit.locate.blame import exception_failure, locate_exception
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.program.run import run
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.checks.protocol import SignatureCheck
+from reprokit.shrink.checks.protocol import ALL_WAYS, SignatureCheck
+from reprokit.shrink.signature import ways_given
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,17 @@ class ExceptionCheck(SignatureCheck):
         """``exception``."""
         return "exception"
 
+    def adopted(self, failure: Failure, whole: Candidate) -> Self:
+        """This check for the failure of a whole program; what makes the bad value behind the exception stays."""
+        check = super().adopted(failure, whole)
+        if failure.cause is None:
+            return check
+        return replace(check, forbidden=ALL_WAYS - ways_given(whole.program, whole.tensors))
+
     def observe(self, candidate: Candidate) -> Failure | None:
         """Run until a call raises."""
+        if self.wanted is not None and self.wanted.cause is not None:
+            return locate_exception(candidate.program, candidate.tensors)
         outcome = run(candidate.program, candidate.tensors, keep=frozenset())
         return exception_failure(candidate.program, outcome) if outcome.error is not None else None
 
