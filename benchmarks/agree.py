@@ -41,6 +41,7 @@ from reprokit.snapshot.format import Snapshot, load
 Way = tuple[str, int | None]  # how the loop is watched, and the steps between copies (``None``: the default)
 REFERENCE: Way = ("every-step", None)
 SILENT = "nothing captured"
+BROKEN = "; training goes on"  # the end of a message about an error of reprokit's own
 
 
 @dataclass
@@ -58,8 +59,9 @@ class Row:
     """One loop or script. ``answers`` has a line for each way, ``different`` what differs from ``every-step``.
 
     ``explained`` are the ways that differ and say why; ``untrue`` are those whose step or phase is not that of the
-    planted fault; ``changed`` are those that ended with other bits than the run without capture; ``alarmed`` are those
-    that captured something where nothing was planted, or changed that run.
+    planted fault; ``changed`` are those that ended with other bits than the run without capture; ``broken`` are those in
+    which reprokit had an error of its own; ``alarmed`` are those that captured or said something where nothing was
+    planted, or changed that run.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Row:
     explained: dict[str, str] = field(default_factory=dict)
     untrue: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
     alarmed: list[str] = field(default_factory=list)
 
     @property
@@ -97,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = summarise(rows)
     print(table(rows), file=sys.stderr)
     print_json(summary, options.json)
-    return 0 if summary["agree"] == summary["runs"] and not summary["changed"] and not summary["alarmed"] else 1
+    is_well = summary["agree"] == summary["runs"]
+    return 0 if is_well and not any(summary[name] for name in ("changed", "broken", "alarmed")) else 1
 
 
 def check_loop(number: int) -> Row:
@@ -119,6 +123,8 @@ def compare_ways(name: str, loop: Loop) -> Row:
             row.untrue.append(way)
         if not same_endings(bare.ending, done.ending):
             row.changed.append(way)
+        if BROKEN in done.said:
+            row.broken.append(way)
     _compare_all(row, {way: done.snapshot for way, done in ended.items()})
     return row
 
@@ -323,6 +329,7 @@ def summarise(rows: Sequence[Row]) -> JSON:
         "true": sum(not row.untrue for row in generated),
         "untrue": [row.name for row in generated if row.untrue],
         "changed": [row.name for row in generated if row.changed],
+        "broken": [row.name for row in generated if row.broken],
         "alarmed": [row.name for row in generated if row.alarmed],
         "faults": dict(Counter(row.loop["fault"] for row in generated)),
         "rows": [asdict(row) for row in rows],
@@ -335,7 +342,7 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         problems = [f"{way} differs in {', '.join(found)}" for way, found in row.different.items()]
         problems += [f"{way} explains {text}" for way, text in row.explained.items()]
-        others = {"untrue": row.untrue, "changed": row.changed, "alarmed": row.alarmed}
+        others = {"untrue": row.untrue, "changed": row.changed, "broken": row.broken, "alarmed": row.alarmed}
         problems += [f"{name}: {', '.join(found)}" for name, found in others.items() if found]
         if problems:
             plain_loop = asdict(Loop())
@@ -346,7 +353,7 @@ def table(rows: Sequence[Row]) -> str:
     summary = summarise(rows)
     lines.append(
         f"{summary['agree']} of {summary['runs']} agree ({summary['same']} the same in every bit), "
-        f"{summary['true']} of {summary['loops']} true, {len(summary['changed'])} changed, "
+        f"{summary['true']} of {summary['loops']} true, {len(summary['changed'])} changed, {len(summary['broken'])} broken, "
         f"{len(summary['alarmed'])} false alarms; {summary['exact']} of {summary['answers']} answers exact"
     )
     return "\n".join(lines)

@@ -23,15 +23,18 @@ from reprokit.capture.generators import python_generators_restored
 from reprokit.capture.guards import silenced
 from reprokit.capture.names import Names
 from reprokit.capture.owners import names_of, root_names
+from reprokit.capture.player import Player
 from reprokit.capture.replay import Replayed, replay
 from reprokit.capture.state import Copies, give_gradients, parameters_of
 from reprokit.capture.structure import is_leaf
 from reprokit.capture.timeline import with_optimizers
+from reprokit.capture.written import address_of
 from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.failure import EXCEPTION, Failure, kind_of
 from reprokit.locate.ways import NAN, local_part, ways_of
+from reprokit.program.functions import written_argument
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Program, Ref
-from reprokit.program.run import matmul_precision
+from reprokit.program.run import Modes, matmul_precision
 from reprokit.program.trace import Origin, Tracer
 from reprokit.snapshot.environment import collect_environment
 from reprokit.snapshot.format import Snapshot
@@ -47,6 +50,7 @@ class FailedStep:
     back to where the step began; ``buffers`` is ``None`` when the state is there already. ``raised`` is the exception
     that ended the step, with the place it was raised at. ``likewise`` are entries of a step whose variables are still
     there to name tensors by. ``with_gradient`` are the ids of leaves that had a gradient when the failure was noticed.
+    ``lead`` is what the loop did by hand before, which parameters hold already and ``buffers`` do not.
     ``keep`` is an entry that belongs to the failure even if no backward pass depends on it.
     ``compiled`` is a call of the loop that was not followed. ``notes`` say what is known to differ from training.
     """
@@ -67,6 +71,7 @@ class FailedStep:
     likewise: list[Entry] = field(default_factory=list)
     with_gradient: Set[int] = frozenset()
     keep: Entry | None = None
+    lead: list[Entry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     compiled: Call | None = None
@@ -296,6 +301,7 @@ def _at_its_beginning(step: FailedStep) -> Iterator[None]:
             torch.set_rng_state(first[0])
         if step.buffers is not None:
             stack.callback(step.buffers.put_back().give_back)
+            _write_buffers(step)
         leaves = _leaves(step)
         stack.callback(give_gradients, [(leaf, leaf.grad) for leaf in leaves])
         for leaf in leaves:
@@ -303,6 +309,19 @@ def _at_its_beginning(step: FailedStep) -> Iterator[None]:
         stack.enter_context(_without_hooks_of_gradients(leaves))
         stack.enter_context(_eagerly())
         yield
+
+
+def _write_buffers(step: FailedStep) -> None:
+    """Repeat what the loop wrote by hand into buffers since they were copied."""
+    buffers = {address_of(buffer) for module in step.modules for buffer in module.buffers()} - {None}
+    player = Player(step.saved)
+    with Modes() as modes:
+        for entry in step.lead:
+            written = written_argument(entry.name, entry.args, entry.kwargs)
+            is_buffer = isinstance(written, torch.Tensor) and address_of(written) in buffers
+            if is_buffer or not entry.writes_state:
+                modes.enter(entry.mode)
+                player.play(entry)
 
 
 def _leaves(step: FailedStep) -> list[torch.Tensor]:

@@ -88,7 +88,7 @@ class Rewind:
             with_gradient = {id(leaf) for leaf in self._leaves() if leaf.grad is not None}
             found = self._play(step, self._saved[number])
             if found is not None:
-                found.saved = {**found.saved, **{key: tensor.detach() for key, tensor in self._carried.items()}}
+                found.saved = {**{key: tensor.detach() for key, tensor in self._carried.items()}, **found.saved}
                 found.with_gradient = with_gradient
                 give_gradients([(leaf, None) for leaf in self._leaves()])
                 self._start.give_back()

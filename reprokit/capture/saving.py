@@ -101,7 +101,7 @@ class _Describing:
             failed = replace(failed, raised=noticed.raised, notes=[NOT_REPLAYED])
             return Made(snapshot_without_replay(failed, noticed.frame))
         notes = list(dict.fromkeys(training.unseen))
-        _, rest = split(entries)
+        lead, rest = split(entries)
         is_past = noticed.is_late or any(entry.writes_state for entry in rest)
         is_past = is_past or (noticed.raised is None and training.history.newly_bad() is not None)
         if is_past:
@@ -113,7 +113,7 @@ class _Describing:
         entries, saved, pending = self._with_graphs_from_before(step)
         entries = [entry for entry in entries if not (entry.writes_state or entry.kind == "optimizer")]
         failed = self._failed(step, noticed.observed_at, entries, saved, pending)
-        made = make_snapshot(replace(failed, raised=noticed.raised, notes=notes), noticed.frame)
+        made = make_snapshot(replace(failed, raised=noticed.raised, notes=notes, lead=lead), noticed.frame)
         if made.culprit is not None and training.history.has_worsened(made.culprit):
             past, _ = self._from_the_past(step, [made.culprit])
             return past or made

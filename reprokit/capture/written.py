@@ -59,12 +59,12 @@ class WrittenMemory:
     def know_state(self, copied: Iterable[torch.Tensor], untouched: Iterable[torch.Tensor]) -> None:
         """These tensors are all the state: a capture holds copies of the ones, and of the others once they are
         written."""
-        self._untouched = {p: tensor for tensor in untouched if (p := _pointer(tensor)) is not None}
-        self._state = {p for tensor in copied if (p := _pointer(tensor)) is not None} | set(self._untouched)
+        self._untouched = {p: tensor for tensor in untouched if (p := address_of(tensor)) is not None}
+        self._state = {p for tensor in copied if (p := address_of(tensor)) is not None} | set(self._untouched)
 
     def is_state(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor shares memory with the state."""
-        return _pointer(tensor) in self._state
+        return address_of(tensor) in self._state
 
     def judge(self, target: Any, versions: list[tuple[torch.Tensor, int]], entries: list[Entry]) -> bool | None:
         """Whether a write into ``target`` changes the state; ``None`` if it need not be noted.
@@ -85,14 +85,14 @@ class WrittenMemory:
         if target.requires_grad and is_leaf(target):
             if not any(entry.kind == "differentiate" for entry in entries):
                 return None  # being made, for example a parameter of a module that no root holds yet
-            pointer = _pointer(target)  # the loop trains it, though no module and no optimizer has it
+            pointer = address_of(target)  # the loop trains it, though no module and no optimizer has it
             self._state.update([pointer] if pointer is not None else [])
             self.on_first_write(target)
             return True
         if target.layout is not torch.strided:
             return False
         self._scan(entries)
-        pointer = _pointer(target)
+        pointer = address_of(target)
         outside = self._by_memory.get(pointer, []) if pointer is not None else []
         if id(target) not in self.made:
             carries_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor, _ in versions)
@@ -106,7 +106,7 @@ class WrittenMemory:
 
     def moved(self, target: torch.Tensor) -> None:
         """State that was just judged got other memory, perhaps of another type or shape."""
-        pointer = _pointer(target)
+        pointer = address_of(target)
         if pointer is not None:
             self._state.add(pointer)
         if self._format != (target.dtype, target.shape, target.device):
@@ -114,7 +114,7 @@ class WrittenMemory:
 
     def _announce(self, target: torch.Tensor) -> None:
         """State that nothing had written so far is about to change."""
-        pointer = _pointer(target)
+        pointer = address_of(target)
         tensor = self._untouched.pop(pointer, None) if pointer is not None else None
         if tensor is not None:
             self.on_first_write(tensor)
@@ -122,13 +122,13 @@ class WrittenMemory:
     def _scan(self, entries: list[Entry]) -> None:
         for entry in entries[self._scanned :]:
             for tensor, _ in entry.versions:
-                pointer = _pointer(tensor)
+                pointer = address_of(tensor)
                 if id(tensor) not in self.made and pointer is not None and pointer not in self._state:
                     self._by_memory.setdefault(pointer, []).append(tensor)
         self._scanned = len(entries)
 
 
-def _pointer(tensor: torch.Tensor) -> int | None:
+def address_of(tensor: torch.Tensor) -> int | None:
     """Where the memory of a tensor begins; ``None`` for tensors without plain memory of their own."""
     if tensor.layout is not torch.strided:
         return None
