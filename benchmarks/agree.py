@@ -59,8 +59,8 @@ class Row:
     """One loop or script. ``answers`` has a line for each way, ``different`` what differs from ``every-step``.
 
     ``explained`` are the ways that differ and say why; ``untrue`` are those whose step or phase is not that of the
-    planted fault; ``changed`` are those that ended with other bits than the run without capture; ``broken`` are those in
-    which reprokit had an error of its own; ``alarmed`` are those that captured or said something where nothing was
+    planted fault; ``changed`` are those that ended with other bits than the run without capture; ``broken`` are those
+    in which reprokit had an error of its own; ``alarmed`` are those that captured or said something where nothing was
     planted, or changed that run.
     """
 
@@ -342,7 +342,7 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         problems = [f"{way} differs in {', '.join(found)}" for way, found in row.different.items()]
         problems += [f"{way} explains {text}" for way, text in row.explained.items()]
-        others = {"untrue": row.untrue, "changed": row.changed, "broken": row.broken, "alarmed": row.alarmed}
+        others = {name: getattr(row, name) for name in ("untrue", "changed", "broken", "alarmed")}
         problems += [f"{name}: {', '.join(found)}" for name, found in others.items() if found]
         if problems:
             plain_loop = asdict(Loop())
@@ -353,8 +353,9 @@ def table(rows: Sequence[Row]) -> str:
     summary = summarise(rows)
     lines.append(
         f"{summary['agree']} of {summary['runs']} agree ({summary['same']} the same in every bit), "
-        f"{summary['true']} of {summary['loops']} true, {len(summary['changed'])} changed, {len(summary['broken'])} broken, "
-        f"{len(summary['alarmed'])} false alarms; {summary['exact']} of {summary['answers']} answers exact"
+        f"{summary['true']} of {summary['loops']} true, {len(summary['changed'])} changed, "
+        f"{len(summary['broken'])} broken, {len(summary['alarmed'])} false alarms; "
+        f"{summary['exact']} of {summary['answers']} answers exact"
     )
     return "\n".join(lines)
 
