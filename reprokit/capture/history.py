@@ -6,6 +6,7 @@ training time. Memory is bounded; when the steps since the last copy hold too mu
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Iterable, Iterator
@@ -32,7 +33,7 @@ class History:
     ``every`` is the number of steps between copies, ``None`` to choose it by cost, 0 for no copies. ``is_complete``
     says whether the steps since the copy are all here, so that one can go back. ``makers`` are steps before the copy
     that made what is alive with its graph, for later steps to go on with. Modules and optimizers that the script has
-    let go of are forgotten with the next copy.
+    let go of are forgotten with the next copy. ``step_seconds`` is how long a step took before the last copy.
     """
 
     def __init__(self, every: int | None = None, state_bytes: int = DEFAULT_STATE_BYTES) -> None:
@@ -51,6 +52,7 @@ class History:
         self._step_bytes = 0
         self._cost = 0.0
         self.is_short = False
+        self.step_seconds = math.inf
         self._taken_at = time.perf_counter()
 
     # -- what belongs to the state -------------------------------------------------------------------------------
@@ -199,8 +201,9 @@ class History:
         The optimizers that are ``unfinished`` have gradients of which they are still to make a step.
         """
         if self.steps:
-            seconds = (started - self._taken_at) / (len(self.steps) + 1)
-            self.is_short = seconds < _SHORT and not any(tensor.is_cuda for tensor in self.state.copies.tensors)
+            self.step_seconds = (started - self._taken_at) / (len(self.steps) + 1)
+            is_on_gpu = any(tensor.is_cuda for tensor in self.state.copies.tensors)
+            self.is_short = self.step_seconds < _SHORT and not is_on_gpu
         self.forget_steps()
         self._held, self._has_grown = [], False  # those that only the history holds are gone now
         self._held = [*self.modules, *self.optimizers]

@@ -81,6 +81,8 @@ class Player:
         target = entry.target
         if isinstance(target, torch.nn.parallel.DistributedDataParallel):
             target = target.module  # the other processes are not taking part
+        if entry.settings is not None:
+            entry.settings.put_back()
         return target(*args, **kwargs)
 
     def _play_function(self, entry: Entry, args: Any, kwargs: Any) -> Any:

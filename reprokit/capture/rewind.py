@@ -1,7 +1,8 @@
 """Going back in time: from the last copy of the state, play the steps since, and find the first one that goes bad.
 
 Everything is checked in every step that is played. What training saw (its losses) is compared bit for bit with what the
-replay sees. The user's live state is borrowed and given back as it was.
+replay sees, and a step is believed only if the replay agrees with training in it and up to the next loss after it. The
+user's live state is borrowed and given back as it was.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from reprokit.capture.attributes import attributes_kept
 from reprokit.capture.entry import Entry
 from reprokit.capture.generators import python_generators_restored
 from reprokit.capture.history import History
@@ -22,6 +24,8 @@ from reprokit.capture.player import Player, describe_mismatch, is_same
 from reprokit.capture.state import State, give_gradients, parameters_of
 from reprokit.capture.structure import is_leaf, iter_tensors
 from reprokit.capture.watch import bad_tensor, is_bad_start, judged
+from reprokit.locate.ways import ways_of
+from reprokit.program.memory import same_bits
 from reprokit.program.run import Modes
 
 
@@ -60,6 +64,7 @@ class Rewind:
         self._start = State()
         self._carried: dict[int, torch.Tensor] = {}
         self._used_later = _used_later(steps)
+        self._live: dict[int, torch.Tensor] = {}
         self.notes: list[str] = []
 
     @contextlib.contextmanager
@@ -72,9 +77,11 @@ class Rewind:
             warnings.simplefilter("ignore")
             stack.enter_context(torch.random.fork_rng(enabled=True))
             stack.enter_context(python_generators_restored(None))
+            stack.enter_context(attributes_kept(self._history.modules))
             stack.enter_context(_unsafe_preserve_version_counter(tuple(self._history.changing())))
             live = self._history.state.put_back()
             stack.callback(live.give_back)
+            self._live = live.copies.contents()
             grads = [(leaf, leaf.grad) for leaf in leaves]
             stack.callback(give_gradients, grads)
             give_gradients([(leaf, None) for leaf in leaves])
@@ -83,22 +90,33 @@ class Rewind:
             yield
 
     def find(self) -> Found | None:
-        """Play until something is bad, then go back to where that step began."""
+        """Play until something is bad, then go back to where that step began; ``None`` also if training contradicts."""
         for number, step in enumerate(self._steps):
             with_gradient = {id(leaf) for leaf in self._leaves() if leaf.grad is not None}
-            found = self._play(step, self._saved[number])
+            player, carried, num_notes = self._player(number), self._carried, len(self.notes)
+            found, rest = self._play(step, player, self._saved[number])
             if found is not None:
-                found.saved = {**{key: tensor.detach() for key, tensor in self._carried.items()}, **found.saved}
+                if len(self.notes) > num_notes or not self._agrees_afterwards(found, number, player, rest):
+                    self.notes += self._other_attributes()
+                    return None
+                found.saved = {**{key: tensor.detach() for key, tensor in carried.items()}, **found.saved}
                 found.with_gradient = with_gradient
                 give_gradients([(leaf, None) for leaf in self._leaves()])
                 self._start.give_back()
                 found.notes = self.notes
                 return found
+            self.notes += [note for note in player.mismatches if note not in self.notes]
+            self._carried = player.made(self._used_later)
         return None
 
-    def _play(self, step: PastStep, saved: dict[int, torch.Tensor]) -> Found | None:
+    def _player(self, number: int) -> Player:
         state = {id(tensor) for tensor in self._history.changing()}
-        player = Player(saved, carried=self._carried, state=state)
+        return Player(self._saved[number], carried=self._carried, state=state)
+
+    def _play(
+        self, step: PastStep, player: Player, saved: dict[int, torch.Tensor]
+    ) -> tuple[Found | None, list[Entry]]:
+        """What is bad in a step, and the entries that were not played."""
         lead, rest = split(step.entries)
         with Modes() as modes, python_generators_restored(step.generators):
             if self._ruined:
@@ -109,24 +127,24 @@ class Rewind:
             keep = next((entry for entry in reversed(lead) if self._has_ruined(entry)), None)
             if keep is None:
                 self._take_start()
-            entries = step.entries if keep is not None else rest
-            for position, entry in enumerate(rest, len(entries) - len(rest)):
+            made = [entry for entry in lead if keep is not None or not entry.writes_state]
+            entries = [*made, *rest]
+            for position, entry in enumerate(rest, len(made)):
                 modes.enter(entry.mode)
-                where = self._watched(player, entry, entries[:position])
+                where = self._watched(player, entry, step, entries[:position])
                 if keep is None and self._has_ruined(entry):
                     keep = entry
                 if where is not None and (keep is not None or not self._ruined):
                     end = position + (where == "parameter")
                     pending = entry if where == "loss" else None
-                    return Found(step, where, _without_update(entries[:end], where), saved, pending, keep)
+                    found = Found(step, where, _without_update(entries[:end], where), saved, pending, keep)
+                    return found, entries[end:]
             if keep is not None:
                 where = "output" if keep.kind == "module" else "parameter"
-                return Found(step, where, _without_update(entries, where, keep), saved, None, keep)
+                return Found(step, where, _without_update(entries, where, keep), saved, None, keep), []
             if not self._ruined and any(entry.writes_state for entry in rest) and self._is_state_bad():
-                return Found(step, "parameter", rest, saved, None)
-        self.notes += [note for note in player.mismatches if note not in self.notes]
-        self._carried = player.made(self._used_later)
-        return None
+                return Found(step, "parameter", entries, saved, None), []
+        return None, []
 
     def _take_start(self) -> None:
         self._start.take(self._history.changing(), self._history.optimizers)
@@ -136,11 +154,50 @@ class Rewind:
         changes = entry.kind in ("module", "optimizer") or entry.writes_state or entry.has_stepped
         return changes and any(map(self._history.has_worsened, self._ruined))
 
-    def _watched(self, player: Player, entry: Entry, before: list[Entry]) -> str | None:
+    def _agrees_afterwards(self, found: Found, number: int, player: Player, rest: list[Entry]) -> bool:
+        """Go on as training did: True if the next loss it saw, or the parameters that it ended with, are the same."""
+        if found.pending is not None and found.pending.settings:
+            return True  # that loss was bad in training too
+        for later in range(number, len(self._steps)):
+            step = self._steps[later]
+            if later > number:
+                player, rest = self._player(later), step.entries
+            with Modes() as modes, python_generators_restored(step.generators):
+                for entry in rest:
+                    modes.enter(entry.mode)
+                    if entry.kind == "differentiate" and entry.settings:
+                        return self._compare(player, entry, step)
+                    player.play(entry)
+            self._carried = player.made(self._used_later)
+        changed = [t for t in self._history.changing() if t.requires_grad and id(t) in self._live]
+        if all(same_bits(self._live[id(tensor)], tensor) for tensor in changed):
+            return True
+        self.notes.append("playing the steps since the last copy did not lead to the parameters that training has")
+        return False
+
+    def first_bad_loss(self) -> int | None:
+        """The number of the first step in which training saw a bad loss, unless it is the last one."""
+        for step in self._steps[:-1]:
+            starts = [e for e in step.entries if e.kind == "differentiate" and e.settings and not e.gives_gradients]
+            is_scaled = any(entry.kind == "scale" for entry in step.entries)
+            if not is_scaled and any(ways_of(torch.as_tensor(seen)) for entry in starts for seen in entry.settings):
+                return step.completed
+        return None
+
+    def _other_attributes(self) -> list[str]:
+        """Attributes of root modules that may be the reason why the steps of the past cannot be played as they were."""
+        first = {id(e.target): e.settings for step in reversed(self._steps) for e in step.entries if e.kind == "module"}
+        names = dict.fromkeys(name for noted in first.values() if noted for name in noted.changed_others())
+        told = [f"`{name}` of a module was set to something that is not put back" for name in names]
+        if None in first.values():
+            told.append("attributes of a module changed too often to be noted")
+        return told
+
+    def _watched(self, player: Player, entry: Entry, step: PastStep, before: list[Entry]) -> str | None:
         """Play one entry; where it is bad, or ``None``."""
         if entry.kind == "differentiate":
             with torch.no_grad():
-                self._compare(player, entry)
+                self._compare(player, entry, step)
                 if is_bad_start(entry, [player.stand_in(judged(before, start)) for start in entry.starts]):
                     return "loss"
         if entry.kind == "optimizer":
@@ -153,11 +210,12 @@ class Rewind:
             return "parameter"
         return None
 
-    def _compare(self, player: Player, entry: Entry) -> None:
-        for old, start in zip(entry.settings or (), entry.starts, strict=False):
-            new = player.stand_in(start)
-            if not is_same(old, new):
-                self.notes.append(describe_mismatch("a loss on the way from the last copy", old, new))
+    def _compare(self, player: Player, entry: Entry, step: PastStep) -> bool:
+        """True if what a differentiation starts from is what training saw; a difference becomes a note."""
+        starts = [(old, player.stand_in(start)) for old, start in zip(entry.settings or (), entry.starts, strict=False)]
+        differ = [(old, new) for old, new in starts if not is_same(old, new)]
+        self.notes += [describe_mismatch(f"the loss of step {step.completed}", old, new) for old, new in differ]
+        return not differ
 
     def _is_state_bad(self) -> bool:
         return self._history.newly_bad() is not None

@@ -17,6 +17,7 @@ import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 from torch.nn.utils.stateless import _functional_call
 
+from reprokit.capture.attributes import AttributeWatch
 from reprokit.capture.entry import Entry, generator_states, versions_of
 from reprokit.capture.frames import first_user_frame
 from reprokit.capture.running import Listener, RunningStep
@@ -32,6 +33,7 @@ class RootCalls:
 
     def __init__(self, mode: StackedMode, running: RunningStep) -> None:
         self.met: set[int] = set()
+        self.attributes = AttributeWatch()
         self._mode = mode
         self._running = running
         self._listener: Listener
@@ -158,6 +160,7 @@ class RootCalls:
         entry.versions = versions = versions_of(args, kwargs)
         entry.rng = generator_states(versions)
         entry.is_training = module.training
+        entry.settings = self.attributes.note(module)
         running.begin_module(entry)
         return entry
 

@@ -137,12 +137,16 @@ class _Describing:
             with rewind.going_back():
                 found = rewind.find()
                 if found is None:
-                    return None, [*rewind.notes, NOT_SHOWN]
+                    first = rewind.first_bad_loss()
+                    seen = [f"training saw the first bad loss in step {first}"] if first is not None else []
+                    return None, [*rewind.notes, *seen, NOT_SHOWN]
                 made = make_snapshot(self._failed_before(found, steps), self._noticed.frame)
                 if not ruined and made.culprit is not None and training.history.has_worsened(made.culprit):
                     culprit = made.culprit
         except CannotGoBack as reason:
             return None, [str(reason)]
+        except Exception as error:  # of the user's code, which the state of then may not suit
+            return None, [f"playing the steps since the last copy raised {type(error).__name__}: {error}"]
         earlier = self._from_the_past(step, [culprit])[0] if culprit is not None else None
         return earlier or made, []
 

@@ -73,6 +73,7 @@ class Training:
         if self.history.meet_module(module):
             self._meet_ranks()
             self.buffers.add_module(module)
+            self.tape.roots.attributes.meet(module)
             self._know_state()
         if not self.generators.is_looking and not is_unmade(module):
             self.tape.roots.met.add(id(module))
@@ -200,6 +201,7 @@ class Training:
         self.history.forget()
         self.freezer.forget()
         self.buffers.clear()
+        self.tape.roots.attributes.forget()
 
     def _convert(self) -> None:
         """State is of another type or shape now: its copies are of no use, and there is no going back behind this."""
@@ -227,6 +229,7 @@ class Training:
         self.freezer.forget(self.history.makers)
         self._know_state()
         self.tape.roots.met.clear()
+        self.tape.roots.attributes.begin_anew(self.history.modules, self.history.step_seconds)
         self.history.rest(started)
 
     def _keep_makers(self) -> None:

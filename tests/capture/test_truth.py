@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,14 +21,21 @@ from reprokit.program.memory import same_bits
 from reprokit.snapshot.format import Snapshot, load
 from tests.capture.traps_checks import (
     EXACT,
+    Gated,
+    Loop,
     batches,
+    check_caught,
     classify,
     described_once,
     divided_loss,
+    ending,
     fidelity,
+    plain_net,
     rooted_loss,
+    silent_root,
     tensors_in,
     update,
+    where,
 )
 
 BAD, STEPS = 11, 20
@@ -167,6 +175,157 @@ def test_what_shares_memory_in_the_model_shares_it_in_the_snapshot(tmp_path: Pat
 def test_a_snapshot_without_a_replay_has_memory_of_its_own(tmp_path: Path) -> None:
     run_with(Run(), tmp_path, is_sharded=True)
 
+
+# -- attributes of past steps ---------------------------------------------------------------------------------------
+
+
+class Switched(nn.Module):
+    """A model that takes roots of negative numbers when its switch is on; ``turn`` turns it for a step."""
+
+    outside = False  # an attribute of the class, which nobody notes
+
+    def __init__(self, turn: Callable[[Switched, bool], None], is_on: Callable[[Switched], bool]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.head = nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 2)
+        self.turn, self.is_on = turn, is_on
+        self.flag, self.mode, self.pair, self.num_calls = False, "soft", (0, 1), 0
+        self.settings, self.seen = SimpleNamespace(power=1.0), []
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        self.seen.append(self.num_calls)
+        h = self.first(x)
+        if self.is_on(self):
+            h = h.pow(0.5)
+        return self.head(self.norm(h))
+
+
+def switch(name: str, on: Any, off: Any = None) -> tuple[Callable[[Switched, bool], None], Callable[[Switched], bool]]:
+    """A switch that is an attribute of the model or of something in it; without ``off`` it is not there."""
+    where, _, attribute = name.rpartition(".")
+
+    def turn(model: Switched, is_on: bool) -> None:
+        target = model.get_submodule(where) if where != "settings" else model.settings
+        if is_on or off is not None:
+            setattr(target, attribute, on if is_on else off)
+
+    def is_on(model: Switched) -> bool:
+        target = model.get_submodule(where) if where != "settings" else model.settings
+        return bool(getattr(target, attribute, None) == on)
+
+    return turn, is_on
+
+
+NOTED = {
+    "flag": switch("flag", True, False),
+    "string": switch("mode", "hard", "soft"),
+    "tuple": switch("pair", (1, 0), (0, 1)),
+    "number of a submodule": switch("drop.p", 1e-9, 0.0),
+    "training mode of a submodule": switch("norm.training", False, True),
+    "attribute that is new": switch("norm.hard", 1),
+    "settings": switch("settings.power", 0.5, 1.0),
+    "count of its own calls": (lambda model, is_on: None, lambda model: model.num_calls > 5),
+    "function": (
+        lambda model, is_on: setattr(model, "root", torch.sqrt if is_on else torch.tanh),
+        lambda model: model.root is torch.sqrt,
+    ),
+}
+
+
+def switched(turn: Any, is_on: Any, made: list[Switched]) -> Loop:
+    """A loop whose loss is NaN from step 5 on, because of the model's switch."""
+
+    def loop() -> list[torch.Tensor]:
+        Switched.outside = False
+        model = Switched(turn, is_on)
+        made.append(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for step, x, y in batches(12):
+            turn(model, step >= 5)
+            update(optimizer, classify(model, x, y))
+        return ending(model, model.num_calls, model.seen, model.drop.p, model.norm.training, model.settings.power)
+
+    return loop
+
+
+@pytest.mark.parametrize("watch", ["sampled", "deferred"])
+@pytest.mark.parametrize("name", NOTED)
+def test_steps_of_the_past_are_played_with_their_own_attributes(name: str, watch: str, tmp_path: Path) -> None:
+    made: list[Switched] = []
+    snapshot = check_caught(switched(*NOTED[name], made), tmp_path, watch=watch)
+    assert (where(snapshot), fidelity(snapshot)) == ((5, "forward", "torch.Tensor.pow"), EXACT)
+    plain, watched = (list(vars(model)) for model in made)
+    assert plain == watched and made[0].mode == made[1].mode and made[0].pair == made[1].pair
+
+
+UNKNOWN = {
+    "attribute of the class": (
+        lambda model, is_on: setattr(Switched, "outside", is_on),
+        lambda model: model.outside,
+    ),
+    "items of a list": (lambda model, is_on: None, lambda model: len(model.seen) > 5),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_step_whose_loss_training_saw_otherwise_is_never_the_answer(name: str, tmp_path: Path) -> None:
+    snapshot = check_caught(switched(*UNKNOWN[name], []), tmp_path, watch="deferred")
+    note = str(snapshot.fidelity_note)
+    assert snapshot.step == 12 and snapshot.fidelity == "unfaithful"
+    assert "the loss of step 1 was 0." in note and " in training and nan in the replay" in note
+    assert "training saw the first bad loss in step 5" in note
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_is_seen_at_once_needs_no_attributes_of_the_past(name: str, tmp_path: Path) -> None:
+    snapshot = check_caught(switched(*UNKNOWN[name], []), tmp_path)
+    assert (where(snapshot), fidelity(snapshot)) == ((5, "forward", "torch.Tensor.pow"), EXACT)
+
+
+def test_a_step_whose_successor_training_saw_otherwise_is_not_the_answer(tmp_path: Path) -> None:
+    """The switch changes gradients only: losses tell one step later."""
+
+    def loop() -> list[torch.Tensor]:
+        model, is_on = plain_net(), [False]
+        model.register_forward_hook(lambda module, args, out: out + silent_root(out, True) if is_on[0] else out)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for step, x, y in batches(12):
+            is_on[0] = step >= 5
+            update(optimizer, classify(model, x, y))
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path, watch="deferred")
+    assert snapshot.step == 12 and snapshot.fidelity == "unfaithful"
+    assert "the loss of step 2 was" in str(snapshot.fidelity_note)
+
+
+def test_attributes_are_as_they_were_when_playing_raises(tmp_path: Path) -> None:
+    def is_on(model: Switched) -> bool:
+        if Switched.outside and model.num_calls < 5:
+            raise ValueError("not now")
+        return model.num_calls > 5
+
+    snapshot = check_caught(switched(UNKNOWN["attribute of the class"][0], is_on, []), tmp_path, watch="deferred")
+    assert snapshot.step == 12 and "raised ValueError: not now" in str(snapshot.fidelity_note)
+
+
+def test_a_parameter_frozen_midway_is_played_as_it_was(tmp_path: Path) -> None:
+    def loop() -> list[torch.Tensor]:
+        model = Gated()
+        optimizer = torch.optim.SGD([{"params": model.body.parameters()}, {"params": [model.gate]}], lr=0.01)
+        for step, x, y in batches(20):
+            model.body[0].requires_grad_(step < 8)
+            optimizer.param_groups[1]["lr"] = math.inf if step == 12 else 0.01
+            update(optimizer, F.cross_entropy(model(x, step in (3, 12, 15)), y))
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path, history=50)
+    assert (where(snapshot), fidelity(snapshot)) == ((12, "optimizer", "torch.optim.SGD.step"), EXACT)
+
+
+# -- bits -----------------------------------------------------------------------------------------------------------
 
 NAN = math.nan
 

@@ -14,10 +14,11 @@ import torch
 
 
 class Net(torch.nn.Module):
+    heat = 1.0
+
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(2, 2)
-        self.heat = 1.0
 
     def forward(self, x):
         return (self.layer(x).square() * self.heat).sum().log()
@@ -27,7 +28,7 @@ torch.manual_seed(0)
 net = Net()
 optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
 for batch in range(8):
-    net.heat = 0.0 if batch == {failing} else 1.0  # accumulated over two batches
+    Net.heat = 0.0 if batch == {failing} else 1.0  # accumulated over two batches
     (net(torch.ones(1, 2)) / 2).backward()
     if batch % 2:
         optimizer.step()
@@ -56,7 +57,7 @@ class Told:
 
 @pytest.fixture(scope="module")
 def unfaithful(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """The second batch of a step fails, and an attribute that the loop sets is not what the first one had."""
+    """The second batch of a step fails, and an attribute of the class is not what the first one had."""
     return Told(tmp_path_factory.mktemp("unfaithful"), failing=5)
 
 
