@@ -26,6 +26,7 @@ from reprokit.capture.structure import ATOMS
 _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
 _IMMUTABLE = (enum.Enum, FunctionType, BuiltinFunctionType, type)
 _SHARE = 0.003  # of the training time, for noting changes; as much as copies of the state may take
+_CHEAP = 2e-5  # seconds for a look at one root that are always granted
 _ALLOWANCE = 0.01  # seconds for noting changes that are always granted
 _LONGEST = 16  # items of a tuple
 _requires_grad = attrgetter("requires_grad")
@@ -127,18 +128,22 @@ class AttributeWatch:
         self._since, self._spent = time.perf_counter(), 0.0
         for root in roots:
             self.meet(root)
-            started = time.perf_counter()
-            self.note(root)
-            if time.perf_counter() - started > _SHARE * step_seconds:
-                del self._noted[id(root)]
+            cost = min(self._time_of_note(root) for _ in range(2))
+            if cost > max(_CHEAP, _SHARE * step_seconds):
+                self._noted.pop(id(root), None)
+
+    def _time_of_note(self, root: torch.nn.Module) -> float:
+        started = time.thread_time()
+        self.note(root)
+        return time.thread_time() - started
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
         self._noted.clear()
 
     def _renewed(self, root: torch.nn.Module, noted: Noted) -> Noted | None:
-        started = time.perf_counter()
-        if self._spent > _ALLOWANCE + _SHARE * (started - self._since):
+        started = time.thread_time()
+        if self._spent > _ALLOWANCE + _SHARE * (time.perf_counter() - self._since):
             del self._noted[id(root)]
             return None
         values = noted.layout.read()
@@ -146,7 +151,7 @@ class AttributeWatch:
             self.meet(root)
         else:
             self._noted[id(root)] = Noted(noted.layout, values)
-        self._spent += time.perf_counter() - started
+        self._spent += time.thread_time() - started
         return self._noted.get(id(root))
 
 
