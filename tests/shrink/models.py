@@ -248,6 +248,34 @@ def layer_and_skip() -> Snapshot:
     return record_model(model, lambda x: model(x).sum(), x=seeded(2, 4))
 
 
+class Aggregates(nn.Module):
+    """Three statistics side by side, of which the deviation has no gradient at zero."""
+
+    def __init__(self, is_masked: bool) -> None:
+        super().__init__()
+        self.is_masked = is_masked
+
+    def forward(self, x: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
+        mean, largest = x.mean(-1), x.amax(-1)
+        variance = (x * x).mean(-1) - mean * mean
+        deviation = torch.sqrt(variance.clamp(min=0))
+        if self.is_masked:
+            deviation = torch.where(variance > 0, deviation, torch.zeros(()))
+        return torch.cat([mean, largest.exp(), deviation, extra.sigmoid()])
+
+
+def aggregates(*, is_masked: bool = False) -> Snapshot:
+    """A gradient that needs nothing of what is computed beside it."""
+    model = Aggregates(is_masked)
+
+    def step(x: torch.Tensor, extra: torch.Tensor) -> None:
+        model(x, extra).square().sum().backward()
+
+    x = seeded(3, 4)
+    x[1] = 2.0
+    return record_model(model, step, x=x.requires_grad_(), extra=seeded(2, grad=True))
+
+
 class Dropped(nn.Module):
     """A division by what dropout makes zero."""
 

@@ -17,7 +17,7 @@ from reprokit.program.ir import Call, Input, Mode, ModuleNote, Program, Ref, Sco
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.context.blocks import Tree
-from reprokit.shrink.context.edits import with_certainty
+from reprokit.shrink.context.edits import with_certainty, without_unused
 from reprokit.shrink.context.identity import module_runs, without_call, without_module
 from reprokit.shrink.context.layers import Run, layer_of
 from reprokit.shrink.context.ordinary import is_ordinary, moderate
@@ -119,6 +119,29 @@ def test_a_gradient_keeps_what_leads_on_from_the_origin() -> None:
     names = [call.name for call in context.program.calls]
     assert names.index("log") < names.index("where")
     assert context.program.calls[-1].is_differentiation
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_what_is_computed_beside_the_origin_goes(is_masked: bool) -> None:
+    context = context_of(models.aggregates(is_masked=is_masked))
+    names = [call.name for call in context.program.calls]
+    assert ("where" in names) == is_masked
+    assert not {"cat", "exp", "amax", "sigmoid"} & set(names)
+    assert [item.name for item in context.program.inputs if item.role != "gradient"] == ["x"]
+
+
+def test_calls_whose_results_nothing_uses_go() -> None:
+    """In-place calls stay, for they may write through a view."""
+    calls = (
+        Call("torch.Tensor.exp", (Ref(0),), {}, Ref(1)),
+        Call("torch.Tensor.__getitem__", (Ref(1), 0), {}, Ref(2)),
+        Call("torch.Tensor.__getitem__", (Ref(0), 0), {}, Ref(3)),
+        Call("torch.Tensor.zero_", (Ref(3),), {}, Ref(3)),
+        Call("torch.Tensor.log", (Ref(0),), {}, Ref(4)),
+    )
+    program = Program(calls, (Input(0, "x"),), (Ref(4),))
+    found = without_unused(Candidate(program, {0: torch.ones(2)}))
+    assert [call.name for call in found.program.calls] == ["__getitem__", "zero_", "log"]
 
 
 def test_the_gradient_of_a_sum_is_enough_with_plainer_numbers() -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Ref, iter_refs
+from reprokit.program.functions import is_in_place
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input, Ref, iter_refs
 from reprokit.shrink.arguments import leaves, with_leaf
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.context.step import Step, written
 from reprokit.shrink.dimensions import Axis, Class, Constant
 from reprokit.shrink.naming import parameters_of
+from reprokit.shrink.recording import record
 
+_MAX_ENDS = 4
 _KERNELS = ("conv", "pool", "fold")
 _FIRST_OF_KERNEL = 2  # of a weight's dimensions, behind those of channels
 _PROBABILITIES = frozenset({"p", "dropout", "dropout_p"})
@@ -49,6 +54,51 @@ def with_certainty(candidate: Candidate, index: int) -> Candidate | None:
     else:
         calls[index] = replace(call, kwargs={**call.kwargs, name: 0.0}, mode=mode)
     return replace(candidate, program=replace(candidate.program, calls=tuple(calls)))
+
+
+def without_unused(candidate: Candidate) -> Candidate:
+    """Without the calls whose results nothing uses; in-place calls stay, for they may write through a view."""
+    step, program = Step(candidate), candidate.program
+    ends = {ref.value for ref in program.outputs}
+    used = [
+        index
+        for index, call in enumerate(program.calls)
+        if is_in_place(call.target) or not step.is_forward(index) or ends & written(call)
+    ]
+    kept = set(step.upstream(used, len(program.calls) + 1, lambda index: True))
+    calls = tuple(call for index, call in enumerate(program.calls) if index in kept)
+    return replace(candidate, program=replace(program, calls=calls)).pruned()
+
+
+def ending_earlier(candidate: Candidate, origin: int, *, in_sum: bool) -> Iterator[Candidate]:
+    """With the backward pass from something between the origin and the end, nearest to the origin first: from its sum,
+    or with the gradient that arrives there.
+
+    Nothing for a candidate that does not end in its only backward pass, from given gradients.
+    """
+    program, step = candidate.program, Step(candidate)
+    others = [call for call in program.calls if call.is_differentiation or call.is_optimizer_step]
+    if len(others) != 1 or program.calls[-1].target != AUTOGRAD_BACKWARD:
+        return
+    later = step.downstream(origin, len(program.calls), lambda index: True)
+    ends = [i for i in later if i == step.units[i][-1] and len(program.calls[i].output_refs()) == 1][:_MAX_ENDS]
+    gradients = {} if in_sum else record(candidate, frozenset(ends)).gradients
+    new = Ref(program.next_value())
+    item = Input(new.value, "gradient", "gradient")
+    given = replace(candidate, program=replace(program, inputs=(*program.inputs, item)))
+    for value in (Ref(program.calls[index].output_refs()[0]) for index in ends):
+        if in_sum:
+            total = Call("torch.Tensor.sum", (value,), outputs=new)
+            yield _ending_in(candidate, total, Call(BACKWARD, (new,), phase="backward"))
+        elif value.value in gradients:
+            backward = replace(program.calls[-1], args=([value], [new]))
+            yield _ending_in(given.with_tensors({new.value: gradients[value.value][-1]}), backward)
+
+
+def _ending_in(candidate: Candidate, *calls: Call) -> Candidate:
+    """The candidate with other calls in place of its last one."""
+    program = candidate.program
+    return without_unused(replace(candidate, program=replace(program, calls=(*program.calls[:-1], *calls))))
 
 
 def with_sum(candidate: Candidate) -> Candidate | None:

@@ -21,7 +21,14 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.constants import filled, is_number, number_inputs
 from reprokit.shrink.context.choice import Choice
 from reprokit.shrink.context.defaults import initial
-from reprokit.shrink.context.edits import is_written, with_certainty, with_free_size, with_sum
+from reprokit.shrink.context.edits import (
+    ending_earlier,
+    is_written,
+    with_certainty,
+    with_free_size,
+    with_sum,
+    without_unused,
+)
 from reprokit.shrink.context.identity import module_runs, without_call, without_module
 from reprokit.shrink.context.layers import is_layer
 from reprokit.shrink.context.ordinary import extraordinary
@@ -84,6 +91,7 @@ class _Search:
 
     def run(self) -> None:
         """Everything in turn."""
+        self._end_earlier(in_sum=True)
         self._drop_randomness()
         self._drop_autocast()
         self._drop_layers()
@@ -98,6 +106,8 @@ class _Search:
         for item in self._best.program.inputs:
             if item.role == "rng" and seed_of(self._best.tensors[item.value]) is None:
                 self._seed(item.value)
+        self._end_earlier(in_sum=False)
+        self._try(without_unused(self._best), "without unused calls")
 
     @property
     def _best(self) -> Candidate:
@@ -116,6 +126,13 @@ class _Search:
             return False
         self.problem.best = plain
         return True
+
+    def _end_earlier(self, *, in_sum: bool) -> None:
+        """Differentiate what comes soon after the origin, without what only later calls use."""
+        origin = self.problem.failure.call_index
+        if origin is not None:
+            shorter = ending_earlier(self._best, origin, in_sum=in_sum)
+            any(self._try(candidate, "a gradient of less") for candidate in shorter)
 
     def _drop_randomness(self) -> None:
         """Let values pass random calls unchanged, as with a dropout of 0."""
