@@ -95,7 +95,10 @@ def needed_entries(entries: list[Entry], keep: Entry | None = None) -> list[Entr
     """Those entries that differentiations, optimizer steps and ``keep`` depend on, in order."""
     if not any(entry.kind == "differentiate" for entry in entries):
         return entries
-    grads = {id(tensor) for entry in entries if entry.name in _GRAD_READS for tensor in iter_tensors(entry.output)}
+    grads: set[int] = set()
+    for entry in entries:
+        is_grad = entry.name in _GRAD_READS or (entry.name in _ALIASES and id(entry.args[0]) in grads)
+        grads.update(id(tensor) for tensor in iter_tensors(entry.output) if is_grad)
     needed: set[int] = set()
     kept: list[Entry] = []
     for entry in reversed(entries):
@@ -118,6 +121,10 @@ def _start_of_hand_update(entries: list[Entry]) -> int:
 
 
 _GRAD_READS = frozenset({"torch.Tensor.grad.__get__", "torch.Tensor._grad.__get__"})
+_ALIASES = frozenset(
+    f"torch.Tensor.{name}"
+    for name in ("data.__get__", "detach", "view", "view_as", "reshape", "flatten", "unsqueeze", "t", "__getitem__")
+)
 
 
 class _Recorder(Player):
@@ -153,6 +160,13 @@ class _Recorder(Player):
     def _play_scale(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         self.tracer.outer_scope = (GRAD_SCALER,)
         return super()._play_scale(entry, args, kwargs)
+
+    def _play_clip(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        self.tracer.phase = "optimizer"
+        try:
+            return super()._play_clip(entry, args, kwargs)
+        finally:
+            self.tracer.phase = "forward"
 
     def _play_zero_grad(self, entry: Entry, args: Any, kwargs: Any) -> None:
         owner = entry.args[0]

@@ -94,8 +94,15 @@ class WholeCalls:
         tape = self._tape
         args, kwargs = repeatable(args, kwargs)
         is_outermost = tape.is_outermost
-        with tape.paused():
-            output = target(*args, **kwargs)
+        try:
+            with tape.paused():
+                output = target(*args, **kwargs)
+        except BaseException as error:  # such as `error_if_nonfinite` asks for
+            entry = tape.guard(tape.note, kind, target, frame, args) if is_outermost else None
+            if entry is not None:
+                entry.kwargs = kwargs
+                tape.running.raised = error, tape.running.entries.pop()
+            raise
         entry = tape.guard(tape.note, kind, target, frame, args) if is_outermost else None
         if entry is not None:
             entry.kwargs, entry.output = kwargs, output

@@ -82,8 +82,8 @@ def _watch(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tens
         return _bad_start(notes, index, call, values)
     if call.is_differentiation and call.target != "torch.autograd.grad":
         return _bad_leaf(notes, index)
-    if call.is_optimizer_step and after:
-        return _bad_parameter(notes, index, call, values)
+    if call.is_optimizer_step:
+        return _bad_parameter(notes, index, call, values) if after else _bad_rewritten(notes, index)
     if call.target in GRAD_WRITES and after:
         return _bad_assigned(notes, index, call)
     return None
@@ -118,6 +118,17 @@ def _bad_leaf(notes: Notes, index: int) -> Found | None:
     return None
 
 
+def _bad_rewritten(notes: Notes, before: int) -> Found | None:
+    """A gradient that was finite after the backward pass and that something, such as clipping, has written since."""
+    for number, call in enumerate(notes.program.calls[:before]):
+        leaf = notes.leaves.get(call.input_refs()[0]) if call.target == GRAD_READ else None
+        ways = ways_of(leaf.grad) if leaf is not None and leaf.grad is not None else frozenset()
+        value = next(iter(call.output_refs()), -1)
+        if ways and (notes.writer(value, before) or 0) > number:
+            return Found("assigned", value, _worst(ways), before)
+    return None
+
+
 def _bad_assigned(notes: Notes, index: int, call: Call) -> Found | None:
     """A gradient that the loop itself put in place."""
     for ref in iter_refs(call.args[1:]):
@@ -137,6 +148,9 @@ def _bad_parameter(notes: Notes, index: int, call: Call, values: Mapping[int, to
 
 def _at_end(program: Program, notes: Notes, outcome: Outcome) -> Found | None:
     end = len(program.calls)
+    rewritten = _bad_rewritten(notes, end)
+    if rewritten is not None:
+        return rewritten
     for ref in program.outputs:
         tensor = outcome.values.get(ref.value)
         ways = ways_of(tensor) if tensor is not None else frozenset()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from reprokit.locate.ways import NAN, Badness, examine, ways_of
-from reprokit.program.functions import hidden_writes, is_in_place
+from reprokit.program.functions import GRAD_READ, hidden_writes, is_in_place
 from reprokit.program.ir import Call, Program, iter_refs
 from reprokit.program.run import Outcome, Tensors, run
 
@@ -53,6 +53,7 @@ class Notes:
         self._inputs = {item.value for item in self.program.inputs}
         kept = [ref.value for ref in self.program.outputs]  # a write through a view is seen on what is alive
         kept += [item.value for item in self.program.inputs if item.role in ("parameter", "buffer")]
+        kept += [value for call in self.program.calls if call.target == GRAD_READ for value in call.output_refs()]
         try:
             return run(self.program, tensors, observer=self, keep=frozenset(kept))
         except _Stop:

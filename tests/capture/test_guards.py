@@ -133,6 +133,20 @@ def test_a_check_of_values_that_raises_is_not_the_failure(setup: Setup, tmp_path
     assert fidelity(snapshot) == EXACT
 
 
+def test_a_norm_that_must_be_finite(tmp_path: Path) -> None:
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with described_once(), pytest.raises(RuntimeError, match="non-finite"), Session(directory=tmp_path) as session:
+        for step, x, _ in batches():
+            optimizer.zero_grad()
+            (model(x).pow(2).mean() * (1e25 if step == BAD_STEP else 1.0)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+            optimizer.step()
+    snapshot = load(session.snapshots[0])
+    assert where(snapshot) == (BAD_STEP, "optimizer", "torch._foreach_norm")
+    assert fidelity(snapshot) == EXACT
+
+
 @pytest.mark.parametrize("is_hook", [True, False])
 def test_an_exception_that_no_bad_value_explains_stays_the_failure(is_hook: bool, tmp_path: Path) -> None:
     """The infinite mask was asked for."""

@@ -381,6 +381,44 @@ def handmade_optimizer_that_divides_by_zero() -> list[torch.Tensor]:
     return ending(model)
 
 
+# -- what is done with gradients -------------------------------------------------------------------------------------
+
+
+def gradients_changed_by(change: Callable[[list[nn.Parameter]], Any]) -> list[torch.Tensor]:
+    """Finite gradients whose squares overflow, changed before the optimizer's step."""
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step, x, y in batches():
+        optimizer.zero_grad()
+        (classify(model, x, y) * (1e25 if step == BAD_STEP else 1.0)).backward()
+        change(list(model.parameters()))
+        optimizer.step()
+    return ending(model)
+
+
+NORM_OF_GRADIENTS = ("torch._foreach_norm", "torch.linalg.vector_norm", "torch.Tensor.pow")
+
+
+@failing("optimizer", NORM_OF_GRADIENTS, micro_step=1)
+def clipped_by_an_infinite_norm() -> list[torch.Tensor]:
+    return gradients_changed_by(lambda parameters: nn.utils.clip_grad_norm_(parameters, math.inf))
+
+
+@failing("optimizer", NORM_OF_GRADIENTS, micro_step=1)
+def clipped_one_by_one_by_an_infinite_norm() -> list[torch.Tensor]:
+    return gradients_changed_by(lambda ps: [nn.utils.clip_grad_norm_(p, math.inf, foreach=False) for p in ps])
+
+
+@failing("forward", NORM_OF_GRADIENTS, micro_step=1)
+def divided_by_an_infinite_norm() -> list[torch.Tensor]:
+    def change(parameters: list[nn.Parameter]) -> None:
+        norm = sum(p.grad.data.pow(2).sum() for p in parameters).sqrt()
+        for parameter in parameters:
+            parameter.grad.data.mul_(norm / norm)
+
+    return gradients_changed_by(change)
+
+
 # -- buffers --------------------------------------------------------------------------------------------------------
 
 NORM = ("torch.nn.functional.batch_norm", "torch.batch_norm", "torch.nn.functional.linear")
