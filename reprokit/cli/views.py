@@ -20,6 +20,7 @@ from reprokit.shrink.events import (
     Compared,
     Comparing,
     ContextChecked,
+    ContextStarted,
     Event,
     Finished,
     Improved,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 CHOICES = ("auto", "live", "plain", "json", "none")
 _ALWAYS_SAID = (Started, Replayed, Resumed, Comparing, Compared, Writing)
 _SECONDS_BETWEEN_FRAMES = 0.1
+_SECONDS_BETWEEN_LINES = 5.0
 _BAR_WIDTH = 32
 
 
@@ -106,7 +108,7 @@ class Progress:
         elif isinstance(event, Varied):
             self.checks += 1
             self.activity = "explain"
-        elif isinstance(event, ContextChecked):
+        elif isinstance(event, (ContextStarted, ContextChecked)):
             self.activity = "context"
         elif isinstance(event, PassStarted):
             self.activity = place_of(event)
@@ -142,16 +144,19 @@ class JsonLinesView:
 
 
 class PlainView:
-    """One line for what matters, or for every event."""
+    """One line for what matters and every few seconds, or for every event."""
 
     def __init__(self, is_verbose: bool) -> None:
         self._is_verbose = is_verbose
+        self._said = time.monotonic()
 
     def show(self, event: Event) -> None:
         """Say the event."""
-        has_changed = isinstance(event, PassEnded) and event.successes > 0
-        if self._is_verbose or has_changed or isinstance(event, _ALWAYS_SAID):
+        has_changed = isinstance(event, PassEnded) and (event.successes > 0 or event.is_over)
+        is_due = time.monotonic() - self._said > _SECONDS_BETWEEN_LINES
+        if self._is_verbose or has_changed or is_due or isinstance(event, _ALWAYS_SAID):
             say(str(event))
+            self._said = time.monotonic()
 
     def close(self) -> None:
         """Nothing of the terminal was taken."""

@@ -118,6 +118,16 @@ class Varied:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextStarted:
+    """The search for the piece of the model begins, for so many seconds at most."""
+
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"context: the piece of the model that shows the failure, for {self.seconds:.0f} s at most"
+
+
+@dataclass(frozen=True, slots=True)
 class ContextChecked:
     """A piece of the model was run as a context; a number of its own."""
 
@@ -189,6 +199,7 @@ Event = (
     | Improved
     | PassEnded
     | Varied
+    | ContextStarted
     | ContextChecked
     | Finished
     | Comparing

@@ -29,6 +29,7 @@ from reprokit.shrink.context.search import find_context
 from reprokit.shrink.events import (
     Checked,
     ContextChecked,
+    ContextStarted,
     Event,
     Finished,
     Improved,
@@ -264,6 +265,7 @@ class _Run:
             self.tell(ContextChecked(oracle.checks, verdict.value, change))
 
         oracle.on_check = tell
+        self.tell(ContextStarted(left))
         found = find_context(whole, certainty.failure, oracle)
         if oracle.was_late and self.oracle.max_time is None:
             self._note_over(CONTEXT)

@@ -25,6 +25,8 @@ from reprokit.render import verify
 from reprokit.render.verify import VerifyResult
 from reprokit.shrink.events import (
     Checked,
+    ContextChecked,
+    ContextStarted,
     Event,
     Finished,
     Improved,
@@ -130,6 +132,28 @@ def test_the_plain_view_says_what_changed(capsys: pytest.CaptureFixture[str]) ->
     for event in EVENTS:
         PlainView(is_verbose=True).show(event)
     assert len(capsys.readouterr().err.splitlines()) == len(EVENTS)
+
+
+def test_long_work_is_reported_in_plain_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 100, 2))
+    monkeypatch.setattr("reprokit.cli.views.time.monotonic", lambda: next(clock))
+    view = PlainView(is_verbose=False)
+    for number in range(1, 13):
+        view.show(ContextChecked(number, "same", "without a module"))
+    lines = capsys.readouterr().err.splitlines()
+    assert 2 <= len(lines) <= 5
+    assert lines[0] == "reprokit: context 3: without a module: same"
+
+
+def test_a_context_is_announced_with_its_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    event = ContextStarted(20.0)
+    PlainView(is_verbose=True).show(event)
+    assert "context: the piece of the model that shows the failure, for 20 s at most" in capsys.readouterr().err
+    progress = Progress()
+    progress.take(event)
+    assert progress.activity == "context"
 
 
 def test_json_lines_are_the_events(capsys: pytest.CaptureFixture[str]) -> None:
