@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dis
+import linecache
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -76,8 +79,8 @@ def is_inside_step(entries: list[Entry]) -> bool:
     )
 
 
-def bad_loss(entries: list[Entry]) -> Entry | None:
-    """The differentiation that the loop would have come to, had it not looked at its bad loss and given up."""
+def bad_value(entries: list[Entry]) -> Entry | None:
+    """A backward pass from the last bad scalar that the loop computed with gradients, as if it had come to one."""
     for entry in reversed(entries):
         for tensor in iter_tensors(entry.output):
             if tensor.requires_grad and tensor.numel() == 1 and is_bad(tensor.detach()):
@@ -92,6 +95,32 @@ def bad_loss(entries: list[Entry]) -> Entry | None:
                     line=entry.line,
                 )
     return None
+
+
+def is_loss(differentiation: Entry, error: BaseException) -> bool:
+    """True if the loop would have come to this backward pass, had it not given up over the bad value.
+
+    That needs a call of a `backward` with a variable that holds the value, in a function that the exception went
+    through.
+    """
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    variables = (value for frame in frames for value in _differentiated_variables(frame))
+    return any(value is start for value in variables for start in differentiation.starts)
+
+
+def _differentiated_variables(frame: FrameType) -> Iterator[Any]:
+    """What the variables hold that stand in calls of a `backward` in the code of a frame."""
+    code = frame.f_code
+    if kind_of_file(code.co_filename) != "user" or not any(name.endswith("backward") for name in code.co_names):
+        return
+    lines = {line for _, _, line in code.co_lines() if line is not None}
+    with contextlib.suppress(SyntaxError, ValueError):
+        for node in ast.walk(ast.parse("".join(linecache.getlines(code.co_filename)))):
+            if not isinstance(node, ast.Call) or node.lineno not in lines:
+                continue
+            if getattr(node.func, "attr", "").endswith("backward"):
+                names = (name.id for name in ast.walk(node) if isinstance(name, ast.Name))
+                yield from (frame.f_locals.get(name, frame.f_globals.get(name)) for name in names)
 
 
 def innermost_user_place(error: BaseException) -> tuple[FrameType | None, int]:

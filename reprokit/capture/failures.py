@@ -136,10 +136,11 @@ class Failures:
             bad = self._judge.state()
             if bad is not None:
                 return self._save(Noticed(bad, frame, is_late=True))
-            if self._judge.matter and exceptions.ends_training(error):
-                pending = exceptions.bad_loss(self._training.running.entries)
+            if self._judge.matter and error is not None and exceptions.ends_training(error):
+                pending = exceptions.bad_value(self._training.running.entries)
                 if pending is not None:
-                    return self._save(Noticed("loss", frame, pending))
+                    observed_at = "loss" if exceptions.is_loss(pending, error) else "output"
+                    return self._save(Noticed(observed_at, frame, pending))
             is_buffer_bad = self._kept is not None or bool(self._judge.buffers())
         path = None
         if self._takes_exceptions and isinstance(cause, Exception):
@@ -170,7 +171,7 @@ class Failures:
 
     def _snapshot(self, noticed: Noticed) -> Snapshot:
         """The failing step; the one in which a buffer went bad before, if that is where the failure comes from."""
-        if noticed.observed_at == "output" and self._kept is not None:
+        if noticed.observed_at == "output" and noticed.pending is None and self._kept is not None:
             return self._kept
         made = snapshot_of(self._training, noticed, self._command, {"watch": self._judge.watch})
         if self._kept is not None and id(made.culprit) in self._kept_for:
@@ -183,7 +184,7 @@ class Failures:
         if noticed.raised is not None:
             what = f"{noticed.raised.type} was raised"
         elif len(starts) == 1 and starts[0].numel() == 1:
-            what = f"the loss is {starts[0].item()}"
+            what = f"{'the loss' if noticed.observed_at == 'loss' else 'a value'} is {starts[0].item()}"
         else:
             what = f"a {'buffer' if noticed.observed_at == 'output' else noticed.observed_at} is nan or inf"
         doing = "going back to find the step that made it" if noticed.is_late else "replaying the step"

@@ -34,7 +34,7 @@ from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.failure import EXCEPTION, Failure, kind_of
 from reprokit.locate.ways import NAN, local_part, ways_of
 from reprokit.program.functions import written_argument
-from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Program, Ref
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Program, Ref, iter_refs
 from reprokit.program.run import Modes, matmul_precision
 from reprokit.program.trace import Origin, Tracer
 from reprokit.snapshot.environment import collect_environment
@@ -147,6 +147,8 @@ def _replay(
             root_names=root_names(step.modules, frame),
             keep=step.keep,
         )
+        if step.observed_at == "output" and step.pending is not None:
+            replayed.program = _without_last(replayed.program)
         failure = locate(replayed.program, replayed.tensors)
         result = _bad_result(failure, replayed.program)
         if result is not None and step.compiled is not None:
@@ -170,6 +172,12 @@ def _seen_by_check(replayed: Replayed, failure: Failure | None, *, is_hook: bool
 
 
 _LOOKS_BACK = 8  # calls: a check such as `not torch.isfinite(x).all()`, and what the code around it computes
+
+
+def _without_last(program: Program) -> Program:
+    """The program with the start of its last differentiation as output, in place of the differentiation."""
+    *calls, last = program.calls
+    return replace(program, calls=tuple(calls), outputs=tuple(iter_refs(last.args)))
 
 
 def _bad_result(failure: Failure | None, program: Program) -> Ref | None:

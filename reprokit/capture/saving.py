@@ -40,7 +40,8 @@ NOT_SHOWN = "playing the steps since the last copy did not show when the state w
 class Noticed:
     """What was noticed: where, in which frame the loop stands, the differentiation that was not begun, the exception.
 
-    ``is_late``: it has happened some steps ago.
+    ``is_late``: it has happened some steps ago. An ``output`` with a pending differentiation is the start of that: the
+    loop gave up over a value, and nothing says that it is a loss.
     """
 
     observed_at: str

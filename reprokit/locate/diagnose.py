@@ -182,7 +182,7 @@ def _try_all(
         fix = attempt(scene, remedy, budget, _next_remedies, write)
         if fix is not None:
             tried.append(fix)
-        if fix is not None and fix.helped and fix.is_plausible:
+        if fix is not None and fix.helped and fix.is_plausible is not False:
             return None, tried
         if budget.is_spent:
             return "Time was up before all fixes were tried.", tried

@@ -17,7 +17,8 @@ class Fix:
 
     ``text`` says what was changed (one sentence a change), ``code`` how it looks in Python, ``where`` the lines of
     the user's code. ``helped`` means that the whole step became finite; ``outcome`` says what was seen. When not
-    ``is_plausible``, the step is finite and its loss still absurd, so that nothing is mended.
+    ``is_plausible``, the step is finite and its loss still absurd, so that nothing is mended; ``None`` if the program
+    ends before a loss that it could be judged by.
     """
 
     id: str
@@ -26,7 +27,7 @@ class Fix:
     where: tuple[str, ...]
     helped: bool
     outcome: str
-    is_plausible: bool = True
+    is_plausible: bool | None = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,12 @@ from reprokit.locate.rewrites import REWRITES
 from reprokit.locate.scene import Scene
 from reprokit.locate.ways import ways_of
 from reprokit.program.functions import UnknownFunction
-from reprokit.program.ir import Program, Ref, iter_refs
+from reprokit.program.ir import AUTOGRAD_GRAD, Program, Ref, iter_refs
 from reprokit.program.run import Outcome, Tensors, run
 
 MAX_CHANGES = 4  # in one fix, when each change uncovers the next failure
 _FAR = 1000.0  # how many times the usual loss of the steps before
-_FAR_FROM_ALL = 10.0  # how many times the largest of them
+_FAR_FROM_ALL = 10.0  # how many times the second largest of them
 _LEAST_USUAL = 1e-3  # a loss that was smaller, or zero, is no measure
 _ABSURD = 1e30  # for any loss
 NextRemedies = Callable[[Scene], Iterable[Remedy]]
@@ -89,6 +89,7 @@ def attempt(
         if failure is None:
             code = write(scene.program, edited.program, edited.tensors) if is_local and write is not None else ""
             outcome, is_plausible = _finite(edited, scene.timeline)
+            is_plausible = True if scene.failure.kind == EXCEPTION and is_plausible is None else is_plausible
             return replace(_fix(changes, True, outcome, code), is_plausible=is_plausible)
         fix = _fix(changes, False, _still(failure, current.failure))
         if failure.kind == EXCEPTION or _is_same(failure, current.failure) or not budget.take():
@@ -142,20 +143,21 @@ def _still(failure: Failure, before: Failure) -> str:
     return f"then {name} gives {failure.way or failure.kind} in the {failure.phase} pass"
 
 
-def _finite(edited: Edited, timeline: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
+def _finite(edited: Edited, timeline: Sequence[Mapping[str, Any]]) -> tuple[str, bool | None]:
     """What the whole step leaves behind: ``loss 2.31, all 34 gradients finite, all parameters finite``.
 
-    And whether its loss is plausible: one that is far above those of the steps before is finite and no good.
+    And whether its loss is plausible: one that is far above those of the steps before is finite and no good. ``None``
+    if the program computes no loss.
     """
     program = edited.program
     losses = _losses(program)
     try:
         outcome = run(program, edited.tensors, keep=frozenset(losses) | {ref.value for ref in program.outputs})
     except UnknownFunction:
-        return "finite", True
+        return "finite", None
     numbers = _numbers(outcome, losses)
     usual, is_plausible = _compared(numbers, timeline)
-    note = f" (about {usual:.3g} in the steps before)" if not is_plausible and usual is not None else ""
+    note = f" (about {usual:.3g} in the steps before)" if is_plausible is False and usual is not None else ""
     words = [f"loss {', '.join(f'{number:.4g}' for number in numbers)}{note}"] if numbers else []
     words += [_all_words(list(outcome.gradients.values()), "gradient")] if outcome.gradients else []
     if any(call.is_optimizer_step or call.phase == "optimizer" for call in program.calls):
@@ -167,11 +169,13 @@ def _finite(edited: Edited, timeline: Sequence[Mapping[str, Any]]) -> tuple[str,
 
 
 def _losses(program: Program) -> list[int]:
-    """The values that the last differentiation starts from, without the factor of a grad scaler."""
-    for call in reversed(program.calls):
-        if call.is_differentiation and call.target != "torch.autograd.grad":
-            return [_unscaled(program, ref.value) for ref in iter_refs(call.args[:1])]
-    return []
+    """The values that the last backward pass starts from, without the factor of a grad scaler.
+
+    Without a backward pass those of the last `torch.autograd.grad`.
+    """
+    passes = [call for call in reversed(program.calls) if call.is_differentiation]
+    last = next((call for call in passes if call.target != AUTOGRAD_GRAD), passes[0] if passes else None)
+    return [_unscaled(program, ref.value) for ref in iter_refs(last.args[:1])] if last is not None else []
 
 
 def _unscaled(program: Program, value: int) -> int:
@@ -186,14 +190,20 @@ def _numbers(outcome: Outcome, losses: list[int]) -> list[float]:
     return [float(number.detach()) for number in found if number.numel() == 1]
 
 
-def _compared(numbers: list[float], timeline: Sequence[Mapping[str, Any]]) -> tuple[float | None, bool]:
-    """The usual size of the loss in the steps before, if there were any, and whether these numbers are plausible."""
+def _compared(numbers: list[float], timeline: Sequence[Mapping[str, Any]]) -> tuple[float | None, bool | None]:
+    """The usual size of the loss in the steps before, if there were any, and whether these numbers are plausible.
+
+    One step whose loss has exploded already, as it does one step before an overflow, is no measure.
+    """
+    if not numbers:
+        return None, None
     before = [abs(row["loss"]) for row in timeline if row.get("loss") is not None and math.isfinite(row["loss"])]
-    worst = max(map(abs, numbers), default=0.0)
+    worst = max(map(abs, numbers))
     if not before:
         return None, worst < _ABSURD
-    usual = statistics.median(before)
-    is_far = worst > _FAR * max(usual, _LEAST_USUAL) and worst > _FAR_FROM_ALL * max(before)
+    usual = statistics.median_low(before)
+    second = sorted(before)[-2:][0]
+    is_far = worst > _FAR * max(usual, _LEAST_USUAL) and worst > _FAR_FROM_ALL * second
     return usual, not is_far and worst < _ABSURD
 
 

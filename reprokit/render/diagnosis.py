@@ -16,6 +16,11 @@ _SURE = {
     "likely": "likely",
     "possible": "possible",
 }
+_MADE = {
+    True: "fixed when tried",
+    False: "made finite when tried, but not fixed",
+    None: "made finite when tried, without a loss to judge it by",
+}
 
 
 def markdown_lines(diagnosis: Diagnosis) -> list[str]:
@@ -65,7 +70,7 @@ def one_line(diagnosis: Diagnosis) -> str:
         return "no entry of the catalogue fits"
     words = f"{diagnosis.title} ({diagnosis.confidence})"
     if diagnosis.fix is not None:
-        made = "fixed when tried" if diagnosis.fix.is_plausible else "made finite when tried, but not fixed"
+        made = _MADE[diagnosis.fix.is_plausible]
         words += f"; {made}: {_change(diagnosis.fix, with_places=False)} -> {diagnosis.fix.outcome}"
     return _safe(words)
 
@@ -82,6 +87,8 @@ def _fix_lines(fix: Fix) -> list[str]:
 def _tried_words(fix: Fix) -> str:
     if fix.is_plausible:
         return "A fix was tried on the captured step and helped"
+    if fix.is_plausible is None:
+        return "A change was tried on the captured step and made it finite; there is no loss to judge it by"
     return "A change was tried on the captured step and made it finite, but its loss is absurd, so it is no fix"
 
 
@@ -91,7 +98,7 @@ def _fix_data(fix: Fix) -> dict[str, Any]:
         "change": _change(fix),
         "outcome": _safe(fix.outcome),
         "code": redact_source(fix.code),
-        "helped": fix.helped and fix.is_plausible,
+        "helped": fix.helped and fix.is_plausible is True,
     }
 
 

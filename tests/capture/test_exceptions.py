@@ -14,6 +14,8 @@ from torch import nn
 
 import reprokit
 from reprokit.capture.session import Session
+from reprokit.locate.diagnose import diagnose
+from reprokit.render.diagnosis import markdown, one_line
 from reprokit.snapshot.format import Snapshot, load
 from tests.capture.traps_checks import (
     BAD_STEP,
@@ -241,6 +243,45 @@ def test_a_loop_that_gives_up_at_a_bad_loss(error: type[BaseException], tmp_path
     assert where(snapshot) == (BAD_STEP, "forward", "torch.Tensor.div")
     assert snapshot.failure.kind == "nan"
     assert fidelity(snapshot) == EXACT
+
+
+def test_a_loss_is_what_the_loop_differentiates(tmp_path: Path) -> None:
+    def give_up(loss: torch.Tensor, scaler: torch.amp.GradScaler) -> None:
+        model, optimizer = plain_training()
+        for step, x, y in batches():
+            loss = divided_loss(model(x), y, step == BAD_STEP)
+            if step == BAD_STEP:
+                raise FloatingPointError("the loss is not finite")
+            optimizer.zero_grad()
+            scaler.scale(loss.mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    snapshot = capture_raising(lambda: give_up(torch.zeros(()), scaler), FloatingPointError, tmp_path)
+    assert (snapshot.observed_at, where(snapshot)) == ("loss", (BAD_STEP, "forward", "torch.Tensor.div"))
+    assert snapshot.program.calls[-1].is_differentiation
+
+
+def test_the_last_bad_scalar_is_no_loss(tmp_path: Path) -> None:
+    def loop() -> None:
+        w = nn.Parameter(torch.tensor([60.0]))
+        optimizer = torch.optim.SGD([w], lr=0.1)
+        z = torch.exp(w * 2)
+        ratio = (z / (1 + z)).mean()
+        dt = 0.01 / z.detach().mean().item()
+        assert dt > 0, "underflow in dt"
+        loss = (z * dt).sum() + ratio
+        loss.backward()
+        optimizer.step()
+
+    snapshot = capture_raising(loop, AssertionError, tmp_path)
+    assert (snapshot.observed_at, snapshot.failure.call) == ("output", "torch.exp")
+    assert not any(call.is_differentiation for call in snapshot.program.calls)
+    found = diagnose(snapshot)
+    assert found.fix is not None and found.fix.is_plausible is None and "loss" not in found.fix.outcome
+    assert "made finite when tried, without a loss to judge it by" in one_line(found)
+    assert "there is no loss to judge it by" in markdown(found)
 
 
 def test_anomaly_mode_raises_as_always(tmp_path: Path) -> None:

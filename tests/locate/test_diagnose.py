@@ -354,7 +354,9 @@ def test_a_fix_that_leaves_a_loss_out_of_all_proportion_says_so() -> None:
     ("losses", "is_plausible"),
     [
         ([0.04, 0.03, 0.05], False),  # 485 after the fix
-        ([0.04, 0.03, 200.0], True),  # of that size before
+        ([0.04, 0.03, 200.0], False),  # exploded already in the step before
+        ([0.04, 200.0, 0.03, 180.0], True),  # of that size before
+        ([-0.5, 0.6, -0.4, 180.0], True),  # 800 times the usual one
         ([1.0, 2.0, 3.0], True),
         ([], True),
     ],
@@ -385,9 +387,9 @@ def test_a_later_fix_with_a_plausible_loss_goes_before_one_without() -> None:
 
 
 def test_a_fix_of_an_older_file_is_read() -> None:
-    plain = diagnosis_of("log-of-zero").summary()
+    plain = diagnosis_of("where-trap").summary()
     del plain["fix"]["is_plausible"]
-    assert from_plain(plain) == diagnosis_of("log-of-zero")
+    assert from_plain(plain) == diagnosis_of("where-trap")
 
 
 def test_an_overflow_that_float32_would_not_survive_is_not_one_of_half_precision() -> None:
