@@ -34,7 +34,7 @@ class Edge:
     """What explains a failure.
 
     ``words`` go into a title, behind "log returns nan". ``fact`` is a sentence about the function without its
-    ends, ``wanted`` what a finite result takes. ``values`` are the operands in question.
+    ends, ``wanted`` what a finite result takes. ``values`` are the operands in question, and ``subject`` what of them.
     ``is_forward_finite``: whether a gradient went bad behind a finite result.
     """
 
@@ -42,6 +42,7 @@ class Edge:
     fact: str
     wanted: str
     values: tuple[int, ...] = ()
+    subject: str = "values"
     verdict: Verdict = Verdict.DEFINED
     is_forward_finite: bool = True
 
@@ -169,11 +170,11 @@ def _elementwise(given: Given) -> Edge | None:
         return None
     for point in points.get(given.name, ()):
         if given.failure.way in point.ways and bool(point.test(given.args[0]).any()):
-            return Edge(point.words, _with_zero(point.fact, given), point.wanted, given.value(0))
+            return Edge(point.words, with_zero(point.fact, given), point.wanted, given.value(0))
     return None
 
 
-def _with_zero(fact: str, given: Given) -> str:
+def with_zero(fact: str, given: Given) -> str:
     """What a derivative that is infinite makes of a gradient of zero."""
     return f"{fact}, and 0 * inf is NaN" if given.failure.is_derivative and given.failure.way == "nan" else fact
 
@@ -194,7 +195,7 @@ def _quotient(given: Given) -> Edge | None:
     way, at_zero = given.failure.way, below == 0
     never_zero = ("a divisor that is never zero", given.value(1))
     if given.failure.is_derivative:
-        fact = _with_zero("its derivatives are infinite", given)
+        fact = with_zero("its derivatives are infinite", given)
         return Edge("for a divisor of zero", fact, *never_zero) if bool(at_zero.any()) else None
     if way == "nan" and bool(((above == 0) & at_zero).any()):
         return Edge("for 0 / 0", "0 / 0 is NaN", *never_zero)
@@ -213,7 +214,7 @@ def _power(given: Given) -> Edge | None:
     value = given.value(0)
     if given.failure.is_derivative:
         if bool(((base == 0) & (exponent < 1) & (exponent != 0)).any()):
-            return Edge("at zero", _with_zero(_AT_ZERO.fact, given), "a base away from zero", value)
+            return Edge("at zero", with_zero(_AT_ZERO.fact, given), "a base away from zero", value)
         return None
     if given.failure.way == "nan" and bool(((base < 0) & (exponent != exponent.round())).any()):
         fact = "a negative number has no real power with a fractional exponent"
@@ -264,14 +265,14 @@ def _deviation(given: Given) -> Edge | None:
     if correction not in (None, 1) or math.prod(sizes[dim] for dim in chosen) != 1:
         return None
     fact = "with the default correction it divides by n - 1, which is zero for one element"
-    return Edge("for a single element", fact, "two elements or more", given.value(0))
+    return Edge("for a single element", fact, "two elements or more", given.value(0), "shape")
 
 
 def _empty(given: Given) -> Edge | None:
     first = next((item for item in given.args if isinstance(item, torch.Tensor)), None)
     if first is None or first.numel() or given.name not in _EMPTY:
         return None
-    return Edge("for an empty tensor", _EMPTY[given.name], "at least one element", given.value(0))
+    return Edge("for an empty tensor", _EMPTY[given.name], "at least one element", given.value(0), "shape")
 
 
 def _losses(given: Given) -> Edge | None:
@@ -288,6 +289,20 @@ def _losses(given: Given) -> Edge | None:
     return Edge("when every target is ignored", "a mean over no targets is 0 / 0", wanted, given.value(1))
 
 
+def _too_long_targets(given: Given) -> Edge | None:
+    if given.name != "ctc_loss" or len(given.args) < _LENGTHS_OF_CTC or given.failure.way != "+inf":
+        return None
+    targets, inputs, lengths = (torch.as_tensor(item).cpu() for item in given.args[1:_LENGTHS_OF_CTC])
+    rows = targets if targets.dim() > 1 else torch.split(targets, lengths.tolist())
+    pairs = zip(rows, lengths.tolist(), strict=True)
+    needed = [length + int((row[1:length] == row[: length - 1]).sum()) for row, length in pairs]
+    if not any(size < least for size, least in zip(inputs.tolist(), needed, strict=True)):
+        return None
+    fact = "a target has no alignment with an input that is shorter than the target and its repeats, so the loss is inf"
+    wanted = "inputs at least as long as their targets with a blank between repeats, or `zero_infinity=True`"
+    return Edge("for a target longer than its input", fact, wanted, given.value(2, 3))
+
+
 def _weight_norm(given: Given) -> Edge | None:
     if given.name != "weight_norm" or not given.tensors:
         return None
@@ -299,6 +314,7 @@ def _weight_norm(given: Given) -> Edge | None:
     return Edge("for a row of zeros", fact, "a weight without rows of zeros", given.value(0))
 
 
+_LENGTHS_OF_CTC = 4  # arguments up to the lengths of the targets
 _SPECTRA = {
     "eigh": ("eigenvalues", torch.linalg.eigvalsh),
     "eig": ("eigenvalues", torch.linalg.eigvals),
@@ -328,6 +344,7 @@ def _infinite_operand(given: Given) -> Edge | None:
 
 
 FORWARD_RULES = (
-    _elementwise, _quotient, _power, _masked_row, _empty, _deviation, _losses, _weight_norm, _infinite_operand,
+    _elementwise, _quotient, _power, _masked_row, _empty, _deviation, _losses, _too_long_targets, _weight_norm,
+    _infinite_operand,
 )  # fmt: skip
 BACKWARD_RULES = (_elementwise, _quotient, _power, _masked_row, _repeated_eigenvalues)

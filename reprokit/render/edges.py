@@ -23,7 +23,7 @@ from reprokit.program.functions import UnknownFunction, function_named
 from reprokit.program.ir import Call, Program, iter_refs
 from reprokit.program.run import Tensors, bind_arguments, run
 from reprokit.render import wording
-from reprokit.render.domains import BACKWARD_RULES, FORWARD_RULES, Edge, Given, Verdict
+from reprokit.render.domains import BACKWARD_RULES, FORWARD_RULES, Edge, Given, Verdict, with_zero
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.references import default_dtype, in_dtype
 from reprokit.shrink.constants import is_number
@@ -82,14 +82,17 @@ def observe(program: Program, tensors: Tensors, failure: Failure) -> Given | Non
 
 
 def _bad_number(given: Given) -> Edge | None:
-    """A number, not a tensor, that is NaN: an argument of the call, or an option of the optimizer."""
-    groups = given.call.kwargs.get("options", ()) if given.call.is_optimizer_step else (given.kwargs,)
+    """A NaN among the numbers, not tensors, that the call is given; of an optimizer's options also an infinity."""
+    is_step = given.call.is_optimizer_step
+    groups = given.call.kwargs.get("options", ()) if is_step else (given.kwargs,)
     named = [(f"{name}=", value) for group in groups for name, value in group.items()]
     for name, value in (*named, *(("", value) for value in given.args)):
         numbers = value if isinstance(value, (list, tuple)) else (value,)
-        if any(isinstance(number, float) and math.isnan(number) for number in numbers):
-            fact = f"what is computed with {name}nan is nan"
-            return Edge(f"for {name or 'the argument '}nan", fact, "a number that is finite")
+        floats = [number for number in numbers if isinstance(number, float)]
+        bad = next((n for n in floats if math.isnan(n) or (is_step and math.isinf(n))), None)
+        if bad is not None:
+            fact = f"what is computed with {name}{bad} is {'nan' if math.isnan(bad) else 'not finite'}"
+            return Edge(f"for {name or 'the argument '}{bad}", fact, "a number that is finite")
     return None
 
 
@@ -110,8 +113,15 @@ def _compared(given: Given, origin: Origin, exact: float | None, dtype: torch.dt
     """What follows from the largest magnitude in float64; ``None`` stands for one that is not finite."""
     limit, name, is_backward = torch.finfo(dtype).max, _short(dtype), given.failure.is_derivative
     deciding = origin.deciding() if not is_backward else ()
+    derivative = origin.derivative(given.failure.value) if is_backward and given.failure.value is not None else None
+    if derivative is not None and derivative > limit:
+        fact = f"its derivative, about {derivative:.3g}, is above the largest {name} number, {limit:.5g}"
+        operands = tuple(value for value, tensor in origin.given.items() if is_number(tensor))
+        wanted = f"an argument whose derivative fits {name}"
+        fact = with_zero(fact, given)
+        return Edge("where its derivative overflows", fact, wanted, operands if len(operands) == 1 else ())
     if exact is None:
-        return Edge("", _why_open(dtype, is_backward), "other operands", deciding, Verdict.OPEN)
+        return Edge("", _why_open(dtype, is_backward), "other operands", deciding, verdict=Verdict.OPEN)
     wanted, what = f"operands small enough for {name}", _bad_name(given, origin)
     if exact > limit:
         fact = f"the exact {what}, about {exact:.3g}, is above the largest {name} number, {limit:.5g}"
@@ -122,7 +132,7 @@ def _compared(given: Given, origin: Origin, exact: float | None, dtype: torch.dt
         fact = f"its {inner} overflow {name} on the way, whose largest number is {limit:.3g}"
         return Edge(f"where {inner} overflow {name}", fact, wanted, deciding)
     fact = f"float64 gives about {exact:.3g}, which {name} can hold"
-    return Edge(f"although float64 gives {exact:.3g}", fact, "", deciding, Verdict.BETTER)
+    return Edge(f"although float64 gives {exact:.3g}", fact, "", deciding, verdict=Verdict.BETTER)
 
 
 def _why_open(dtype: torch.dtype, is_backward: bool) -> str:

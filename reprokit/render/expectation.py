@@ -88,7 +88,7 @@ def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectatio
 def _of_cause(snapshot: Snapshot, failure: Failure, cause: Failure, owner: str) -> Expectation:
     """What to say of an exception with a bad value behind it."""
     kind, observed = wording.kind_words(cause), _with_training(wording.observed(failure), snapshot.failure, failure)
-    name = wording.code_span(wording.short_call(snapshot.failure))
+    name = wording.code_span(snapshot.failure.call or "")
     expected = "The call returns, as it does with finite numbers in place of those that are not."
     found = f"In the training step {name} is given numbers that are not finite, and returns with finite ones"
     verb = "which is" if cause.call is None else "which returns"
@@ -126,7 +126,7 @@ def _with_training(observed: str, recorded: Failure, reduced: Failure) -> str:
 
 def _expected(failure: Failure, edge: Edge | None) -> str:
     if is_refusal(failure):
-        name = wording.code_span(wording.short_call(failure))
+        name = wording.code_span(failure.call or "")
         return (
             "The call returns, which needs arguments that it accepts. "
             f"For what it is given, {name} does what it is defined to do: it refuses, and says what is wrong."
@@ -137,7 +137,7 @@ def _expected(failure: Failure, edge: Edge | None) -> str:
     about = "a finite parameter after the step" if failure.call and failure.call.startswith("torch.optim.") else about
     if edge.verdict is Verdict.BETTER:
         return f"{about[0].upper()}{about[1:]}: {edge.fact}."
-    name = wording.code_span(wording.short_call(failure))
+    name = wording.code_span(failure.call or wording.short_call(failure))
     needs = f"{about[0].upper()}{about[1:]}, which needs {edge.wanted}."
     if edge.verdict is Verdict.OPEN:
         return f"{needs} No check shows a defect of {name}: {edge.fact}."
@@ -166,10 +166,11 @@ def _remark(
         return ""
     origins = list(filter(None, (_origin_of(snapshot, value) for value in operands)))
     if not origins:
-        return f"Why it is given these values is a question about {whom}."
+        these = "these values" if edge.subject == "values" else f"this {edge.subject}"
+        return f"Why it is given {these} is a question about {whom}."
     several = len(origins) > 1
     what = f"these operands are {wording.listed(origins)}" if several else f"this operand is {origins[0]}"
-    why = "they have the values they have" if several else "it has the values it has"
+    why = f"they have the {edge.subject} they have" if several else f"it has the {edge.subject} it has"
     return f"In the training step {what}. Why {why} is a question about {whom}."
 
 

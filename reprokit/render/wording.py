@@ -25,8 +25,7 @@ _OPERATORS = {
     "rtruediv": "division",
     "floordiv": "floor division",
     "matmul": "matmul",
-    "pow": "power",
-    "rpow": "power",
+    "rpow": "pow",
     "neg": "negation",
     "getitem": "indexing",
     "setitem": "index assignment",
@@ -209,7 +208,7 @@ def _constant_name(item: Mapping[str, Any]) -> str:
     name = item["call"].rpartition(".")[2]
     operation = _OPERATORS.get(name.strip("_")) if name.startswith("__") else None
     argument = "constant" if item["argument"] == "other" else item["argument"]
-    return f"{argument} of {f'the {operation}' if operation else name.lstrip('_')}"
+    return f"{argument} of {f'the {operation}' if operation else name.strip('_')}"
 
 
 def listed(words: list[str]) -> str:

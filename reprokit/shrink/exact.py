@@ -6,6 +6,7 @@ name. An overflow in float64 too, or a random call, has no answer here.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,10 +66,29 @@ class Origin:
         largest = float(found.max())
         return largest if bool(found.isfinite().all()) else None
 
-    def is_overflow(self, way: str) -> bool:
-        """True if the result in float64 is a number that the dtype cannot hold."""
-        exact, bad = self.exact(way), self.bad
-        return exact is not None and bad is not None and exact > torch.finfo(bad.dtype).max
+    def derivative(self, value: int) -> float | None:
+        """The largest derivative of the results by an operand in float64; ``None`` when it is not finite."""
+        if self.call.mode.rng is not None or value not in self.given or not is_number(self.given[value]):
+            return None
+        program, given = self._alone()
+        inputs = tuple(replace(item, requires_grad=item.value == value) for item in program.inputs)
+        wide = in_dtype(Candidate(replace(program, inputs=inputs), given), torch.float64)
+        with default_dtype(torch.float64), torch.enable_grad(), contextlib.suppress(UnknownFunction, RuntimeError):
+            outcome = run(wide.program, wide.tensors)
+            results = [tensor for tensor in outcome.values.values() if tensor.requires_grad]
+            ones = [torch.ones_like(tensor) for tensor in results]
+            (found,) = torch.autograd.grad(results, outcome.inputs[value], ones)
+            return float(found.abs().max()) if not ways_of(found) else None
+        return None
+
+    def is_overflow(self, failure: Failure) -> bool:
+        """True if the result, or the derivative, is in float64 a number that the dtype cannot hold."""
+        tensor, exact = self.bad, None
+        if failure.is_derivative and failure.value is not None and failure.value in self.given:
+            tensor, exact = self.given[failure.value], self.derivative(failure.value)
+        elif failure.kind == "inf":
+            exact = self.exact(failure.way)
+        return exact is not None and tensor is not None and exact > torch.finfo(tensor.dtype).max
 
     def is_finite_with(self, tensors: Mapping[int, torch.Tensor]) -> bool:
         """True if the call, with other contents for some of its operands, makes nothing that is not finite."""

@@ -99,6 +99,14 @@ def reduction_of(snapshot: Snapshot, **fields: Any) -> Reduction:
 LAST = {"dim": -1}
 
 
+def ctc(targets: list[list[int]], lengths: list[int]) -> Snapshot:
+    """A ctc loss of one row."""
+    scores = torch.zeros(4, 1, 5).log_softmax(-1)
+    numbers = [torch.tensor(item) for item in (targets, lengths, [len(targets[0])])]
+    return one_call(f"{F}.ctc_loss", scores, *numbers)
+
+
+
 @pytest.mark.parametrize(
     ("snapshot", "words"),
     [
@@ -123,9 +131,13 @@ LAST = {"dim": -1}
         (lambda: one_call("torch.acos", [1.0], gradient=[1.0]), "at the edge of [-1, 1]"),
         (lambda: one_call("torch.exp", [100.0], gradient=[0.0]), "where it overflows"),
         (lambda: one_call("torch.Tensor.pow", [0.0], 0.5, gradient=[1.0]), "at zero"),
+        (lambda: ctc([[1, 1, 2]], [3]), "for a target longer than its input"),
+        (lambda: ctc([[1, 2, 3]], [2]), "for a target longer than its input"),
+        (lambda: one_call("torch.Tensor.__rtruediv__", [1e-23], 1.0, gradient=[0.0]), "where its derivative overflows"),
         (lambda: one_call("torch.Tensor.mul", [1.0], NAN), "for the argument nan"),
         (lambda: one_call("torch.add", [1.0], [2.0], alpha=NAN), "for alpha=nan"),
         (sgd(NAN, grad=1.0), "for lr=nan"),
+        (sgd(INF, grad=1.0), "for lr=inf"),
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:std")
@@ -239,6 +251,13 @@ def test_a_variance_is_told_from_a_sum_that_overflows() -> None:
 def test_the_operand_that_is_named_is_the_one_that_decides(snapshot: Any, named: str) -> None:
     remark = expect(snapshot()).remark
     assert (f"{INPUT}, {named}. Why" if named else "Why it is given these values") in remark
+
+
+@pytest.mark.filterwarnings("ignore:std")
+def test_a_shape_is_no_value() -> None:
+    assert "this operand is an input of the step, `x0`. Why it has the shape it has" in expect(
+        one_call("torch.std", [[1.0], [2.0]], **LAST)
+    ).remark
 
 
 def test_an_operand_that_was_found_to_be_free_is_not_named() -> None:

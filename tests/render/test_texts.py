@@ -177,7 +177,7 @@ def test_headlines() -> None:
     [
         ("torch.Tensor.__rtruediv__", "other", "constant of the division"),
         ("torch.Tensor.pow", "exponent", "exponent of pow"),
-        ("torch.Tensor.__pow__", "exponent", "exponent of the power"),
+        ("torch.Tensor.__pow__", "exponent", "exponent of pow"),
         ("torch._weight_norm", "dim", "dim of weight_norm"),
     ],
 )

@@ -58,4 +58,4 @@ def test_overflow_is_a_matter_of_the_exact_result(program: Any, is_overflow: boo
     failure = locate(calls, tensors)
     assert failure is not None
     origin = origin_of(calls, tensors, failure)
-    assert origin is not None and origin.is_overflow(failure.way) is is_overflow
+    assert origin is not None and origin.is_overflow(failure) is is_overflow

@@ -71,10 +71,10 @@ class NonfiniteCheck(SignatureCheck):
 
 def _compared(failure: Failure, candidate: Candidate) -> Failure:
     """The failure with its `Failure.is_overflow` filled in."""
-    if failure.kind != "inf" or failure.phase != "forward":
+    if failure.phase != "forward" and not failure.is_derivative:
         return failure
     origin = origin_of(candidate.program, candidate.tensors, failure)
-    return replace(failure, is_overflow=origin is not None and origin.is_overflow(failure.way))
+    return replace(failure, is_overflow=origin is not None and origin.is_overflow(failure))
 
 
 def _hint(failure: Failure, program: Program) -> str:
