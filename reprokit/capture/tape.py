@@ -182,8 +182,8 @@ class Tape(StackedMode):
                 return None
             writes_state = verdict
             writes_view = isinstance(written, torch.Tensor) and written._is_view()
-            if writes_state:
-                running.is_hand_updated = any(entry.kind == "differentiate" for entry in running.entries)
+            if writes_state and any(entry.kind == "differentiate" for entry in running.entries):
+                running.is_hand_updated |= running.memory.is_trained(written, running.entries)
         if running.is_hand_updated and _begins_forward(facts.name, versions):
             self._listener.finish_hand_update()
         name = facts.name

@@ -80,6 +80,7 @@ class Training:
 
     def meet_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step."""
+        self.running.memory.has_optimizer = True
         if self.history.meet_optimizer(optimizer):
             self._meet_ranks()
             self._know_state()

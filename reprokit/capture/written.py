@@ -6,6 +6,7 @@ were before, the old content is kept; big ones only if the step has read them al
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from reprokit.capture.entry import Entry
 from reprokit.capture.structure import is_leaf, iter_tensors
+from reprokit.program.ir import AUTOGRAD_GRAD
 
 _SMALL = 65_536  # elements that are always worth saving before a write
 
@@ -27,13 +29,14 @@ class WrittenMemory:
     def __init__(self) -> None:
         self.saved: dict[int, torch.Tensor] = {}
         self.made: set[int] = set()
-        self._state: set[int] = set()
+        self._state: dict[int, weakref.ref[torch.Tensor]] = {}
         self._untouched: dict[int, torch.Tensor] = {}
         self.on_first_write: Callable[[torch.Tensor], None] = lambda tensor: None
         self.on_conversion: Callable[[], None] = lambda: None
         self._format: tuple[torch.dtype, torch.Size, torch.device] | None = None
         self._by_memory: dict[int, list[torch.Tensor]] = {}
         self._scanned = 0
+        self.has_optimizer = False
 
     def restart(self) -> None:
         """A new step begins."""
@@ -54,13 +57,14 @@ class WrittenMemory:
         """There is no state to know any more."""
         self.on_first_write = lambda tensor: None
         self.on_conversion = lambda: None
-        self._state, self._untouched = set(), {}
+        self._state, self._untouched = {}, {}
 
     def know_state(self, copied: Iterable[torch.Tensor], untouched: Iterable[torch.Tensor]) -> None:
         """These tensors are all the state: a capture holds copies of the ones, and of the others once they are
         written."""
         self._untouched = {p: tensor for tensor in untouched if (p := address_of(tensor)) is not None}
-        self._state = {p for tensor in copied if (p := address_of(tensor)) is not None} | set(self._untouched)
+        state = [*self._untouched.values(), *copied]
+        self._state = {p: weakref.ref(tensor) for tensor in state if (p := address_of(tensor)) is not None}
 
     def is_state(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor shares memory with the state."""
@@ -86,7 +90,7 @@ class WrittenMemory:
             if not any(entry.kind == "differentiate" for entry in entries):
                 return None  # being made, for example a parameter of a module that no root holds yet
             pointer = address_of(target)  # the loop trains it, though no module and no optimizer has it
-            self._state.update([pointer] if pointer is not None else [])
+            self._state.update({pointer: weakref.ref(target)} if pointer is not None else {})
             self.on_first_write(target)
             return True
         if target.layout is not torch.strided:
@@ -104,11 +108,25 @@ class WrittenMemory:
                 self.saved[id(tensor)] = tensor.detach().clone(memory_format=torch.preserve_format)
         return False
 
+    def is_trained(self, written: Any, entries: list[Entry]) -> bool:
+        """True if the loop differentiates for the state that is written, so that writing it is an update.
+
+        A teacher gets no gradient. Where there is no optimizer, any state that could get one counts.
+        """
+        for item in written if isinstance(written, (list, tuple)) else (written,):
+            reference = self._state.get(address_of(item) or 0)
+            owner = reference() if reference is not None else None
+            if owner is None or not owner.requires_grad:
+                continue
+            if owner.grad is not None or not self.has_optimizer or _is_differentiated(owner, entries):
+                return True
+        return False
+
     def moved(self, target: torch.Tensor) -> None:
         """State that was just judged got other memory, perhaps of another type or shape."""
         pointer = address_of(target)
         if pointer is not None:
-            self._state.add(pointer)
+            self._state.setdefault(pointer, weakref.ref(target))
         if self._format != (target.dtype, target.shape, target.device):
             self.on_conversion()
 
@@ -136,3 +154,9 @@ def address_of(tensor: torch.Tensor) -> int | None:
         return tensor.untyped_storage().data_ptr() or None
     except (RuntimeError, NotImplementedError):
         return None
+
+
+def _is_differentiated(tensor: torch.Tensor, entries: list[Entry]) -> bool:
+    """True if `torch.autograd.grad` was asked for the gradient of a tensor."""
+    asked = (entry.kwargs.get("inputs", entry.args[1:2]) for entry in entries if entry.name == AUTOGRAD_GRAD)
+    return any(item is tensor for inputs in asked for item in iter_tensors(inputs))

@@ -17,6 +17,7 @@ from reprokit.locate.calls import constant_ways
 from reprokit.locate.dropped import find_drop
 from reprokit.locate.failure import EXCEPTION, Drop, Failure, kind_of, module_of
 from reprokit.locate.gradient import Blame, blame_gradient
+from reprokit.locate.hidden import explains_gradient
 from reprokit.locate.notes import Found, Notes
 from reprokit.locate.raised import bad_operand
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
@@ -179,7 +180,20 @@ def _blame_gradient(program: Program, tensors: Tensors, notes: Notes, found: Fou
             return dropped
         if earlier.call is not None:
             return earlier  # else the data holds it, and the forward has dealt with that
-    return blame.failure
+    return _hidden_infinity(program, tensors, walk, found, blame.failure.call_index) or blame.failure
+
+
+def _hidden_infinity(
+    program: Program, tensors: Tensors, walk: _Walk, found: Found, index: int | None
+) -> Failure | None:
+    """The origin of an infinity that call number ``index`` reads, if its backward pass fails because of that."""
+    if index is None:
+        return None
+    for value, ways in walk.notes.reads[index].items():
+        unwanted = [way for way in sorted(ways - {NAN}) if not walk.is_wanted(value, way, index)]
+        if unwanted and explains_gradient(program, tensors, value, index, found):
+            return walk.blame(value, unwanted[0], index)
+    return None
 
 
 def _nan_around(notes: Notes, walk: _Walk, index: int | None) -> Iterator[Failure]:
@@ -235,12 +249,12 @@ class _Walk:
     def __init__(self, program: Program, tensors: Tensors, notes: Notes) -> None:
         self._program = program
         self._tensors = tensors
-        self._notes = notes
+        self.notes = notes
 
     def blame(self, value: int, way: str, at: int) -> Failure:
         """The origin of ``value`` being bad in this way when call number ``at`` reads it."""
         while True:
-            index = self._notes.writer(value, at)
+            index = self.notes.writer(value, at)
             if index is None:
                 return self._blame_input(value, way, at)
             step = self._culprit(index, way)
@@ -250,7 +264,7 @@ class _Walk:
 
     def _culprit(self, index: int, way: str) -> tuple[int, str] | None:
         """The input of a call that explains why its output is bad in this way."""
-        reads = self._notes.reads[index]
+        reads = self.notes.reads[index]
         order = dict.fromkeys((way, NAN, PLUS, MINUS))
         for wanted in order:
             for value, ways in reads.items():
@@ -269,11 +283,11 @@ class _Walk:
         waiting, seen = [(value, way, at)], set[tuple[int, str, int | None]]()
         while waiting:
             value, way, at = waiting.pop()
-            index = self._notes.writer(value, at)
+            index = self.notes.writer(value, at)
             if (value, way, index) in seen:
                 continue
             seen.add((value, way, index))
-            bad = [(v, w) for v, ways in self._notes.reads[index].items() for w in ways] if index is not None else []
+            bad = [(v, w) for v, ways in self.notes.reads[index].items() for w in ways] if index is not None else []
             if way == NAN or not (bad or self._is_asked_for(value, way, index)):
                 return False
             waiting += [(v, w, index) for v, w in bad if index is not None]
@@ -291,10 +305,10 @@ class _Walk:
         call = self._program.calls[index]
         if call.target == "torch.autograd.grad":
             found = Found("gradient", value, way, index)
-            return _blame_gradient(self._program, self._tensors, self._notes, found)
+            return _blame_gradient(self._program, self._tensors, self.notes, found)
         if call.target == GRAD_READ:
             found = Found("gradient", call.input_refs()[0], way, self._last_differentiation(index))
-            return _blame_gradient(self._program, self._tensors, self._notes, found)
+            return _blame_gradient(self._program, self._tensors, self.notes, found)
         phase = "optimizer" if call.is_optimizer_step else call.phase
         failure = Failure(
             phase, kind_of(way), way, display_name(call.target), index, None, module_of(call), call.site, value
@@ -302,7 +316,7 @@ class _Walk:
         if phase == "forward" and value not in call.output_refs():
             written = (item.name for item in self._program.inputs if item.value == value)
             failure = replace(failure, input_name=next(written, None))
-        return _with_place(failure, self._notes, index, value, way)
+        return _with_place(failure, self.notes, index, value, way)
 
     def _last_differentiation(self, before: int) -> int:
         """The differentiation that left what is read from a ``.grad``."""
@@ -321,7 +335,7 @@ class _Walk:
             module=module_of(reader) if reader else None,
             input_name=self._program.input(value).name,
         )
-        return _with_place(failure, self._notes, None, value, way)
+        return _with_place(failure, self.notes, None, value, way)
 
 
 def _with_place(failure: Failure, notes: Notes, index: int | None, value: int, way: str) -> Failure:

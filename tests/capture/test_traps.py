@@ -26,6 +26,7 @@ from reprokit.snapshot.format import load
 from tests.capture.traps_checks import (
     BAD_STEP,
     EXACT,
+    STEPS,
     WATCHES,
     Loop,
     batches,
@@ -417,6 +418,62 @@ def divided_by_an_infinite_norm() -> list[torch.Tensor]:
             parameter.grad.data.mul_(norm / norm)
 
     return gradients_changed_by(change)
+
+
+# -- infinities that the loss hides ------------------------------------------------------------------------------
+
+
+def squared_inside(squash: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+    """A square overflows, and ``squash`` makes it finite: only the gradients of the weights show it."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 8), nn.Linear(8, 2)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.01)
+    for step, x, y in batches():
+        x[0, 0] *= 1e30 if step == BAD_STEP else 1.0
+        loss = F.cross_entropy(second(squash(first(x.square()))), y)
+        assert torch.isfinite(loss) or step > BAD_STEP
+        update(optimizer, loss)
+    return ending(first, second)
+
+
+@failing("forward", ("torch.Tensor.square",))
+def an_overflow_hidden_by_tanh() -> list[torch.Tensor]:
+    return squared_inside(torch.tanh)
+
+
+@failing("forward", ("torch.Tensor.square",))
+def an_overflow_hidden_by_clamp() -> list[torch.Tensor]:
+    return squared_inside(lambda hidden: hidden.clamp(-2, 2))
+
+
+@failing("backward", ("torch.Tensor.mul",))
+def an_overflow_that_has_no_part_in_the_loss() -> list[torch.Tensor]:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, x, y in batches():
+        far = x.abs().mul(1e30 if step == BAD_STEP else 1.0).square()[:, :2]
+        logits = model(x)
+        update(optimizer, F.cross_entropy(torch.where(x[:, :2].abs() < 0, logits * far, logits), y))
+    return ending(model)
+
+
+# -- a teacher beside the optimizer -----------------------------------------------------------------------------
+
+
+@failing("forward", DIVISION, micro_step=1)
+def a_teacher_averaged_between_accumulated_batches() -> list[torch.Tensor]:
+    """Its averages are no steps of their own, and each batch is played with the teacher that it had."""
+    student, teacher = plain_net(), plain_net().requires_grad_(False)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    for step in range(STEPS):
+        for micro, x, _ in batches(3, seed=step):
+            for mine, yours in zip(student.parameters(), teacher.parameters(), strict=True):
+                yours.data.mul_(0.5).add_(mine.detach(), alpha=0.5)
+            count = torch.full((), 0.0 if (step, micro) == (BAD_STEP, 1) else 1.0)
+            (F.mse_loss(student(x), teacher(x)) * (count / count)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return ending(student, teacher)
 
 
 # -- buffers --------------------------------------------------------------------------------------------------------
