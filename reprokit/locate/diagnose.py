@@ -86,10 +86,14 @@ def matches(scene: Scene) -> list[tuple[Entry, Numbers]]:
 
 
 def _at_root(scene: Scene) -> Scene:
-    """The scene of an overflow that made the origin's zeros, if one did, else the same scene.
+    """The scene of what the origin fails over, if the catalogue knows that, else the same scene.
 
-    Something divided by an infinity is zero: the infinity is gone, and a later division finds 0 / 0.
+    An exception may be about a bad value that an earlier call returned. Something divided by an infinity is zero: the
+    infinity is gone, and a later division finds 0 / 0.
     """
+    if scene.failure.cause is not None and scene.failure.cause.call_index is not None:
+        made = observe(replace(scene, failure=scene.failure.cause))
+        return made if matches(made) else scene
     if scene.call is None or short_name(scene.call) != "div" or scene.failure.kind != "nan":
         return scene
     found = find_underflow(scene, "denominator")

@@ -205,6 +205,13 @@ def test_a_call_that_refuses_other_dtypes_is_no_obstacle() -> None:
     assert diagnose(record(step, x=torch.full((2,), -200.0))).id == "exponentials-underflowed"
 
 
+def test_an_exception_over_a_bad_value_is_diagnosed_where_that_was_made() -> None:
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        return torch.multinomial(torch.softmax(x / (x - x), -1), 1)
+
+    assert diagnose(record(draw, x=torch.ones(2))).id == "division-by-zero"
+
+
 def test_a_constant_is_divided_by_its_spread_however_that_is_written() -> None:
     for step in (lambda x: (x - x.mean()) / x.std(), lambda x: (x - x.mean()) / x.var().sqrt()):
         assert diagnose(record(step, x=torch.ones(4))).id == "standardise-constant"
