@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from reprokit.locate.failure import Failure
-from reprokit.shrink.budget import Budget, OutOfBudget, PartIsOver
+from reprokit.shrink.budget import Budget, OutOfBudget, PartIsOver, Stopwatch
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.isolation.runner import Isolation
 from reprokit.shrink.isolation.task import Report
@@ -80,7 +80,7 @@ class Oracle:
     _known: dict[str, Verdict] = field(default_factory=dict)
     _failures: dict[str, Failure] = field(default_factory=dict)
     _started: float = field(default_factory=time.monotonic)
-    _part: tuple[float, int] | None = None  # when the current part of the search is over: the clock, or so many checks
+    _parts: list[tuple[Stopwatch, float, int]] = field(default_factory=list)  # each: since when, seconds, last check
 
     @property
     def signature(self) -> Signature:
@@ -159,25 +159,29 @@ class Oracle:
 
         An outer budget still holds.
         """
-        started, checks, outer = time.monotonic(), self.checks, self._part
-        own = started + budget.seconds, checks + budget.checks
-        self._part = own if outer is None else (min(own[0], outer[0]), min(own[1], outer[1]))
+        watch, checks = Stopwatch(), self.checks
+        self._parts.append((watch, budget.seconds, checks + budget.checks))
         try:
             yield
         finally:
-            self._part = outer
-            budget.seconds -= time.monotonic() - started
+            self._parts.pop()
+            budget.seconds -= watch.seconds
             budget.checks -= self.checks - checks
 
     @property
     def seconds_left(self) -> float:
-        """The seconds left of the whole search."""
+        """The seconds left of the whole search and of its current part."""
+        left = [seconds - watch.seconds for watch, seconds, _ in self._parts]
+        return min(self._seconds_left_of_all, *left, math.inf)
+
+    @property
+    def _seconds_left_of_all(self) -> float:
         return math.inf if self.max_time is None else self.max_time - (time.monotonic() - self._started)
 
     def require_time(self) -> None:
         """Raise `OutOfBudget` if the time is up, also where much is proposed and little is checked."""
-        is_late = self.seconds_left < 0
-        if is_late or (self._part is not None and time.monotonic() > self._part[0]):
+        is_late = self._seconds_left_of_all < 0
+        if is_late or any(watch.has_passed(seconds) for watch, seconds, _ in self._parts):
             self.was_late = True
             raise OutOfBudget if is_late else PartIsOver
 
@@ -185,7 +189,7 @@ class Oracle:
         self.require_time()
         if self.max_checks is not None and self.checks >= self.max_checks:
             raise OutOfBudget
-        if self._part is not None and self.checks >= self._part[1]:
+        if any(self.checks >= last for _, _, last in self._parts):
             raise PartIsOver
         self.checks += 1
 

@@ -16,7 +16,7 @@ from enum import Enum
 
 import torch
 
-from reprokit.program.ir import Program
+from reprokit.program.ir import Call, Program
 from reprokit.program.run import run
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.indexes import fits
@@ -36,6 +36,7 @@ class Form:
 
 
 Forms = tuple[tuple[int, Form], ...]
+Key = tuple[tuple[object, ...], Forms]
 
 
 class Ground(Enum):
@@ -65,8 +66,9 @@ class Prober:
     """
 
     before_run: Callable[[], None] = lambda: None
-    _grounds: dict[tuple[str, Forms], Ground | None] = field(default_factory=dict)
-    _shapes: dict[tuple[str, Forms], Shapes | None] = field(default_factory=dict)
+    _grounds: dict[Key, Ground | None] = field(default_factory=dict)
+    _shapes: dict[Key, Shapes | None] = field(default_factory=dict)
+    _texts: dict[int, tuple[Call, str]] = field(default_factory=dict)
 
     def refuses(self, candidate: Candidate, known: Candidate, *, raises: bool = False) -> bool:
         """Whether a candidate is ill-formed for sure, seen that ``known`` runs.
@@ -95,7 +97,7 @@ class Prober:
     def ground(self, known: Candidate) -> Ground | None:
         """What a candidate that is known to run can be probed on; ``None`` if nothing will do."""
         forms = forms_of(known)
-        key = (str(known.program.calls), _in_order(forms))
+        key = self._key(known.program, forms)
         if key not in self._grounds:
             grounds = _grounds_for(known)
             self._grounds[key] = next((g for g in grounds if self.shapes(known.program, forms, g) is not None), None)
@@ -103,12 +105,20 @@ class Prober:
 
     def shapes(self, program: Program, forms: Mapping[int, Form], ground: Ground) -> Shapes | None:
         """The shapes of all values for inputs of these forms, ``None`` when the program does not run with them."""
-        leaves = [item.value for item in program.inputs if item.requires_grad]
-        key = (f"{ground}{leaves}{program.calls}", _in_order(forms))
+        leaves = (item.value for item in program.inputs if item.requires_grad)
+        key = self._key(program, forms, ground, *leaves)
         if key not in self._shapes:
             self.before_run()
             self._shapes[key] = _run_on(program, forms, ground)
         return self._shapes[key]
+
+
+    def _key(self, program: Program, forms: Mapping[int, Form], *more: object) -> Key:
+        """What tells two questions apart. Programs share most of their calls, so each call is spelled once."""
+        for call in program.calls:
+            if id(call) not in self._texts:
+                self._texts[id(call)] = call, str(call)  # holds the call, so that its number stays its own
+        return (*more, *(self._texts[id(call)][1] for call in program.calls)), _in_order(forms)
 
 
 def forms_of(candidate: Candidate) -> dict[int, Form]:

@@ -258,15 +258,16 @@ class _Run:
         if certainty.rule is not None or not isinstance(certainty.check, (NonfiniteCheck, ExceptionCheck)):
             return None
         budget = self._budget(CONTEXT)
-        left = max(0.0, min(budget.seconds, self.oracle.seconds_left))
-        oracle = Oracle(certainty.check, certainty.isolation, left, self.oracle.max_checks or budget.checks)
+        left = None if self.oracle.max_time is None else max(0.0, self.oracle.seconds_left)
+        oracle = Oracle(certainty.check, certainty.isolation, left, self.oracle.max_checks)
 
         def tell(candidate: Candidate, verdict: Verdict, change: str) -> None:
             self.tell(ContextChecked(oracle.checks, verdict.value, change))
 
         oracle.on_check = tell
-        self.tell(ContextStarted(left))
-        found = find_context(whole, certainty.failure, oracle)
+        self.tell(ContextStarted(min(budget.seconds, oracle.seconds_left)))
+        with oracle.within(budget):
+            found = find_context(whole, certainty.failure, oracle)
         if oracle.was_late and self.oracle.max_time is None:
             self._note_over(CONTEXT)
         return found
