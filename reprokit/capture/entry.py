@@ -25,7 +25,8 @@ class Entry:
     ``writes_state`` marks functions that write into parameters and buffers outside of optimizers: they are part of the
     state that the next forward begins with. ``writes_view`` marks writes into a view of another tensor. ``has_stepped``
     marks differentiations inside which optimizers stepped. ``library`` is the line of a library that made the call, if
-    it was not made by the user's line itself. ``is_training`` is the training mode in which a module was called.
+    it was not made by the user's line itself. ``is_training`` is the training mode in which a module was called;
+    ``forward`` is the attribute of that name that the module itself had, perhaps for this one call.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Entry:
     writes_view: bool = False
     has_stepped: bool = False
     is_training: bool = False
+    forward: Any = None
     library: tuple[str, int] | None = None
 
     @property
@@ -119,3 +121,8 @@ def new_tensors(entry: Entry, made: set[int]) -> list[torch.Tensor]:
     outputs = [output] if isinstance(output, torch.Tensor) else list(iter_tensors(output))
     given = [id(tensor) for tensor, _ in entry.versions]
     return [tensor for tensor in outputs if id(tensor) in made or id(tensor) not in given]
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """What a replay calls: the module itself, without a wrapper that would wait for other processes."""
+    return module.module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else module

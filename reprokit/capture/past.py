@@ -127,7 +127,7 @@ class Freezer:
             entry = Entry(kind, target, args, kwargs, mode, None, name, code, line)
             entry.rng = None if rng is None else (rng, cuda_rng)
             entry.outcome, entry.settings = outcome, settings
-            entry.writes_state, entry.writes_view, entry.has_stepped = marks
+            entry.writes_state, entry.writes_view, entry.has_stepped, entry.forward = marks
             entry.library = library
             if num_outputs >= 0:
                 entry.output = list(map(thawed, flat[ends[1] : ends[2]]))
@@ -223,7 +223,7 @@ class _Freezing:
             outside = self.outside
             versions = [item for pair in entry.versions if id(pair[0]) in outside for item in pair]
         rng, cuda_rng = entry.rng or _NO_RNG
-        marks = entry.writes_state, entry.writes_view, entry.has_stepped
+        marks = entry.writes_state, entry.writes_view, entry.has_stepped, entry.forward
         self.flat += (
             entry.kind,
             entry.target,
@@ -308,7 +308,7 @@ def _graphs_in(entry: Entry) -> set[int]:
 
 _HEAD = 16  # values in a flat list before an entry's arguments
 _NAMES: dict[tuple[str, ...], tuple[str, ...]] = {}
-_NO_MARKS = (False, False, False)
+_NO_MARKS = (False, False, False, None)
 _NO_RNG = (None, None)
 _NO_ENTRIES: list[Entry] = []
 _NOTHING_SAVED: dict[int, torch.Tensor] = {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from reprokit.capture.entry import Entry
+from reprokit.capture.entry import Entry, unwrapped
 from reprokit.capture.state import parameters_of, set_options
 from reprokit.capture.structure import is_leaf, iter_tensors, map_tensors
 from reprokit.program.functions import DATA_WRITES, written_argument
@@ -78,12 +78,18 @@ class Player:
         return {key: self._new[key] for key in ids if key in self._new}
 
     def _play_module(self, entry: Entry, args: Any, kwargs: Any) -> Any:
-        target = entry.target
-        if isinstance(target, torch.nn.parallel.DistributedDataParallel):
-            target = target.module  # the other processes are not taking part
+        target = unwrapped(entry.target)
         if entry.settings is not None:
             entry.settings.put_back()
-        return target(*args, **kwargs)
+        attributes = vars(target)
+        now = {name: attributes[name] for name in ("forward",) if name in attributes}
+        try:
+            if entry.forward is not None:
+                attributes["forward"] = entry.forward
+            return target(*args, **kwargs)
+        finally:
+            attributes.pop("forward", None)
+            attributes.update(now)
 
     def _play_function(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         if entry.outcome is not None:

@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, wh
 from torch.nn.utils.stateless import _functional_call
 
 from reprokit.capture.attributes import AttributeWatch
-from reprokit.capture.entry import Entry, generator_states, versions_of
+from reprokit.capture.entry import Entry, generator_states, unwrapped, versions_of
 from reprokit.capture.frames import first_user_frame
 from reprokit.capture.running import Listener, RunningStep
 from reprokit.capture.stack import StackedMode
@@ -160,6 +160,7 @@ class RootCalls:
         entry.versions = versions = versions_of(args, kwargs)
         entry.rng = generator_states(versions)
         entry.is_training = module.training
+        entry.forward = vars(unwrapped(module)).get("forward")
         entry.settings = self.attributes.note(module)
         running.begin_module(entry)
         return entry

@@ -350,3 +350,43 @@ def test_transforms_of_functions(loop: Loop, phase: str, call: str, watch: str, 
     snapshot = check_caught(loop, tmp_path, watch=watch)
     assert where(snapshot) == (BAD_STEP, phase, call)
     assert fidelity(snapshot) == EXACT
+
+
+class Redirected(nn.Module):
+    """Called as Lightning does it under DDP: ``forward`` stands for ``training_step`` in one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], bad: bool) -> torch.Tensor:
+        x, y = batch
+        return divided_loss(self(x), y, bad)
+
+    def run(self, *args: Any) -> torch.Tensor:
+        original = self.forward
+
+        def once(*given: Any) -> torch.Tensor:
+            self.forward = original
+            return self.training_step(*given)
+
+        self.forward = once
+        return self(*args)
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+def test_a_forward_that_is_redirected_for_one_call(watch: str, tmp_path: Path) -> None:
+    def loop() -> list[torch.Tensor]:
+        model = Redirected()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, x, y in batches():
+            update(optimizer, model.run((x, y), step == BAD_STEP))
+        assert model.forward == model.__class__.forward.__get__(model)
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path, watch=watch)
+    assert where(snapshot) == (BAD_STEP, "forward", "torch.Tensor.div")
+    assert fidelity(snapshot) == EXACT
