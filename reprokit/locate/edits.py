@@ -14,19 +14,21 @@ import torch
 
 from reprokit.locate.calls import Slot, argument_at
 from reprokit.program.functions import is_in_place
-from reprokit.program.ir import Call, Mode, Program, Ref, map_leaves
+from reprokit.program.ir import Call, Mode, Program, Ref, Site, map_leaves
 
 
 @dataclass(frozen=True, slots=True)
 class Edited:
     """A program after an edit, and the tensors of its inputs.
 
-    ``is_local`` means that single calls were edited; what was not touched is the very same `Call` as before.
+    ``is_local`` means that single calls were edited; what was not touched is the very same `Call` as before. ``site``
+    is the line of the edit where that is not the origin's.
     """
 
     program: Program
     tensors: Mapping[int, torch.Tensor]
     is_local: bool = True
+    site: Site | None = None
 
 
 @dataclass

@@ -26,7 +26,7 @@ from reprokit.locate.rewrites import REWRITES
 from reprokit.locate.scene import Scene
 from reprokit.locate.ways import ways_of
 from reprokit.program.functions import UnknownFunction
-from reprokit.program.ir import AUTOGRAD_GRAD, Program, Ref, iter_refs
+from reprokit.program.ir import AUTOGRAD_GRAD, Program, Ref, Site, iter_refs
 from reprokit.program.run import Outcome, Tensors, run
 
 MAX_CHANGES = 4  # in one fix, when each change uncovers the next failure
@@ -80,10 +80,10 @@ def attempt(
 
     ``write`` writes the code of a change that helped, unless the catalogue has it.
     """
-    changes, current, fix, is_local = list[tuple[Remedy, Scene]](), scene, None, True
+    changes, current, fix, is_local = list[tuple[Remedy, Scene, Edited]](), scene, None, True
     following, edited = remedy, apply(scene, remedy)
     while edited is not None and len(changes) < MAX_CHANGES and budget.take():
-        changes.append((following, current))
+        changes.append((following, current, edited))
         is_local = is_local and edited.is_local
         failure = failure_of(edited)
         if failure is None:
@@ -100,13 +100,13 @@ def attempt(
     return fix
 
 
-def _fix(changes: list[tuple[Remedy, Scene]], helped: bool, outcome: str, code: str = "") -> Fix:
-    texts, codes = zip(*(remedy.words_for(scene) for remedy, scene in changes), strict=True)
+def _fix(changes: list[tuple[Remedy, Scene, Edited]], helped: bool, outcome: str, code: str = "") -> Fix:
+    texts, codes = zip(*(remedy.words_for(scene) for remedy, scene, _ in changes), strict=True)
     return Fix(
         changes[0][0].rewrite,
         texts,
         "\n".join(dict.fromkeys(filter(None, (*codes, code)))),
-        tuple(_place(scene) for _, scene in changes),
+        tuple(_place(scene, edited.site) for _, scene, edited in changes),
         helped,
         outcome,
     )
@@ -214,6 +214,6 @@ def _all_words(tensors: list[torch.Tensor], noun: str) -> str:
     return f"all {len(tensors)} {noun}s finite" if len(tensors) != 1 else f"the only {noun} is finite"
 
 
-def _place(scene: Scene) -> str:
-    site = scene.call.site if scene.call is not None else scene.failure.site
+def _place(scene: Scene, edited: Site | None) -> str:
+    site = edited or (scene.call.site if scene.call is not None else scene.failure.site)
     return f"{site.file}:{site.line}" if site is not None else ""

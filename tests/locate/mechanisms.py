@@ -205,6 +205,9 @@ CASES: dict[str, Make] = {
     "division-by-zero": step(lambda x, y: x / y, x=torch.tensor([2.0, 1.0]), y=torch.tensor([0.0, 1.0])),
     "weight-norm-of-zero": step(
         lambda v, g: torch._weight_norm(v, g, 0), v=torch.tensor([[0.0, 0.0], [1.0, 1.0]]), g=torch.ones(2, 1)),
+    "in-place-on-saved": raising(lambda x: (torch.sigmoid(x).add_(1.0) ** 2).sum().backward(), x=leaf(1.0, 2.0)),
+    "backward-twice": raising(
+        lambda x: ((h := x.exp()).sum().backward(), (h * x).sum().backward())[1], x=leaf(1.0, 2.0)),
     "std-of-one": step(lambda x: x.std(), x=torch.ones(1)),
     "mean-of-nothing": step(lambda x, m: x[m].mean(), x=seeded(3), m=torch.zeros(3, dtype=torch.bool)),
     "spread-or-median-of-nothing": step(lambda x: x.median(), x=torch.zeros(0)),
@@ -238,6 +241,8 @@ CASES: dict[str, Make] = {
     "exp-overflow": step(lambda x: x.exp(), x=torch.tensor([100.0, 1.0])),
     "log-rate-overflow": step(lambda x, y: F.poisson_nll_loss(x, y), x=torch.tensor([100.0, 1.0]), y=torch.ones(2)),
     "exp-then-normalised": step(lambda x: (q := x.exp()) / q.sum(), x=torch.tensor([100.0, 1.0])),
+    "norm-squares-overflow": step(lambda x: (x * x).sum(-1).sqrt(), x=torch.tensor([[1e25, 1.0], [3.0, 4.0]])),
+    "loss-exploded": with_timeline(unknown, loss=[0.7, 1.2, -0.5, 3.0, 2.8e8]),
     "learning-rate-divergence": with_timeline(
         step(lambda x, y: x @ y, x=torch.full((2, 2), 1e25), y=torch.full((2, 2), 1e25)),
         loss=[1.0, 2.0, 30.0, 4e4, 1e9]),
@@ -330,6 +335,8 @@ MISSES: dict[str, str | Make] = {
     "zero-by-zero": "division-by-zero",
     "division-by-zero": "zero-by-zero",
     "weight-norm-of-zero": "normalise-zero-vector",
+    "in-place-on-saved": "backward-twice",
+    "backward-twice": "in-place-on-saved",
     "std-of-one": "spread-or-median-of-nothing",
     "mean-of-nothing": step(lambda x, m: x.masked_fill(m, NAN).nanmean(), x=torch.ones(1), m=torch.tensor([True])),
     "spread-or-median-of-nothing": "std-of-one",
@@ -363,6 +370,8 @@ MISSES: dict[str, str | Make] = {
     "log-rate-overflow": step(lambda x, y: F.poisson_nll_loss(x, y, log_input=False, eps=0.0),
                               x=torch.tensor([100.0, 0.0]), y=torch.ones(2)),
     "exp-then-normalised": "exp-overflow",
+    "norm-squares-overflow": step(lambda x: (x * x).sum(-1), x=torch.tensor([1e25, 1.0])),
+    "loss-exploded": with_timeline(unknown, loss=[0.7, 1.2, 4e4, 3.0, 2.8e8]),
     "learning-rate-divergence": with_timeline(
         step(lambda x, y: x @ y, x=torch.full((2, 2), 1e25), y=torch.full((2, 2), 1e25)),
         loss=[1.0, 0.5, 0.3, 0.2, 20.0]),

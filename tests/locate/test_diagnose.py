@@ -487,3 +487,69 @@ def test_a_call_in_a_custom_backward_is_no_derivative(
     assert phase_words(snapshot.failure) == "in the backward of a custom autograd function"
     assert "derivative" not in expect(snapshot).expected + expect(snapshot).observed
     assert diagnose(snapshot).id == entry
+
+
+def _added(h: torch.Tensor) -> torch.Tensor:
+    h += 1
+    return h
+
+
+def _part_written(h: torch.Tensor) -> torch.Tensor:
+    h[0] = 0.0
+    return h * 2
+
+
+def _part_changed(h: torch.Tensor) -> torch.Tensor:
+    h[0] *= 3
+    return h
+
+
+@pytest.mark.parametrize(
+    ("write", "code"),
+    [
+        (_added, "= h + 1"),
+        (lambda h: F.relu(h, inplace=True), "F.relu(h)"),
+        (lambda h: h.mul_(2.0) + 1, "h * 2.0 + 1"),
+        (_part_written, "clone()"),
+        (_part_changed, ""),
+    ],
+)
+def test_an_in_place_write_is_named_and_taken_out_of_place(
+    write: Callable[[torch.Tensor], torch.Tensor], code: str
+) -> None:
+    def step(x: torch.Tensor) -> None:
+        h = torch.sigmoid(x)
+        other = torch.zeros(2)
+        other += 1  # harmless
+        (write(h) * other).sum().backward()
+
+    snapshot = record(step, x=torch.tensor([1.0, 2.0]).requires_grad_())
+    found = diagnose(snapshot, write=fix_code)
+    assert (found.id, found.confidence) == ("in-place-on-saved", "certain")
+    assert "the result of `Sigmoid`" in found.mechanism and "test_diagnose.py:" in found.mechanism
+    assert found.fix is not None and found.fix.helped and code in found.fix.code
+    assert found.fix.outcome.startswith("loss") and "test_diagnose.py:" in found.fix.where[0]
+
+
+def test_a_graph_that_is_carried_along_is_cut_where_keeping_it_does_not_help() -> None:
+    def step(x: torch.Tensor, weight: torch.Tensor) -> None:
+        hidden = torch.tanh(x * weight)
+        hidden.sum().backward(retain_graph=False)
+        with torch.no_grad():
+            weight -= 0.1 * x
+        torch.tanh(hidden * weight).sum().backward()
+
+    x, weight = torch.tensor([1.0, 2.0]).requires_grad_(), torch.tensor([0.5, 0.1]).requires_grad_()
+    found = diagnose(record(step, x=x, weight=weight))
+    assert found.id == "backward-twice" and found.fix is not None
+    assert found.fix.text == ("detach what an earlier backward pass has gone through",)
+
+
+@pytest.mark.parametrize(
+    "norm", [torch.linalg.vector_norm, torch.norm, lambda x: x.pow(2).sum().sqrt(), lambda x: x.square().mean().sqrt()]
+)
+def test_a_norm_whose_squares_overflow_is_scaled_first(norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.tensor([3e25, 4e25]).requires_grad_()
+    found = diagnose(record(lambda x: norm(x).log().backward(), x=x))
+    assert found.id == "norm-squares-overflow" and found.fix is not None
+    assert found.fix.is_plausible and "loss 5" in found.fix.outcome

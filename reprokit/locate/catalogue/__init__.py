@@ -76,7 +76,7 @@ class Entry:
 
 FILES = (
     "gradients", "half", "domain", "softmax", "optimizers", "division", "reductions", "labels", "linalg", "inputs",
-    "growth", "infinities",
+    "growth", "infinities", "graphs",
 )  # fmt: skip
 
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 from reprokit.locate.calls import argument_at, short_name, slot_of
 from reprokit.locate.edits import Edited, Editor
+from reprokit.locate.graphs import find_write, with_graphs_cut, with_graphs_kept
 from reprokit.locate.rewrites.registry import everywhere, rewrite
 from reprokit.locate.scene import Scene
+from reprokit.locate.signs.precision import root_of_squares
 from reprokit.locate.signs.registry import number_named
-from reprokit.program.ir import Call, Ref, iter_refs
+from reprokit.program.ir import Call, Ref, iter_refs, substitute
 
 
 @rewrite
@@ -123,3 +125,48 @@ def guarded_weight_norm(scene: Scene) -> Edited | None:
         return [norm, bound, unit, scaled]
 
     return everywhere(scene, change)
+
+
+@rewrite
+def out_of_place(scene: Scene) -> Edited | None:
+    """The write that a backward pass objects to, into a new tensor."""
+    found = find_write(scene)
+    return Edited(found[1], scene.tensors, site=found[0].site) if found is not None else None
+
+
+@rewrite
+def keep_graphs(scene: Scene) -> Edited | None:
+    """``retain_graph=True`` in all backward passes but the last."""
+    return Edited(with_graphs_kept(scene.program), scene.tensors)
+
+
+@rewrite
+def cut_graphs(scene: Scene) -> Edited | None:
+    """``detach()`` where later calls read what an earlier backward pass has gone through."""
+    found = with_graphs_cut(scene.program)
+    return Edited(found[0], scene.tensors, site=found[1].site) if found is not None else None
+
+
+@rewrite
+def scale_first(scene: Scene) -> Edited | None:
+    """A norm of numbers that were divided by the largest of them, which multiplies the norm."""
+    index, end = scene.failure.call_index, root_of_squares(scene)
+    if index is None or end is None:
+        return None
+    program, editor = scene.program, Editor(scene.program)
+    call, root = program.calls[index], program.calls[end]
+    if not isinstance(call.args[0], Ref) or not isinstance(root.outputs, Ref):
+        return None
+    plain, constant = editor.call(call, "torch.Tensor.detach", call.args[0])
+    sizes, each = editor.call(call, "torch.Tensor.abs", constant)
+    largest, top = editor.call(call, "torch.Tensor.amax", each)
+    divide, scaled = editor.call(call, "torch.Tensor.div", call.args[0], top)
+    changed, raw = replace(call, args=substitute(call.args, {call.args[0].value: scaled})), editor.value()
+    multiply, _ = editor.call(root, "torch.Tensor.mul", raw, top, to=root.outputs)
+    if index == end:
+        changed = replace(changed, outputs=raw)
+        editor.put(index, [plain, sizes, largest, divide, changed, multiply])
+    else:
+        editor.put(index, [plain, sizes, largest, divide, changed])
+        editor.put(end, [replace(root, outputs=raw), multiply])
+    return Edited(editor.finish(), scene.tensors)

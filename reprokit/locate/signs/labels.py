@@ -9,6 +9,7 @@ import torch
 
 from reprokit.locate.calls import short_name
 from reprokit.locate.failure import EXCEPTION
+from reprokit.locate.graphs import find_write
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs.arguments import dimension
 from reprokit.locate.signs.registry import Numbers, places, sign
@@ -27,6 +28,20 @@ def raises(scene: Scene, pattern: str) -> Numbers | None:
     kind, message = scene.failure.exception
     lines = message.strip().splitlines() or [""]
     return {"exception": f"{kind}: {lines[0]}"} if re.search(pattern, f"{kind}: {message}", re.IGNORECASE) else None
+
+
+@sign
+def writes_what_backward_needs(scene: Scene) -> Numbers | None:
+    """The in-place call without which the backward pass does not raise."""
+    found = find_write(scene)
+    if found is None:
+        return None
+    site = found[0].site
+    place = f" at {site.file}:{site.line}" if site is not None else ""
+    message = scene.failure.exception[1] if scene.failure.exception is not None else ""
+    saver = re.search(r"which is output \d+ of (\w+?)(?:Backward\d*)?[,;]", message)
+    needed = f"the result of `{saver[1]}`" if saver is not None else "a tensor"
+    return {"writer": f"`{short_name(found[0])}`{place}", "needed": needed}
 
 
 @sign

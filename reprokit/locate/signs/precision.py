@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from reprokit.locate.calls import Slot, short_name
+from reprokit.locate.calls import VIEWS, Slot, short_name
 from reprokit.locate.scene import Scene, recompute
 from reprokit.locate.signs.registry import (
     Numbers,
@@ -72,6 +72,47 @@ def derivative_overflows(scene: Scene) -> Numbers | None:
             largest = float(derivative.abs().max())
             return places(derivative.abs() > limit, largest=largest, limit=limit, dtype=dtype_name(leaf))
     return None
+
+
+_NORMS = ("norm", "vector_norm", "matrix_norm")
+_SQUARES = ("pow", "square", "mul")
+_TO_ROOT = frozenset({"sum", "mean", "add", "clamp", *VIEWS})
+
+
+def root_of_squares(scene: Scene) -> int | None:
+    """The call that takes the root of the squares which the origin computes: the origin itself if it is a norm."""
+    index, call = scene.failure.call_index, scene.call
+    if index is None or call is None or short_name(call) in _NORMS:
+        return index
+    base, exponent = scene.tensor("x"), scene.tensor("y")
+    is_square = short_name(call) == "square" or (short_name(call) == "mul" and call.args[:1] == call.args[1:2])
+    is_square = is_square or (short_name(call) == "pow" and exponent is not None and bool((exponent == 2).all()))
+    if short_name(call) not in _SQUARES or not is_square or base is None:
+        return None
+    value = call.output_refs()[0]
+    for number in range(index + 1, len(scene.program.calls)):
+        later = scene.program.calls[number]
+        if value in later.input_refs():
+            if short_name(later) == "sqrt":
+                return number
+            if short_name(later) not in _TO_ROOT or not later.output_refs():
+                return None
+            value = later.output_refs()[0]
+    return None
+
+
+@sign
+def squares_overflow(scene: Scene) -> Numbers | None:
+    """True if a norm of finite numbers is infinite only because their squares are."""
+    seen, result, x = scene.origin, scene.tensor("result"), scene.tensor("x")
+    if seen is None or result is None or x is None or not x.is_floating_point() or not bool(x.isfinite().all()):
+        return None
+    if bool(result.isfinite().all()) or root_of_squares(scene) is None or not x.numel():
+        return None
+    largest, limit = float(x.abs().max()), torch.finfo(x.dtype).max
+    if largest * math.sqrt(x.numel()) > limit:
+        return None  # the norm itself may be too large
+    return {"largest": largest, "limit": limit, "root": math.sqrt(limit), "dtype": dtype_name(x)}
 
 
 @sign

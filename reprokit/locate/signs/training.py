@@ -110,6 +110,21 @@ def loss_was_growing(scene: Scene, factor: float = 10.0) -> Numbers | None:
 
 
 @sign
+def loss_exploded(scene: Scene, factor: float = 1000.0) -> Numbers | None:
+    """True if the last finite loss is this many times the usual one, and those before it are not."""
+    steps = [(int(row["step"]), abs(float(row["loss"]))) for row in scene.timeline if _is_number(row.get("loss"))]
+    if len(steps) < 4:
+        return None
+    *before, (step, size) = steps[-_TAIL:]
+    usual = max(statistics.median(size for _, size in before), 1e-12)
+    if size < factor * usual or max(size for _, size in before) >= factor * usual:
+        return None
+    rate = next((row.get("lr") for row in reversed(scene.timeline) if _is_number(row.get("lr"))), None)
+    words = f", at a learning rate of {rate:.4g}" if rate is not None else ""
+    return {"usual": usual, "size": size, "times": size / usual, "step": step, "from_step": before[-1][0], "lr": words}
+
+
+@sign
 def parameters_are_huge(scene: Scene, bound: float = 1e6) -> Numbers | None:
     """Whether parameters have left every usual range before the step."""
     worst, name = 0.0, ""

@@ -1,0 +1,143 @@
+"""What an exception of a backward pass is about: values written in place, or a graph that is gone.
+
+The call at fault is found by running the step with its write out of place.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from reprokit.locate.calls import VIEWS, short_name
+from reprokit.locate.scene import Scene
+from reprokit.program.functions import is_in_place, is_torch_function
+from reprokit.program.ir import Call, Program, Ref, iter_refs, substitute
+from reprokit.program.run import run
+
+_MAX_WRITES = 8  # that are tried, each in a run of the step
+
+
+def find_write(scene: Scene) -> tuple[Call, Program] | None:
+    """The call that writes in place into what the failing backward pass needs, and the step with it out of place.
+
+    The latest such call that alone is at fault, else the first that is together with those before it.
+    """
+    if "write" not in scene.found_out:
+        scene.found_out["write"] = next(_tried(scene), None)
+    found: tuple[Call, Program] | None = scene.found_out["write"]
+    return found
+
+
+def _tried(scene: Scene) -> Iterator[tuple[Call, Program]]:
+    program, end = scene.program, scene.failure.call_index
+    indexes = range(end - 1, -1, -1) if end is not None else ()
+    writes = [n for n in indexes if is_in_place(program.calls[n].target) or _inplace_flag(program.calls[n])]
+    for index in writes[:_MAX_WRITES]:
+        alone = _out_of_place(program, index)
+        if alone is not None and run(alone, scene.tensors).error is None:
+            yield program.calls[index], alone
+    together = program
+    for index in reversed(writes[:_MAX_WRITES]):  # `h[0] += 1` writes twice
+        together = _out_of_place(together, index + len(together.calls) - len(program.calls)) or together
+        if together is not program and run(together, scene.tensors).error is None:
+            yield program.calls[index], together
+
+
+def _inplace_flag(call: Call) -> bool:
+    return call.kwargs.get("inplace") is True
+
+
+def _out_of_place(program: Program, index: int) -> Program | None:
+    """The program with the result of an in-place call in a new tensor, which all later calls read.
+
+    ``None`` for state, and where a later call reads the same memory under another name.
+    """
+    call = program.calls[index]
+    target = next(iter_refs(call.args), None)
+    inputs = {item.value: item for item in program.inputs}
+    if target is None or (target.value in inputs and inputs[target.value].role != "batch"):
+        return None
+    earlier, later = program.calls[:index], program.calls[index + 1 :]
+    shared = _aliases(program, target.value) - {target.value}
+    until = itertools.takewhile(lambda item: not _puts_back(item, target), later)
+    if any(shared.intersection(item.input_refs()) for item in until):
+        return None
+    new = Ref(program.next_value())
+    change = {target.value: new}
+    behind = tuple(
+        replace(
+            item,
+            args=substitute(item.args, change),
+            kwargs=substitute(dict(item.kwargs), change),
+            outputs=substitute(item.outputs, change),
+        )
+        for item in later
+    )
+    outputs = tuple(new if ref == target else ref for ref in program.outputs)
+    return replace(program, calls=(*earlier, *_plain_calls(call, target, new), *behind), outputs=outputs)
+
+
+def _puts_back(call: Call, target: Ref) -> bool:
+    """True for the second half of ``h[0] += 1``, which writes the changed part where it was."""
+    return call.name == "__setitem__" and call.args[-1:] == (target,)
+
+
+def _plain_calls(call: Call, target: Ref, new: Ref) -> list[Call]:
+    """The call out of place: its own form without the write, or the same write into a copy."""
+    if _inplace_flag(call):
+        return [replace(call, kwargs={n: v for n, v in call.kwargs.items() if n != "inplace"}, outputs=new)]
+    owner, _, last = call.target.rpartition(".")
+    name = f"{owner}.__{last[3:]}" if last.startswith("__i") else f"{owner}.{last.removesuffix('_')}"
+    if last != "__setitem__" and short_name(call) not in ("copy", "fill", "zero") and is_torch_function(name):
+        return [replace(call, target=name, outputs=new)]
+    clone = replace(call, target="torch.Tensor.clone", args=(target,), kwargs={}, outputs=new)
+    change = {target.value: new}
+    return [clone, replace(call, args=substitute(call.args, change), outputs=substitute(call.outputs, change))]
+
+
+def _aliases(program: Program, value: int) -> set[int]:
+    """The values that may share memory with one, by views of views."""
+    group, size = {value}, 0
+    while len(group) > size:
+        size = len(group)
+        for call in program.calls:
+            linked = {*call.output_refs(), *(ref.value for ref in iter_refs(call.args[:1]))}
+            if short_name(call) in VIEWS and short_name(call) not in ("clone", "repeat") and group & linked:
+                group |= linked
+    return group
+
+
+def with_graphs_kept(program: Program) -> Program:
+    """The program with ``retain_graph=True`` in every backward pass but the last."""
+    passes = [index for index, call in enumerate(program.calls) if call.is_differentiation]
+    return replace(
+        program,
+        calls=tuple(
+            replace(call, kwargs={**call.kwargs, "retain_graph": True}) if index in passes[:-1] else call
+            for index, call in enumerate(program.calls)
+        ),
+    )
+
+
+def with_graphs_cut(program: Program) -> tuple[Program, Call] | None:
+    """The program that detaches what was computed before its first backward pass where later calls read it, and the
+    first call that does; ``None`` if none does."""
+    first = next((index for index, call in enumerate(program.calls) if call.is_differentiation), None)
+    if first is None:
+        return None
+    old = {value for call in program.calls[:first] for value in call.output_refs()}
+    new_values, calls, reader = dict[int, Ref](), list(program.calls[: first + 1]), None
+    following = program.next_value()
+    for call in program.calls[first + 1 :]:
+        read = [value for value in call.input_refs() if value in old and value not in new_values]
+        if not call.is_differentiation and not call.is_optimizer_step and call.output_refs():
+            reader = reader or (call if read else None)
+            for value in read:
+                new_values[value] = Ref(following)
+                calls.append(replace(call, target="torch.Tensor.detach", args=(Ref(value),), kwargs={},
+                                     outputs=Ref(following)))  # fmt: skip
+                following += 1
+        args, kwargs = substitute((call.args, dict(call.kwargs)), new_values)
+        calls.append(replace(call, args=args, kwargs=kwargs))
+    return (replace(program, calls=tuple(calls)), reader) if reader is not None else None
