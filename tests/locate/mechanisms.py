@@ -64,11 +64,11 @@ def sgd(lr: float, *, grad: float = 1e30, dtype: torch.dtype = torch.float32) ->
     return optimizer("SGD", torch.ones(2, dtype=dtype), torch.full((2,), grad, dtype=dtype), {}, lr=lr)
 
 
-def bad_input(role: str) -> Make:
+def bad_input(role: str, *, is_scalar: bool = False) -> Make:
     def make() -> Snapshot:
         inputs = (Input(0, "image", role), Input(1, "weight"))
         program = Program((Call("torch.Tensor.mul", (Ref(0), Ref(1)), outputs=Ref(2)),), inputs, (Ref(2),))
-        return snapshot_of(program, {0: torch.tensor([1.0, NAN]), 1: torch.ones(2)})
+        return snapshot_of(program, {0: torch.tensor(NAN if is_scalar else [1.0, NAN]), 1: torch.ones(2)})
 
     return make
 
@@ -235,6 +235,7 @@ CASES: dict[str, Make] = {
     "cholesky-not-positive": raising(lambda x: torch.linalg.cholesky(x), x=torch.ones(2, 2)),
     "decomposition-of-bad-values": raising(lambda x: torch.linalg.svd(x), x=torch.full((2, 2), NAN)),
     "bad-data": bad_input("batch"),
+    "bad-number": bad_input("batch", is_scalar=True),
     "bad-parameter": bad_input("parameter"),
     "outlying-row": lambda: with_batch(unknown(), 6000.0),
     "bad-gradient-given": bad_input("gradient"),
@@ -362,7 +363,8 @@ MISSES: dict[str, str | Make] = {
     "singular-matrix": raising(lambda x: torch.linalg.inv(x), x=seeded(2, 3)),
     "cholesky-not-positive": raising(lambda x: torch.linalg.cholesky(x), x=seeded(2, 3)),
     "decomposition-of-bad-values": "cholesky-not-positive",
-    "bad-data": "bad-parameter",
+    "bad-data": "bad-number",
+    "bad-number": "bad-data",
     "bad-parameter": "bad-data",
     "outlying-row": lambda: with_batch(unknown(), 60.0),
     "bad-gradient-given": "bad-data",

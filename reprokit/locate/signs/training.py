@@ -60,13 +60,15 @@ def _is_bad(value: Any) -> bool:
 
 
 @sign
-def input_is(scene: Scene, roles: Sequence[str]) -> Numbers | None:
-    """Whether an input of one of these roles was bad before the first call."""
+def input_is(scene: Scene, roles: Sequence[str], scalar: bool | None = None) -> Numbers | None:
+    """Whether an input of one of these roles was bad before the first call; ``scalar``: a single number, or none."""
     failure = scene.failure
     if failure.call is not None or failure.value is None:
         return None
     item = next((item for item in scene.program.inputs if item.value == failure.value), None)
     if item is None or item.role not in roles:
+        return None
+    if scalar is not None and scalar is not (scene.tensors[item.value].dim() == 0):
         return None
     return {"input": f"`{item.name}`", "count": failure.num_bad, "total": failure.num_elements, "role": item.role}
 
