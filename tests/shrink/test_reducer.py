@@ -313,7 +313,7 @@ def test_a_pass_that_breaks_off_costs_nothing_else(monkeypatch: pytest.MonkeyPat
     def breaks(*args: object) -> None:
         raise RuntimeError("not today\nand more")
 
-    monkeypatch.setattr("reprokit.shrink.passes.sizes.find_classes", breaks)
+    monkeypatch.setattr("reprokit.shrink.problem.find_classes", breaks)
     monkeypatch.setattr("reprokit.shrink.reducer.explain", breaks)
     monkeypatch.setattr("reprokit.shrink.reducer.find_context", breaks)
     reduction = shrink(failing.zero_by_zero())
