@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 from reprokit.capture import exceptions
 from reprokit.capture.entry import Entry
 from reprokit.capture.judge import Judge
+from reprokit.capture.rescue import Made
 from reprokit.capture.saving import Noticed, Place, snapshot_of
 from reprokit.capture.training import Training
 from reprokit.snapshot.format import Snapshot
@@ -68,7 +70,7 @@ class Failures:
         self.results: list[dict[str, Any]] = []
         self.is_deliberate = False
         self.held: Entry | None = None
-        self._kept: Snapshot | None = None
+        self._kept: Made | None = None
         self._kept_for: set[int] = set()
         self._session = session
         self._training = training
@@ -95,7 +97,7 @@ class Failures:
                 self._session.complain(f"could not keep the step in which `{bad[0][0]}` went bad", error)
                 return
         self._session.say(
-            f"`{bad[0][0]}` went bad at step {self._kept.step}; the loss and the gradients are finite, "
+            f"`{bad[0][0]}` went bad at step {self._kept.snapshot.step}; the loss and the gradients are finite, "
             "so the step is saved when the training ends without another failure"
         )
 
@@ -169,14 +171,14 @@ class Failures:
             self._session.say(f"the gradients went bad on rank {guilty[0]}, which saves its step")
         return rank in guilty or (not guilty and rank == 0)
 
-    def _snapshot(self, noticed: Noticed) -> Snapshot:
+    def _snapshot(self, noticed: Noticed) -> Made:
         """The failing step; the one in which a buffer went bad before, if that is where the failure comes from."""
         if noticed.observed_at == "output" and noticed.pending is None and self._kept is not None:
             return self._kept
         made = snapshot_of(self._training, noticed, self._command, {"watch": self._judge.watch})
         if self._kept is not None and id(made.culprit) in self._kept_for:
             return self._kept
-        return self._place.private(made.snapshot)
+        return replace(made, snapshot=self._place.private(made.snapshot))
 
     def _announcement(self, noticed: Noticed) -> str:
         """What was noticed, at which step, and what is done now, which may take long."""
@@ -195,10 +197,10 @@ class Failures:
         with self._session.replaying():
             try:
                 self._session.say(self._announcement(noticed))
-                snapshot = self._snapshot(noticed)
-                if is_wanted is not None and not is_wanted(snapshot):
+                made = self._snapshot(noticed)
+                if is_wanted is not None and not is_wanted(made.snapshot):
                     return None
-                path = self._place.write(snapshot)
+                path, snapshot = self._place.write(made)
             except Exception as error:
                 self._session.complain("could not save the failing step", error)
                 return None

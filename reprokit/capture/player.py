@@ -198,6 +198,13 @@ def is_same(seen: torch.Tensor | float, new: torch.Tensor) -> bool:
     return value == seen and math.copysign(1, value) == math.copysign(1, seen)
 
 
+def is_close(seen: torch.Tensor | float, new: torch.Tensor) -> bool:
+    """True if a tensor differs from what was seen by no more than rounding may."""
+    before = seen.detach() if isinstance(seen, torch.Tensor) else torch.tensor(seen, dtype=new.dtype)
+    same_kind = before.shape == new.shape and before.dtype == new.dtype
+    return same_kind and torch.allclose(before.to(new.device), new.detach(), rtol=1e-3, equal_nan=True)
+
+
 def describe_mismatch(what: str, old: torch.Tensor | float, new: torch.Tensor) -> str:
     """In which way two tensors that ought to be equal are not."""
     if new.numel() == 1 and (not isinstance(old, torch.Tensor) or old.numel() == 1):

@@ -6,21 +6,21 @@ user's own code runs once more; the state it changes is put back by the caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from reprokit.capture.entry import Entry, starts_of
-from reprokit.capture.player import Player, describe_mismatch, is_same, owned_by, step_without_hooks
+from reprokit.capture.player import Player, describe_mismatch, is_close, is_same, owned_by, step_without_hooks
 from reprokit.capture.structure import iter_tensors
 from reprokit.locate.blame import GRAD_SCALER
 from reprokit.program.encode import CannotRecord
 from reprokit.program.functions import GRAD_WRITES, written_argument
 from reprokit.program.ir import AUTOGRAD_BACKWARD, ZERO_GRAD, Call, Program, Ref
-from reprokit.program.memory import copies_of, same_bits
-from reprokit.program.run import Modes, run
+from reprokit.program.memory import copies_of
+from reprokit.program.run import Modes
 from reprokit.program.sites import make_site
 from reprokit.program.trace import Origin, Tracer, recording
 
@@ -31,7 +31,8 @@ class Replayed:
 
     ``mismatches`` says in words what differed, best known first; empty means bit-equal. ``error`` is what playing
     raised. ``borrowed`` are the inputs that share memory with live tensors until `own_tensors`; ``sources`` are the
-    loop's tensors behind the inputs, by value number.
+    loop's tensors behind the inputs, ``losses`` what backward passes started from, ``devices`` where inputs were, by
+    value number.
     """
 
     program: Program
@@ -41,9 +42,12 @@ class Replayed:
     is_close: bool = True
     error: Exception | None = None
     sources: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    devices: dict[int, torch.device] = field(default_factory=dict)
 
     def own_tensors(self) -> None:
         """Copy what is borrowed to the host, before the live tensors get other contents."""
+        self.devices = {value: tensor.device for value, tensor in self.tensors.items() if not tensor.is_cpu}
         self.tensors.update(copies_of({value: self.tensors[value] for value in self.borrowed}, "cpu"))
         self.borrowed = frozenset()
 
@@ -86,9 +90,8 @@ def replay(
     tensors = {item.value: recorder.tracer.tensors[item.value] for item in program.inputs}
     borrowed = recorder.tracer.borrowed & tensors.keys()
     sources = {item.value: recorder.source_of(item.value) for item in program.inputs}
-    replayed = Replayed(program, tensors, borrowed, recorder.mismatches, recorder.is_close, error, sources)
-    _compare(replayed, recorder.starts)
-    return replayed
+    known = recorder.mismatches, recorder.is_close, error, sources, recorder.losses
+    return Replayed(program, tensors, borrowed, *known)
 
 
 def needed_entries(entries: list[Entry], keep: Entry | None = None) -> list[Entry]:
@@ -141,7 +144,7 @@ class _Recorder(Player):
         super().__init__(saved, with_gradient, state=state)
         self._zeroed: dict[int, tuple[torch.Tensor, int]] = {}
         self.tracer = Tracer(self._describe, driver=_DRIVER, root_names=root_names)
-        self.starts: list[tuple[int, torch.Tensor]] = []
+        self.losses: dict[int, torch.Tensor] = {}
         self.is_close = True
         self._describe_old = describe
         self._differentiated = False
@@ -249,10 +252,10 @@ class _Recorder(Player):
         for old, new in zip(olds, starts_of(args, kwargs), strict=False):
             if (entry.settings is not None or old.numel()) and not is_same(old, new):
                 self.mismatches.append(describe_mismatch("the loss", old, new))
-                self.is_close = self.is_close and _is_close(old, new)
+                self.is_close = self.is_close and is_close(old, new)
             value = self.tracer.value_of(new)
             if value is not None:
-                self.starts.append((value, new.detach().clone()))
+                self.losses[value] = new.detach().clone()
 
     def _describe(self, tensor: torch.Tensor) -> Origin | None:
         origin = self._describe_old(self._old.get(id(tensor), tensor))
@@ -266,24 +269,3 @@ class _Recorder(Player):
 
 
 _DRIVER = __file__
-
-
-def _is_close(old: torch.Tensor | float, new: torch.Tensor) -> bool:
-    before = old.detach() if isinstance(old, torch.Tensor) else torch.tensor(old, dtype=new.dtype)
-    same_kind = before.shape == new.shape and before.dtype == new.dtype
-    return same_kind and torch.allclose(before.to(new.device), new.detach(), rtol=1e-3, equal_nan=True)
-
-
-def _compare(replayed: Replayed, starts: Iterable[tuple[int, torch.Tensor]]) -> None:
-    """Run the program by itself and compare what differentiations start from with the traced run."""
-    expected = dict(starts)
-    outcome = run(replayed.program, replayed.tensors, keep=frozenset(expected))
-    if outcome.error is not None and replayed.error is None:
-        call = replayed.program.calls[outcome.error_call or 0]
-        replayed.mismatches.append(f"`{call.target}` raised in the replay: {outcome.error}")
-        replayed.is_close = False
-    for value, old in expected.items():
-        new = outcome.values.get(value)
-        if new is not None and not same_bits(old, new):
-            replayed.mismatches.append(describe_mismatch("the program's loss", old, new))
-            replayed.is_close = replayed.is_close and _is_close(old, new)

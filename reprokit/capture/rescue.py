@@ -85,10 +85,15 @@ class FailedStep:
 
 @dataclass(frozen=True)
 class Made:
-    """A snapshot; ``culprit`` is the tensor that was bad already when the step began, if that is the failure."""
+    """A snapshot; ``culprit`` is the tensor that was bad already when the step began, if that is the failure.
+
+    ``losses`` and ``devices`` are those of the replay.
+    """
 
     snapshot: Snapshot
     culprit: torch.Tensor | None = None
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    devices: dict[int, torch.device] = field(default_factory=dict)
 
 
 def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
@@ -116,7 +121,8 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
     replayed.is_close = replayed.is_close and not step.notes
     is_given = failure.call is None and failure.input_name is not None and failure.value is not None
     culprit = replayed.sources.get(failure.value or 0) if is_given else None
-    return Made(_assemble(step, replayed, failure, notes, rng, frame), culprit)
+    snapshot = _assemble(step, replayed, failure, notes, rng, frame)
+    return Made(snapshot, culprit, replayed.losses, replayed.devices)
 
 
 def _replay(

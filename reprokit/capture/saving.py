@@ -16,6 +16,7 @@ import torch
 
 from reprokit.capture.entry import Entry
 from reprokit.capture.exceptions import Raised
+from reprokit.capture.fidelity import checked
 from reprokit.capture.past import PastStep, split
 from reprokit.capture.rescue import FailedStep, Made, make_snapshot, snapshot_without_replay
 from reprokit.capture.rewind import Found, Rewind
@@ -68,13 +69,15 @@ class Place:
         """What may be written and told of a snapshot."""
         return private(snapshot, self.source)
 
-    def write(self, snapshot: Snapshot) -> Path:
-        """Write the file; another name is found when it is taken and may not be overwritten."""
+    def write(self, made: Made) -> tuple[Path, Snapshot]:
+        """Write the file and read it back; another name is found when it is taken and may not be overwritten."""
+        snapshot = made.snapshot
         path = self.output or free_path(self.directory, f"{self.name}-step{snapshot.step}")
         if path.exists() and not self.overwrite:
             path = free_path(path.parent, path.name.removesuffix(".pt").removesuffix(".repro"))
         save(snapshot, path)
-        return path
+        snapshot.tensors.clear()  # what is read back takes their place
+        return path, checked(path, made.losses, made.devices)
 
 
 def snapshot_of(training: Training, noticed: Noticed, command: Sequence[str], described: dict[str, Any]) -> Made:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import reprokit
+from reprokit.capture.fidelity import NOT_OF_TORCH
 from reprokit.capture.session import Session
 from reprokit.locate.diagnose import diagnose
 from reprokit.render.diagnosis import markdown, one_line
@@ -87,7 +88,7 @@ def test_it_is_saved(loop: Callable[[], None], tmp_path: Path) -> None:
     assert snapshot.failure.exception is not None and snapshot.failure.exception[0] == expected.name
     assert snapshot.failure.site is not None
     assert Path(snapshot.failure.site.file).name in ("test_exceptions.py", "traps_checks.py")
-    assert fidelity(snapshot) == EXACT
+    assert fidelity(snapshot) == (EXACT if call is not None else ("unfaithful", NOT_OF_TORCH))
 
 
 @pytest.mark.parametrize("loop", EXPECTED, ids=lambda loop: loop.__name__)
@@ -543,7 +544,7 @@ def test_the_exception_behind_an_exit(
     snapshot = capture_raising(loop, SystemExit, tmp_path)
     assert where(snapshot) == (BAD_STEP, "forward", call)
     assert snapshot.failure.exception is not None and snapshot.failure.exception[0] == name
-    assert fidelity(snapshot) == EXACT
+    assert fidelity(snapshot) == (EXACT if call is not None else ("unfaithful", NOT_OF_TORCH))
 
 
 def recovers_and_exits() -> None:

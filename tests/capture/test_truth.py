@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reprokit.capture import failures
+from reprokit.capture import failures, saving
 from reprokit.capture.rescue import Made
 from reprokit.capture.session import Session
 from reprokit.program.memory import same_bits
-from reprokit.snapshot.format import Snapshot, load
+from reprokit.snapshot.format import Snapshot, load, save
 from tests.capture.traps_checks import (
     EXACT,
     Gated,
@@ -119,7 +120,7 @@ def run_with(run: Run, folder: Path, *, is_sharded: bool = False, **options: Any
     def snapshot_of(training: Any, *arguments: Any) -> Made:
         training.ranks.is_sharded = is_sharded
         found = original(training, *arguments)
-        made.append(found.snapshot)
+        made.append(replace(found.snapshot, tensors=dict(found.snapshot.tensors)))
         live = {tensor.untyped_storage().data_ptr() for tensor in run.live()}
         assert live.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in made[0].tensors.values())
         return found
@@ -323,6 +324,93 @@ def test_a_parameter_frozen_midway_is_played_as_it_was(tmp_path: Path) -> None:
 
     snapshot = check_caught(loop, tmp_path, history=50)
     assert (where(snapshot), fidelity(snapshot)) == ((12, "optimizer", "torch.optim.SGD.step"), EXACT)
+
+
+# -- fidelity of the file -------------------------------------------------------------------------------------------
+
+
+def failing_training() -> list[torch.Tensor]:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        scale = torch.full((), 0.5)
+        loss = divided_loss(model(x) * scale, y, step == 3)
+        update(optimizer, loss)
+    return ending(model)
+
+
+def captured_with(change: Callable[[Snapshot], Snapshot], folder: Path) -> tuple[Snapshot, dict[str, Any]]:
+    """What is in the file, and what is told, when something changes the snapshot on its way to the disk."""
+    with pytest.MonkeyPatch.context() as patch, described_once():
+        patch.setattr(saving, "save", lambda snapshot, path: save(change(snapshot), path))
+        with Session(directory=folder, after="continue") as session:
+            failing_training()
+    assert [path.suffix for path in folder.iterdir()] == [".pt"]
+    return load(session.snapshots[0]), session.results[0]
+
+
+def with_tensors(snapshot: Snapshot, change: Callable[[torch.Tensor], torch.Tensor], role: str) -> Snapshot:
+    changed = {i.value: change(snapshot.tensors[i.value]) for i in snapshot.program.inputs if i.role == role}
+    return replace(snapshot, tensors={**snapshot.tensors, **changed})
+
+
+OTHERWISE: dict[str, tuple[Callable[[Snapshot], Snapshot], str]] = {
+    "parameters that are bad already": (
+        lambda snapshot: with_tensors(snapshot, lambda tensor: tensor * math.nan, "parameter"),
+        "the file fails in another way when it is run: nan in forward",
+    ),
+    "another step": (
+        lambda snapshot: replace(snapshot, program=replace(snapshot.program, calls=snapshot.program.calls[:-2])),
+        "the file does not fail when it is run",
+    ),
+    "another phase": (
+        lambda snapshot: replace(snapshot, failure=replace(snapshot.failure, phase="backward")),
+        "the file fails in another way when it is run: nan in forward",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_a_file_that_fails_otherwise_is_not_exact(name: str, tmp_path: Path) -> None:
+    change, note = OTHERWISE[name]
+    snapshot, told = captured_with(change, tmp_path)
+    assert fidelity(snapshot) == ("unfaithful", note) == (told["fidelity"], told["fidelity_note"])
+
+
+@pytest.mark.parametrize("factor, kind", [(1 + 1e-6, "close"), (1.5, "unfaithful")])
+def test_a_file_with_another_loss_is_not_exact(factor: float, kind: str, tmp_path: Path) -> None:
+    """A gradient fails, so the loss is a number."""
+
+    def loop() -> None:
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, x, y in batches():
+            update(optimizer, rooted_loss(model(x), y, step == 3))
+
+    with pytest.MonkeyPatch.context() as patch, described_once(), contextlib.suppress(SystemExit):
+        changed = lambda snapshot: with_tensors(snapshot, lambda tensor: tensor * factor, "parameter")  # noqa: E731
+        patch.setattr(saving, "save", lambda snapshot, path: save(changed(snapshot), path))
+        with Session(directory=tmp_path, watch="every-step") as session:
+            loop()
+    snapshot = load(session.snapshots[0])
+    assert snapshot.fidelity == kind and "the program's loss was" in str(snapshot.fidelity_note)
+
+
+def test_the_file_is_run_without_the_modes_around_the_failure(tmp_path: Path) -> None:
+    """The backward pass is called inside of autocast and of `no_grad`, which its forward was not."""
+
+    def loop() -> list[torch.Tensor]:
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, x, y in batches():
+            optimizer.zero_grad()
+            loss = divided_loss(model(x), y, step == 3)
+            with torch.no_grad():
+                loss.backward()
+            optimizer.step()
+        return ending(model)
+
+    assert fidelity(check_caught(loop, tmp_path)) == EXACT
 
 
 # -- bits -----------------------------------------------------------------------------------------------------------

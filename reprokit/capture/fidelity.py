@@ -1,0 +1,92 @@
+"""Fidelity, measured on the file: what was written is read back, run by itself and located.
+
+``exact`` stays only if that run fails as training did: same phase, kind and origin, and the loss that training saw.
+Otherwise the file is written again with a note of what differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reprokit.capture.player import describe_mismatch, is_close
+from reprokit.locate.blame import locate, locate_exception
+from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.program.memory import same_bits
+from reprokit.program.run import determinism, run
+from reprokit.snapshot.format import Snapshot, load, save
+
+NOT_OF_TORCH = "the exception was raised by code that is no torch call, so running the file does not raise it"
+
+
+def checked(path: Path, losses: Mapping[int, torch.Tensor], devices: Mapping[int, torch.device]) -> Snapshot:
+    """The snapshot in a file; its fidelity is that of the file afterwards.
+
+    ``losses`` are what backward passes started from in the replay, ``devices`` where inputs were that the file has on
+    the host, both by value number.
+    """
+    snapshot = load(path)
+    if not snapshot.program.calls:
+        return snapshot
+    placed = {value: tensor.to(devices.get(value, "cpu")) for value, tensor in snapshot.tensors.items()}
+    with _by_itself(snapshot.settings):
+        try:
+            differences = dict(_differences(replace(snapshot, tensors=placed), losses))
+        except Exception as error:  # whatever a device or a kernel may object to
+            differences = {f"running the file raised {type(error).__name__}: {error}": False}
+    if not differences:
+        return snapshot
+    is_near = snapshot.fidelity != "unfaithful" and all(differences.values())
+    notes = dict.fromkeys([*filter(None, [snapshot.fidelity_note]), *differences])
+    snapshot = replace(snapshot, fidelity="close" if is_near else "unfaithful", fidelity_note="; ".join(notes))
+    save(snapshot, path)
+    return snapshot
+
+
+def _differences(snapshot: Snapshot, losses: Mapping[int, torch.Tensor]) -> Iterator[tuple[str, bool]]:
+    """What differs from training, in words, and whether it is only a matter of rounding."""
+    program, tensors, failure = snapshot.program, snapshot.tensors, snapshot.failure
+    outcome = run(program, tensors, keep=frozenset(losses))
+    if outcome.error is not None and failure.kind != EXCEPTION:
+        call = program.calls[outcome.error_call or 0]
+        yield f"`{call.target}` raised in the replay: {outcome.error}", False
+    for value, old in losses.items():
+        new = outcome.values.get(value)
+        if new is not None and not same_bits(old, new):
+            yield describe_mismatch("the program's loss", old, new), is_close(old, new)
+    del outcome
+    if failure.call_index is not None or failure.input_name is not None:
+        found = locate_exception(program, tensors) if failure.kind == EXCEPTION else locate(program, tensors)
+        if found is None:
+            yield "the file does not fail when it is run", False
+        elif _signature(found) != _signature(failure):
+            yield f"the file fails in another way when it is run: {found.kind} in {found.phase}", False
+    elif failure.kind == EXCEPTION:
+        yield NOT_OF_TORCH, False
+
+
+def _signature(failure: Failure) -> tuple[Any, ...]:
+    raised = failure.exception[0] if failure.exception is not None else None
+    return failure.phase, failure.kind, failure.call, failure.call_index, failure.input_name, raised
+
+
+@contextlib.contextmanager
+def _by_itself(settings: Mapping[str, Any]) -> Iterator[None]:
+    """The settings of the file, without the modes and generators of the code around."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda", "mps", "xpu"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(determinism(settings))
+        yield
