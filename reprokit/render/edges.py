@@ -102,10 +102,11 @@ def _in_double(given: Given, program: Program, tensors: Tensors) -> Edge | None:
     bad = origin.bad if origin is not None else None
     if origin is None or bad is None:
         return None
-    lost = _lost_eps(given, bad.dtype) if any(map(ways_of, origin.made.values())) and not is_backward else None
-    if lost is not None:
-        return lost
     exact = _exact_gradient(given.failure, program, tensors) if is_backward else origin.exact(given.failure.way)
+    is_held = exact is not None and exact <= torch.finfo(bad.dtype).max
+    lost = _lost_eps(given, bad.dtype) if is_held and not is_backward else None
+    if lost is not None and any(map(ways_of, origin.made.values())):
+        return lost
     return _compared(given, origin, exact, bad.dtype)
 
 

@@ -164,12 +164,13 @@ def _remark(
         return f"Why it is given these arguments is a question about {whom}."
     if edge is None or edge.verdict is Verdict.BETTER:
         return ""
-    origins = list(filter(None, (_origin_of(snapshot, value) for value in operands)))
+    origins = list(dict.fromkeys(filter(None, (_origin_of(snapshot, value) for value in operands))))
     if not origins:
         these = "these values" if edge.subject == "values" else f"this {edge.subject}"
         return f"Why it is given {these} is a question about {whom}."
-    several = len(origins) > 1
-    what = f"these operands are {wording.listed(origins)}" if several else f"this operand is {origins[0]}"
+    several = len(operands) > 1
+    parts = "parts of " if several and len(origins) == 1 and not origins[0].startswith("made by") else ""
+    what = f"{'these operands are' if several else 'this operand is'} {parts}{wording.listed(origins)}"
     why = f"they have the {edge.subject} they have" if several else f"it has the {edge.subject} it has"
     return f"In the training step {what}. Why {why} is a question about {whom}."
 

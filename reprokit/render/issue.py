@@ -82,7 +82,7 @@ def make_issue(
         "title": title(snapshot, reduction, expectation),
         "observed": shorten_paths(expectation.observed),
         "expected": shorten_paths(expectation.expected),
-        "remark": shorten_paths(expectation.remark),
+        "remark": shorten_paths(wording.renamed(expectation.remark, _names_of_data(script, reduction))),
         "owner": expectation.owner,
         "is_upstream": expectation.owner != OWN,
         "files": script.files,
@@ -155,8 +155,15 @@ def _long_texts(
         "versions": _versions(snapshot.environment),
         "log": redact_source(wording.renamed("\n".join(reduction.log), script.names)) if reduction is not None else "",
         "variants": _variants(script, reduction) if reduction is not None else "",
-        "diagnosis": _diagnosis(reduction),
+        "diagnosis": wording.renamed(_diagnosis(reduction), _names_of_data(script, reduction)),
     }
+
+
+def _names_of_data(script: Script, reduction: Reduction | None) -> dict[str, str]:
+    """What the repro calls inputs of the step; parameters and buffers keep their full names."""
+    items = reduction.program.inputs if reduction is not None else ()
+    data = [item.name for item in items if item.role not in ("parameter", "buffer")]
+    return {name: script.names[name] for name in data if name in script.names}
 
 
 def _variants(script: Script, reduction: Reduction) -> str:

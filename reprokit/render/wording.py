@@ -10,7 +10,7 @@ from reprokit.locate.failure import Drop, Failure
 from reprokit.snapshot.redact import redact_source, redact_text
 
 if TYPE_CHECKING:
-    from reprokit.program.ir import Site
+    from reprokit.program.ir import Program, Site
     from reprokit.shrink.reduction import Reduction
 
 _MAX_CODE, _MAX_MESSAGE = 160, 300
@@ -154,7 +154,21 @@ def expected(failure: Failure) -> str:
 def shown_names(reduction: Reduction, names: Mapping[str, str]) -> dict[str, str]:
     """What the text calls the inputs: as the repro does, where it has a variable for them."""
     incoming = {item.name: "incoming gradient" for item in reduction.program.inputs if item.role == "gradient"}
-    return {**incoming, **names}
+    return {**incoming, **names, **_gradients_of_parameters(reduction.program, names)}
+
+
+def _gradients_of_parameters(program: Program, names: Mapping[str, str]) -> dict[str, str]:
+    """``weight.grad`` for the gradients that an optimizer's step is given."""
+    named = {item.value: item.name for item in program.inputs}
+    found = {}
+    for call in program.calls if names else ():
+        groups = zip(call.kwargs["params"], call.kwargs["grads"], strict=True) if call.is_optimizer_step else ()
+        for params, grads in groups:
+            for param, grad in zip(params, grads, strict=True):
+                if grad is not None and grad.value in named and param.value in named:
+                    name = named[param.value]
+                    found[named[grad.value]] = f"{names.get(name, name)}.grad"
+    return found
 
 
 def renamed(text: str, names: Mapping[str, str]) -> str:

@@ -253,6 +253,24 @@ def test_the_operand_that_is_named_is_the_one_that_decides(snapshot: Any, named:
     assert (f"{INPUT}, {named}. Why" if named else "Why it is given these values") in remark
 
 
+def test_an_input_is_called_as_the_repro_calls_it() -> None:
+    snapshot = one_call("torch.exp", [100.0])
+    named = replace(snapshot.program, inputs=(Input(0, "input_26"),))
+    snapshot = replace(snapshot, program=named)
+    script = replace(snapshot_script(snapshot), names={"input_26": "x"})
+    text = make_issue(snapshot, script, VERIFIED, reduction=reduction_of(snapshot)).text
+    assert "an input of the step, `x`" in text and "input_26" not in text.partition("<details>")[0]
+
+
+def test_one_maker_of_several_operands_is_named_once() -> None:
+    calls = (
+        Call("torch.unbind", (Ref(0),), {}, (Ref(1), Ref(2)), site=Site("train.py", 3, "q, k = qk.unbind(0)")),
+        Call("torch.matmul", (Ref(1), Ref(2)), {}, Ref(3), site=Site("train.py", 4, "q @ k")),
+    )
+    made = snapshot_of((Program(calls, (Input(0, "qk"),), (Ref(3),)), {0: torch.full((2, 1), 1e20)}))
+    assert "these operands are parts of an input of the step, `qk`. Why they have" in expect(made).remark
+
+
 @pytest.mark.filterwarnings("ignore:std")
 def test_a_shape_is_no_value() -> None:
     assert "this operand is an input of the step, `x0`. Why it has the shape it has" in expect(
