@@ -28,7 +28,8 @@ from reprokit.whatif.variants import ANOMALY, BY_KEY, Unsuitable, Variant
 
 MIN_RUN_TIME = 0.05  # seconds that the benchmark runs a program over and over
 _SLOW = 0.5  # seconds from which on one run has to do
-_UNSUPPORTED = ("not implemented", "not supported", "unsupported", "does not have a deterministic", "CUBLAS_WORKSPACE")
+_UNSUPPORTED = ("not implemented", "not supported", "unsupported", "does not have a deterministic", "CUBLAS_WORKSPACE",
+                "No viable backend", "No available kernel")  # fmt: skip
 _ANOMALY_WORDS = "returned nan values"
 _ANOMALY_IS_SILENT = "anomaly mode reports nothing (it only looks for NaN in the backward pass)"
 _MAX_WORDS = 160

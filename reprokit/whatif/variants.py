@@ -97,6 +97,19 @@ def _deterministic() -> Iterator[None]:
         torch._C._set_deterministic_algorithms(before, warn_only=warn_only)
 
 
+def _has_attention(candidate: Candidate) -> bool:
+    return any(call.name == "scaled_dot_product_attention" for call in candidate.program.calls)
+
+
+@contextlib.contextmanager
+def _attention(backend: str) -> Iterator[None]:
+    """One implementation of attention only; the call raises where that does not exist for its device or arguments."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        yield
+
+
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -122,6 +135,11 @@ def _device(kind: str, name: str) -> Variant:
     return Variant(kind, f"on {name}", partial(_on, kind), is_of_interest=partial(_is_elsewhere, kind))
 
 
+def _kernel(key: str, name: str, backend: str) -> Variant:
+    around = partial(_attention, backend)
+    return Variant(f"attention:{key}", f"attention by the {name} kernel", around=around, is_of_interest=_has_attention)
+
+
 VARIANTS = (
     Variant(AS_IT_IS, "as it is"),
     *map(_precision, (torch.float64, torch.float32, torch.bfloat16, torch.float16)),
@@ -129,6 +147,9 @@ VARIANTS = (
     Variant("deterministic", "deterministic algorithms", around=_deterministic),
     Variant("one_thread", "one thread", around=_one_thread),
     Variant(ANOMALY, "`set_detect_anomaly`", around=_anomaly),
+    _kernel("math", "math", "MATH"),
+    _kernel("flash", "flash", "FLASH_ATTENTION"),
+    _kernel("efficient", "memory-efficient", "EFFICIENT_ATTENTION"),
     _device("cpu", "the CPU"),
     _device("cuda", "CUDA"),
     Variant(f"{COMPILED}aot_eager", "`torch.compile`, aot_eager", backend="aot_eager"),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
@@ -50,9 +51,27 @@ def large_logarithm() -> Snapshot:
     return failing.record(lambda x: torch.log(x), x=torch.tensor([-1e6]))
 
 
+def attention_overflow() -> Snapshot:
+    """A NaN in an attention whose scores overflow."""
+    q = torch.full((1, 1, 4, 8), 1e25)
+    return failing.record(lambda x: F.scaled_dot_product_attention(x, x, x).sum(), x=q)
+
+
+def test_attention_kernels_are_tried_where_there_is_attention() -> None:
+    def keys(snapshot: Snapshot) -> set[str]:
+        candidate = Candidate(snapshot.program, snapshot.tensors)
+        return {variant.key for variant in VARIANTS if variant.is_of_interest(candidate)}
+
+    assert keys(attention_overflow()) - keys(failing.masked_softmax()) == {
+        "attention:math", "attention:flash", "attention:efficient",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("make", "variant", "answer"),
     [
+        (attention_overflow, "attention:flash", SAME),
+        (attention_overflow, "attention:efficient", CANNOT_RUN),
         (failing.masked_softmax, "as_it_is", SAME),
         (failing.masked_softmax, "float64", SAME),
         (failing.masked_softmax, "one_thread", SAME),
