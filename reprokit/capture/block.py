@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reprokit.capture.options import ON, After, Source, Watch
+from reprokit.capture.options import DEFAULT_ON, After, Source, Watch
 from reprokit.capture.words import cause_line, growth, place_line, what
 from reprokit.errors import UsageError
 from reprokit.words import replay_words
@@ -34,7 +34,7 @@ def capture(
     quiet: bool = False,
     history: int | None = None,
     watch: Watch = "sampled",
-    on: Collection[str] = ON,
+    on: Collection[str] = DEFAULT_ON,
     source: Source = "traceback",
 ) -> Iterator[Session]:
     """Watch the training loop in this block and save its first failing step.

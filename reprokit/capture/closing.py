@@ -1,6 +1,6 @@
 """The closing line of a run that ended badly or had no step to judge: what was seen, why nothing was saved, what to do.
 
-A run that was judged and ended well has none. Imports no torch.
+A run that was judged and ended well has none, unless its loop has skipped steps. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ COMPILED = "which is compiled and not followed"  # part of a note
 class Seen:
     """What a capture saw of a run of which nothing was saved.
 
-    ``num_steps`` are the updates, made by an optimizer or by hand. ``unseen`` says in words what the capture cannot
+    ``num_steps`` are the updates, made by an optimizer or by hand; the loop has skipped ``num_skipped`` bad ones, of
+    which the first was announced. ``unseen`` says in words what the capture cannot
     follow. ``on`` are the kinds of failures that were asked for.
     """
 
@@ -23,6 +24,7 @@ class Seen:
     has_forward: bool = False
     has_backward: bool = False
     num_steps: int = 0
+    num_skipped: int = 0
     has_other_thread: bool = False
     has_transform: bool = False
     unseen: tuple[str, ...] = ()
@@ -33,7 +35,8 @@ def closing_line(seen: Seen, error: BaseException | None) -> str | None:
     """The line, without the tool's name; ``None`` if steps were judged and the run ended well."""
     ending = _ending(error)
     if ending is None and seen.has_backward:
-        return None
+        skipped = f"{seen.num_skipped} steps with a bad loss or gradient were skipped by the loop"
+        return f"{skipped}; `--on skipped` saves the first" if seen.num_skipped > 1 else None
     reasons = list(_reasons(seen)) or [_why_not_saved(seen, error)]
     return "; ".join([f"nothing was saved: {ending or reasons.pop(0)}", *reasons])
 

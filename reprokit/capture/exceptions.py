@@ -84,17 +84,14 @@ def bad_value(entries: list[Entry]) -> Entry | None:
     for entry in reversed(entries):
         for tensor in iter_tensors(entry.output):
             if tensor.requires_grad and tensor.numel() == 1 and is_bad(tensor.detach()):
-                return Entry(
-                    "differentiate",
-                    torch.Tensor.backward,
-                    (tensor,),
-                    {},
-                    current_mode(),
-                    name=BACKWARD,
-                    code=entry.code,
-                    line=entry.line,
-                )
+                return backward_from(tensor, entry)
     return None
+
+
+def backward_from(loss: torch.Tensor, maker: Entry) -> Entry:
+    """The backward call that the loop has not made, with the line where the loss was computed."""
+    where = {"name": BACKWARD, "code": maker.code, "line": maker.line}
+    return Entry("differentiate", torch.Tensor.backward, (loss,), {}, current_mode(), **where)  # type: ignore[arg-type]
 
 
 def is_loss(differentiation: Entry, error: BaseException) -> bool:

@@ -112,7 +112,9 @@ _SILENT_ATTRIBUTES = [
     "retains_grad",
     "_backward_hooks",
 ]
-READS = frozenset({torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.tolist})
+READS = frozenset(
+    getattr(torch.Tensor, name) for name in ("item", "__float__", "__bool__", "numpy", "tolist")
+)
 SILENT = frozenset(
     [getattr(torch.Tensor, name) for name in _SILENT_METHODS]
     + [

@@ -19,6 +19,7 @@ from reprokit.capture.entry import Entry
 from reprokit.capture.judge import Judge
 from reprokit.capture.rescue import Made
 from reprokit.capture.saving import Noticed, Place, snapshot_of
+from reprokit.capture.suspects import Suspect, Suspects, Verdict
 from reprokit.capture.training import Training
 from reprokit.snapshot.format import Snapshot
 
@@ -51,8 +52,8 @@ class Failures:
     """Saves a failing step at ``place`` and ends the session.
 
     ``snapshots`` are the files written and ``results`` their summaries. ``is_deliberate``: the step was saved because
-    the script raised an exception of its own, so that nothing but the script says that it failed. ``held`` is a
-    differentiation with a bad start that was begun all the same, because other processes wait for it. ``_kept`` is the
+    the script raised an exception of its own, so that nothing but the script says that it failed. ``suspects``
+    are bad values that the loop may deal with itself; it has skipped ``num_skipped`` steps. ``_kept`` is the
     step in which the buffers ``_kept_for`` (ids) went bad, while the training itself was finite.
     """
 
@@ -65,11 +66,13 @@ class Failures:
         command: Sequence[str],
         *,
         takes_exceptions: bool,
+        takes_skipped: bool,
     ) -> None:
         self.snapshots: list[Path] = []
         self.results: list[dict[str, Any]] = []
         self.is_deliberate = False
-        self.held: Entry | None = None
+        self.suspects = Suspects(training)
+        self.num_skipped = 0
         self._kept: Made | None = None
         self._kept_for: set[int] = set()
         self._session = session
@@ -78,6 +81,7 @@ class Failures:
         self._place = place
         self._command = command
         self._takes_exceptions = takes_exceptions
+        self._takes_skipped = takes_skipped
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
@@ -107,13 +111,51 @@ class Failures:
         if path is not None:
             self._session.stop()
 
+    @property
+    def is_held(self) -> bool:
+        """True if backward was called from a bad start and the loop has made no update since."""
+        suspect = self._training.running.suspect
+        return suspect is not None and suspect.pending is not None and suspect.has_begun
+
+    def settle(self, suspect: Suspect, verdict: Verdict) -> None:
+        """Act on what has become of a suspect; raises `CaptureStop` if the step failed and the loop is to stop."""
+        is_failure = verdict == "failed" or (verdict == "skipped" and self._takes_skipped)
+        try:
+            path = self._save(self._noticed(suspect, sys._getframe(1))) if is_failure else None
+            if not is_failure:
+                self._let_go_of(suspect, verdict)
+        except Exception as error:
+            self._session.switch_off(error)
+            return
+        if path is not None:
+            self._session.stop()
+
+    def _let_go_of(self, suspect: Suspect, verdict: Verdict) -> None:
+        """The training goes on; say so at the first step that the loop skips."""
+        step = self._training.iterations.completed
+        self._training.running.suspect = None
+        self._training.iterations.micro_step += suspect.num_later
+        if verdict == "skipped":
+            self._training.ranks.withdraw(step)
+            self._judge.forget_flags()
+            self.num_skipped += 1
+            if self.num_skipped == 1:
+                what = f"a bad {suspect.observed_at} was seen at step {step}, and the loop skipped it"
+                self._session.say(f"{what}; training goes on (`--on skipped` saves such a step)")
+
+    def _noticed(self, suspect: Suspect, frame: FrameType | None) -> Noticed:
+        """What was noticed when the suspect was seen."""
+        self._training.timeline.loss = suspect.loss
+        return Noticed(suspect.observed_at, frame, suspect.pending, last=suspect.last)
+
     def fail_together(self, is_seen_by_all: bool) -> None:
         """One of several processes had a bad loss or gradient: its rank saves, and all stop in the same step."""
         frame, session, ranks = sys._getframe(1), self._session, self._training.ranks
         try:
             guilty = ranks.guilty()
-            if self.held is not None:
-                self._save(Noticed("loss", frame, self.held))
+            suspect = self._training.running.suspect
+            if suspect is not None and self.is_held:
+                self._save(self._noticed(suspect, frame))
             elif guilty:
                 session.leave()
                 session.say(f"the loss went bad on rank {guilty[0]}, which saves its step")
@@ -138,18 +180,37 @@ class Failures:
             bad = self._judge.state()
             if bad is not None:
                 return self._save(Noticed(bad, frame, is_late=True))
-            if self._judge.matter and error is not None and exceptions.ends_training(error):
-                pending = exceptions.bad_value(self._training.running.entries)
-                if pending is not None:
-                    observed_at = "loss" if exceptions.is_loss(pending, error) else "output"
-                    return self._save(Noticed(observed_at, frame, pending))
+            path = self._look_back_at_suspect(error, frame)
+            if path is not None or self.snapshots:
+                return path
             is_buffer_bad = self._kept is not None or bool(self._judge.buffers())
-        path = None
         if self._takes_exceptions and isinstance(cause, Exception):
             path = self._take_exception(cause, frame)
         if path is None and is_buffer_bad:
             path = self._save(Noticed("output", frame, is_late=True))
         return path
+
+    def _look_back_at_suspect(self, error: BaseException | None, frame: FrameType | None) -> Path | None:
+        """The loop has ended over a bad loss or gradient, and may have said so by ``error``; or it never updates."""
+        running, has_raised = self._training.running, exceptions.ends_training(error)
+        if not self._judge.matter or (isinstance(error, (KeyboardInterrupt, GeneratorExit))):
+            return None
+        suspect = running.suspect
+        verdict = self.suspects.at_end(suspect, has_raised) if suspect is not None else None
+        if suspect is not None and verdict == "skipped" and not self._takes_skipped:
+            self.settle(suspect, verdict)
+        elif suspect is not None and verdict in ("failed", "skipped"):
+            is_known = suspect.has_begun or self.suspects.is_of_training(suspect)
+            if not is_known and has_raised and suspect.pending is not None and error is not None:
+                is_loss = exceptions.is_loss(suspect.pending, error)
+                suspect.observed_at = "loss" if is_loss else "output"  # which says of no value that it is a loss
+            return self._save(self._noticed(suspect, frame), None if self._training.ranks.is_alone else _has_origin)
+        pending = exceptions.bad_value(running.entries) if has_raised else None
+        if pending is not None and error is not None:
+            return self._save(Noticed("loss" if exceptions.is_loss(pending, error) else "output", frame, pending))
+        if self.suspects.has_bad_gradient_without_update():
+            return self._save(Noticed("gradient", frame))
+        return None
 
     def _take_exception(self, error: Exception, frame: FrameType | None) -> Path | None:
         raised, entries = self._training.running.raised, self._training.running.entries
@@ -164,7 +225,7 @@ class Failures:
 
     def _is_ours(self, snapshot: Snapshot) -> bool:
         """Whether this process's own step made the bad gradient that all of them have after averaging."""
-        own, ranks = snapshot.failure.call is not None or snapshot.failure.input_name is not None, self._training.ranks
+        own, ranks = _has_origin(snapshot), self._training.ranks
         ranks.tell(own)
         guilty, rank = ranks.hear(), ranks.rank
         if guilty and rank not in guilty:
@@ -209,3 +270,8 @@ class Failures:
             self.snapshots.append(path)
             self.results.append({**snapshot.summary(), "path": str(path)})
             return path
+
+
+def _has_origin(snapshot: Snapshot) -> bool:
+    """True if the step of this process itself shows where the bad value comes from."""
+    return snapshot.failure.call is not None or snapshot.failure.input_name is not None

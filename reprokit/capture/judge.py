@@ -99,6 +99,10 @@ class Judge:
             return "loss"
         return "parameter" if self._training.history.newly_bad() is not None else None
 
+    def forget_flags(self) -> None:
+        """A bad loss was dealt with by the loop: it is not to be found later."""
+        self._later.forget()
+
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
         """The buffers that have gone bad since the last copy, with their names."""
         return self._training.history.newly_bad_buffers() if self.matter else []

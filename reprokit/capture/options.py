@@ -8,15 +8,16 @@ from typing import Literal, get_args
 from reprokit.errors import UsageError
 from reprokit.snapshot.privacy import SOURCES, Source
 
-__all__ = ["AFTER", "ON", "SOURCES", "WATCH", "After", "On", "Source", "Watch", "check_options"]
+__all__ = ["AFTER", "DEFAULT_ON", "ON", "SOURCES", "WATCH", "After", "On", "Source", "Watch", "check_options"]
 
 After = Literal["stop", "continue"]
 Watch = Literal["sampled", "every-step", "deferred"]
-On = Literal["nonfinite", "exception"]
+On = Literal["nonfinite", "exception", "skipped"]
 
 AFTER: tuple[After, ...] = get_args(After)
 WATCH: tuple[Watch, ...] = get_args(Watch)
 ON: tuple[On, ...] = get_args(On)
+DEFAULT_ON: tuple[On, ...] = ("nonfinite", "exception")
 
 
 def check_options(after: str, history: int | None, watch: str, on: Collection[str], source: str = "traceback") -> None:

@@ -63,6 +63,12 @@ class Ranks:
             self._store.set(self._key("guilty", self.rank), str(step))
             self._store.set(self._key("accused", step), "yes")
 
+    def withdraw(self, step: int) -> None:
+        """The loss of this rank was bad in this step, and the loop has skipped it."""
+        if self._store is not None:
+            self._store.delete_key(self._key("guilty", self.rank))
+            self._store.delete_key(self._key("accused", step))
+
     def is_accused(self, step: int) -> bool:
         """Whether the loss of any rank is bad in this step."""
         return self._store is not None and self._has("accused", step)

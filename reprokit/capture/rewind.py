@@ -23,6 +23,7 @@ from reprokit.capture.past import PastStep, split
 from reprokit.capture.player import Player, describe_mismatch, is_same
 from reprokit.capture.state import State, give_gradients, parameters_of
 from reprokit.capture.structure import is_leaf, iter_tensors
+from reprokit.capture.suspects import was_skipped
 from reprokit.capture.watch import bad_tensor, is_bad_start, judged
 from reprokit.locate.ways import ways_of
 from reprokit.program.memory import same_bits
@@ -131,7 +132,7 @@ class Rewind:
             entries = [*made, *rest]
             for position, entry in enumerate(rest, len(made)):
                 modes.enter(entry.mode)
-                where = self._watched(player, entry, step, entries[:position])
+                where = self._watched(player, entry, step, entries[:position], was_skipped(entries, position))
                 if keep is None and self._has_ruined(entry):
                     keep = entry
                 if where is not None and (keep is not None or not self._ruined):
@@ -178,7 +179,8 @@ class Rewind:
     def first_bad_loss(self) -> int | None:
         """The number of the first step in which training saw a bad loss, unless it is the last one."""
         for step in self._steps[:-1]:
-            starts = [e for e in step.entries if e.kind == "differentiate" and e.settings and not e.gives_gradients]
+            calls = [entry for n, entry in enumerate(step.entries) if not was_skipped(step.entries, n)]
+            starts = [e for e in calls if e.kind == "differentiate" and e.settings and not e.gives_gradients]
             is_scaled = any(entry.kind == "scale" for entry in step.entries)
             if not is_scaled and any(ways_of(torch.as_tensor(seen)) for entry in starts for seen in entry.settings):
                 return step.completed
@@ -193,12 +195,15 @@ class Rewind:
             told.append("attributes of a module changed too often to be noted")
         return told
 
-    def _watched(self, player: Player, entry: Entry, step: PastStep, before: list[Entry]) -> str | None:
+    def _watched(
+        self, player: Player, entry: Entry, step: PastStep, before: list[Entry], is_skipped: bool
+    ) -> str | None:
         """Play one entry; where it is bad, or ``None``."""
         if entry.kind == "differentiate":
             with torch.no_grad():
                 self._compare(player, entry, step)
-                if is_bad_start(entry, [player.stand_in(judged(before, start)) for start in entry.starts]):
+                starts = [player.stand_in(judged(before, start)) for start in entry.starts]
+                if not is_skipped and is_bad_start(entry, starts):
                     return "loss"
         if entry.kind == "optimizer":
             optimizer = entry.target

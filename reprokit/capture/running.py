@@ -7,7 +7,7 @@ gradient flows through when the step holds too much: they are used by value then
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -16,6 +16,9 @@ from reprokit.capture.state import num_bytes
 from reprokit.capture.structure import iter_tensors
 from reprokit.capture.sweep import still_useful
 from reprokit.capture.written import WrittenMemory
+
+if TYPE_CHECKING:
+    from reprokit.capture.suspects import Suspect
 
 BUDGET = 256 * 2**20  # bytes of loop-level results kept alive per step
 _MODULE_LOAD = 16  # how much more than a function's a root module's results weigh
@@ -34,6 +37,12 @@ class Listener(Protocol):
     def finish_differentiation(self, entry: Entry) -> None:
         """A differentiation is over, and noted."""
 
+    def read_bad(self, tensor: torch.Tensor) -> None:
+        """The loop has read a number or a test from which it knows of a bad value."""
+
+    def is_update(self, written: Any) -> bool:
+        """The loop is about to write into its state, while there is a suspect: is that an update made of it?"""
+
     def finish_hand_update(self) -> None:
         """The first thing after the loop changed parameters by itself is about to run: it begins a new step."""
 
@@ -42,7 +51,8 @@ class RunningStep:
     """``entries`` are what the loop did; ``memory`` knows what it made and wrote.
 
     ``raised`` is the last exception that came out of something the loop called, with its entry. ``is_hand_updated``
-    says whether the loop has changed parameters itself. ``on_lost(entries)`` is told what was let go of as of no use.
+    says whether the loop has changed parameters itself. ``suspect`` is a bad value that the loop may still deal with.
+    ``on_lost(entries)`` is told what was let go of as of no use.
     """
 
     def __init__(self) -> None:
@@ -50,6 +60,7 @@ class RunningStep:
         self.memory = WrittenMemory()
         self.raised: tuple[BaseException, Entry] | None = None
         self.is_hand_updated = False
+        self.suspect: Suspect | None = None
         self.on_lost: Callable[[list[Entry]], None] = lambda entries: None
         self._budget = BUDGET
         self._bytes = 0
@@ -61,6 +72,7 @@ class RunningStep:
         self.entries = []
         self.memory.restart()
         self.raised = None
+        self.suspect = None
         self.is_hand_updated = False
         self._budget = BUDGET
         self._bytes = 0

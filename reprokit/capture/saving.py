@@ -42,7 +42,8 @@ class Noticed:
     """What was noticed: where, in which frame the loop stands, the differentiation that was not begun, the exception.
 
     ``is_late``: it has happened some steps ago. An ``output`` with a pending differentiation is the start of that: the
-    loop gave up over a value, and nothing says that it is a loss.
+    loop gave up over a value, and nothing says that it is a loss. ``last`` is the last entry of the
+    step, if the loop has gone on since.
     """
 
     observed_at: str
@@ -50,6 +51,7 @@ class Noticed:
     pending: Entry | None = None
     is_late: bool = False
     raised: Raised | None = None
+    last: Entry | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class _Describing:
         """The first bad step: in the past if the state is bad, else the one that is running."""
         training, noticed = self._training, self._noticed
         training.freeze_past()
-        entries = _before(training.running.entries, noticed.pending)
+        entries = _until(_before(training.running.entries, noticed.pending), noticed.last)
         step = training.step_of(entries, training.running.memory.saved)
         if training.ranks.is_sharded:
             failed = self._failed(step, noticed.observed_at, entries, step.saved, noticed.pending)
@@ -240,6 +242,12 @@ def _before(entries: list[Entry], pending: Entry | None) -> list[Entry]:
     """The entries up to a pending one, which may have been performed all the same."""
     numbers = (number for number, entry in enumerate(entries) if entry is pending)
     return entries[: next(numbers, len(entries))]
+
+
+def _until(entries: list[Entry], last: Entry | None) -> list[Entry]:
+    """The entries up to the ``last`` one; all of them if it is not among them."""
+    numbers = (number for number, entry in enumerate(entries) if entry is last)
+    return entries[: next(numbers, len(entries)) + 1]
 
 
 def free_path(directory: Path, stem: str) -> Path:

@@ -20,7 +20,7 @@ from reprokit.capture.failures import Failures
 from reprokit.capture.history import History
 from reprokit.capture.hooks import Hooks
 from reprokit.capture.judge import Judge
-from reprokit.capture.options import ON, After, Source, Watch, check_options
+from reprokit.capture.options import DEFAULT_ON, After, Source, Watch, check_options
 from reprokit.capture.saving import Place
 from reprokit.capture.stepping import Stepping
 from reprokit.capture.tape import Tape
@@ -37,6 +37,10 @@ class CaptureStop(SystemExit):
     def __init__(self, session: Session) -> None:
         super().__init__(3)
         self.session = session
+
+    def __reduce__(self) -> tuple[type[SystemExit], tuple[int]]:
+        """An executor that runs tasks in other processes sends it to the process that waits for the result."""
+        return SystemExit, (3,)
 
 
 class Session:
@@ -69,7 +73,7 @@ class Session:
         verbose: bool = False,
         history: int | None = None,
         watch: Watch = "sampled",
-        on: Collection[str] = ON,
+        on: Collection[str] = DEFAULT_ON,
         source: Source = "traceback",
     ) -> None:
         check_options(after, history, watch, on, source)
@@ -84,7 +88,7 @@ class Session:
         self._paused_at: float | None = None
         self._tape = Tape(self.switch_off)
         self._training = Training(self._tape, History(1 if watch == "every-step" and history is None else history))
-        self._judge = Judge(self._training, watch, matter="nonfinite" in on)
+        self._judge = Judge(self._training, watch, matter=not {"nonfinite", "skipped"}.isdisjoint(on))
         self._failures = Failures(
             self,
             self._training,
@@ -92,6 +96,7 @@ class Session:
             Place(output, directory or Path.cwd(), name, overwrite, source),
             command,
             takes_exceptions="exception" in on,
+            takes_skipped="skipped" in on,
         )
         self.snapshots, self.results = self._failures.snapshots, self._failures.results
         self._stepping = Stepping(self._training, self._judge, self._failures)
@@ -126,6 +131,11 @@ class Session:
         """True if a step failed and was saved, for another reason than an exception that the script raised itself."""
         return bool(self.snapshots) and not self._failures.is_deliberate
 
+    @property
+    def has_judged(self) -> bool:
+        """True if a backward pass was seen."""
+        return self._tape.is_claimed
+
     def _seen(self) -> Seen:
         training, tape = self._training, self._tape
         return Seen(
@@ -133,6 +143,7 @@ class Session:
             has_forward=bool(training.history.modules),
             has_backward=tape.is_claimed,
             num_steps=training.iterations.total,
+            num_skipped=self._failures.num_skipped,
             has_other_thread=tape.has_other_thread,
             has_transform=tape.has_transform,
             unseen=tuple(training.unseen),

@@ -22,7 +22,7 @@ from reprokit.capture.failures import Failures
 from reprokit.capture.frames import compiled_call
 from reprokit.capture.judge import Judge
 from reprokit.capture.state import options_of
-from reprokit.capture.training import Training
+from reprokit.capture.training import SETTLED_AFTER, Training
 from reprokit.capture.watch import is_handed_to_kernel
 
 _NO_SCALER: dict[str, Any] = {}
@@ -64,28 +64,52 @@ class Stepping:
         """See `running.Listener`: is the loss bad?"""
         if not self._tape.enabled:
             return
+        suspects, is_alone = self._failures.suspects, self._training.ranks.is_alone
         try:
             verdict = self._judge.start(entry)
-            if verdict == "now":
-                self._training.accuse()
+            suspect = self._running.suspect
+            settled = suspects.at_backward(suspect, verdict is not None) if suspect is not None else None
+            can_wait = verdict != "now" or not is_alone or suspects.can_wait()
         except Exception as error:
             self._tape.switch_off(error)
             return
-        if verdict == "now" and not self._training.ranks.is_alone:
-            self._failures.held = self._failures.held or entry  # the other processes wait for this backward
-        elif verdict == "now":
-            self._failures.fail("loss", pending=entry)
-        elif verdict == "before":
+        if suspect is not None and settled is not None:
+            self._failures.settle(suspect, settled)
+        if verdict == "now" and self._tape.enabled:
+            if not can_wait:
+                self._failures.fail("loss", pending=entry)
+            self._tape.guard(suspects.begin, entry)
+            self._tape.guard(self._training.accuse)  # the other processes wait for this backward
+        elif verdict == "before" and settled != "skipped" and self._tape.enabled:
             self._failures.fail("loss", is_late=True)
 
     def finish_differentiation(self, entry: Entry) -> None:
         """See `running.Listener`: optimizers may have stepped inside it, as soon as a gradient was complete."""
-        if entry.target is not torch.autograd.grad and entry is not self._failures.held:
-            self._training.iterations.micro_step += 1
+        suspect = self._running.suspect
+        if entry.target is not torch.autograd.grad:
+            if suspect is None or suspect.pending is None:
+                self._training.iterations.micro_step += 1
+            else:
+                suspect.num_later += 1
+        if self._training.iterations.total < SETTLED_AFTER:
+            self._tape.guard(self._failures.suspects.learn, self._running.entries)
         optimizer, self._inside = self._inside, None
         if optimizer is not None and self._tape.enabled:
             self._running.entries[-1].has_stepped = True
             self._tape.guard(self._end_step, optimizer)
+
+    def read_bad(self, tensor: torch.Tensor) -> None:
+        """See `running.Listener`: the loop may be about to skip its step, or to end."""
+        if self._judge.matter:
+            self._failures.suspects.read(tensor)
+
+    def is_update(self, written: Any) -> bool:
+        """See `running.Listener`: a moving average, for example, goes on in a step that is skipped."""
+        suspect, suspects = self._running.suspect, self._failures.suspects
+        if suspect is None or not self._tape.guard(suspects.is_of_suspect, suspect, written):
+            return False
+        self._settle_update()
+        return True
 
     def finish_hand_update(self) -> None:
         """See `running.Listener`: that ends the step as an optimizer would have."""
@@ -111,6 +135,7 @@ class Stepping:
                 self._inside = optimizer
                 self._tape.guard(self._training.meet_optimizer, optimizer)
             return None
+        suspect = self._running.suspect
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None) if kwargs or len(args) > 1 else None
         try:
             self._enter(optimizer)
@@ -119,13 +144,16 @@ class Stepping:
                 self._met = optimizer
             is_bad = closure is None and self._judge.gradients(optimizer, are_scaled=bool(self._in_kernel))
             ranks = self._training.ranks
+            verdict = self._failures.suspects.at_update(suspect) if suspect is not None and closure is None else None
             is_accused = ranks.is_sharded and self._training.is_accused
         except Exception as error:
             self._tape.switch_off(error)
             return None
-        if (is_bad or is_accused or self._failures.held is not None) and not ranks.is_alone:
+        if suspect is not None and verdict is not None and (ranks.is_alone or verdict != "failed"):
+            self._failures.settle(suspect, verdict)
+        if (is_bad or is_accused or verdict == "failed") and not ranks.is_alone:
             self._failures.fail_together(is_accused or (is_bad and ranks.is_parallel))
-        elif is_bad:
+        elif is_bad and self._tape.enabled:
             self._failures.fail("gradient")
         if closure is None or not self._tape.enabled:
             return None
@@ -167,6 +195,7 @@ class Stepping:
             self._judge.is_urgent = is_search or calls > 1
             try:
                 loss = closure()
+                self._settle_update()
                 if tape.guard(self._judge.gradients, optimizer, bool(self._in_kernel)):
                     self._failures.fail("gradient")
             finally:
@@ -176,6 +205,13 @@ class Stepping:
             return loss
 
         return watched
+
+    def _settle_update(self) -> None:
+        """An update is about to be made by something that shows its gradients only then: a closure, a grad scaler."""
+        suspect = self._running.suspect
+        verdict = self._tape.guard(self._failures.suspects.at_update, suspect) if suspect is not None else None
+        if suspect is not None and verdict is not None:
+            self._failures.settle(suspect, verdict)
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer's step ended: when it is time to, judge the state; a good step becomes the past."""
@@ -233,6 +269,8 @@ class Stepping:
         optimizer = args[1] if len(args) > 1 else kwargs["optimizer"]
         before = tape.guard(training.iterations.attempts, optimizer)
         is_outermost = tape.is_outermost
+        if training.ranks.is_alone and is_outermost:
+            self._settle_update()
         with tape.paused():
             self._scaler = scaler if is_outermost else None
             try:
@@ -245,7 +283,7 @@ class Stepping:
             if not self._in_kernel:
                 training.scalers.stepped()
         else:
-            if self._failures.held is not None:  # the others take this rank's gradients for an overflow like any other
+            if self._failures.is_held:  # the others take this rank's gradients for an overflow like any other
                 self._failures.fail_together(False)
             elif tape.guard(training.scalers.skipped, scaler) and self._judge.matter:
                 self._failures.fail("gradient")

@@ -22,6 +22,7 @@ from reprokit.capture.roots import RootCalls
 from reprokit.capture.running import Listener, RunningStep
 from reprokit.capture.stack import StackedMode
 from reprokit.capture.structure import iter_tensors, repeatable
+from reprokit.capture.suspects import is_telling
 from reprokit.program import functions
 from reprokit.program.sites import library_line
 from reprokit.program.trace import current_mode
@@ -72,8 +73,11 @@ class Tape(StackedMode):
         options: dict[str, Any] = kwargs or {}  # type: ignore[assignment]
         if func in SILENT:
             result = func(*args, **options)
-            if func in READS and isinstance(result, float) and not math.isfinite(result):
-                self.has_read_bad = True
+            if func in READS:
+                try:
+                    self._look_at(args[0], result)
+                except Exception as error:
+                    self.switch_off(error)
             return result
         if (
             not self.enabled
@@ -104,6 +108,18 @@ class Tape(StackedMode):
         except Exception as error:
             self.switch_off(error)
         return output
+
+    def _look_at(self, tensor: torch.Tensor, result: Any) -> None:
+        """The loop has read ``result``; remember if that tells it of a bad value."""
+        if result.__class__ is bool:
+            if not is_telling(self.running.entries, result):
+                return
+        elif not _is_number(result) or math.isfinite(result):
+            return
+        else:
+            self.has_read_bad = True
+        if get_ident() == self.thread and not self.depth:
+            self.guard(self._listener.read_bad, tensor)
 
     def differentiate(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Like a loop's ``loss.backward()``, for entry points that torch does not hand to modes."""
@@ -182,7 +198,9 @@ class Tape(StackedMode):
                 return None
             writes_state = verdict
             writes_view = isinstance(written, torch.Tensor) and written._is_view()
-            if writes_state and any(entry.kind == "differentiate" for entry in running.entries):
+            if writes_state and running.suspect is not None:
+                running.is_hand_updated |= self._listener.is_update(written)
+            elif writes_state and any(entry.kind == "differentiate" for entry in running.entries):
                 running.is_hand_updated |= running.memory.is_trained(written, running.entries)
         if running.is_hand_updated and _begins_forward(facts.name, versions):
             self._listener.finish_hand_update()
@@ -231,7 +249,10 @@ class Tape(StackedMode):
             return any(tensor.requires_grad for tensor in outputs)
         if functions.is_random(entry.name):
             return entry.rng is not None or functions.is_in_place(entry.name)
-        return bool(entry.versions) or functions.is_factory(entry.name)
+        if entry.versions:
+            return True
+        is_trained = any(tensor.requires_grad for tensor in outputs)  # then it is an input, with a gradient of its own
+        return functions.is_factory(entry.name) and not is_trained
 
 
 def _begins_forward(name: str, versions: list[tuple[torch.Tensor, int]]) -> bool:
@@ -239,6 +260,12 @@ def _begins_forward(name: str, versions: list[tuple[torch.Tensor, int]]) -> bool
     if not torch.is_grad_enabled() or name.endswith(("__get__", "__set__")) or functions.is_in_place(name):
         return False
     return any(tensor.requires_grad for tensor, _ in versions)
+
+
+def _is_number(value: Any) -> bool:
+    """True for a float, and for an array of NumPy that is one."""
+    kind = value.__class__
+    return kind is float or (kind is not int and getattr(value, "ndim", 1) == 0 and value.dtype.kind == "f")
 
 
 _tracing_state = torch._C._get_tracing_state  # of `torch.jit.trace`, which would trace our work as well

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
+import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import print_exception
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,6 +24,7 @@ from reprokit.capture import launch, options
 from reprokit.capture.block import captured_lines, shown_path
 from reprokit.capture.closing import Seen, closing_line
 from reprokit.capture.rank_name import rank_suffix
+from reprokit.cli.children import REPORTS, Children
 from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, say
 from reprokit.cli.outputs import check_file, check_folder
 from reprokit.errors import UsageError
@@ -33,7 +37,10 @@ EXIT_CAPTURED = 3
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A script or module to run, and what to do at its first failure."""
+    """A script or module to run, and what to do at its first failure.
+
+    ``part`` tells the files of this process from those of the process that has started it.
+    """
 
     target: str
     is_module: bool
@@ -47,15 +54,23 @@ class Capture:
     source: options.Source
     json: bool
     verbosity: Verbosity
+    part: str = ""
 
     def execute(self) -> int:
         """Run the script; its own exit code or exception, unless a failure was captured and stopped it."""
+        reports = os.environ.pop(REPORTS, None)
+        if reports is not None:
+            return dataclasses.replace(self, part=f".pid{os.getpid()}", json=False)._execute(reports)
         self._check()
         say(f"watching `{self.target}`; a failing step goes to {self._place()}", self.verbosity)
-        watch = Watch(self)
+        return self._execute(None)
+
+    def _execute(self, reports: str | None) -> int:
+        watch = Watch(self, Path.cwd(), reports)
         atexit.register(watch.tell)
         try:
             with launch.hide_own_frames(), contextlib.ExitStack() as stack:
+                stack.enter_context(watch.children.starting())
                 stack.callback(launch.when_imported("torch", lambda: watch.start(stack)))
                 self._run()
         except BaseException as error:
@@ -73,13 +88,23 @@ class Capture:
         if self.output is None or os.path.isdir(self.output):
             return self.output
         stem, suffix = _split_suffix(self.output.name)
-        return self.output.with_name(f"{stem}{rank_suffix()}{suffix}")
+        return self.output.with_name(f"{stem}{rank_suffix() or self.part}{suffix}")
 
     @property
     def name(self) -> str:
         """What an automatic file name begins with."""
         stem = self.target.rpartition(".")[2] if self.is_module else Path(self.target).stem
-        return f"{stem}{rank_suffix()}"
+        return f"{stem}{rank_suffix() or self.part}"
+
+    @property
+    def options(self) -> list[str]:
+        """The options of the same capture of another process."""
+        found = ["--after-capture", self.after, "--watch", self.watch, "--source", self.source]
+        found += ["--history", "auto" if self.history is None else str(self.history or "off")]
+        found += [word for kind in self.on for word in ("--on", kind)]
+        found += ["-o", str(self.output.absolute())] if self.output is not None else []
+        found += ["-f"] if self.overwrite else []
+        return found + {Verbosity.QUIET: ["-q"], Verbosity.VERBOSE: ["-v"]}.get(self.verbosity, [])
 
     @property
     def command(self) -> list[str]:
@@ -109,20 +134,27 @@ class Capture:
 class Watch:
     """The session of one run: begins when the script has imported torch, tells its result at the process's end."""
 
-    def __init__(self, plan: Capture) -> None:
+    def __init__(self, plan: Capture, folder: Path, reports: str | None = None) -> None:
         self._plan = plan
-        self._folder = Path.cwd()
+        self._folder = folder
         output = plan.file()
-        self._output = output.absolute() if output is not None else None
+        self._output = folder / output if output is not None else None
         self._process = os.getpid()
         self._session: Session | None = None
         self._error: BaseException | None = None
         self._has_failed = False
+        self._reports = reports
+        self.children = Children(plan, reports)
 
     @property
     def has_stopped(self) -> bool:
-        """Whether a failure was captured that ends the run."""
-        return self._session is not None and self._session.has_failed and self._plan.after == "stop"
+        """True if a failure was captured that ends the run, here or in a process that the script has started."""
+        own = self._session is not None and self._session.has_failed and self._plan.after == "stop"
+        return own or any(report["has_stopped"] for report in self._told_by_children())
+
+    def _told_by_children(self) -> list[dict[str, Any]]:
+        """Reports of all processes below this one, which only the first one reads."""
+        return self.children.reports() if self._reports is None else []
 
     def ended_with(self, error: BaseException) -> None:
         """The script ended with this exception."""
@@ -160,17 +192,44 @@ class Watch:
         """Say what was captured and what to do next, or why nothing was; forked children stay silent."""
         if os.getpid() != self._process:
             return
+        children = self._told_by_children()
         with contextlib.suppress(OSError, ValueError):  # the script may have closed its streams
-            closing = self._session.closing if self._session is not None else closing_line(Seen(), self._error)
-            if closing is not None and not self._has_failed:
-                say(closing, self._plan.verbosity)
-            if self._session is None:
-                return
+            self._tell_own(children)
+            for report in children:
+                for result in report["results"]:
+                    self._tell_result(Path(result["path"]), result)
+        if self._reports is not None:
+            self.report(self._reports)
+        self.children.forget()
+
+    def _tell_own(self, children: Sequence[Mapping[str, Any]]) -> None:
+        """What this process saw; where it is one of several, only what it captured."""
+        if self._session is not None:
             for path, result in zip(self._session.snapshots, self._session.results, strict=True):
-                if self._plan.json:
-                    print_json({**result, "path": str(path)})
-                for line in captured_lines(path, result, self._folder):
-                    say(line, self._plan.verbosity)
+                self._tell_result(path, result)
+        closing = self._session.closing if self._session is not None else closing_line(Seen(), self._error)
+        is_judged_elsewhere = self._error is None and any(report["has_judged"] for report in children)
+        is_told = self._has_failed or is_judged_elsewhere or any(report["results"] for report in children)
+        if closing is not None and not is_told and self._reports is None:
+            say(closing + self.children.words(children), self._plan.verbosity)
+
+    def _tell_result(self, path: Path, result: Mapping[str, Any]) -> None:
+        if self._plan.json:
+            print_json({**result, "path": str(path)})
+        for line in captured_lines(path, result, self._folder):
+            say(line, self._plan.verbosity)
+
+    def report(self, folder: str) -> None:
+        """Leave what was captured here for the process that has started this one."""
+        session = self._session
+        found = {
+            "pid": self._process,
+            "has_stopped": session is not None and session.has_failed and self._plan.after == "stop",
+            "has_judged": session is not None and session.has_judged,
+            "results": session.results if session is not None else [],
+        }
+        with contextlib.suppress(OSError, TypeError, ValueError):
+            Path(folder, f"{self._process}.json").write_text(json.dumps(found))
 
 
 @click.command("capture", context_settings={"allow_interspersed_args": False})
@@ -187,8 +246,9 @@ class Watch:
     "--on",
     type=click.Choice(options.ON),
     multiple=True,
-    default=options.ON,
-    help="What is a failure: NaN and infinity, an exception that ends a step; both by default.",
+    default=options.DEFAULT_ON,
+    help="What is a failure: NaN and infinity, an exception that ends a step (these two by default); with "
+    "`skipped`, NaN and infinity also where the loop skips the step by itself.",
 )
 @click.option(
     "--watch",

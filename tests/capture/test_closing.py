@@ -38,6 +38,11 @@ def test_a_bad_ending_is_told(ending: BaseException, words: tuple[str, ...]) -> 
     assert all(word in line for word in words)
 
 
+def test_skipped_steps_are_counted() -> None:
+    line = closing_line(Seen(has_torch=True, has_backward=True, num_skipped=4), None)
+    assert line is not None and line.startswith("4 steps") and "--on skipped" in line
+
+
 def test_exceptions_that_were_not_asked_for_are_named() -> None:
     line = closing_line(Seen(has_torch=True, has_backward=True, on=("nonfinite",)), ValueError())
     assert line is not None and "--on exception" in line

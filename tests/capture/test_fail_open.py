@@ -69,6 +69,8 @@ GUARDS = {
     "Stepping.after_step",
     "Stepping.scaler_step",
     "Failures.fail",
+    "Failures.settle",
+    "Stepping._settle_update",
     "Failures._save",
     "Copies.give_back",
     "OptimizerNote.give_back",

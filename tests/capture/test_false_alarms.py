@@ -35,7 +35,6 @@ from tests.capture.traps_checks import (
     ending,
     net,
     plain_net,
-    rooted_loss,
     update,
 )
 
@@ -279,39 +278,6 @@ def ctc_losses_that_are_infinite_by_design() -> list[torch.Tensor]:
         seen = F.ctc_loss(frames.detach(), texts, sizes, lengths, reduction="none")
         assert torch.isinf(seen[1])
         update(optimizer, F.ctc_loss(frames, texts, sizes, lengths, zero_infinity=True))
-    return ending(model)
-
-
-@healthy
-def a_loop_that_tests_the_loss_and_goes_on() -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
-    num_skipped = 0
-    for step, x, y in batches():
-        loss = classify(model, x, y) * (math.nan if step == 2 else 1.0)
-        if not torch.isfinite(loss):
-            num_skipped += 1
-            continue
-        update(optimizer, loss)
-    assert num_skipped == 1
-    return ending(model)
-
-
-@healthy
-def a_loop_that_tests_the_gradients_and_goes_on() -> list[torch.Tensor]:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
-    num_skipped = 0
-    for step, x, y in batches():
-        loss = rooted_loss(model(x), y, step == 2)
-        optimizer.zero_grad()
-        loss.backward()
-        if not all(torch.isfinite(p.grad).all() for p in model.parameters()):
-            num_skipped += 1
-            optimizer.zero_grad()
-            continue
-        optimizer.step()
-    assert num_skipped == 1
     return ending(model)
 
 

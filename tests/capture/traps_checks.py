@@ -107,8 +107,13 @@ def same_bits(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 def run_plain(loop: Loop) -> list[torch.Tensor]:
     """The ending without capture."""
-    random.seed(0)
+    random_seeded()
     return loop()
+
+
+def random_seeded() -> None:
+    """Python's generator as every run begins with it."""
+    random.seed(0)
 
 
 def check_silent(loop: Loop, folder: Path, capsys: pytest.CaptureFixture[str], **options: Any) -> None:

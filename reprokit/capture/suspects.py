@@ -1,0 +1,229 @@
+"""A bad loss or gradient that the loop may deal with itself, until it is known whether the step failed or was skipped.
+
+It failed when an update is about to be made of it, or when the loop ends over it. It was skipped when the loop drops
+the gradients, or goes on to its next forward pass without a backward call. Until then no parameter has changed, so the
+step can be saved as exactly as at the moment when the bad value was seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from reprokit.capture.entry import Entry
+from reprokit.capture.exceptions import backward_from
+from reprokit.capture.state import parameters_of
+from reprokit.capture.structure import is_leaf, iter_tensors
+from reprokit.capture.watch import bad_tensor, is_bad
+from reprokit.program.functions import GRAD_WRITES
+
+if TYPE_CHECKING:
+    from reprokit.capture.training import Training
+
+Verdict = Literal["failed", "skipped", "harmless"]
+
+_GRADIENT = "torch.Tensor.grad.__get__"
+_ZERO = "torch.Tensor.zero_"
+
+
+@dataclass(slots=True, eq=False)
+class Suspect:
+    """What was seen: a bad loss, with the backward call that started or would have started from it, or bad gradients.
+
+    ``last`` is the last entry of the step that it belongs to; ``has_begun`` says whether backward was called.
+    ``loss`` is the one of the timeline then, ``num_later`` counts the backward calls since.
+    """
+
+    observed_at: Literal["loss", "gradient", "output"]
+    pending: Entry | None
+    last: Entry
+    has_begun: bool
+    loss: Any
+    num_later: int = 0
+
+
+class Suspects:
+    """Finds suspects of the running step, which holds the current one, and gives the verdict on it."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._running = training.running
+        self._sites: set[tuple[Any, int]] = set()  # where the losses of the first steps were computed
+
+    # -- what makes a suspect ------------------------------------------------------------------------------------
+
+    def begin(self, entry: Entry) -> None:
+        """A backward call from a bad start is made; the first one of a step counts."""
+        current = self._running.suspect
+        if current is None or not current.has_begun:
+            self._running.suspect = Suspect("loss", entry, entry, True, self._training.timeline.loss)
+
+    def can_wait(self) -> bool:
+        """True if every update that may follow a backward call is seen before it is made."""
+        hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._leaves())
+        return not (hooked or self._training.unseen or torch.is_anomaly_enabled())
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """The loop has read a number or a test that tells of a bad value: is that its loss, or a gradient?"""
+        if self._running.suspect is not None:
+            return
+        entries, wanted = self._running.entries, {id(tensor)}
+        for position in range(len(entries) - 1, -1, -1):
+            entry = entries[position]
+            outputs = [output for output in iter_tensors(entry.output) if id(output) in wanted]
+            if not outputs:
+                continue
+            if entry.kind == "clip" or entry.name == _GRADIENT:
+                self._suspect_gradient()
+                return
+            loss = next((output for output in outputs if _is_loss(output)), None)
+            if loss is not None:
+                self._suspect_loss(loss, entry)
+                return
+            wanted.update(id(given) for given, _ in entry.versions)
+
+    def _suspect_loss(self, loss: torch.Tensor, maker: Entry) -> None:
+        modules = [entry.target for entry in self._running.entries if entry.kind == "module"]
+        if is_bad(loss.detach()) and (not modules or any(module.training for module in modules)):
+            pending = backward_from(loss, maker)
+            self._running.suspect = Suspect("loss", pending, maker, False, loss.detach())
+
+    def _suspect_gradient(self) -> None:
+        calls = [entry for entry in self._running.entries if entry.kind == "differentiate"]
+        if calls and not self._training.scalers.is_used and self._has_bad_gradient():
+            self._running.suspect = Suspect("gradient", None, calls[-1], True, self._training.timeline.loss)
+
+    def learn(self, entries: Sequence[Entry]) -> None:
+        """Remember where the losses of a step were computed; those of an evaluation are computed elsewhere."""
+        made = (entry for entry in entries if any(_is_loss(output) for output in iter_tensors(entry.output)))
+        self._sites.update((entry.code, entry.line) for entry in made)
+
+    # -- the verdict ---------------------------------------------------------------------------------------------
+
+    def at_backward(self, suspect: Suspect, is_bad_too: bool) -> Verdict | None:
+        """The verdict when another backward call begins, which ``is_bad_too`` or not; ``None``: not known yet."""
+        if self._is_dropped(suspect):
+            return "skipped"
+        if not suspect.has_begun:
+            return "skipped" if self._has_come_round(suspect) else "harmless"
+        if suspect.pending is None or not self._has_come_round(suspect):
+            return None
+        if suspect.pending.target is torch.autograd.grad and not is_bad_too:
+            return "skipped"
+        return "failed" if is_bad_too and not self._training.iterations.total else None
+
+    def at_update(self, suspect: Suspect) -> Verdict:
+        """The verdict when parameters are about to be updated."""
+        if self._is_dropped(suspect):
+            return "skipped"
+        if not suspect.has_begun:
+            has_backward = any(entry.kind == "differentiate" for entry in self._running.entries)
+            return "harmless" if has_backward and not self._has_come_round(suspect) else "skipped"
+        return "failed" if suspect.pending is not None or self._has_bad_gradient() else "harmless"
+
+    def is_of_suspect(self, suspect: Suspect, written: Any) -> bool:
+        """True if the loop is about to write its update into ``written``, and not, say, into a moving average."""
+        is_given = suspect.pending is not None and suspect.pending.target is torch.autograd.grad
+        trained = {p.data_ptr() for p in self._leaves() if is_given or p.grad is not None}
+        return suspect.has_begun and any(tensor.data_ptr() in trained for tensor in iter_tensors(written))
+
+    def at_end(self, suspect: Suspect, has_raised: bool) -> Verdict:
+        """The verdict when the loop has ended, with an error or without."""
+        if self._is_dropped(suspect) or (not suspect.has_begun and self._has_come_round(suspect)):
+            return "skipped"
+        is_failure = suspect.has_begun or has_raised or not self._sites or self.is_of_training(suspect)
+        return "failed" if is_failure else "harmless"
+
+    def is_of_training(self, suspect: Suspect) -> bool:
+        """True if losses of the first steps were computed where this one was."""
+        return (suspect.last.code, suspect.last.line) in self._sites
+
+    def has_bad_gradient_without_update(self) -> bool:
+        """True if the loop has called backward, never made an update, and left bad gradients."""
+        has_backward = any(entry.kind == "differentiate" for entry in self._running.entries)
+        return has_backward and not self._training.iterations.total and self._has_bad_gradient()
+
+    def _is_dropped(self, suspect: Suspect) -> bool:
+        """True if the loop has cleared gradients since, and none that it knows is bad any more."""
+        since = self._since(suspect)
+        return suspect.has_begun and any(_drops(entry) for entry in since) and not self._has_bad_gradient()
+
+    def _has_come_round(self, suspect: Suspect) -> bool:
+        """True if the line with which the step's forward pass began has been run again since."""
+        first = next((entry for entry in self._running.entries if _builds_graph(entry)), None)
+        if first is None:
+            return False
+        return any(entry.line == first.line and entry.code is first.code for entry in self._since(suspect))
+
+    def _since(self, suspect: Suspect) -> list[Entry]:
+        entries = self._running.entries
+        position = next((number for number, entry in enumerate(entries) if entry is suspect.last), -1)
+        return entries[position + 1 :]
+
+    def _has_bad_gradient(self) -> bool:
+        return bad_tensor(leaf.grad for leaf in self._leaves() if leaf.grad is not None) is not None
+
+    def _leaves(self) -> list[torch.Tensor]:
+        """Everything known that backward may leave gradients in."""
+        history = self._training.history
+        found: dict[int, torch.Tensor] = {}
+        found.update((id(p), p) for module in history.modules for p in module.parameters())
+        found.update((id(p), p) for optimizer in history.optimizers for p in parameters_of(optimizer))
+        given = (tensor for entry in self._running.entries for tensor, _ in entry.versions)
+        found.update((id(tensor), tensor) for tensor in given if tensor.requires_grad and is_leaf(tensor))
+        return list(found.values())
+
+
+def is_telling(entries: Sequence[Entry], result: bool) -> bool:
+    """True if the last call was a test whose ``result`` may mean that something is not finite."""
+    if not entries:
+        return False
+    name = _last(entries[-1])
+    if name in ("all", "any"):
+        return result is (name == "any") and len(entries) > 1 and _last(entries[-2]) in _TESTS
+    if name in _TESTS:
+        return result is _TESTS[name]
+    given = (tensor for tensor, _ in entries[-1].versions if name in _COMPARISONS)
+    return any(_is_loss(tensor) and is_bad(tensor.detach()) for tensor in given)
+
+
+_TESTS = {"isfinite": False, "isnan": True, "isinf": True, "isposinf": True, "ne": True, "__ne__": True}
+_COMPARISONS = frozenset({"gt", "lt", "ge", "le", "eq", "__gt__", "__lt__", "__ge__", "__le__", "__eq__"})
+
+
+def was_skipped(entries: Sequence[Entry], position: int) -> bool:
+    """True for a backward call at ``position`` of a past step whose gradients were cleared before its update."""
+    if entries[position].kind != "differentiate":
+        return False
+    later = entries[position + 1 :]
+    update = next((number for number, entry in enumerate(later) if _updates(entry)), len(later))
+    optimizer = later[update].target if update < len(later) else None
+    return any(_drops(entry) and _covers(entry, optimizer) for entry in later[:update])
+
+
+def _updates(entry: Entry) -> bool:
+    return entry.kind == "optimizer" or entry.writes_state
+
+
+def _covers(entry: Entry, optimizer: Any) -> bool:
+    cleared = entry.args[0] if entry.args else None
+    return cleared is optimizer or not isinstance(cleared, torch.optim.Optimizer)
+
+
+def _drops(entry: Entry) -> bool:
+    return entry.kind == "zero_grad" or entry.name in GRAD_WRITES or entry.name == _ZERO
+
+
+def _builds_graph(entry: Entry) -> bool:
+    return entry.kind in ("module", "function") and any(tensor.requires_grad for tensor in iter_tensors(entry.output))
+
+
+def _is_loss(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor.numel() == 1
+
+
+def _last(entry: Entry) -> str:
+    return entry.name.rpartition(".")[2]

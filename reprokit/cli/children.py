@@ -1,0 +1,251 @@
+"""Processes that the script starts and that may train: each is watched by a capture of its own.
+
+Processes of ``multiprocessing`` are given something else to run, which travels with them and is nowhere else; Python
+commands that the script starts get ``-m reprokit capture`` in front of their script. Workers of data loaders and other
+processes of libraries are left alone. What children captured is told to their parent by files. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reprokit.capture import launch
+from reprokit.words import counted
+
+if TYPE_CHECKING:
+    from reprokit.cli.capture import Capture
+
+REPORTS = "REPROKIT_REPORTS"  # the folder in which a command that was started tells its parent what it captured
+_OWN = str(Path(__file__).resolve().parent.parent) + os.sep
+_LIBRARIES = tuple(str(Path(sysconfig.get_path(key)).resolve()) + os.sep for key in ("stdlib", "platstdlib"))
+_PACKAGES = ("site-packages", "dist-packages")
+_RUNS_WHAT_IT_IS_GIVEN = ("torch.multiprocessing.spawn", "concurrent.futures.process")
+_POOLS = ("multiprocessing.pool", "torch.multiprocessing.pool")  # a task whose worker ends is waited for for ever
+_RANKS = ("RANK", "LOCAL_RANK")
+_FLAGS = re.compile("-[bBdEOPqRuvx]+")  # of Python, without a value
+
+
+class Children:
+    """Watches what a run starts, for as long as ``starting`` is entered. ``num_unwatched`` were started all the same.
+
+    ``folder`` is where children leave their reports; made when the first one is started.
+    """
+
+    def __init__(self, plan: Capture, folder: str | None = None) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._is_ours = folder is None
+        self.num_watched = 0
+        self.num_unwatched = 0
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """The context in which processes are started."""
+        with contextlib.ExitStack() as stack:
+            forget = launch.when_imported("multiprocessing.process", lambda: self._watch_processes(stack))
+            stack.callback(forget)
+            self._watch_commands(stack)
+            yield
+
+    def reports(self) -> list[dict[str, Any]]:
+        """What the children that have ended reported."""
+        found = []
+        for path in sorted(Path(self._folder).glob("*.json")) if self._folder is not None else ():
+            with contextlib.suppress(OSError, ValueError):
+                found.append(json.loads(path.read_text()))
+        return found
+
+    def forget(self) -> None:
+        """The reports have been told."""
+        if self._folder is not None and self._is_ours:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def words(self, reports: Sequence[Mapping[str, Any]]) -> str:
+        """What is to be said of processes that were started, when nothing was captured in them."""
+        is_judged = any(report["has_judged"] for report in reports)
+        told = [(0 if is_judged else self.num_watched, ", nor in {} that the script started")]
+        told += [(self.num_unwatched, "; {} that the script started could not be watched")]
+        return "".join(words.format(counted(num, "process", "processes")) for num, words in told if num)
+
+    @property
+    def folder(self) -> str:
+        """Where the reports are."""
+        if self._folder is None:
+            self._folder = tempfile.mkdtemp(prefix="reprokit-children-")
+        return self._folder
+
+    def _watch_processes(self, stack: contextlib.ExitStack) -> None:
+        process = sys.modules["multiprocessing.process"].BaseProcess
+        original, children = process.start, self
+
+        @functools.wraps(original)
+        def start(self: Any) -> None:
+            if not children.gives_run(self):
+                original(self)
+                return
+            try:
+                original(self)
+            except Exception:  # it may be that what was added cannot be sent
+                del self.run
+                children.num_watched -= 1
+                original(self)
+            self.__dict__.pop("run", None)
+
+        process.start = start
+        stack.callback(setattr, process, "start", original)
+
+    def _watch_commands(self, stack: contextlib.ExitStack) -> None:
+        original, children = subprocess.Popen.__init__, self
+
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            found = None
+            if len(args) == 1 and not kwargs.get("shell") and kwargs.get("executable") is None:
+                with contextlib.suppress(Exception):
+                    found = children.command(args[0], kwargs.get("env"))
+            if found is None:
+                original(self, *args, **kwargs)
+                return
+            children.num_watched += 1
+            original(self, found[0], **{**kwargs, "env": found[1]})
+
+        subprocess.Popen.__init__ = __init__  # type: ignore[method-assign]
+        stack.callback(setattr, subprocess.Popen, "__init__", original)
+
+    def gives_run(self, process: Any) -> bool:
+        """Give a process that may train something to run that watches it; whether that was done."""
+        try:
+            function = _function_of(process)
+            module = getattr(function, "__module__", None)
+            if module not in (*_RUNS_WHAT_IT_IS_GIVEN, *_POOLS) and not _is_users(function):
+                return False
+            after = "continue" if module in _POOLS else self._plan.after
+            process.run = WatchedRun(process, dataclasses.replace(self._plan, after=after, json=False), self.folder)
+        except Exception:  # such as no folder for the reports: then it is not watched
+            self.num_unwatched += 1
+            return False
+        self.num_watched += 1
+        return True
+
+    def command(self, words: Any, environment: Any) -> tuple[list[str], dict[str, str]] | None:
+        """Command and environment with which a Python command is watched; ``None`` if it is not one to watch."""
+        if isinstance(words, str) or not isinstance(words, Sequence) or not words or not _is_this_python(words[0]):
+            return None
+        words = [os.fspath(word) for word in words]
+        position = _position_of_program(words)
+        if position is None or not _is_program_to_watch(words[position:], environment or os.environ):
+            return None
+        watched = [*words[:position], "-m", "reprokit", "capture", *self._plan.options, *words[position:]]
+        return watched, {**(environment or os.environ), REPORTS: self.folder}
+
+
+class WatchedRun:
+    """What a process runs in the place of its own ``run``: the same, watched."""
+
+    def __init__(self, process: Any, plan: Capture, folder: str) -> None:
+        self._process = process
+        self._plan = plan
+        self._folder = folder
+        self._directory = str(Path.cwd())
+
+    def __call__(self) -> None:
+        process = self._process
+        process.__dict__.pop("run", None)
+        watch = None
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(Exception):
+                watch = self._watch(stack)
+            try:
+                process.run()
+            except Exception as error:
+                launch.peel(error)
+                formatted = traceback.TracebackException
+                formatted.__init__ = launch.hide_from_formatting(formatted.__init__)  # type: ignore[method-assign]
+                raise
+            finally:
+                stack.__exit__(*sys.exc_info())
+                if watch is not None:
+                    watch.tell()
+
+    def _watch(self, stack: contextlib.ExitStack) -> Any:
+        from reprokit.cli.capture import Watch
+
+        plan = dataclasses.replace(self._plan, part=f".pid{os.getpid()}")
+        watch = Watch(plan, Path(self._directory), self._folder)
+        stack.enter_context(watch.children.starting())
+        stack.callback(launch.when_imported("torch", lambda: watch.start(stack)))
+        return watch
+
+
+def _function_of(process: Any) -> Any:
+    """What a process is to call."""
+    target = process.__dict__.get("_target")
+    if target is None:
+        return type(process).run
+    while isinstance(target, functools.partial):
+        target = target.func
+    return target if hasattr(target, "__code__") or hasattr(target, "__func__") else type(target).__call__
+
+
+def _is_users(function: Any) -> bool:
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code is not None and is_users_file(code.co_filename)
+
+
+def is_users_file(filename: str) -> bool:
+    """True for a file that belongs neither to Python, nor to an installed package, nor to reprokit."""
+    path = os.path.realpath(filename)
+    return not path.startswith((_OWN, *_LIBRARIES)) and not any(f"{os.sep}{name}{os.sep}" in path for name in _PACKAGES)
+
+
+def _is_this_python(word: Any) -> bool:
+    """True for the Python that runs now: another one may not have reprokit."""
+    found = shutil.which(os.fspath(word))
+    own = os.path.abspath(sys.executable)
+    name = os.path.basename(found or "")
+    return found is not None and os.path.dirname(os.path.abspath(found)) == os.path.dirname(own) and "python" in name
+
+
+def _position_of_program(words: list[str]) -> int | None:
+    """Where in a Python command its script, or ``-m``, stands."""
+    position = 1
+    while position < len(words):
+        word = words[position]
+        if word == "-m" or not word.startswith("-"):
+            return position
+        if word in ("-X", "-W"):
+            position += 1
+        elif not _FLAGS.fullmatch(word) and not word.startswith(("-X", "-W")):
+            return None
+        position += 1
+    return None
+
+
+def _is_program_to_watch(words: list[str], environment: Any) -> bool:
+    """True for the user's script or module, and for whatever is started as one of several ranks."""
+    name = words[1] if words[0] == "-m" and len(words) > 1 else words[0]
+    if name.partition(".")[0] == "reprokit":
+        return False
+    if any(variable in environment for variable in _RANKS):
+        return True
+    if words[0] != "-m":
+        return is_users_file(name) and os.path.isfile(name)
+    spec = importlib.util.find_spec(name.partition(".")[0])
+    places = [spec.origin, *(spec.submodule_search_locations or ())] if spec is not None else []
+    return any(place is not None and is_users_file(place) for place in places)

@@ -1,0 +1,470 @@
+"""A loop that looks at its own loss or gradients: it skips the step and goes on, or it gives up over it.
+
+A skipped step is told in one line and changes nothing, and `--on skipped` saves it; a step that the loop gives up over
+is saved. What is made an update of is saved as ever.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from reprokit.capture.session import CaptureStop, Session
+from reprokit.snapshot.format import load
+from tests.capture.traps_checks import (
+    BAD_STEP,
+    EXACT,
+    WATCHES,
+    Loop,
+    batches,
+    classify,
+    described_once,
+    divided_loss,
+    ending,
+    fidelity,
+    net,
+    plain_net,
+    random_seeded,
+    rooted_loss,
+    run_plain,
+    same_bits,
+    where,
+)
+
+Test = Callable[[torch.Tensor], bool]
+LOSS_TESTS: dict[str, Test] = {
+    "isfinite": lambda loss: not torch.isfinite(loss),
+    "isnan_any": lambda loss: bool(torch.isnan(loss).any()),
+    "method": lambda loss: bool(loss.isnan()) or bool(loss.isinf()),
+    "item": lambda loss: math.isnan(loss.item()),
+    "detached_item": lambda loss: not math.isfinite(loss.detach().mean().item()),
+    "float": lambda loss: not math.isfinite(loss.detach()),
+    "unequal": lambda loss: bool(loss != loss),
+    "comparison": lambda loss: not loss < 1e6,
+    "numpy": lambda loss: not math.isfinite(loss.detach().numpy()),
+}
+
+
+def grads(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+GRADIENT_TESTS: dict[str, Callable[[nn.Module], bool]] = {
+    "isfinite": lambda model: any(not g.isfinite().all() for g in grads(model)),
+    "isnan": lambda model: any(bool(torch.isnan(g).any()) for g in grads(model)),
+    "norm": lambda model: not math.isfinite(sum(g.norm().item() ** 2 for g in grads(model)) ** 0.5),
+    "stacked": lambda model: not math.isfinite(torch.stack([g.norm() for g in grads(model)]).norm()),
+    "clip": lambda model: not torch.isfinite(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
+    "clip_item": lambda model: math.isnan(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()),
+}
+
+
+def skipping_losses(test: Test, bad: tuple[int, ...] = (BAD_STEP,)) -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step, x, y in batches(8):
+        loss = divided_loss(model(x), y, step in bad)
+        if test(loss):
+            continue
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return ending(model, optimizer)
+
+
+def skipping_gradients(test: Callable[[nn.Module], bool], loss_of: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step, x, y in batches(8):
+        loss = loss_of(model(x), y, step == BAD_STEP)
+        optimizer.zero_grad()
+        loss.backward()
+        if test(model):
+            continue
+        optimizer.step()
+    return ending(model, optimizer)
+
+
+def check_skipped(loop: Loop, folder: Path, capsys: pytest.CaptureFixture[str], watch: str, step: int) -> None:
+    """Claim that the training goes on with the bits that it would have had, and that one line names the step."""
+    plain = run_plain(loop)
+    capsys.readouterr()
+    random_seeded()
+    with Session(directory=folder, watch=watch) as session:  # type: ignore[arg-type]
+        watched = loop()
+    assert session.snapshots == [] and same_bits(plain, watched)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"at step {step}, and the loop skipped it; training goes on" in line
+
+
+def check_saved(loop: Loop, folder: Path, step: int, phase: str, **options: object) -> None:
+    """Claim that the step is saved, exactly, and the loop stopped or at its end."""
+    folder.mkdir(exist_ok=True)
+    with described_once(), pytest.raises(CaptureStop), Session(directory=folder, **options) as session:  # type: ignore[arg-type]
+        loop()
+    snapshot = load(session.snapshots[0])
+    assert where(snapshot)[:2] == (step, phase)
+    assert fidelity(snapshot) == EXACT
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+@pytest.mark.parametrize("test", LOSS_TESTS)
+def test_a_bad_loss_that_is_skipped(
+    test: str, watch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_skipped(lambda: skipping_losses(LOSS_TESTS[test]), tmp_path, capsys, watch, BAD_STEP)
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+@pytest.mark.parametrize("loss_of", [divided_loss, rooted_loss])
+@pytest.mark.parametrize("test", GRADIENT_TESTS)
+def test_bad_gradients_that_are_skipped(
+    test: str,
+    loss_of: Callable[..., torch.Tensor],
+    watch: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    loop = lambda: skipping_gradients(GRADIENT_TESTS[test], loss_of)  # noqa: E731
+    check_skipped(loop, tmp_path, capsys, watch, BAD_STEP)
+
+
+def first_step() -> list[torch.Tensor]:
+    return skipping_losses(LOSS_TESTS["isfinite"], (0, 1, 6))
+
+
+def nothing_is_kept_when_no_step_was_made() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        loss = divided_loss(model(x), y, step < 2)
+        optimizer.zero_grad()
+        loss.backward()
+        if not all(g.isfinite().all() for g in grads(model)):
+            continue
+        optimizer.step()
+    return ending(model)
+
+
+def accumulated() -> list[torch.Tensor]:
+    """A micro-batch is skipped; the others make the update."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(6):
+        for micro, x, y in batches(3, seed=step):
+            loss = divided_loss(model(x), y, step == BAD_STEP and micro == 1)
+            if loss.isnan():
+                continue
+            (loss / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return ending(model)
+
+
+def functions_only() -> list[torch.Tensor]:
+    weight = nn.Parameter(torch.full((4, 2), 0.1))
+    for step, x, y in batches():
+        loss = divided_loss(x @ weight, y, step == BAD_STEP)
+        weight.grad = None
+        loss.backward()
+        assert weight.grad is not None
+        if torch.isnan(weight.grad).any():
+            continue
+        with torch.no_grad():
+            weight -= 0.1 * weight.grad
+    return ending(weight)
+
+
+def given_gradients() -> list[torch.Tensor]:
+    model = plain_net()
+    for step, x, y in batches():
+        loss = divided_loss(model(x), y, step == BAD_STEP)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        if any(not g.isfinite().all() for g in gradients):
+            continue
+        with torch.no_grad():
+            for p, g in zip(model.parameters(), gradients, strict=True):
+                p -= 0.1 * g
+    return ending(model)
+
+
+def with_a_moving_average() -> list[torch.Tensor]:
+    """The average goes on in a skipped step."""
+    model = net()
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step, x, y in batches():
+        loss = divided_loss(model(x), y, step == BAD_STEP)
+        loss.backward()
+        if all(g.isfinite().all() for g in grads(model)):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        with torch.no_grad():
+            for old, new in zip(average.parameters(), model.parameters(), strict=True):
+                old.mul_(0.9).add_(new, alpha=0.1)
+    return ending(model, average)
+
+
+def zeroed_one_by_one() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        divided_loss(model(x), y, step == BAD_STEP).backward()
+        if all(g.isfinite().all() for g in grads(model)):
+            optimizer.step()
+        for g in grads(model):
+            g.zero_()
+    return ending(model)
+
+
+SKIPS: dict[Loop, int] = {
+    first_step: 0,
+    nothing_is_kept_when_no_step_was_made: 0,
+    accumulated: BAD_STEP,
+    functions_only: BAD_STEP,
+    given_gradients: BAD_STEP,
+    with_a_moving_average: BAD_STEP,
+    zeroed_one_by_one: BAD_STEP,
+}
+
+
+@pytest.mark.parametrize("loop", SKIPS, ids=lambda loop: loop.__name__)
+def test_loops_that_skip(loop: Loop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check_skipped(loop, tmp_path, capsys, "sampled", SKIPS[loop])
+    check_saved(loop, tmp_path / "saved", SKIPS[loop], "forward", on=("nonfinite", "skipped"))
+
+
+@pytest.mark.parametrize("test", ["isfinite", "clip"])
+@pytest.mark.parametrize(("loss_of", "phase"), [(divided_loss, "forward"), (rooted_loss, "backward")])
+def test_skipped_gradients_are_saved_on_demand(
+    test: str, loss_of: Callable[..., torch.Tensor], phase: str, tmp_path: Path
+) -> None:
+    loop = lambda: skipping_gradients(GRADIENT_TESTS[test], loss_of)  # noqa: E731
+    check_saved(loop, tmp_path, BAD_STEP, phase, on=("skipped",))
+
+
+def test_a_failure_after_a_skipped_step_is_saved(tmp_path: Path) -> None:
+    """Also when it is found late: going back passes the skipped step by."""
+
+    def loop() -> list[torch.Tensor]:
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, x, y in batches(9):
+            loss = divided_loss(model(x), y, step == 2)
+            optimizer.zero_grad()
+            loss.backward()
+            if not all(g.isfinite().all() for g in grads(model)):
+                continue
+            optimizer.param_groups[0]["lr"] = math.inf if step == 6 else 0.1
+            optimizer.step()
+        return []
+
+    for watch in WATCHES:
+        check_saved(loop, tmp_path / watch, 5, "optimizer", watch=watch, history=50)
+
+
+# -- loops that give up ----------------------------------------------------------------------------------------------
+
+
+def halting(test: Test | None = None, ends_by: str = "break", first: bool = False) -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        loss = divided_loss(model(x), y, step == (0 if first else BAD_STEP))
+        if test is not None and test(loss):
+            if ends_by == "exit":
+                raise SystemExit(0)
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        if test is None and GRADIENT_TESTS["isfinite"](model):
+            break
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        for _, x, y in batches(60):
+            classify(model, x, y).item()
+    return ending(model)
+
+
+HALTS: dict[str, Callable[[], list[torch.Tensor]]] = {
+    **{f"loss_{name}": (lambda test=test: halting(test)) for name, test in LOSS_TESTS.items()},  # type: ignore[misc]
+    "first": lambda: halting(LOSS_TESTS["item"], first=True),
+    "gradient": lambda: halting(),
+}
+
+
+@pytest.mark.parametrize("name", HALTS)
+def test_the_step_that_the_loop_gives_up_over_is_saved(name: str, tmp_path: Path) -> None:
+    check_saved(HALTS[name], tmp_path, 0 if name == "first" else BAD_STEP, "forward")
+
+
+def test_a_loop_that_exits_well_over_its_bad_loss(tmp_path: Path) -> None:
+    with described_once(), pytest.raises(SystemExit), Session(directory=tmp_path) as session:
+        halting(LOSS_TESTS["isfinite"], "exit")
+    assert where(load(session.snapshots[0]))[:2] == (BAD_STEP, "forward")
+
+
+def no_update_ever() -> list[torch.Tensor]:
+    x = torch.zeros(2, requires_grad=True)
+    torch.sqrt(x * x).sum().backward()
+    return []
+
+
+def no_update_ever_of_a_model() -> list[torch.Tensor]:
+    model = plain_net()
+    for _, x, y in batches(1):
+        rooted_loss(model(x), y, True).backward()
+    return []
+
+
+@pytest.mark.parametrize("loop", [no_update_ever, no_update_ever_of_a_model])
+def test_bad_gradients_of_a_script_without_an_update(loop: Loop, tmp_path: Path) -> None:
+    check_saved(loop, tmp_path, 0, "backward")
+
+
+# -- what is no skip -------------------------------------------------------------------------------------------------
+
+
+def logged_and_used() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        loss = divided_loss(model(x), y, step == BAD_STEP)
+        assert not math.isnan(loss.item()) or step == BAD_STEP
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return []
+
+
+def infinite_loss_with_finite_gradients() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        loss = classify(model, x, y) - torch.full((), 0.0 if step == BAD_STEP else 1.0).log()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return []
+
+
+def clipped_by_value() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        loss = classify(model, x, y) / torch.full((), 0.0 if step == BAD_STEP else 1.0)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        optimizer.step()
+    return []
+
+
+def another_optimizer_is_cleared() -> list[torch.Tensor]:
+    model, critic = plain_net(), plain_net(1)
+    optimize, criticize = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(critic.parameters(), lr=0.1)
+    for step, x, y in batches():
+        optimize.zero_grad()
+        divided_loss(model(x), y, step == BAD_STEP).backward()
+        criticize.zero_grad()
+        classify(critic, x, y).backward()
+        criticize.step()
+        optimize.step()
+    return []
+
+
+def updated_by_hand() -> list[torch.Tensor]:
+    weight = torch.full((4, 2), 0.1, requires_grad=True)
+    for step, x, y in batches():
+        divided_loss(x @ weight, y, step == BAD_STEP).backward()
+        assert weight.grad is not None
+        weight.data -= 0.1 * weight.grad
+        weight.grad = None
+    return []
+
+
+def updated_and_zeroed_by_hand() -> list[torch.Tensor]:
+    weight = torch.full((4, 2), 0.1, requires_grad=True)
+    for step, x, y in batches():
+        divided_loss(x @ weight, y, step == BAD_STEP).backward()
+        assert weight.grad is not None
+        with torch.no_grad():
+            weight -= 0.1 * weight.grad
+            weight.grad.zero_()
+    return []
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        logged_and_used,
+        infinite_loss_with_finite_gradients,
+        clipped_by_value,
+        another_optimizer_is_cleared,
+        updated_by_hand,
+        updated_and_zeroed_by_hand,
+    ],
+    ids=lambda loop: loop.__name__,
+)
+def test_a_bad_loss_of_which_an_update_is_made(loop: Loop, tmp_path: Path) -> None:
+    check_saved(loop, tmp_path, BAD_STEP, "forward")
+
+
+def weights_made_anew() -> list[torch.Tensor]:
+    """Nothing is ever written, so there are no steps; the loop is stopped all the same."""
+    weight = torch.full((4, 2), 0.1, requires_grad=True)
+    for step, x, y in batches(50):
+        assert step < BAD_STEP + 3
+        divided_loss(x @ weight, y, step == BAD_STEP).backward()
+        assert weight.grad is not None
+        weight = (weight - 0.1 * weight.grad).detach().requires_grad_()
+    return []
+
+
+def test_weights_that_are_made_anew(tmp_path: Path) -> None:
+    check_saved(weights_made_anew, tmp_path, 0, "forward")
+
+
+def validation_with_a_graph() -> list[torch.Tensor]:
+    """A script that reads a bad loss of its evaluation, for which it has forgotten `no_grad`."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, x, y in batches():
+        loss = classify(model, x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    empty = F.cross_entropy(model(x)[:0], y[:0])
+    assert math.isnan(empty.item())
+    return ending(model)
+
+
+def a_part_of_the_loss_is_left_out() -> list[torch.Tensor]:
+    """The mean over an empty class is NaN, and the loop leaves it out of its sum."""
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, x, y in batches():
+        logits = model(x)
+        parts = [F.cross_entropy(logits[y == k], y[y == k]) for k in range(3) if k < 2]
+        parts += [logits[y == 7].mean(), logits[y == 8].mean()]
+        loss = sum(part for part in parts if not torch.isnan(part))
+        assert isinstance(loss, torch.Tensor)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return ending(model)
+
+
+@pytest.mark.parametrize("loop", [validation_with_a_graph, a_part_of_the_loss_is_left_out])
+def test_other_bad_values_that_are_read(loop: Loop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Session(directory=tmp_path) as session:
+        loop()
+    assert session.snapshots == [] and capsys.readouterr().err == ""

@@ -1,0 +1,204 @@
+"""Processes that a script starts are watched, each with a file of its own; those of libraries are left alone."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from reprokit.cli.capture import Capture
+from reprokit.cli.children import REPORTS, Children
+from reprokit.cli.console import Verbosity
+from tests.conftest import Run
+
+TRAINING = """
+import torch
+
+def train(rank, bad_rank=1):
+    torch.manual_seed(rank)
+    net = torch.nn.Linear(5, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    for step in range(6):
+        x = torch.rand(8, 5) - (2 if rank == bad_rank and step == 3 else 0)
+        loss = (net(x).squeeze() - torch.log(x.sum(1))).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print("rank", rank, "ends", flush=True)
+    return rank
+"""
+STARTS = {  # forking saves the child from importing torch again
+    "torch_spawn": """
+    torch.multiprocessing.spawn(train, nprocs=2)
+""",
+    "processes": """
+    children = [multiprocessing.Process(target=functools.partial(train, rank)) for rank in range(2)] + [Child()]
+    for child in children:
+        child.start()
+        child.join()
+    print([child.exitcode for child in children])
+""",
+    "executor": """
+    with concurrent.futures.ProcessPoolExecutor(1) as pool:
+        print(list(pool.map(train, [1])))
+""",
+    "command": """
+    subprocess.run([sys.executable, "-u", "worker.py", "1"])
+""",
+}
+COMMAND = """
+if __name__ == "__main__":
+    import sys
+    train(int(sys.argv[1]))
+"""
+HEAD = """
+import concurrent.futures, functools, multiprocessing, subprocess, sys
+import torch.multiprocessing
+from worker import train
+
+class Child(multiprocessing.Process):
+    def run(self):
+        train(0)
+
+if __name__ == "__main__":
+"""
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_child_is_watched(start: str, run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HEAD + STARTS[start])
+    (tmp_path / "worker.py").write_text(TRAINING + COMMAND)
+    result = run_reprokit("capture", "train.py")
+    assert result.returncode == 3, result.stderr
+    assert "rank 1 ends" not in result.stdout
+    (file,) = tmp_path.glob("*.pt")
+    assert file.name.startswith(("train.pid", "worker.pid")) and file.name.endswith("-step3.repro.pt")
+    *_, captured, _, _, following = result.stderr.splitlines()
+    assert f"captured nan from `torch.log` at step 3 -> {file.name}" in captured
+    assert following == f"reprokit: next: reprokit shrink {file.name}"
+
+
+POOL = """
+import multiprocessing
+from worker import train
+
+if __name__ == "__main__":
+    with multiprocessing.Pool(1) as pool:
+        print(pool.map(train, [1, 0]))
+"""
+
+
+def test_a_task_of_a_pool_is_saved_and_goes_on(run_reprokit: Run, tmp_path: Path) -> None:
+    """A pool waits for ever for a task whose process has ended."""
+    (tmp_path / "train.py").write_text(POOL)
+    (tmp_path / "worker.py").write_text(TRAINING)
+    result = run_reprokit("capture", "train.py")
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "[1, 0]")
+    assert len(list(tmp_path.glob("train.pid*-step3.repro.pt"))) == 1
+
+
+HEALTHY = """
+import multiprocessing, os
+from worker import train
+
+def healthy(rank):
+    assert "REPROKIT_REPORTS" not in os.environ
+    train(rank, None)
+
+if __name__ == "__main__":
+    child = multiprocessing.Process(target=healthy, args=(0,))
+    child.start()
+    child.join()
+    print(sorted(name for name in os.environ if name.startswith("REPROKIT_REPORTS")))
+"""
+
+
+def test_healthy_children_are_silent(run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HEALTHY)
+    (tmp_path / "worker.py").write_text(TRAINING)
+    result = run_reprokit("capture", "train.py")
+    assert (result.returncode, result.stdout) == (0, "rank 0 ends\n[]\n")
+    assert len(result.stderr.splitlines()) == 1 and list(tmp_path.glob("*.pt")) == []
+
+
+# -- what is watched -------------------------------------------------------------------------------------------------
+
+
+def plan() -> Capture:
+    options = ("stop", None, "sampled", ("nonfinite",), "none", False, Verbosity.QUIET)
+    return Capture("train.py", False, (), None, False, *options)
+
+
+class Rows(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_of_a_data_loader_are_left_alone(context: str) -> None:
+    children, start = Children(plan()), BaseProcess.start
+    with children.starting():
+        loader = DataLoader(Rows(), num_workers=1, multiprocessing_context=context)  # type: ignore[var-annotated]
+        assert [int(batch) for batch in loader] == [0, 1, 2, 3]
+    assert (children.num_watched, children.num_unwatched, children.reports()) == (0, 0, [])
+    assert BaseProcess.start is start
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "is_watched"),
+    [
+        ([sys.executable, "own.py", "--lr", "1"], None, True),
+        ([sys.executable, "-u", "-X", "dev", "own.py"], None, True),
+        ([sys.executable, "-m", "own"], None, True),
+        ([sys.executable, "-m", "json.tool"], {"RANK": "0"}, True),
+        ([sys.executable, "-m", "json.tool"], None, False),
+        ([sys.executable, "-m", "reprokit", "capture", "own.py"], None, False),
+        ([sys.executable, "-c", "pass"], None, False),
+        ([sys.executable, "missing.py"], None, False),
+        ([sys.executable], None, False),
+        ([sys.executable, "-I", "own.py"], None, False),
+        ([functools.__file__], None, False),
+        (["git", "status"], None, False),
+        ("python own.py", None, False),
+        ([sys.executable, functools.__file__], None, False),
+    ],
+)
+def test_commands_that_are_watched(
+    words: list[str],
+    environment: dict[str, str] | None,
+    is_watched: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own.py").write_text("")
+    children = Children(plan())
+    try:
+        found = children.command(words, environment)
+        assert (found is not None) == is_watched
+        if found is not None:
+            position = found[0].index("reprokit")
+            assert found[0][:position] + words[words.index(found[0][-1]) :][:0] == [*words[: position - 1], "-m"]
+            assert found[1][REPORTS] == children.folder and found[0][-1] == words[-1]
+    finally:
+        children.forget()
+
+
+def test_nothing_is_left_of_it() -> None:
+    before = subprocess.Popen.__init__, BaseProcess.start
+    children = Children(plan())
+    with children.starting():
+        assert subprocess.Popen.__init__ is not before[0]
+        assert subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True, check=True).stdout == b"1\n"
+    assert (subprocess.Popen.__init__, BaseProcess.start) == before
