@@ -18,6 +18,7 @@ from reprokit.capture.entry import Entry
 from reprokit.capture.exceptions import Raised
 from reprokit.capture.fidelity import checked
 from reprokit.capture.past import PastStep, split
+from reprokit.capture.prepared import without_preparation
 from reprokit.capture.rescue import FailedStep, Made, make_snapshot, snapshot_without_replay
 from reprokit.capture.rewind import Found, Rewind
 from reprokit.capture.state import CannotGoBack
@@ -117,6 +118,8 @@ class _Describing:
             if past is not None:
                 return past
         entries, saved, pending = self._with_graphs_from_before(step)
+        if entries is step.entries:  # and not light copies of them, which hold no values
+            entries = without_preparation(entries, saved)
         entries = [entry for entry in entries if not (entry.writes_state or entry.kind == "optimizer")]
         failed = self._failed(step, noticed.observed_at, entries, saved, pending)
         made = make_snapshot(replace(failed, raised=noticed.raised, notes=notes, lead=lead), noticed.frame)

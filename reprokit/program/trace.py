@@ -335,7 +335,9 @@ class Tracer(TorchFunctionMode):
         self._counts[id(module)] = count + 1
         path = self._paths.get(id(module), type(module).__name__)
         self._scopes.append(Scope(path, type(module).__name__, count, self._root))
-        self.modules.setdefault(self._scopes[-1].label, note_of(module))
+        label = self._scopes[-1].label
+        if label not in self.modules:
+            self.modules[label] = note_of(module)
 
     def exit_module(self) -> None:
         """The innermost module was left."""

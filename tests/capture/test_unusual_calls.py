@@ -390,3 +390,31 @@ def test_a_forward_that_is_redirected_for_one_call(watch: str, tmp_path: Path) -
     snapshot = check_caught(loop, tmp_path, watch=watch)
     assert where(snapshot) == (BAD_STEP, "forward", "torch.Tensor.div")
     assert fidelity(snapshot) == EXACT
+
+
+class Normalize(nn.Module):
+    """As in torchvision, with numbers that the transform is given."""
+
+    def forward(self, x: torch.Tensor, spread: float) -> torch.Tensor:
+        return (x - x.mean()).div_(torch.as_tensor(spread))
+
+
+@pytest.mark.parametrize("is_data_bad", [False, True])
+@pytest.mark.parametrize("how", [Normalize(), lambda x, spread: x.sub(x.mean()).div_(torch.tensor(spread))])
+def test_data_prepared_by_hundreds_of_calls(how: Callable[..., Any], is_data_bad: bool, tmp_path: Path) -> None:
+    """The data are an input of the step, unless a call that prepared them made them bad."""
+
+    def loop() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rows = [torch.arange(4.0) + row for row in range(400)]
+        data = torch.stack([how(x, 0.0 if is_data_bad and row == 200 else 2.0) for row, x in enumerate(rows)])
+        for _ in range(2):
+            update(optimizer, model(data).pow(2).mul(1e25).square().mean())
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path)
+    assert where(snapshot) == (0, "forward", "torch.Tensor.div_" if is_data_bad else "torch.Tensor.square")
+    assert fidelity(snapshot) == EXACT
+    assert snapshot.program.num_calls < 16
