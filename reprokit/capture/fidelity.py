@@ -22,8 +22,6 @@ from reprokit.program.memory import same_bits
 from reprokit.program.run import determinism, run
 from reprokit.snapshot.format import Snapshot, load, save
 
-NOT_OF_TORCH = "the exception was raised by code that is no torch call, so running the file does not raise it"
-
 
 def checked(path: Path, losses: Mapping[int, torch.Tensor], devices: Mapping[int, torch.device]) -> Snapshot:
     """The snapshot in a file; its fidelity is that of the file afterwards.
@@ -67,8 +65,6 @@ def _differences(snapshot: Snapshot, losses: Mapping[int, torch.Tensor]) -> Iter
             yield "the file does not fail when it is run", False
         elif _signature(found) != _signature(failure):
             yield f"the file fails in another way when it is run: {found.kind} in {found.phase}", False
-    elif failure.kind == EXCEPTION:
-        yield NOT_OF_TORCH, False
 
 
 def _signature(failure: Failure) -> tuple[Any, ...]:

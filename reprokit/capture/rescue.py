@@ -42,6 +42,8 @@ from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.rng import get_rng_state
 from reprokit.snapshot.source import describe_source
 
+NOT_OF_TORCH = "the exception was raised by code that is no torch call, so running the file does not raise it"
+
 
 @dataclass(frozen=True)
 class FailedStep:
@@ -116,6 +118,9 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
         failure = _unexplained(step)
         if step.raised is None or (step.raised.is_call and replayed.error is None):
             notes += _why_not_again(replayed)
+            replayed.is_close = False
+        else:
+            notes.append(NOT_OF_TORCH)
             replayed.is_close = False
     notes += replayed.mismatches
     replayed.is_close = replayed.is_close and not step.notes

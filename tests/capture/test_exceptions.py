@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import reprokit
-from reprokit.capture.fidelity import NOT_OF_TORCH
+from reprokit.capture.rescue import NOT_OF_TORCH
 from reprokit.capture.session import Session
 from reprokit.locate.diagnose import diagnose
 from reprokit.render.diagnosis import markdown, one_line
@@ -223,6 +223,21 @@ def check_of_the_loop_itself() -> None:
         if step == BAD_STEP:
             raise ValueError("the loss does not fall")
         update(optimizer, loss)
+
+
+def test_an_exception_that_does_not_come_again_is_not_said_to_be_of_other_code(tmp_path: Path) -> None:
+    """The hidden state carries the graph of the last step, which its backward pass has freed."""
+
+    def loop() -> None:
+        torch.manual_seed(0)
+        cell, hidden = torch.nn.GRUCell(4, 4), torch.zeros(2, 4)
+        optimizer = torch.optim.SGD(cell.parameters(), lr=0.1)
+        for _, x, _ in batches():
+            hidden = cell(x[:2], hidden)
+            update(optimizer, hidden.square().mean())
+
+    snapshot = capture_raising(loop, RuntimeError, tmp_path)
+    assert snapshot.step == 1 and NOT_OF_TORCH not in str(snapshot.fidelity_note)
 
 
 # -- where a NaN lies behind the exception --------------------------------------------------------------------------
