@@ -26,6 +26,7 @@ PLAIN = {
 }
 
 # What is captured in processes that share one start, as nothing but the training differs from other runs here.
+FRAMEWORKS = "ignite.engine,ignite.metrics,lightning,torch._dynamo"  # optimizers import the last, when used
 PRELOADED = {
     ("train_lightning.py", "automatic:nan"),
     ("train_lightning.py", "closure:nan"),
@@ -92,7 +93,8 @@ def preloaded(tmp_path_factory: pytest.TempPathFactory) -> Run:
     @functools.cache
     def run_all() -> dict[tuple[str, str], Finished]:
         folders = {words: copy_scripts(tmp_path_factory.mktemp("preloaded")) for words in sorted(PRELOADED)}
-        started = execute(SCRIPTS, "preloaded.py", *(f"{folders[words]}:{':'.join(words)}" for words in folders))
+        commands = [f"{folder}:capture {' '.join(words)}" for words, folder in folders.items()]
+        started = execute(SCRIPTS, "preloaded.py", FRAMEWORKS, *commands)
         assert started.code == 0, started.stderr
         return {words: finished_in(folder) for words, folder in folders.items()}
 

@@ -50,8 +50,9 @@ class Expected:
 
 
 def headlines(told: list[str]) -> list[str]:
-    """What is said, without the indented lines that describe a failure."""
-    return [line for line in told if not line.startswith("reprokit:   ")]
+    """What is said, without the announcement of a failure and the indented lines that describe it."""
+    is_announced = ("; replaying the step", "; going back to find the step that made it")
+    return [line for line in told if not line.startswith("reprokit:   ") and not line.endswith(is_announced)]
 
 
 TRANSFORMERS = Expected(
