@@ -115,15 +115,15 @@ class Children:
 
         @functools.wraps(original)
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            found = None
-            if len(args) == 1 and not kwargs.get("shell") and kwargs.get("executable") is None:
+            found, words = None, args[0] if args else kwargs.get("args")
+            if len(args) <= 1 and not kwargs.get("shell") and kwargs.get("executable") is None:
                 with contextlib.suppress(Exception):
-                    found = children.command(args[0], kwargs.get("env"))
+                    found = children.command(words, kwargs.get("env"))
             if found is None:
                 original(self, *args, **kwargs)
                 return
             children.num_watched += 1
-            original(self, found[0], **{**kwargs, "env": found[1]})
+            original(self, **{**kwargs, "args": found[0], "env": found[1]})
 
         subprocess.Popen.__init__ = __init__  # type: ignore[method-assign]
         stack.callback(setattr, subprocess.Popen, "__init__", original)

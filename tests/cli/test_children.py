@@ -49,7 +49,7 @@ STARTS = {  # forking saves the child from importing torch again
         print(list(pool.map(train, [1])))
 """,
     "command": """
-    subprocess.run([sys.executable, "-u", "worker.py", "1"])
+    subprocess.Popen(args=(sys.executable, "-u", "worker.py", "1")).wait()
 """,
 }
 COMMAND = """
