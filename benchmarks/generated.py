@@ -115,7 +115,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
         *("raise_forward", "raise_loss", "raise_backward", "raise_user"),
     ),
     "style": ("supervised", "supervised", "supervised", "adversarial", "turns", "actor_critic", "recurrent"),
-    "norm": ("none", "batch", "batch", "layer"),
+    "norm": ("none", "batch", "batch", "layer", "moving"),
     "dropout": (0.0, 0.3),
     "block": ("plain", "plain", "checkpoint", "reentrant", "random_depth", "tied"),
     "optimizer": ("sgd", "momentum", "adam", "adamw", "rmsprop", "own"),
@@ -160,6 +160,19 @@ class UnitRows(nn.Module):
         return x / x.norm(dim=-1, keepdim=True)
 
 
+class MovingNorm(nn.Module):
+    """Divides by a moving size, a buffer that every forward replaces."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("size", torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.size = 0.9 * self.size + 0.1 * x.detach().abs().mean(0)
+        return x / (self.size + 0.1)
+
+
 class Meter(nn.Module):
     """Keeps a moving mean of ratios, which training does not read: NaN for a row of zeros."""
 
@@ -180,7 +193,7 @@ class Net(nn.Module):
 
     def __init__(self, loop: Loop) -> None:
         super().__init__()
-        norms = {"none": nn.Identity, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm}
+        norms = {"none": nn.Identity, "batch": nn.BatchNorm1d, "layer": nn.LayerNorm, "moving": MovingNorm}
         self.words = nn.Embedding(WORDS, WIDTH)
         self.first = nn.Linear(2 * WIDTH, HIDDEN)
         self.norm = norms[loop.norm](HIDDEN)

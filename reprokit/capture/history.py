@@ -46,6 +46,7 @@ class History:
         self._limit = state_bytes
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self._parts: set[int] | None = None
         self._held: list[object] = []
         self._has_grown = False
         self._num_frozen = 0
@@ -63,9 +64,17 @@ class History:
         if (known is not None and known() is module) or is_unmade(module):
             return False
         self._modules[id(module)] = weakref.ref(module)
+        self._parts = None
         self._hold(module)
         self._add([tensor for tensor in _tensors_of(module) if _is_changing(tensor)], ())
+        self.state.bind(module)
         return True
+
+    def is_part(self, module: torch.nn.Module) -> bool:
+        """True if a module is a root, or part of one since the last copy."""
+        if self._parts is None:
+            self._parts = {id(part) for root in self.modules for part in root.modules()}
+        return id(module) in self._parts
 
     def meet_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
         """An optimizer is about to step; whether it is a new one."""
@@ -205,6 +214,7 @@ class History:
             is_on_gpu = any(tensor.is_cuda for tensor in self.state.copies.tensors)
             self.is_short = self.step_seconds < _SHORT and not is_on_gpu
         self.forget_steps()
+        self._parts = None
         self._held, self._has_grown = [], False  # those that only the history holds are gone now
         self._held = [*self.modules, *self.optimizers]
         if self._every != 0:
@@ -212,7 +222,7 @@ class History:
             if num_bytes(tensors) > self._limit:
                 self.give_up()
             else:
-                self.state.take(tensors, self.optimizers)
+                self.state.take(tensors, self.optimizers, self.modules)
                 self.state.take_gradients(p for optimizer in unfinished for p in parameters_of(optimizer))
                 self.is_complete = True
                 self.num_copies += 1

@@ -56,6 +56,7 @@ class Hooks:
         self._wrap_records()
         self._wrap_threads()
         self._watch_compiler()
+        self._watch_registrations()
         formatted = traceback.TracebackException
         self._replace(formatted, "__init__", hide_from_formatting(formatted.__init__))
         self._undo.append(redirect_warnings())
@@ -123,6 +124,16 @@ class Hooks:
         self._replace(torch, "compile", compile)
         register()
         self._undo.append(remove)
+
+    def _watch_registrations(self) -> None:
+        """Be told when a part of a module is replaced or added."""
+        modules, told = torch.nn.modules.module, self._stepping.before_registration
+        handles = (
+            modules.register_module_parameter_registration_hook(told),
+            modules.register_module_module_registration_hook(told),
+            modules.register_module_buffer_registration_hook(self._stepping.before_buffer),
+        )
+        self._undo += [handle.remove for handle in handles]
 
     def _wrap_backward(self) -> None:
         original, tape = torch.autograd.backward, self._tape

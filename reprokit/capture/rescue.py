@@ -103,8 +103,7 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
 
     Where something raised, a check of the user's may have seen a bad value: then that value is the failure.
     """
-    names = _names(step, frame)
-    replayed, failure, rng, num_ignored = _replay(step, names, frame, ignore=True)
+    replayed, failure, rng, num_ignored = _replay(step, frame, ignore=True)
     if step.raised is not None:
         program, failure = _seen_by_check(replayed, failure, is_hook=num_ignored > 0)
         if failure is not None and failure.kind != EXCEPTION:
@@ -112,7 +111,7 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
             where = "gradient" if failure.phase == "backward" else "output"
             step = replace(step, raised=None, observed_at=where)
         elif num_ignored:
-            replayed, failure, rng, _ = _replay(step, names, frame, ignore=False)
+            replayed, failure, rng, _ = _replay(step, frame, ignore=False)
     notes = list(step.notes)
     if failure is None:
         failure = _unexplained(step)
@@ -131,7 +130,7 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
 
 
 def _replay(
-    step: FailedStep, names: Names, frame: FrameType | None, *, ignore: bool
+    step: FailedStep, frame: FrameType | None, *, ignore: bool
 ) -> tuple[Replayed, Failure | None, dict[str, Any], int]:
     """The step's program, what `locate` finds in it, the generators' states, and how many exceptions of the user's
     hooks were ignored, if it is asked to ``ignore`` them."""
@@ -150,7 +149,7 @@ def _replay(
         replayed = replay(
             step.all_entries,
             step.saved,
-            names.describe,
+            _names(step, frame).describe,
             perform_last=step.pending is None,
             raises=raises,
             state={id(buffer) for module in step.modules for buffer in module.buffers()},

@@ -148,7 +148,7 @@ class Rewind:
         return None, []
 
     def _take_start(self) -> None:
-        self._start.take(self._history.changing(), self._history.optimizers)
+        self._start.take(self._history.changing(), self._history.optimizers, self._history.modules)
 
     def _has_ruined(self, entry: Entry) -> bool:
         """True if an entry may have changed the state, and a part of it that is looked for is bad now."""

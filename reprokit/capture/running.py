@@ -43,6 +43,9 @@ class Listener(Protocol):
     def is_update(self, written: Any) -> bool:
         """The loop is about to write into its state, while there is a suspect: is that an update made of it?"""
 
+    def before_conversion(self) -> None:
+        """State is about to get another type, shape or place in a module."""
+
     def finish_hand_update(self) -> None:
         """The first thing after the loop changed parameters by itself is about to run: it begins a new step."""
 

@@ -116,6 +116,8 @@ class BufferCopies(Copies):
     def __init__(self) -> None:
         super().__init__()
         self._witnesses: list[torch.Tensor] = []
+        self._places: dict[tuple[int, str], int] = {}
+        self._rebound: dict[tuple[int, str], torch.nn.Module] = {}
 
     def add_module(self, module: torch.nn.Module) -> None:
         """Remember the buffers of a module."""
@@ -123,16 +125,37 @@ class BufferCopies(Copies):
         for part in module.modules():
             buffers = dict(part.named_buffers(recurse=False))
             counter = buffers.get("num_batches_tracked")
-            for buffer in buffers.values():
+            for name, buffer in buffers.items():
                 if not buffer.is_inference() and id(buffer) not in known:
                     known.add(id(buffer))
+                    self._places[id(part), name] = len(self._tensors)
                     self.add([buffer])
                     witness = buffer if counter is None else counter
                     self._witnesses.append(witness)
                     self._versions[-1] = witness._version
 
+    def rebind(self, part: torch.nn.Module, name: str) -> None:
+        """A forward of the running step replaces a buffer."""
+        if (id(part), name) in self._places:
+            self._rebound[id(part), name] = part
+
+    def put_back(self) -> Copies:
+        """Also what buffers were before a forward replaced them."""
+        current = super().put_back()
+        for (key, name), part in self._rebound.items():
+            part._buffers[name] = self._tensors[self._places[key, name]]
+        return current
+
     def refresh(self) -> None:
         """Remember the contents of now; buffers that nothing wrote are left alone."""
+        for (key, name), part in self._rebound.items():
+            number, buffer = self._places[key, name], part._buffers.get(name)
+            if buffer is not None:
+                is_own = self._witnesses[number] is self._tensors[number]
+                self._tensors[number], self._contents[number] = buffer, _copy(buffer)
+                self._witnesses[number] = buffer if is_own else self._witnesses[number]
+                self._versions[number] = self._witnesses[number]._version
+        self._rebound = {}
         numbers = [n for n, (w, v) in enumerate(zip(self._witnesses, self._versions, strict=True)) if w._version != v]
         if numbers:
             self._overwrite(numbers)
@@ -142,7 +165,25 @@ class BufferCopies(Copies):
     def clear(self) -> None:
         """Forget everything."""
         super().clear()
-        self._witnesses = []
+        self._witnesses, self._places, self._rebound = [], {}, {}
+
+
+class Bindings:
+    """Which tensors the buffers of modules are; a forward may replace them. Each of ``spaces`` is of one module."""
+
+    def __init__(self, spaces: Iterable[dict[str, torch.Tensor | None]]) -> None:
+        self._buffers = [(space, dict(space)) for space in spaces if space]
+
+    def put_back(self) -> Bindings:
+        """Go back to it; returns what was there before."""
+        current = Bindings([space for space, _ in self._buffers])
+        self.give_back()
+        return current
+
+    def give_back(self) -> None:
+        """Go back to it."""
+        for buffers, content in self._buffers:
+            buffers.update(content)
 
 
 class OptimizerNote:
@@ -180,13 +221,18 @@ class State:
         self.copies = Copies()
         self.gradients: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.with_gradient: list[torch.Tensor] = []
-        self._notes: list[OptimizerNote] = []
+        self._notes: list[OptimizerNote | Bindings] = []
 
-    def take(self, tensors: list[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def take(
+        self,
+        tensors: list[torch.Tensor],
+        optimizers: Iterable[torch.optim.Optimizer],
+        modules: Iterable[torch.nn.Module],
+    ) -> None:
         """Remember all of it, reusing memory."""
         self.copies.take(tensors)
         self.with_gradient = [tensor for tensor in tensors if tensor.requires_grad and tensor.grad is not None]
-        self._notes = [OptimizerNote(optimizer) for optimizer in optimizers]
+        self._notes = [*map(OptimizerNote, optimizers), Bindings(p._buffers for m in modules for p in m.modules())]
 
     def take_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Remember gradients, which an optimizer's step is still to use."""
@@ -196,6 +242,10 @@ class State:
         """Remember more."""
         self.copies.add(tensors)
         self._notes += [OptimizerNote(optimizer) for optimizer in optimizers]
+
+    def bind(self, module: torch.nn.Module) -> None:
+        """Remember what the buffers of one more module are."""
+        self._notes.append(Bindings(part._buffers for part in module.modules()))
 
     def clear(self) -> None:
         """Forget everything."""

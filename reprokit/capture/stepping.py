@@ -118,6 +118,30 @@ class Stepping:
             with self._tape.paused():
                 self._end_step(None)
 
+    def before_conversion(self) -> None:
+        """See `running.Listener`: judge what has not been judged, as one cannot go back behind it later."""
+        if self._tape.enabled and self._training.history.is_complete:
+            with self._tape.paused():
+                bad = self._judge.state()
+                if bad is not None:
+                    self._failures.fail(bad, is_late=True)
+
+    def before_registration(self, module: torch.nn.Module, name: str, value: Any) -> None:
+        """A parameter or module is about to be replaced or added."""
+        training, tape = self._training, self._tape
+        if tape.enabled and not is_compiling() and training.history.is_part(module):
+            if tape.is_outermost:
+                tape.guard(self.before_conversion)
+            tape.guard(training.convert)
+
+    def before_buffer(self, module: torch.nn.Module, name: str, value: Any) -> None:
+        """A buffer is about to be replaced or added; inside a forward, playing that does the same again."""
+        if self._tape.enabled and not is_compiling() and not self._tape.is_outermost:
+            self._tape.guard(self._training.buffers.rebind, module, name)
+            self._tape.guard(self._running.memory.rebind, module._buffers.get(name), value)
+        else:
+            self.before_registration(module, name, value)
+
     def before_compiling(self, arguments: Any) -> None:
         """A whole step that is compiled cannot be noted, so the tape gets out of its way."""
         if self._tape.is_outermost:

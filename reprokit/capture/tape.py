@@ -198,6 +198,8 @@ class Tape(StackedMode):
                 return None
             writes_state = verdict
             writes_view = isinstance(written, torch.Tensor) and written._is_view()
+            if writes_state and facts.name in functions.DATA_WRITES and not _is_alike(*args[:2]):
+                self._listener.before_conversion()
             if writes_state and running.suspect is not None:
                 running.is_hand_updated |= self._listener.is_update(written)
             elif writes_state and any(entry.kind == "differentiate" for entry in running.entries):
@@ -266,6 +268,11 @@ def _is_number(value: Any) -> bool:
     """True for a float, and for an array of NumPy that is one."""
     kind = value.__class__
     return kind is float or (kind is not int and getattr(value, "ndim", 1) == 0 and value.dtype.kind == "f")
+
+
+def _is_alike(target: torch.Tensor, value: torch.Tensor) -> bool:
+    """True if both are of one type, shape and device."""
+    return (target.dtype, target.shape, target.device) == (value.dtype, value.shape, value.device)
 
 
 _tracing_state = torch._C._get_tracing_state  # of `torch.jit.trace`, which would trace our work as well

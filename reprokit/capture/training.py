@@ -44,7 +44,8 @@ class Training:
         self.scalers = ScalerWatch()
         self.ranks = Ranks()
         self.running.memory.on_first_write = history.add_written
-        self.running.memory.on_conversion = self._convert
+        self.running.memory.on_conversion = self.convert
+        self.running.memory.on_rebound_write = history.interrupt
         self.running.on_lost = self._lose
         self.unseen: list[str] = []  # what else the run does, in words, that is not known
         self.compiled: Call | None = None  # the first compiled function that the loop called itself
@@ -204,8 +205,8 @@ class Training:
         self.buffers.clear()
         self.tape.roots.attributes.forget()
 
-    def _convert(self) -> None:
-        """State is of another type or shape now: its copies are of no use, and there is no going back behind this."""
+    def convert(self) -> None:
+        """State is of another type, shape or place now: there is no going back behind this."""
         self._is_converted = True
         self.history.interrupt()
         self.tape.roots.met.clear()
@@ -219,6 +220,8 @@ class Training:
     def _begin_anew(self) -> None:
         """A converted model is used for the first time: what it is now is where its past begins."""
         self._is_converted = False
+        for module in self.history.modules:
+            self.buffers.add_module(module)
         entries = self.running.entries
         if not any(entry.kind in ("module", "differentiate") for entry in entries):
             entries[:] = [entry for entry in entries if not entry.writes_state]

@@ -33,6 +33,8 @@ class WrittenMemory:
         self._untouched: dict[int, torch.Tensor] = {}
         self.on_first_write: Callable[[torch.Tensor], None] = lambda tensor: None
         self.on_conversion: Callable[[], None] = lambda: None
+        self.on_rebound_write: Callable[[], None] = lambda: None
+        self._rebound: set[int] = set()
         self._format: tuple[torch.dtype, torch.Size, torch.device] | None = None
         self._by_memory: dict[int, list[torch.Tensor]] = {}
         self._scanned = 0
@@ -56,15 +58,25 @@ class WrittenMemory:
     def forget(self) -> None:
         """There is no state to know any more."""
         self.on_first_write = lambda tensor: None
-        self.on_conversion = lambda: None
+        self.on_conversion = self.on_rebound_write = lambda: None
         self._state, self._untouched = {}, {}
 
     def know_state(self, copied: Iterable[torch.Tensor], untouched: Iterable[torch.Tensor]) -> None:
         """These tensors are all the state: a capture holds copies of the ones, and of the others once they are
         written."""
+        self._rebound = set()
         self._untouched = {p: tensor for tensor in untouched if (p := address_of(tensor)) is not None}
         state = [*self._untouched.values(), *copied]
         self._state = {p: weakref.ref(tensor) for tensor in state if (p := address_of(tensor)) is not None}
+
+    def rebind(self, old: Any, new: Any) -> None:
+        """A forward puts a new tensor in the place of a buffer, whose memory may be used for something else then."""
+        if isinstance(old, torch.Tensor) and (address := address_of(old)) in self._rebound:
+            self._rebound.discard(address)
+            self._state.pop(address, None)
+        if isinstance(new, torch.Tensor) and (address := address_of(new)) is not None:
+            self._rebound.add(address)
+            self._state[address] = weakref.ref(new)
 
     def is_state(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor shares memory with the state."""
@@ -82,6 +94,8 @@ class WrittenMemory:
             return True if written else None
         if not isinstance(target, torch.Tensor):
             return None
+        if self._rebound and address_of(target) in self._rebound:
+            self.on_rebound_write()  # going back would write another tensor
         if self.is_state(target):
             self._announce(target)
             self._format = (target.dtype, target.shape, target.device)
