@@ -83,6 +83,8 @@ class Loop:
         changes: dict[str, Any] = {}
         if self.fault == "eps":
             changes |= {"optimizer": "adam", "style": "supervised", "update": "step", "scaler": False}
+        if self.fault == "fake":
+            changes["style"] = "adversarial"
         loop = replace(self, **changes)
         changes = {}
         if loop.style != "supervised":
@@ -103,15 +105,18 @@ class Loop:
         if loop.style == "turns" and loop.fault in ("row", "gate"):  # these gradients are the one optimizer's only
             changes["bad_step"] = 2 * (loop.bad_step // 2) + (loop.fault == "gate")
             changes["steps"] = max(loop.steps, changes["bad_step"] + 1)
+        if loop.fault == "fake":
+            changes["bad_step"] = 2 * (loop.bad_step // 2)  # the generator's turn
         return replace(loop, **changes)
 
 
-_BACKWARD = ("backward", "gate", "row", "raise_backward")
+_BACKWARD = ("backward", "gate", "row", "fake", "raise_backward")
 _BAD_LOSS = ("forward", "overflow", "loss", "input")
 
 CHOICES: dict[str, tuple[Any, ...]] = {
     "fault": (
-        *("forward", "overflow", "loss", "input", "backward", "gate", "row", "row", "rate", "eps", "write", "buffer"),
+        *("forward", "overflow", "loss", "input", "backward", "gate", "row", "row", "fake"),
+        *("rate", "eps", "write", "buffer"),
         *("raise_forward", "raise_loss", "raise_backward", "raise_user"),
     ),
     "style": ("supervised", "supervised", "supervised", "adversarial", "turns", "actor_critic", "recurrent"),
@@ -300,7 +305,7 @@ def make_batch(loop: Loop, step: int, micro: int) -> Batch:
                 x[1, 2] = math.nan
             case "loss":
                 mask = torch.zeros(ROWS)
-            case "backward" | "gate" | "row":
+            case "backward" | "gate" | "row" | "fake":
                 weight = torch.zeros(())
             case "raise_forward":
                 words[4, 1] = WORDS
@@ -516,7 +521,7 @@ class Training:
                 self.held = self.held.to(batch.x.dtype)
                 self.held.copy_(batch.x)
                 batch.x = self.held
-        if batch.is_bad and self.loop.fault not in ("rate", "write"):
+        if batch.is_bad and self.loop.fault not in ("rate", "write", "fake"):
             self.plant()
         return batch
 
@@ -714,7 +719,12 @@ class Training:
         self.update("main")
         if step % 2 == 0:
             self.optimizers["second"].zero_grad()
-            (-self.model(fake, batch.words)[:, 0].mean()).backward()
+            loss = -self.model(fake, batch.words)[:, 0].mean()
+            if self.loop.fault == "fake":
+                loss = loss + root(fake * batch.weight)
+            if self.loop.fault == "fake" and batch.is_bad:
+                self.plant()
+            loss.backward()
             self.update("second")
 
 

@@ -171,16 +171,17 @@ class Freezer:
         They come after what the loop wrote by hand before the step. What has one of the ``known`` ids is there already.
         ``None`` if something else is missing.
         """
-        known = known | {id(tensor) for entry in entries for tensor in iter_tensors(entry.output)}
-        needed = {key for entry in entries for key in _graphs_in(entry)} - known
+        made = set(map(id, self._stand_ins.values()))
+        made -= known | {id(tensor) for entry in entries for tensor in iter_tensors(entry.output)}
+        needed = {key for entry in entries for key in _graphs_in(entry) & made}
         makers: list[Entry] = []
         for step in reversed(earlier):
             for entry in reversed(step):
                 outputs = {id(tensor) for tensor in iter_tensors(entry.output)}
                 if entry.kind in ("module", "function") and not entry.writes_state and outputs & needed:
                     makers.insert(0, entry)
-                    needed = (needed - outputs) | (_graphs_in(entry) - known)
-        if not needed.isdisjoint(map(id, self._stand_ins.values())):
+                    needed = (needed - outputs) | (_graphs_in(entry) & made)
+        if needed:
             return None
         lead, rest = split(entries)
         return [*lead, *makers, *rest]

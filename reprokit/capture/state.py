@@ -231,7 +231,8 @@ class State:
     ) -> None:
         """Remember all of it, reusing memory."""
         self.copies.take(tensors)
-        self.with_gradient = [tensor for tensor in tensors if tensor.requires_grad and tensor.grad is not None]
+        parameters = (t for t in tensors if t.requires_grad or isinstance(t, torch.nn.Parameter))  # also frozen by now
+        self.with_gradient = [tensor for tensor in parameters if tensor.grad is not None]
         self._notes = [*map(OptimizerNote, optimizers), Bindings(p._buffers for m in modules for p in m.modules())]
 
     def take_gradients(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -1,0 +1,74 @@
+"""The three ways of watching give one answer, over loops that hypothesis makes of every feature a training has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.conftest import import_benchmark
+
+agree, generated = import_benchmark("agree"), import_benchmark("generated")
+FIELDS = {name: st.sampled_from(choices) for name, choices in generated.CHOICES.items()}
+LOOPS = st.builds(generated.Loop, **FIELDS).map(generated.Loop.settled)
+FEW = settings(derandomize=True, max_examples=25, suppress_health_check=list(HealthCheck))
+
+
+@FEW
+@given(LOOPS)
+def test_the_ways_of_watching_agree(loop: Any) -> None:
+    row = agree.compare_ways("generated", loop)
+    assert row.agrees and not (row.changed or row.broken), agree.table([row])
+
+
+@settings(FEW, max_examples=10)
+@given(LOOPS)
+def test_a_healthy_loop_is_left_alone(loop: Any) -> None:
+    assert agree.alarms(loop.healthy) == []
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"fault": "row", "convert": "grown", "bad_step": 3, "event_step": 2},  # a module is replaced midway
+        {"fault": "row", "update": "by_data", "convert": "grown", "event_step": 3},
+        {"fault": "gate", "norm": "moving", "teacher": "average"},  # buffers are replaced by every forward
+        {"fault": "rate", "norm": "moving", "history": 7},
+        {"fault": "loss", "update": "by_data", "convert": "bfloat16", "bad_step": 1},  # converted before it is seen
+        {"fault": "overflow", "update": "lbfgs", "history": 1},
+        {"fault": "fake", "style": "adversarial"},  # a graph from before the critic's update
+        {"fault": "fake", "style": "adversarial", "optimizer": "adamw", "history": 1},
+        {"fault": "backward", "style": "recurrent"},  # a state that is handed on without its graph
+        {"fault": "raise_forward", "style": "recurrent", "norm": "batch"},
+        {"fault": "row", "style": "actor_critic", "norm": "batch", "teacher": "copied"},  # buffers written by the loop
+        {"fault": "loss", "batch": "reused"},  # one tensor for all batches
+        {"fault": "eps", "zero": "kept", "bad_step": 7},  # a gradient that is None until then
+        {"fault": "overflow", "style": "adversarial", "history": 7, "bad_step": 3},  # backward calls before the loss
+        {"fault": "buffer", "style": "turns", "extra": "evaluation", "is_slow": True},  # a sweep in an evaluation
+    ],
+    ids=lambda features: "-".join(str(value) for value in features.values()),
+)
+def test_a_late_finding_is_what_is_seen_at_once(features: dict[str, Any]) -> None:
+    row = agree.compare_ways("loop", generated.Loop(**features).settled())
+    assert row.is_same and not (row.untrue or row.changed or row.broken), agree.table([row])
+
+
+@pytest.mark.parametrize(
+    ("features", "way"),
+    [
+        ({"fault": "rate", "history": 0}, "sampled/0"),
+        ({"fault": "eps", "history": 0}, "deferred/0"),
+        ({"fault": "buffer", "update": "lbfgs"}, "sampled"),
+    ],
+)
+def test_where_one_cannot_go_back_nothing_is_changed_and_the_doubt_is_said(features: dict[str, Any], way: str) -> None:
+    row = agree.compare_ways("loop", generated.Loop(**features).settled())
+    assert row.agrees and not (row.changed or row.broken), agree.table([row])
+    assert way in row.explained
+
+
+def test_a_gradient_from_before_freezing_stays() -> None:
+    row = agree.compare_ways("loop", generated.Loop(fault="rate", freeze="from", zero="kept"))
+    assert row.is_same and not row.changed, agree.table([row])
