@@ -6,6 +6,7 @@ Done before a snapshot is written, and again when something is rendered from it,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -60,6 +61,7 @@ def _call(call: Call, source: Source, is_origin: bool) -> Call:
     return call if site is call.site else replace(call, site=site)
 
 
+@functools.lru_cache(maxsize=4096)  # a line of the user's makes many calls
 def _site(site: Site | None, source: Source) -> Site | None:
     if site is None:
         return None
