@@ -89,7 +89,7 @@ class Loop:
         changes = {}
         if loop.style != "supervised":
             changes |= {"update": "step", "scaler": False, "convert": "none"}
-        if loop.fault == "forward":
+        if loop.fault in ("forward", "buffer"):
             changes["style"] = "adversarial" if loop.style == "recurrent" else loop.style  # the cell leaves no zeros
         if loop.convert == "reloaded" and loop.fault in ("rate", "eps", "write"):
             changes["convert"] = "none"  # it would heal what the fault has ruined, before anybody looks at it
