@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
+from reprokit.program import plain as plains
 from reprokit.program.ir import Call, Program, Site
 
 EXCEPTION = "exception"  # the kind of a failure that is not a bad value
@@ -126,6 +127,8 @@ def from_plain(plain: dict[str, Any]) -> Failure:
         fields[name] = tuple(fields[name]) if fields.get(name) is not None else None
     if fields.get("drop") is not None:
         fields["drop"] = Drop(*fields["drop"])
+        plains.require_types(Drop, asdict(fields["drop"]))
     if fields.get("cause") is not None:
         fields["cause"] = from_plain({**fields["cause"], "cause": None})
+    plains.require_types(Failure, fields)
     return Failure(**fields)

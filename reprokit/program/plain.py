@@ -7,7 +7,8 @@ file may come from a stranger; what it cannot understand raises `ValueError`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from reprokit.program.ir import Call, Device, Input, Mode, ModuleNote, Program, Ref, Scope, Site, Slice, Symbol
 
@@ -50,6 +51,15 @@ def check(program: Program) -> None:
         if unknown:
             raise ValueError(f"malformed program: call {number} reads value {unknown[0]} before it is defined")
         known.update(call.output_refs())
+
+
+def require_types(kind: type, fields: Mapping[str, Any]) -> None:
+    """Raise `ValueError` unless each value fits the annotation of its field in a dataclass; what a container holds is
+    not checked."""
+    for name, hint in get_type_hints(kind).items():
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        if name in fields and not isinstance(fields[name], tuple(get_origin(item) or item for item in kinds)):
+            raise ValueError(f"`{name}` is a `{type(fields[name]).__name__}`")
 
 
 def argument_to_plain(value: Any) -> Any:

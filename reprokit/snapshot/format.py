@@ -16,8 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_origin, get_type_hints
+from typing import Any
 
 import torch
 
@@ -140,7 +139,9 @@ def load(path: Path | str) -> Snapshot:
         require_tensors(content["program"], content["tensors"])
         require_call(content["program"], content["failure"])
         _require_settings(content["settings"])
-        return Snapshot(**{name: _typed(name, hint, content[name]) for name, hint in get_type_hints(Snapshot).items()})
+        fields = {name: content[name] for name in Snapshot.__dataclass_fields__}
+        plain.require_types(Snapshot, fields)
+        return Snapshot(**fields)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise SnapshotError(f"`{path}` is damaged: {error}", hint="capture it again") from error
 
@@ -153,26 +154,20 @@ def require_tensors(program: Program, tensors: Any) -> None:
 
 
 def require_call(program: Program, failure: Failure) -> None:
-    """Raise `ValueError` unless the call that a failure comes from is one of the program's."""
-    index = failure.call_index
-    if index is not None and index not in range(len(program.calls)):
-        raise ValueError(f"the failure comes from call {index!r} of {len(program.calls)}")
+    """Raise `ValueError` unless the calls that a failure names are calls of the program."""
+    for origin in (failure, failure.drop, failure.cause):
+        index = origin.call_index if origin is not None else None
+        if index is not None and index not in range(len(program.calls)):
+            raise ValueError(f"the failure comes from call {index} of {len(program.calls)}")
 
 
 def _require_settings(settings: Mapping[str, Any]) -> None:
     """Raise `ValueError` unless the switches for a replay are of their kinds; absent ones are left as they are."""
     for name, kind in _SWITCHES.items():
-        if name in settings:
-            _typed(name, kind, settings[name])
+        if name in settings and not isinstance(settings[name], kind):
+            raise ValueError(f"`{name}` is a `{type(settings[name]).__name__}`")
     if settings.get("num_threads", 1) < 1:
         raise ValueError(f"`num_threads` is {settings['num_threads']}")
-
-
-def _typed(name: str, hint: Any, value: Any) -> Any:
-    kind = get_origin(hint)
-    if not isinstance(value, hint if kind in (None, UnionType) else kind):
-        raise ValueError(f"`{name}` is a `{type(value).__name__}`")
-    return value
 
 
 def storable_together(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:

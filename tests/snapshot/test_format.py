@@ -47,11 +47,47 @@ def test_a_switch_of_another_kind(content: dict[str, Any], name: str, value: Any
 
 
 @pytest.mark.parametrize("index", [-1, 1_000_000])
-def test_a_failure_of_a_call_that_is_not_there(content: dict[str, Any], index: int, tmp_path: Path) -> None:
-    failure = {**content["failure"], "call_index": index}
+@pytest.mark.parametrize("place", ["failure", "drop", "cause"])
+def test_a_failure_of_a_call_that_is_not_there(
+    content: dict[str, Any], place: str, index: int, tmp_path: Path
+) -> None:
+    fields = {
+        "failure": {"call_index": index},
+        "drop": {"drop": [index, "torch.where", 0, True]},
+        "cause": {"cause": {**content["failure"], "call_index": index}},
+    }
+    failure = {**content["failure"], **fields[place]}
     write_file(tmp_path / "broken.pt", "snapshot", {**content, "failure": failure})
     with pytest.raises(SnapshotError, match=f"is damaged: the failure comes from call {index} of"):
         load(tmp_path / "broken.pt")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"call": 7},
+        {"is_overflow": "yes"},
+        {"drop": 5},
+        {"drop": [0, 7, 0, True]},
+        {"drop": [0, "torch.where"]},
+        {"cause": {}},
+        {"cause": {"phase": "forward", "kind": 3}},
+        {"element": 5},
+    ],
+)
+def test_a_failure_with_a_field_of_another_kind(
+    content: dict[str, Any], fields: dict[str, Any], tmp_path: Path
+) -> None:
+    write_file(tmp_path / "broken.pt", "snapshot", {**content, "failure": {**content["failure"], **fields}})
+    with pytest.raises(SnapshotError, match="is damaged"):
+        load(tmp_path / "broken.pt")
+
+
+def test_a_failure_of_an_earlier_version_is_read(content: dict[str, Any], tmp_path: Path) -> None:
+    new = ("drop", "is_overflow", "cause")
+    failure = {name: value for name, value in content["failure"].items() if name not in new}
+    write_file(tmp_path / "old.pt", "snapshot", {**content, "failure": failure})
+    assert load(tmp_path / "old.pt").failure == load(tmp_path / "whole.pt").failure
 
 
 def test_a_version_that_is_none(content: dict[str, Any], tmp_path: Path) -> None:
