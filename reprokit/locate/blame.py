@@ -220,10 +220,11 @@ def _made_in_forward(notes: Notes, blame: Blame, origin: Failure, end: int) -> F
 
 def _dropped(notes: Notes, blame: Blame, origin: Failure, end: int, *, is_given: bool) -> Failure | None:
     """The failure of the backward pass over NaN values of the forward pass that a call dropped; `None` if none did."""
-    if origin.value is None:
+    start = blame.failure.call_index if is_given else origin.call_index
+    if origin.value is None or start is None:
         return None
-    start = origin.call_index if origin.call_index is not None else -1
-    index = find_drop(notes, origin.value, start, end, blame.differentiated, through_layers=is_given)
+    made = {value for value, ways in notes.writes[start].items() if NAN in ways} if is_given else {origin.value}
+    index = find_drop(notes, made, start, end, blame.differentiated, through_layers=is_given) if made else start
     if index is None:
         return None
     drop = Drop(index, display_name(notes.program.calls[index].target), origin.value, is_given)

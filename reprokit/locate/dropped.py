@@ -23,14 +23,14 @@ _LAYERS = frozenset([
 
 
 def find_drop(
-    notes: Notes, value: int, after: int, before: int, differentiated: Set[int], *, through_layers: bool
+    notes: Notes, values: Set[int], after: int, before: int, differentiated: Set[int], *, through_layers: bool
 ) -> int | None:
-    """The first call that reads a NaN which ``value`` led to and returns none.
+    """The first call that reads a NaN which one of ``values`` led to and returns none.
 
-    ``after`` is the call that made ``value`` (-1: an input), ``before`` the differentiation. Only calls whose
-    derivative was taken count. A NaN behind a layer is followed with ``through_layers`` only.
+    ``after`` is the call that made them, ``before`` the backward call. Only calls whose derivative was taken count. A
+    NaN behind a layer is followed with ``through_layers`` only.
     """
-    led_to = {value}
+    led_to = set(values)
     for index in range(after + 1, before):
         reads, writes = notes.reads.get(index, {}), notes.writes.get(index, {})
         if led_to.isdisjoint(reads):

@@ -199,6 +199,15 @@ def test_a_nan_that_marks_missing_data_is_not_the_origin(compute: Any, call: str
     assert failure.drop is not None and failure.drop.is_given
 
 
+def test_the_call_that_drops_is_one_behind_the_origin() -> None:
+    def run(x: torch.Tensor, y: torch.Tensor) -> None:
+        shown = torch.fmax(x, y)  # drops the NaN as well, and has a derivative
+        (torch.where(y.isnan(), 0.0, (x - y) ** 2).sum() + shown.sum()).backward()
+
+    failure = recorded(run, x=torch.ones(2, requires_grad=True), y=torch.tensor([float("nan"), 1.0]))
+    assert failure.call == "torch.Tensor.pow" and failure.drop is not None and failure.drop.call == "torch.where"
+
+
 @pytest.mark.parametrize(
     "compute",
     [
