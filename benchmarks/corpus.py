@@ -174,7 +174,7 @@ def run_case(folder: Path, work: Path, timeout: float) -> Row:
     shrunk = _reprokit(["shrink", "--json", "--no-whatif", "-o", "out", "snap.pt"], work, timeout)
     repros = _run_repro(work / "out", shrunk.json(), timeout)
     row = score(folder.name, case, shown.json(), shrunk.json(), repros, _text_of(work / "out" / "issue.md"))
-    row.pasted = is_healed_by_pasting(work, shrunk.json(), timeout)
+    row.pasted = is_healed_by_pasting(folder, work, shrunk.json(), timeout)
     row.report_ok = opens_cleanly(work / "out" / "report.html")
     row.ruff_ok = is_clean_code(sorted((work / "out").glob("repro*.py")))
     row.capture_seconds, row.shrink_seconds = round(captured.seconds, 2), round(shrunk.seconds, 2)
@@ -231,10 +231,12 @@ def is_whole_issue(text: str) -> bool:
     """Whether an issue text is within the limit, has all its parts, and names no home folder."""
     is_closed = text.count("<details>") == text.count("</details>") > 0
     is_private = f"{Path.home()}/" not in text
-    return len(text) <= MAX_ISSUE_CHARACTERS and is_closed and is_private and all(part in text for part in ISSUE_PARTS)
+    said = text.replace("### Expected behavior", "**Expected:**")  # the form of transformers has a heading for it
+    is_complete = all(part in said for part in ISSUE_PARTS)
+    return len(text) <= MAX_ISSUE_CHARACTERS and is_closed and is_private and is_complete
 
 
-def is_healed_by_pasting(work: Path, shrunk: JSON | None, timeout: float) -> bool | None:
+def is_healed_by_pasting(case: Path, work: Path, shrunk: JSON | None, timeout: float) -> bool | None:
     """Whether the whole script runs to its end, under capture, with the code of the fix pasted over its lines.
 
     ``None`` where there is no code for lines of the script: a change in a library, or of the optimizer's options.
@@ -244,7 +246,7 @@ def is_healed_by_pasting(work: Path, shrunk: JSON | None, timeout: float) -> boo
     if source is None:
         return None
     folder = work / "pasted"
-    folder.mkdir()
+    shutil.copytree(case, folder)
     (folder / "train.py").write_text(source, encoding="utf-8")
     return _reprokit(["capture", "-o", "snap.pt", "train.py"], folder, timeout).code == 0
 

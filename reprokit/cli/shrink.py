@@ -223,6 +223,7 @@ def _diagnosed(snapshot: Snapshot) -> dict[str, Any] | None:
     from reprokit.locate.diagnose import diagnose
     from reprokit.locate.diagnosis import resting_on_replay
     from reprokit.render.fix_code import fix_code
+    from reprokit.render.spelling import in_users_words
 
     def write(before: Program, after: Program, tensors: Tensors) -> str:
         try:
@@ -232,7 +233,7 @@ def _diagnosed(snapshot: Snapshot) -> dict[str, Any] | None:
             return ""
 
     try:
-        found = diagnose(snapshot, write=write)
+        found = diagnose(in_users_words(snapshot), write=write)
         if snapshot.fidelity == "unfaithful":
             found = resting_on_replay(found, snapshot.fidelity_note)
         return found.summary()

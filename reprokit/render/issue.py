@@ -15,6 +15,7 @@ from reprokit.render import diagnosis, facts, whatif, wording
 from reprokit.render.expectation import OWN, Expectation, expect
 from reprokit.render.issue_templates import Template, find_template
 from reprokit.render.script import Script
+from reprokit.render.spelling import in_users_words
 from reprokit.shrink.candidate import Candidate
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
 from reprokit.whatif.table import CONTEXT, MINIMUM
@@ -75,6 +76,7 @@ def make_issue(
 
     ``context`` is the text of the script beside the repro, the piece of the model that the failure comes from.
     """
+    snapshot = in_users_words(snapshot)
     expectation = expect(snapshot, reduction)
     chosen = find_template(template or expectation.template)
     long_texts = {**_long_texts(snapshot, script, verified, reduction), "module": context.rstrip()}

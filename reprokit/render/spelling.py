@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from reprokit.program.functions import is_torch_function
 from reprokit.program.ir import Call, Program, Ref
@@ -19,7 +21,11 @@ from reprokit.render.expression import BINARY_RANKS, Rank, quoted
 from reprokit.render.operators import AUGMENTED, BINARY, REFLECTED, UNARY
 from reprokit.shrink.context.variables import first_readers, is_handed_on
 
+if TYPE_CHECKING:
+    from reprokit.snapshot.format import Snapshot
+
 _METHOD = "torch.Tensor."
+_UNNAMED = re.compile(r"input(_\d+)?")
 _SYMBOLS: Mapping[type[ast.AST], str] = {
     ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.MatMult: "@",
     ast.Pow: "**", ast.LShift: "<<", ast.RShift: ">>", ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^", ast.Lt: "<",
@@ -70,6 +76,17 @@ def input_words(program: Program) -> dict[int, str]:
     """For inputs the names that they have on the first line that says so."""
     inputs = {item.value for item in program.inputs}
     return {value: word for value, word in operand_words(program.calls).items() if value in inputs}
+
+
+def in_users_words(snapshot: Snapshot) -> Snapshot:
+    """The snapshot with the inputs that nothing named (``input_26``) called as the user's lines call them."""
+    program, failure = snapshot.program, snapshot.failure
+    unnamed = {item.value for item in program.inputs if _UNNAMED.fullmatch(item.name)}
+    words = {value: word for value, word in input_words(program).items() if value in unnamed}
+    inputs = tuple(replace(item, name=words.get(item.value, item.name)) for item in program.inputs)
+    if failure.value in words and failure.input_name is not None:
+        failure = replace(failure, input_name=words[failure.value])
+    return replace(snapshot, program=replace(program, inputs=inputs), failure=failure)
 
 
 def operand_words(calls: Sequence[Call]) -> dict[int, str]:

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref, Site
 from reprokit.render.code import write_program
-from reprokit.render.spelling import spellings
+from reprokit.render.spelling import in_users_words, spellings
+from reprokit.snapshot.format import Snapshot
 
 
 def body(code: str, *calls: tuple[str, tuple[Any, ...]], inputs: int = 2) -> list[str]:
@@ -90,3 +92,12 @@ def test_what_a_line_hands_on_is_not_named_after_what_it_assigns() -> None:
 
     assert spellings(calls("spread"))[0].results == {}
     assert spellings(calls("main"))[0].results == {2: "loss"}
+
+
+def test_inputs_without_a_name_are_called_as_the_users_line_calls_them() -> None:
+    call = Call("torch.Tensor.div", (Ref(0), Ref(1)), {}, Ref(2), site=Site("train.py", 3, "y = self.windows / scale"))
+    program = Program((call,), (Input(0, "input_26"), Input(1, "sigma")), (Ref(2),))
+    failure = Failure("forward", "nan", "nan", value=0, input_name="input_26")
+    named = in_users_words(Snapshot(program, {}, failure, 0, 0, "loss"))
+    assert [item.name for item in named.program.inputs] == ["windows", "sigma"]
+    assert named.failure.input_name == "windows"
