@@ -6,11 +6,12 @@ applies there is no answer, and the issue may well be about a bug of the functio
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import warnings
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -107,11 +108,17 @@ def _in_double(given: Given, program: Program, tensors: Tensors) -> Edge | None:
     lost = _lost_eps(given, bad.dtype) if is_held and not is_backward else None
     if lost is not None and any(map(ways_of, origin.made.values())):
         return lost
-    return _compared(given, origin, exact, bad.dtype)
+    arriving = _arriving(given.failure, program, tensors) if is_backward else []
+    return _compared(given, origin, exact, bad.dtype, [*origin.given.values(), *arriving])
 
 
-def _compared(given: Given, origin: Origin, exact: float | None, dtype: torch.dtype) -> Edge:
-    """What follows from the largest magnitude in float64; ``None`` stands for one that is not finite."""
+def _compared(
+    given: Given, origin: Origin, exact: float | None, dtype: torch.dtype, read: Sequence[torch.Tensor]
+) -> Edge:
+    """What follows from the largest magnitude in float64; ``None`` stands for one that is not finite.
+
+    ``read`` is what the result or the gradient is computed from.
+    """
     limit, name, is_backward = torch.finfo(dtype).max, _short(dtype), given.failure.is_derivative
     deciding = origin.deciding() if not is_backward else ()
     derivative = origin.derivative(given.failure.value) if is_backward and given.failure.value is not None else None
@@ -129,7 +136,7 @@ def _compared(given: Given, origin: Origin, exact: float | None, dtype: torch.dt
         words = f"for a {what if '`' not in what else 'value'} above {limit:.5g}"
         return Edge(words, fact, wanted, deciding)
     inner = _INNER.get(given.name)
-    if inner is not None and (is_backward or _bound(inner, origin) > limit):
+    if inner is not None and _bound(inner, read) > limit:
         fact = f"its {inner} overflow {name} on the way, whose largest number is {limit:.3g}"
         return Edge(f"where {inner} overflow {name}", fact, wanted, deciding)
     fact = f"float64 gives about {exact:.3g}, which {name} can hold"
@@ -151,13 +158,38 @@ def _bad_name(given: Given, origin: Origin) -> str:
     return f"`{parameter_of(origin.call, origin.value) or 'statistic'}`"
 
 
-def _bound(inner: str, origin: Origin) -> float:
-    """The largest number that products, squares or sums inside of a call can come to, or more."""
-    sizes = [tensor.detach().abs().double() for tensor in origin.given.values() if is_number(tensor)]
+def _bound(inner: str, read: Sequence[torch.Tensor]) -> float:
+    """The largest number that products, squares or sums of what a call reads can come to, or more."""
+    sizes = [tensor.detach().abs().double() for tensor in read if is_number(tensor)]
     if inner == "products":
         peaks = sorted(float(size.max()) for size in sizes)
         return math.prod(peaks[-2:]) * max(size.numel() for size in sizes)
     return max(float((size.square() if inner == "squares" else size).sum()) for size in sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """An observer that keeps the gradients which the backward pass gives to the results of one call."""
+
+    index: int
+    gradients: list[torch.Tensor] = field(default_factory=list)
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Nothing yet."""
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Wait for the gradients."""
+        for value in call.output_refs() if index == self.index else ():
+            if values[value].requires_grad:
+                values[value].register_hook(self.gradients.append)  # type: ignore[no-untyped-call]
+
+
+def _arriving(failure: Failure, program: Program, tensors: Tensors) -> list[torch.Tensor]:
+    """The gradients that arrive at the origin."""
+    watch = _Arriving(failure.call_index if failure.call_index is not None else -1)
+    with contextlib.suppress(ReprokitError, UnknownFunction, RuntimeError):
+        run(program, tensors, observer=watch, keep=frozenset())
+    return watch.gradients
 
 
 def _exact_gradient(failure: Failure, program: Program, tensors: Tensors) -> float | None:

@@ -178,6 +178,18 @@ def test_a_failure_that_does_not_happen_here_is_compared_with_float64() -> None:
     assert found.expected == "A finite result: float64 gives about 0, which float32 can hold."
 
 
+@pytest.mark.parametrize(
+    ("arriving", "words", "owner"),
+    [(1.0, "although float64 gives 1", "torch"), (1e38, "where products overflow float32", "own")],
+)
+def test_a_gradient_without_an_overflow_is_compared_with_float64(arriving: float, words: str, owner: str) -> None:
+    snapshot = one_call(f"{F}.linear", [[1.0]], [[1.0], [1.0]], gradient=[[3e38, 3e38]])
+    assert snapshot.failure.is_derivative and snapshot.failure.value == 0
+    gradient = torch.tensor([[2 * arriving, -arriving]])  # as on a machine whose kernel is wrong
+    found = expect(replace(snapshot, tensors={**snapshot.tensors, 60: gradient}))
+    assert (found.words, found.owner) == (words, owner)
+
+
 INPUT = "an input of the step"
 BIG = torch.full((2, 2), 3e38)
 
