@@ -319,13 +319,13 @@ def _at_its_beginning(step: FailedStep) -> Iterator[None]:
         first = next((entry.rng for entry in step.entries if entry.rng is not None), None)
         if first is not None:
             torch.set_rng_state(first[0])
-        if step.buffers is not None:
-            stack.callback(step.buffers.put_back().give_back)
-            _write_buffers(step)
         leaves = _leaves(step)
         stack.callback(give_gradients, [(leaf, leaf.grad) for leaf in leaves])
         for leaf in leaves:
             leaf.grad = None
+        if step.buffers is not None:
+            stack.callback(step.buffers.put_back().give_back)
+            _write_buffers(step)
         stack.enter_context(_without_hooks_of_gradients(leaves))
         stack.enter_context(_eagerly())
         yield

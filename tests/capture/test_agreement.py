@@ -46,6 +46,7 @@ def test_a_healthy_loop_is_left_alone(loop: Any) -> None:
         {"fault": "loss", "batch": "reused"},  # one tensor for all batches
         {"fault": "eps", "zero": "kept", "bad_step": 7},  # a gradient that is None until then
         {"fault": "overflow", "style": "adversarial", "history": 7, "bad_step": 3},  # backward calls before the loss
+        {"fault": "backward", "zero": "after", "teacher": "average"},  # gradients are dropped before the step begins
         {"fault": "buffer", "style": "turns", "extra": "evaluation", "is_slow": True},  # a sweep in an evaluation
     ],
     ids=lambda features: "-".join(str(value) for value in features.values()),
