@@ -27,6 +27,7 @@ class Entry:
     marks differentiations inside which optimizers stepped. ``library`` is the line of a library that made the call, if
     it was not made by the user's line itself. ``is_training`` is the training mode in which a module was called;
     ``forward`` is the attribute of that name that the module itself had, perhaps for this one call.
+    ``is_skipped`` marks calls of a step that the loop has skipped since.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Entry:
     writes_view: bool = False
     has_stepped: bool = False
     is_training: bool = False
+    is_skipped: bool = False
     forward: Any = None
     library: tuple[str, int] | None = None
 

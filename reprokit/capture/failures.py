@@ -85,7 +85,7 @@ class Failures:
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
-        self.held = self._kept = None
+        self._kept = None
         self._kept_for = set()
 
     def keep_bad_buffer(self) -> None:
@@ -136,6 +136,7 @@ class Failures:
         self._training.running.suspect = None
         self._training.iterations.micro_step += suspect.num_later
         if verdict == "skipped":
+            self.suspects.leave_out(suspect)
             self._training.ranks.withdraw(step)
             self._judge.forget_flags()
             self.num_skipped += 1
@@ -205,7 +206,7 @@ class Failures:
                 is_loss = exceptions.is_loss(suspect.pending, error)
                 suspect.observed_at = "loss" if is_loss else "output"  # which says of no value that it is a loss
             return self._save(self._noticed(suspect, frame), None if self._training.ranks.is_alone else _has_origin)
-        pending = exceptions.bad_value(running.entries) if has_raised else None
+        pending = exceptions.bad_value(running.current) if has_raised else None
         if pending is not None and error is not None:
             return self._save(Noticed("loss" if exceptions.is_loss(pending, error) else "output", frame, pending))
         if self.suspects.has_bad_gradient_without_update():
@@ -215,7 +216,7 @@ class Failures:
     def _take_exception(self, error: Exception, frame: FrameType | None) -> Path | None:
         raised, entries = self._training.running.raised, self._training.running.entries
         known = next((e for e in exceptions.chain(error) if raised is not None and e is raised[0]), None)
-        if known is None and not exceptions.is_inside_step(entries):
+        if known is None and not exceptions.is_inside_step(self._training.running.current):
             return None
         entry = raised[1] if raised is not None and known is not None else None
         described = exceptions.describe(known or error, entry, self._training.history.modules)

@@ -70,6 +70,11 @@ class RunningStep:
         self._load = 0
         self._load_limit = _SWEEP_AT
 
+    @property
+    def current(self) -> list[Entry]:
+        """The entries without those of steps that the loop has skipped."""
+        return [entry for entry in self.entries if not entry.is_skipped]
+
     def restart(self) -> None:
         """Forget the step: parameters have just changed."""
         self.entries = []

@@ -102,6 +102,8 @@ class _Describing:
         training, noticed = self._training, self._noticed
         training.freeze_past()
         entries = _until(_before(training.running.entries, noticed.pending), noticed.last)
+        if noticed.raised is not None:
+            entries = [entry for entry in entries if not entry.is_skipped or entry.writes_state]
         step = training.step_of(entries, training.running.memory.saved)
         if training.ranks.is_sharded:
             failed = self._failed(step, noticed.observed_at, entries, step.saved, noticed.pending)

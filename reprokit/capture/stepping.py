@@ -100,8 +100,11 @@ class Stepping:
 
     def read_bad(self, tensor: torch.Tensor) -> None:
         """See `running.Listener`: the loop may be about to skip its step, or to end."""
-        if self._judge.matter:
-            self._failures.suspects.read(tensor)
+        suspect, suspects = self._running.suspect, self._failures.suspects
+        if suspect is not None and suspects.is_passed(suspect):
+            self._failures.settle(suspect, "skipped")
+        if self._judge.matter and self._tape.enabled:
+            suspects.read(tensor)
 
     def is_update(self, written: Any) -> bool:
         """See `running.Listener`: a moving average, for example, goes on in a step that is skipped."""

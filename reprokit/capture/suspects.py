@@ -108,7 +108,7 @@ class Suspects:
         if self._is_dropped(suspect):
             return "skipped"
         if not suspect.has_begun:
-            return "skipped" if self._has_come_round(suspect) else "harmless"
+            return "skipped" if self.is_passed(suspect) else "harmless"
         if suspect.pending is None or not self._has_come_round(suspect):
             return None
         if suspect.pending.target is torch.autograd.grad and not is_bad_too:
@@ -124,18 +124,31 @@ class Suspects:
             return "harmless" if has_backward and not self._has_come_round(suspect) else "skipped"
         return "failed" if suspect.pending is not None or self._has_bad_gradient() else "harmless"
 
+    def leave_out(self, suspect: Suspect) -> None:
+        """Mark the calls of a skipped step, and take off the tape what made or used its gradients, which are gone."""
+        entries, is_given = self._running.entries, _gives_gradients(suspect)
+        ends = (n + 1 for n, e in enumerate(entries) if (e.kind == "differentiate" if is_given else _drops(e)))
+        end = max(ends, default=0) if suspect.has_begun else len(entries) - len(self._since(suspect))
+        are_gone = is_given or not any(p.grad is not None and bool(p.grad.any()) for p in self._leaves())
+        for entry in entries[:end]:
+            entry.is_skipped = True
+        entries[:] = [e for e in entries if e is not suspect.pending and not (are_gone and _is_of_gradients(e))]
+
     def is_of_suspect(self, suspect: Suspect, written: Any) -> bool:
         """True if the loop is about to write its update into ``written``, and not, say, into a moving average."""
-        is_given = suspect.pending is not None and suspect.pending.target is torch.autograd.grad
-        trained = {p.data_ptr() for p in self._leaves() if is_given or p.grad is not None}
+        trained = {p.data_ptr() for p in self._leaves() if _gives_gradients(suspect) or p.grad is not None}
         return suspect.has_begun and any(tensor.data_ptr() in trained for tensor in iter_tensors(written))
 
     def at_end(self, suspect: Suspect, has_raised: bool) -> Verdict:
         """The verdict when the loop has ended, with an error or without."""
-        if self._is_dropped(suspect) or (not suspect.has_begun and self._has_come_round(suspect)):
+        if self._is_dropped(suspect) or self.is_passed(suspect):
             return "skipped"
         is_failure = suspect.has_begun or has_raised or not self._sites or self.is_of_training(suspect)
         return "failed" if is_failure else "harmless"
+
+    def is_passed(self, suspect: Suspect) -> bool:
+        """True if the loop has begun its next forward pass without a backward call."""
+        return not suspect.has_begun and self._has_come_round(suspect)
 
     def is_of_training(self, suspect: Suspect) -> bool:
         """True if losses of the first steps were computed where this one was."""
@@ -202,6 +215,14 @@ def was_skipped(entries: Sequence[Entry], position: int) -> bool:
     update = next((number for number, entry in enumerate(later) if _updates(entry)), len(later))
     optimizer = later[update].target if update < len(later) else None
     return any(_drops(entry) and _covers(entry, optimizer) for entry in later[:update])
+
+
+def _gives_gradients(suspect: Suspect) -> bool:
+    return suspect.pending is not None and suspect.pending.target is torch.autograd.grad
+
+
+def _is_of_gradients(entry: Entry) -> bool:
+    return entry.is_skipped and entry.kind in ("differentiate", "clip", "unscale")
 
 
 def _updates(entry: Entry) -> bool:

@@ -270,6 +270,50 @@ def test_a_failure_after_a_skipped_step_is_saved(tmp_path: Path) -> None:
         check_saved(loop, tmp_path / watch, 5, "optimizer", watch=watch, history=50)
 
 
+SKIPS_BY: dict[str, Callable[[nn.Module, torch.Tensor], bool]] = {
+    "before_backward": lambda model, loss: False,
+    "clip": lambda model, loss: bool(loss.backward()) or GRADIENT_TESTS["clip"](model),
+    "gradients": lambda model, loss: bool(loss.backward()) or GRADIENT_TESTS["isfinite"](model),
+}
+
+
+def skipping_then_failing(skip: str, fail: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """Two steps in a row are skipped, and the next one fails before any update."""
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches(9):
+        optimizer.zero_grad()
+        loss = fail(model(x), y, True) if step == 5 else divided_loss(model(x), y, step in (3, 4))
+        if skip == "before_backward" and not torch.isfinite(loss):
+            continue
+        if SKIPS_BY[skip](model, loss) and step != 5:
+            continue
+        if skip == "before_backward":
+            loss.backward()
+        optimizer.step()
+    return []
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+@pytest.mark.parametrize("skip", SKIPS_BY)
+def test_a_failure_right_after_skipped_steps_is_not_theirs(skip: str, watch: str, tmp_path: Path) -> None:
+    check_saved(lambda: skipping_then_failing(skip, rooted_loss), tmp_path, 3, "backward", watch=watch)
+
+
+def halved(output: torch.Tensor, target: torch.Tensor, bad: bool) -> torch.Tensor:
+    return (output @ torch.ones(output.shape[1] + 1, 2)).mean()
+
+
+@pytest.mark.parametrize("skip", SKIPS_BY)
+def test_an_exception_right_after_skipped_steps_is_not_theirs(skip: str, tmp_path: Path) -> None:
+    session = Session(directory=tmp_path)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), session:
+        skipping_then_failing(skip, halved)
+    snapshot = load(session.snapshots[0])
+    assert (snapshot.failure.kind, snapshot.failure.call) == ("exception", "torch.Tensor.matmul")
+    assert snapshot.fidelity == "exact" and snapshot.failure.cause is None
+
+
 # -- loops that give up ----------------------------------------------------------------------------------------------
 
 
