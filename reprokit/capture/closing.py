@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from reprokit.words import counted
+
 COMPILED = "which is compiled and not followed"  # part of a note
 
 
@@ -67,7 +69,10 @@ def _reasons(seen: Seen) -> Iterator[str]:
 
 def _why_not_saved(seen: Seen, error: BaseException | None) -> str:
     """Why an ending is no failure of a step, when steps were judged."""
-    judged = f"{seen.num_steps} {'step was' if seen.num_steps == 1 else 'steps were'} judged and none was bad"
+    bad = f"the loop skipped {counted(seen.num_skipped, 'bad step')}" if seen.num_skipped else "none was bad"
+    judged = f"{counted(seen.num_steps, 'step')} {'was' if seen.num_steps == 1 else 'were'} judged and {bad}"
+    if {"nonfinite", "skipped"}.isdisjoint(seen.on):
+        judged = "bad losses were not asked for: add `--on nonfinite`"
     if not isinstance(error, Exception):
         return judged
     if "exception" not in seen.on:

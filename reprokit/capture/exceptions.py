@@ -6,6 +6,7 @@ import ast
 import contextlib
 import dis
 import linecache
+import re
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from reprokit.program.trace import current_mode
 @dataclass(frozen=True)
 class Raised:
     """An exception that ended a step. ``is_call`` says whether it came out of something on the tape, at which ``phase``
-    and in which ``module`` it was. ``is_deliberate``: a ``raise`` or ``assert`` of the user's code made it."""
+    and in which ``module`` it was. ``is_deliberate``: a ``raise`` or ``assert`` of the user's code made it.
+    ``causes`` are type and message of the exception and of those it came from."""
 
     type: str
     message: str
@@ -34,6 +36,16 @@ class Raised:
     phase: str
     is_call: bool
     is_deliberate: bool
+    causes: tuple[tuple[str, str], ...] = ()
+
+    def is_same(self, kind: str, message: str) -> bool:
+        """True if type and message of an exception in a replay are those of training."""
+        return (kind, _constant(message)) in [(name, _constant(text)) for name, text in self.causes]
+
+
+def _constant(message: str) -> str:
+    """A message without the numbers that change from run to run: versions, addresses, amounts of memory."""
+    return re.sub(r"version \d+|0x[0-9a-f]+|[\d.]+ (bytes|[KMGT]iB)", "*", message)
 
 
 def ends_training(error: BaseException | None) -> bool:
@@ -60,7 +72,8 @@ def describe(error: BaseException, entry: Entry | None, roots: Iterable[torch.nn
     site = make_site(frame.f_code, line) if frame is not None else None
     phase = "backward" if entry is not None and entry.kind == "differentiate" else "forward"
     found = site, _module(error, roots), phase, entry is not None, all(map(_is_raised_by_user, chain(error)))
-    return Raised(type(error).__name__, str(error), *found)
+    causes = tuple((type(cause).__name__, str(cause)) for cause in chain(error))
+    return Raised(type(error).__name__, str(error), *found, causes)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -121,6 +121,9 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
         else:
             notes.append(NOT_OF_TORCH)
             replayed.is_close = False
+    elif step.raised is not None and failure.exception is not None and not step.raised.is_same(*failure.exception):
+        notes.append(f"training raised {step.raised.type}: {step.raised.message.partition(chr(10))[0]}")
+        replayed.is_close = False
     notes += replayed.mismatches
     replayed.is_close = replayed.is_close and not step.notes
     is_given = failure.call is None and failure.input_name is not None and failure.value is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,16 @@ def test_a_bad_ending_is_told(ending: BaseException, words: tuple[str, ...]) -> 
 
 
 def test_skipped_steps_are_counted() -> None:
-    line = closing_line(Seen(has_torch=True, has_backward=True, num_skipped=4), None)
+    line = closing_line(Seen(has_torch=True, has_backward=True, num_skipped=4, on=("nonfinite",)), None)
     assert line is not None and line.startswith("4 steps") and "--on skipped" in line
+
+
+@pytest.mark.parametrize("ending", [OSError("x"), SystemExit(2)])
+def test_steps_are_called_good_only_if_all_were_judged_so(ending: BaseException) -> None:
+    skipped = closing_line(replace(JUDGED, num_skipped=1), ending)
+    assert skipped is not None and "5 steps were judged and the loop skipped 1 bad step" in skipped
+    unjudged = closing_line(replace(JUDGED, on=("exception",)), ending)
+    assert unjudged is not None and "judged" not in unjudged and "--on nonfinite" in unjudged
 
 
 def test_exceptions_that_were_not_asked_for_are_named() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,6 +90,33 @@ def test_it_is_saved(loop: Callable[[], None], tmp_path: Path) -> None:
     assert snapshot.failure.site is not None
     assert Path(snapshot.failure.site.file).name in ("test_exceptions.py", "traps_checks.py")
     assert fidelity(snapshot) == (EXACT if call is not None else ("unfaithful", NOT_OF_TORCH))
+
+
+class Growing(nn.Module):
+    """Asks for one more feature with every call from the bad step on, in the replay too."""
+
+    def __init__(self, counter: Iterator[int]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.counter = counter
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) @ torch.ones(3 + max(0, next(self.counter) - BAD_STEP + 1), 1)
+
+
+def test_another_message_in_the_replay_is_said(tmp_path: Path) -> None:
+    model = Growing(itertools.count())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loop() -> None:
+        for _, x, _ in batches():
+            optimizer.zero_grad()
+            model(x).mean().backward()
+            optimizer.step()
+
+    snapshot = capture_raising(loop, RuntimeError, tmp_path)
+    note = snapshot.fidelity_note or ""
+    assert snapshot.fidelity == "unfaithful" and "training raised RuntimeError" in note and "and 4x1" in note
 
 
 @pytest.mark.parametrize("loop", EXPECTED, ids=lambda loop: loop.__name__)
