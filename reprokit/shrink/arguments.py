@@ -6,9 +6,11 @@ A path starts with 0 for positional and 1 for keyword arguments and goes down th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from reprokit.program.functions import UnknownFunction, function_named
 from reprokit.program.ir import Call, Ref, Slice
@@ -42,12 +44,12 @@ def with_leaf(call: Call, path: Path, value: Any) -> Call:
     return replace(call, args=args, kwargs=kwargs)
 
 
-def with_changed_indexes(call: Call, changed: range, numbers: Sequence[int]) -> Call:
-    """The call with every index in a range exchanged for the number at its place in a list: an exponent stays."""
+def with_changed_indexes(call: Call, changed: range, numbers: torch.Tensor) -> Call:
+    """The call with every index in a range exchanged for the number at its place in a tensor: an exponent stays."""
     for path, leaf in leaves(call) if call.name in _INDEXES else ():
         is_integer = isinstance(leaf, int) and not isinstance(leaf, bool)
         if path[:2] in _INDEXES[call.name] and is_integer and leaf in changed:
-            call = with_leaf(call, path, numbers[leaf])
+            call = with_leaf(call, path, int(numbers[leaf]))
     return call
 
 

@@ -89,8 +89,9 @@ def shrink_to(
                 calls[member.call] = _with_parts(calls[member.call], member, indexes)
         _keep_parts(candidate, tensors, group, indexes)
         _renumber_tensors(candidate, tensors, group, indexes, renumber)
-        numbers, changed = new_numbers(group.size, indexes), range(len(indexes), group.size)
-        calls = [with_changed_indexes(call, changed, numbers) if renumber(call) else call for call in calls]
+        if any(map(renumber, calls)):
+            numbers, gone = new_numbers(group.size, indexes), range(len(indexes), group.size)
+            calls = [with_changed_indexes(call, gone, numbers) if renumber(call) else call for call in calls]
     return Candidate(replace(candidate.program, calls=tuple(calls)), tensors)
 
 
@@ -191,5 +192,5 @@ def _renumber_tensors(
         if tensor.dtype not in (torch.int64, torch.int32) or tensor.numel() == 0:
             continue
         if int(tensor.max()) < group.size and int(tensor.max()) >= len(indexes):
-            table = torch.tensor(new_numbers(group.size, indexes), dtype=tensor.dtype)
+            table = new_numbers(group.size, indexes).to(tensor.dtype)
             tensors[value] = torch.where(tensor >= 0, table[tensor.clamp(min=0).long()], tensor)

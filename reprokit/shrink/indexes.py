@@ -104,27 +104,29 @@ def numbers_after(
 
     With ``renumber`` the number that is forbidden changes as well, if it is out of range then.
     """
+    few = len(indexes)
     if use.is_length:
-        table = [sum(index < length for index in indexes) for length in range(size + 1)]
+        table = torch.tensor([sum(index < length for index in indexes) for length in range(size + 1)])
     else:
-        table, few = new_numbers(size, indexes), len(indexes)
-        is_moved = renumber and use.forbidden is not None and few <= use.forbidden < size
-        forbidden = table[use.forbidden] if is_moved and use.forbidden is not None else use.forbidden
-        table = [
-            (number + 1) % few if number == forbidden and old != use.forbidden else number
-            for old, number in enumerate(table)
-        ]
+        table = new_numbers(size, indexes)
+    if not use.is_length and use.forbidden is not None:
+        is_moved = renumber and few <= use.forbidden < size
+        forbidden = int(table[use.forbidden]) if is_moved else use.forbidden
+        is_taken = (table == forbidden) & (torch.arange(size) != use.forbidden)
+        table = torch.where(is_taken, (table + 1) % few, table)
     is_known = (tensor >= 0) & (tensor < len(table))
     if use.ignored is not None:
         is_known &= tensor != use.ignored
-    changed = torch.tensor(table, dtype=tensor.dtype)[tensor.clamp(0, len(table) - 1).long()]
+    changed = table.to(tensor.dtype)[tensor.clamp(0, len(table) - 1).long()]
     return torch.where(is_known, changed, tensor)
 
 
-def new_numbers(size: int, indexes: Sequence[int]) -> list[int]:
+def new_numbers(size: int, indexes: Sequence[int]) -> torch.Tensor:
     """For every index the place it has among the kept ones; one that goes gives way to the last."""
-    places = {old: new for new, old in enumerate(indexes)}
-    return [places.get(old, min(old, len(indexes) - 1)) for old in range(size)]
+    table = torch.arange(size).clamp(max=len(indexes) - 1)
+    if indexes != range(len(indexes)):
+        table[torch.tensor(list(indexes), dtype=torch.int64)] = torch.arange(len(indexes))
+    return table
 
 
 def _fits_call(call: Call, tensors: Tensors) -> bool:
