@@ -669,6 +669,8 @@ def test_an_allocation_that_another_machine_grants_is_not_reduced() -> None:
         ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB", 5 * 2**29),
         ("Invalid buffer size: 3.00 TiB", 3 * 2**40),
         ("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", None),
+        ("tried to allocate 1.2.3 GiB", None),
+        (f"tried to allocate {'9' * 400} bytes", None),
     ],
 )
 def test_the_size_of_a_request_is_read_from_the_message(message: str, size: int | None) -> None:

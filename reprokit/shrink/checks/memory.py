@@ -22,7 +22,7 @@ from reprokit.shrink.checks.exception import ExceptionCheck
 from reprokit.shrink.oracle import Verdict
 
 _POWERS = "bkmgt"
-_SIZE = r"([\d,.]*\d) ?(bytes|[KMGT]?i?B)\b"
+_SIZE = r"(\d[\d,]{0,30}(?:\.\d+)?) ?(bytes|B|[KMGT]i?B)\b"
 _REQUEST = re.compile(rf"(?:tried to allocate|invalid buffer size:) {_SIZE}", re.IGNORECASE)
 _CAPACITY = re.compile(rf"total capacity of {_SIZE}", re.IGNORECASE)
 _BEYOND_MACHINES = 2**40
@@ -39,7 +39,7 @@ class OutOfMemoryCheck(ExceptionCheck):
     def adopted(self, failure: Failure, whole: Candidate) -> Self:
         """This check for a refused allocation; raises `NotReproduced` for one that another machine may grant."""
         request, memory = requested_bytes(failure), _memory_of(failure)
-        if request is None or request < _TIMES_MEMORY * memory or not _can_limit(failure):
+        if request is None or memory is None or request < _TIMES_MEMORY * memory or not _can_limit(failure):
             raise NotReproduced(
                 "out of memory depends on the machine; not reduced",
                 hint="look at what is held at the failing line, on a GPU with `torch.cuda.memory_summary()`",
@@ -70,10 +70,13 @@ def _bytes_in(pattern: re.Pattern[str], failure: Failure) -> int | None:
     return int(float(found[1].replace(",", "")) * 1024 ** _POWERS.index(found[2][0].lower())) if found else None
 
 
-def _memory_of(failure: Failure) -> int:
-    """What the device that refused has: told by CUDA, else this machine's memory."""
-    told = _bytes_in(_CAPACITY, failure)
-    return told if told is not None else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _memory_of(failure: Failure) -> int | None:
+    """The memory of the device that refused: CUDA names it, else this machine's; ``None`` where the system has no name
+    for it."""
+    named = _bytes_in(_CAPACITY, failure)
+    if named is None and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return named
 
 
 def _can_limit(failure: Failure) -> bool:
@@ -84,15 +87,15 @@ def _can_limit(failure: Failure) -> bool:
 @contextlib.contextmanager
 def _little_space() -> Iterator[None]:
     """A quarter of the memory that is available on top of what the process holds."""
-    import resource
-
     import torch
 
-    before, most = resource.getrlimit(resource.RLIMIT_AS)
     is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if sys.platform != "linux" or is_on_gpu:  # CUDA reserves addresses as it likes
         yield
         return
+    import resource  # where there is one
+
+    before, most = resource.getrlimit(resource.RLIMIT_AS)
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _address_space() + max(_LEAST_SPACE, available // 4)
     resource.setrlimit(resource.RLIMIT_AS, (limit if before < 0 else min(limit, before), most))
