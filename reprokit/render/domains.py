@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from reprokit.locate.failure import Failure
+from reprokit.locate.signs.labels import too_long_target
 from reprokit.program.ir import Call, Ref, iter_refs
 from reprokit.shrink.exact import Origin
 
@@ -290,13 +291,9 @@ def _losses(given: Given) -> Edge | None:
 
 
 def _too_long_targets(given: Given) -> Edge | None:
-    if given.name != "ctc_loss" or len(given.args) < _LENGTHS_OF_CTC or given.failure.way != "+inf":
-        return None
-    targets, inputs, lengths = (torch.as_tensor(item).cpu() for item in given.args[1:_LENGTHS_OF_CTC])
-    rows = targets if targets.dim() > 1 else torch.split(targets, lengths.tolist())
-    pairs = zip(rows, lengths.tolist(), strict=True)
-    needed = [length + int((row[1:length] == row[: length - 1]).sum()) for row, length in pairs]
-    if not any(size < least for size, least in zip(inputs.tolist(), needed, strict=True)):
+    names = ("targets", "input_lengths", "target_lengths")
+    found = [given.option(name, position, None) for position, name in enumerate(names, 1)]
+    if given.name != "ctc_loss" or given.failure.way != "+inf" or too_long_target(*found) is None:
         return None
     fact = "a target has no alignment with an input that is shorter than the target and its repeats, so the loss is inf"
     wanted = "inputs at least as long as their targets with a blank between repeats, or `zero_infinity=True`"
@@ -314,7 +311,6 @@ def _weight_norm(given: Given) -> Edge | None:
     return Edge("for a row of zeros", fact, "a weight without rows of zeros", given.value(0))
 
 
-_LENGTHS_OF_CTC = 4  # arguments up to the lengths of the targets
 _SPECTRA = {
     "eigh": ("eigenvalues", torch.linalg.eigvalsh),
     "eig": ("eigenvalues", torch.linalg.eigvals),

@@ -99,12 +99,12 @@ def reduction_of(snapshot: Snapshot, **fields: Any) -> Reduction:
 LAST = {"dim": -1}
 
 
-def ctc(targets: list[list[int]], lengths: list[int]) -> Snapshot:
-    """A ctc loss of one row."""
-    scores = torch.zeros(4, 1, 5).log_softmax(-1)
-    numbers = [torch.tensor(item) for item in (targets, lengths, [len(targets[0])])]
-    return one_call(f"{F}.ctc_loss", scores, *numbers)
-
+def ctc(targets: Any, length: Any) -> Snapshot:
+    """A ctc loss of one sample, with or without a batch dimension."""
+    labels, is_batch = torch.tensor(targets), isinstance(length, list)
+    scores = torch.zeros((4, 1, 5) if is_batch else (4, 5)).log_softmax(-1)
+    size = torch.tensor([labels.shape[-1]] if is_batch else labels.shape[-1])
+    return one_call(f"{F}.ctc_loss", scores, labels, torch.tensor(length), size)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,7 @@ def ctc(targets: list[list[int]], lengths: list[int]) -> Snapshot:
         (lambda: one_call("torch.Tensor.pow", [0.0], 0.5, gradient=[1.0]), "at zero"),
         (lambda: ctc([[1, 1, 2]], [3]), "for a target longer than its input"),
         (lambda: ctc([[1, 2, 3]], [2]), "for a target longer than its input"),
+        (lambda: ctc([1, 1, 2], 3), "for a target longer than its input"),
         (lambda: one_call("torch.Tensor.__rtruediv__", [1e-23], 1.0, gradient=[0.0]), "where its derivative overflows"),
         (lambda: one_call("torch.Tensor.mul", [1.0], NAN), "for the argument nan"),
         (lambda: one_call("torch.add", [1.0], [2.0], alpha=NAN), "for alpha=nan"),

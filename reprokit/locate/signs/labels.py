@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import torch
 
@@ -146,12 +147,17 @@ def target_is_impossible(scene: Scene) -> Numbers | None:
 @sign
 def target_is_longer(scene: Scene) -> Numbers | None:
     """Whether a target of ``ctc_loss`` needs more steps than its input has (repeats need one more)."""
-    inputs, lengths = _lengths(scene, "input_lengths"), _lengths(scene, "target_lengths")
     targets = scene.tensor("targets")
     if targets is None:
         return None
+    return too_long_target(targets, scene.operand("input_lengths"), scene.operand("target_lengths"))
+
+
+def too_long_target(targets: torch.Tensor, input_lengths: Any, target_lengths: Any) -> Numbers | None:
+    """The first sample of a batch, or the only one, whose labels need more steps than its input has."""
+    lengths = (torch.as_tensor(item).flatten().tolist() for item in (input_lengths, target_lengths))
     start = 0
-    for number, (available, length) in enumerate(zip(inputs, lengths, strict=False)):
+    for number, (available, length) in enumerate(zip(*lengths, strict=False)):
         row = targets[number] if targets.dim() == 2 else targets[start : start + length]
         start += length
         labels = row[:length]
@@ -159,8 +165,3 @@ def target_is_longer(scene: Scene) -> Numbers | None:
         if needed > available:
             return {"needed": needed, "available": available, "sample": number}
     return None
-
-
-def _lengths(scene: Scene, name: str) -> list[int]:
-    found = scene.operand(name)
-    return [int(n) for n in torch.as_tensor(found).flatten().tolist()]
