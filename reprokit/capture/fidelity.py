@@ -38,8 +38,16 @@ def checked(path: Path, losses: Mapping[int, torch.Tensor], devices: Mapping[int
             differences = dict(_differences(replace(snapshot, tensors=placed), losses))
         except Exception as error:  # whatever a device or a kernel may object to
             differences = {f"running the file raised {type(error).__name__}: {error}": False}
-    if not differences:
-        return snapshot
+    return _noted(snapshot, path, differences) if differences else snapshot
+
+
+def unchecked(path: Path, error: Exception) -> Snapshot:
+    """The snapshot in a file that `checked` could not check; it is not ``exact`` any more."""
+    return _noted(load(path), path, {f"the file was not checked ({type(error).__name__}: {error})": True})
+
+
+def _noted(snapshot: Snapshot, path: Path, differences: Mapping[str, bool]) -> Snapshot:
+    """Write the file again with what differs, in words, and whether it is only a matter of rounding."""
     is_near = snapshot.fidelity != "unfaithful" and all(differences.values())
     notes = dict.fromkeys([*filter(None, [snapshot.fidelity_note]), *differences])
     snapshot = replace(snapshot, fidelity="close" if is_near else "unfaithful", fidelity_note="; ".join(notes))

@@ -126,14 +126,25 @@ class Hooks:
         self._undo.append(remove)
 
     def _watch_registrations(self) -> None:
-        """Be told when a part of a module is replaced or added."""
-        modules, told = torch.nn.modules.module, self._stepping.before_registration
+        """Call `Stepping` before a part of a module is replaced or added."""
+        modules, told = torch.nn.modules.module, self._guarded(self._stepping.before_registration)
         handles = (
             modules.register_module_parameter_registration_hook(told),
             modules.register_module_module_registration_hook(told),
-            modules.register_module_buffer_registration_hook(self._stepping.before_buffer),
+            modules.register_module_buffer_registration_hook(self._guarded(self._stepping.before_buffer)),
         )
         self._undo += [handle.remove for handle in handles]
+
+    def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """The same hook without the errors that it raises."""
+
+        def guarded(*args: Any) -> None:
+            try:
+                hook(*args)
+            except Exception as error:
+                self._tape.switch_off(error)
+
+        return guarded
 
     def _wrap_backward(self) -> None:
         original, tape = torch.autograd.backward, self._tape

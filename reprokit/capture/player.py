@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -182,6 +182,16 @@ _ZERO = "torch.Tensor.zero_"
 def owned_by(owner: torch.nn.Module | torch.optim.Optimizer) -> list[torch.Tensor]:
     """The parameters of a module or an optimizer."""
     return list(parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else owner.parameters())
+
+
+def leaves_in(entries: Iterable[Entry]) -> Iterator[torch.Tensor]:
+    """The leaves whose gradients playing the entries may change."""
+    for entry in entries:
+        yield from (tensor for tensor, _ in entry.versions if is_leaf(tensor))
+        if entry.kind == "optimizer":
+            yield from parameters_of(entry.target)
+        elif entry.kind == "zero_grad":
+            yield from owned_by(entry.args[0])
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:

@@ -24,9 +24,9 @@ from reprokit.capture.generators import python_generators_restored
 from reprokit.capture.guards import silenced
 from reprokit.capture.names import Names
 from reprokit.capture.owners import names_of, root_names
-from reprokit.capture.player import Player
+from reprokit.capture.player import Player, leaves_in, owned_by
 from reprokit.capture.replay import Replayed, replay
-from reprokit.capture.state import Copies, give_gradients, parameters_of
+from reprokit.capture.state import Copies, give_gradients
 from reprokit.capture.structure import is_leaf
 from reprokit.capture.timeline import with_optimizers
 from reprokit.capture.written import address_of
@@ -349,11 +349,9 @@ def _write_buffers(step: FailedStep) -> None:
 
 def _leaves(step: FailedStep) -> list[torch.Tensor]:
     """Everything that could get a gradient."""
-    leaves: dict[int, torch.Tensor] = {id(p): p for module in step.modules for p in module.parameters()}
-    for entry in step.entries:
-        leaves.update((id(tensor), tensor) for tensor, _ in entry.versions if is_leaf(tensor))
-        if entry.kind == "optimizer":
-            leaves.update((id(p), p) for p in parameters_of(entry.target))
+    owners: list[torch.nn.Module | torch.optim.Optimizer] = [*step.modules, *step.optimizers]
+    leaves = {id(p): p for owner in owners for p in owned_by(owner)}
+    leaves.update((id(leaf), leaf) for leaf in leaves_in([*step.lead, *step.entries]))
     return list(leaves.values())
 
 

@@ -20,7 +20,7 @@ from reprokit.capture.entry import Entry
 from reprokit.capture.generators import python_generators_restored
 from reprokit.capture.history import History
 from reprokit.capture.past import PastStep, split
-from reprokit.capture.player import Player, describe_mismatch, is_same
+from reprokit.capture.player import Player, describe_mismatch, is_same, leaves_in
 from reprokit.capture.state import State, give_gradients, parameters_of
 from reprokit.capture.structure import is_leaf, iter_tensors
 from reprokit.capture.suspects import was_skipped
@@ -230,8 +230,7 @@ class Rewind:
         for module in self._history.modules:  # also what is frozen by now and has a gradient from before
             leaves.update((id(parameter), parameter) for parameter in module.parameters())
         for step in self._steps:
-            for entry in step.entries:
-                leaves.update((id(tensor), tensor) for tensor, _ in entry.versions if is_leaf(tensor))
+            leaves.update((id(leaf), leaf) for leaf in leaves_in(step.entries))
         return list(leaves.values())
 
 

@@ -16,7 +16,7 @@ import torch
 
 from reprokit.capture.entry import Entry
 from reprokit.capture.exceptions import Raised
-from reprokit.capture.fidelity import checked
+from reprokit.capture.fidelity import checked, unchecked
 from reprokit.capture.past import PastStep, split
 from reprokit.capture.prepared import without_preparation
 from reprokit.capture.rescue import FailedStep, Made, make_snapshot, snapshot_without_replay
@@ -80,7 +80,10 @@ class Place:
             path = free_path(path.parent, path.name.removesuffix(".pt").removesuffix(".repro"))
         save(snapshot, path)
         snapshot.tensors.clear()  # what is read back takes their place
-        return path, checked(path, made.losses, made.devices)
+        try:
+            return path, checked(path, made.losses, made.devices)
+        except Exception as error:
+            return path, unchecked(path, error)
 
 
 def snapshot_of(training: Training, noticed: Noticed, command: Sequence[str], described: dict[str, Any]) -> Made:
