@@ -11,7 +11,7 @@ import contextlib
 import enum
 import time
 from argparse import Namespace
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, is_dataclass
 from itertools import chain
@@ -20,6 +20,7 @@ from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from reprokit.capture.structure import ATOMS
 
@@ -159,25 +160,60 @@ class AttributeWatch:
 def attributes_kept(roots: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Whatever runs inside, modules have the attributes, parameters and buffers of before afterwards.
 
-    Lists, dicts and sets among the attributes have the same items again.
+    Lists, dicts and sets in attributes, at any depth, have the same items again, and tensors the same values.
     """
     modules = {id(module): module for root in roots for module in root.modules()}.values()
     flags = [(parameter, parameter.requires_grad) for module in modules for parameter in module.parameters(False)]
-    spaces: list[Any] = [vars(module) for module in modules]
-    spaces += [fields for space in spaces for value in space.values() if (fields := _fields_of(value))]
-    held = [value for space in spaces for value in space.values() if type(value) in _CONTAINERS]
-    before = [(container, container.copy()) for container in (*spaces, *held)]
+    containers = _containers_of(modules)
+    tensors = list(_tensors_in(containers, {id(buffer) for module in modules for buffer in module.buffers(False)}))
+    before = [(container, container.copy()) for container in containers]
+    contents = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
-        yield
+        with _unsafe_preserve_version_counter(tuple(tensors)):
+            yield
     finally:
         for container, content in before:
             if len(container) != len(content) or not all(map(is_, _items(container), _items(content))):
                 container.clear()
                 (container.extend if isinstance(container, (list, deque)) else container.update)(content)
+        for tensor, content in contents:
+            tensor.data.copy_(content)
         _set_flags(flags)
 
 
-_CONTAINERS = (dict, OrderedDict, list, set, deque)
+_CONTAINERS = (dict, OrderedDict, defaultdict, Counter, list, set, deque)
+_MOST_BYTES = 2**26  # of tensors in attributes, which are copied in case that a replay writes them
+
+
+def _containers_of(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    """The ``__dict__`` of modules and of the settings they hold, and every container in one of them."""
+    found: dict[int, Any] = {}
+    waiting: list[Any] = [vars(module) for module in modules]
+    while waiting:
+        container = waiting.pop()
+        if id(container) not in found:
+            found[id(container)] = container
+            waiting += [value for value in _values(container) if type(value) in _CONTAINERS]
+            if isinstance(container, dict):
+                waiting += [fields for value in container.values() if (fields := _fields_of(value))]
+    return list(found.values())
+
+
+def _tensors_in(containers: Iterable[Any], found: set[int]) -> Iterator[torch.Tensor]:
+    """The tensors in containers that a forward may write in place, up to a limit; not those ``found`` already."""
+    left = _MOST_BYTES
+    for value in chain.from_iterable(map(_values, containers)):
+        is_plain = type(value) is torch.Tensor and value.layout is torch.strided and value.grad_fn is None
+        if is_plain and id(value) not in found and not value.is_inference():
+            found.add(id(value))
+            left -= value.numel() * value.element_size()
+            if left < 0:
+                return
+            yield value
+
+
+def _values(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
 
 
 def _items(container: Any) -> Iterable[Any]:

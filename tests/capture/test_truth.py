@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from reprokit.capture.session import Session
 from reprokit.program.memory import same_bits
 from reprokit.snapshot.format import Snapshot, load, save
 from tests.capture.traps_checks import (
+    BAD_STEP,
     EXACT,
+    WATCHES,
     Gated,
     Loop,
     batches,
@@ -300,6 +303,38 @@ def test_a_step_whose_successor_training_saw_otherwise_is_not_the_answer(tmp_pat
     snapshot = check_caught(loop, tmp_path, watch="deferred")
     assert snapshot.step == 12 and snapshot.fidelity == "unfaithful"
     assert "the loss of step 2 was" in str(snapshot.fidelity_note)
+
+
+class Recording(nn.Module):
+    """Keeps what it has seen in containers and in a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = plain_net()
+        self.seen: dict[str, list[int]] = {"sizes": []}
+        self.by_name: dict[str, list[int]] = collections.defaultdict(list)
+        self.counts = collections.Counter[str]()
+        self.queue = torch.zeros(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen["sizes"].append(len(x))
+        self.by_name["calls"].append(1)
+        self.counts["calls"] += 1
+        self.queue[0] += 1
+        return cast("torch.Tensor", self.layer(x))
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+def test_what_modules_recorded_is_as_it_was_after_a_replay(watch: str, tmp_path: Path) -> None:
+    def loop() -> list[torch.Tensor]:
+        model = Recording()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, x, y in batches():
+            update(optimizer, divided_loss(model(x), y, step == BAD_STEP))
+        lengths = len(model.seen["sizes"]), len(model.by_name["calls"]), model.counts["calls"]
+        return [torch.tensor(lengths), model.queue]
+
+    check_caught(loop, tmp_path, watch=watch)
 
 
 def test_attributes_are_as_they_were_when_playing_raises(tmp_path: Path) -> None:
