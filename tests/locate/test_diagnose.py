@@ -553,3 +553,12 @@ def test_a_norm_whose_squares_overflow_is_scaled_first(norm: Callable[[torch.Ten
     found = diagnose(record(lambda x: norm(x).log().backward(), x=x))
     assert found.id == "norm-squares-overflow" and found.fix is not None
     assert found.fix.is_plausible and "loss 5" in found.fix.outcome
+
+
+@pytest.mark.parametrize(
+    ("order", "number", "size"),
+    [(1, 1e35, 10_000), (3, 1e15, 4), (3, 1e25, 4)],
+)
+def test_a_norm_of_another_order_has_no_squares(order: int, number: float, size: int) -> None:
+    snapshot = record(lambda x: torch.linalg.vector_norm(x, order), x=torch.full((size,), number))
+    assert diagnose(snapshot).id != "norm-squares-overflow"

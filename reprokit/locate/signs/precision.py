@@ -75,6 +75,7 @@ def derivative_overflows(scene: Scene) -> Numbers | None:
 
 
 _NORMS = ("norm", "vector_norm", "matrix_norm")
+_EUCLIDEAN = (None, 2, "fro")
 _SQUARES = ("pow", "square", "mul")
 _TO_ROOT = frozenset({"sum", "mean", "add", "clamp", *VIEWS})
 
@@ -83,7 +84,7 @@ def root_of_squares(scene: Scene) -> int | None:
     """The call that takes the root of the squares which the origin computes: the origin itself if it is a norm."""
     index, call = scene.failure.call_index, scene.call
     if index is None or call is None or short_name(call) in _NORMS:
-        return index
+        return index if call is None or _order(call) in _EUCLIDEAN else None
     base, exponent = scene.tensor("x"), scene.tensor("y")
     is_square = short_name(call) == "square" or (short_name(call) == "mul" and call.args[:1] == call.args[1:2])
     is_square = is_square or (short_name(call) == "pow" and exponent is not None and bool((exponent == 2).all()))
@@ -101,6 +102,12 @@ def root_of_squares(scene: Scene) -> int | None:
     return None
 
 
+def _order(call: Call) -> Any:
+    """Which norm a call computes: its ``p`` or ``ord``; that of 2 of a matrix is none of squares."""
+    order = call.kwargs.get("ord", call.kwargs.get("p", call.args[1] if len(call.args) > 1 else None))
+    return "spectral" if order == 2 and short_name(call) == "matrix_norm" else order
+
+
 @sign
 def squares_overflow(scene: Scene) -> Numbers | None:
     """True if a norm of finite numbers is infinite only because their squares are."""
@@ -110,8 +117,8 @@ def squares_overflow(scene: Scene) -> Numbers | None:
     if bool(result.isfinite().all()) or root_of_squares(scene) is None or not x.numel():
         return None
     largest, limit = float(x.abs().max()), torch.finfo(x.dtype).max
-    if largest * math.sqrt(x.numel()) > limit:
-        return None  # the norm itself may be too large
+    if largest * math.sqrt(x.numel()) > limit or float(x.double().square().sum()) <= limit:
+        return None  # the norm itself may be too large, or the squares are not
     return {"largest": largest, "limit": limit, "root": math.sqrt(limit), "dtype": dtype_name(x)}
 
 
