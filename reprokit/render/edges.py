@@ -38,7 +38,9 @@ _SQUARES = ("norm", "vector_norm", "matrix_norm", "normalize", "mse_loss", "hube
             "cosine_similarity", "std", "var", "std_mean", "var_mean", "batch_norm", "layer_norm", "group_norm",
             "instance_norm", "rms_norm")  # fmt: skip
 _SUMS = ("sum", "mean", "cumsum", "trace", "l1_loss", "avg_pool1d", "avg_pool2d", "adaptive_avg_pool2d")
-_INNER = {**dict.fromkeys(_PRODUCTS, "products"), **dict.fromkeys(_SQUARES, "squares"), **dict.fromkeys(_SUMS, "sums")}
+_PARTIAL = ("prod", "cumprod")
+_INNER = {**dict.fromkeys(_PRODUCTS, "products"), **dict.fromkeys(_SQUARES, "squares"), **dict.fromkeys(_SUMS, "sums"),
+          **dict.fromkeys(_PARTIAL, "partial products")}  # fmt: skip
 _NAMES_OF_EPS = ("eps", "epsilon")
 
 
@@ -164,6 +166,8 @@ def _bound(inner: str, read: Sequence[torch.Tensor]) -> float:
     if inner == "products":
         peaks = sorted(float(size.max()) for size in sizes)
         return math.prod(peaks[-2:]) * max(size.numel() for size in sizes)
+    if inner == "partial products":
+        return max(float(size.clamp(min=1.0).prod()) for size in sizes)
     return max(float((size.square() if inner == "squares" else size).sum()) for size in sizes)
 
 

@@ -562,3 +562,8 @@ def test_a_norm_whose_squares_overflow_is_scaled_first(norm: Callable[[torch.Ten
 def test_a_norm_of_another_order_has_no_squares(order: int, number: float, size: int) -> None:
     snapshot = record(lambda x: torch.linalg.vector_norm(x, order), x=torch.full((size,), number))
     assert diagnose(snapshot).id != "norm-squares-overflow"
+
+
+def test_a_derivative_overflows_far_from_zero_too() -> None:
+    found = diagnose(record(lambda x: (x**1000).sum().backward(), x=torch.tensor([1.0925]).requires_grad_()))
+    assert found.id == "derivative-overflow" and "divi" not in found.title + found.mechanism + found.advice

@@ -216,6 +216,7 @@ def test_without_a_check_that_shows_a_defect_nobody_is_sent_upstream(snapshot: A
         (lambda: one_call("torch.nn.functional.mse_loss", [3e19, 0.0, 0.0, 0.0], [0.0] * 4), "where squares overflow"),
         (lambda: one_call("torch.linalg.vector_norm", [1e20, 0.0]), "where squares overflow float32"),
         (lambda: one_call("torch.mean", [3e38, 3e38]), "where sums overflow float32"),
+        (lambda: one_call("torch.prod", [1e30, 1e30, 1e-30]), "where partial products overflow float32"),
         (lambda: one_call("torch.Tensor.mul", [1e30], 1e30, gradient=[1e30]), "for a gradient above 3.4028e+38"),
     ],
 )
