@@ -88,12 +88,13 @@ def hide_from_formatting(format_init: Callable[..., None]) -> Callable[..., None
     """A ``TracebackException.__init__`` for what the script prints and logs itself: without frames of reprokit."""
 
     @functools.wraps(format_init)
-    def __init__(self: Any, kind: Any, error: BaseException | None, traceback: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         with contextlib.suppress(Exception):
+            kind, error, traceback, *others = args  # as `traceback` itself and `logging` call it
             if error is not None and not _is_own_error(list(_entries(traceback))):
                 peel(error)
-                traceback = _without_own_frames(traceback)
-        format_init(self, kind, error, traceback, *args, **kwargs)
+                args = (kind, error, _without_own_frames(traceback), *others)
+        format_init(self, *args, **kwargs)
 
     return __init__
 
@@ -160,7 +161,7 @@ class _Awaited(importlib.abc.MetaPathFinder):
         load = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module
+            vars(loader).pop("exec_module", None)  # gone already if two probes got the same loader
             load(module)
             if self in sys.meta_path:
                 self.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -443,6 +444,16 @@ def test_the_traceback_inside_the_process_begins_in_the_loop(tmp_path: Path) -> 
     assert str(plain.value) == str(watched.value)
     assert plain.traceback[-1].lineno == watched.traceback[-1].lineno
     assert watched.value.__cause__ is None and watched.value.__context__ is None
+
+
+def test_tracebacks_are_formatted_however_they_are_asked_for(tmp_path: Path) -> None:
+    with Session(directory=tmp_path, on=("nonfinite",)):
+        try:
+            shape_mismatch()
+        except RuntimeError as error:
+            parts = {"exc_type": type(error), "exc_value": error, "exc_traceback": error.__traceback__}
+            shown = traceback.TracebackException(**parts)  # type: ignore[arg-type]
+            assert "mat1 and mat2" in "".join(shown.format())
 
 
 # -- the command line -----------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -371,6 +373,25 @@ def test_an_import_is_noticed_however_it_was_asked_for(
     finally:
         for known in ("awaited", "awaited.part"):
             sys.modules.pop(known, None)
+
+
+def test_an_import_is_noticed_where_probes_share_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "awaited.py").write_text("VALUE = 1\n")
+    spec = importlib.util.spec_from_file_location("awaited", tmp_path / "awaited.py")
+
+    class Finder:
+        def find_spec(self, name: str, path: object, target: object = None) -> object:
+            return spec if name == "awaited" else None
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    calls: list[int] = []
+    launch.when_imported("awaited", lambda: calls.append(1))
+    try:
+        importlib.util.find_spec("awaited")
+        importlib.import_module("awaited")
+        assert calls == [1]
+    finally:
+        sys.modules.pop("awaited", None)
 
 
 def test_an_import_that_never_comes_leaves_nothing(tmp_path: Path) -> None:
