@@ -21,7 +21,8 @@ class Entry:
     ``versions`` pairs the tensors it was given with their version counters. ``rng`` holds the states of the CPU and,
     where used, the CUDA generator before a call that may draw. ``outcome`` is what a random in-place function left.
     ``settings`` is what else a replay needs: an optimizer's options of that step, a grad scaler's scale, the
-    attributes that a root module had when it was called (`attributes.Noted`).
+    attributes that a root module had when it was called (`attributes.Noted`), the ids of the parameters whose gradients
+    `zero_grad` set to zero.
     ``writes_state`` marks functions that write into parameters and buffers outside of optimizers: they are part of the
     state that the next forward begins with. ``writes_view`` marks writes into a view of another tensor. ``has_stepped``
     marks differentiations inside which optimizers stepped. ``library`` is the line of a library that made the call, if
@@ -76,6 +77,20 @@ class Entry:
         return any((*given, *(self.kwargs.get(name) for name in ("retain_graph", "create_graph"))))
 
 
+def gradients_read(entries: Iterable[Entry]) -> set[int]:
+    """The ids of the gradients that the loop looked at, and of what shares their memory."""
+    found: set[int] = set()
+    for entry in entries:
+        if entry.name in _GRAD_READS or (entry.name in _ALIASES and id(entry.args[0]) in found):
+            found.update(id(tensor) for tensor in iter_tensors(entry.output))
+    return found
+
+
+_GRAD_READS = frozenset({"torch.Tensor.grad.__get__", "torch.Tensor._grad.__get__"})
+_ALIASES = frozenset(
+    f"torch.Tensor.{name}"
+    for name in ("data.__get__", "detach", "view", "view_as", "reshape", "flatten", "unsqueeze", "t", "__getitem__")
+)
 _VALUE_READS = frozenset({"torch.Tensor.detach", "torch.Tensor.data.__get__"})
 _GRAPH_POSITIONS = {BACKWARD: (2, 3), AUTOGRAD_BACKWARD: (2, 3), AUTOGRAD_GRAD: (3, 4)}
 _GIVEN_GRADIENTS = ("gradient", "grad_tensors", "grad_outputs")

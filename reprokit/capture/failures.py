@@ -178,6 +178,7 @@ class Failures:
         cause = exceptions.cause_of(error, raised[0] if raised is not None else None)
         frame = exceptions.innermost_user_place(cause)[0] if cause is not None else sys._getframe(2)
         with self._training.tape.paused():
+            self._settle_skipped(error)
             bad = self._judge.state()
             if bad is not None:
                 return self._save(Noticed(bad, frame, is_late=True))
@@ -191,6 +192,14 @@ class Failures:
             path = self._save(Noticed("output", frame, is_late=True))
         return path
 
+    def _settle_skipped(self, error: BaseException | None) -> None:
+        """The loop has ended: let go of a bad loss or gradient that it skipped, so that it is not found late."""
+        suspect = self._training.running.suspect
+        if suspect is None or not self._judge.matter or self._takes_skipped:
+            return
+        if self.suspects.at_end(suspect, exceptions.ends_training(error)) == "skipped":
+            self.settle(suspect, "skipped")
+
     def _look_back_at_suspect(self, error: BaseException | None, frame: FrameType | None) -> Path | None:
         """The loop has ended over a bad loss or gradient, and may have said so by ``error``; or it never updates."""
         running, has_raised = self._training.running, exceptions.ends_training(error)
@@ -198,9 +207,7 @@ class Failures:
             return None
         suspect = running.suspect
         verdict = self.suspects.at_end(suspect, has_raised) if suspect is not None else None
-        if suspect is not None and verdict == "skipped" and not self._takes_skipped:
-            self.settle(suspect, verdict)
-        elif suspect is not None and verdict in ("failed", "skipped"):
+        if suspect is not None and verdict in ("failed", "skipped"):
             is_known = suspect.has_begun or self.suspects.is_of_training(suspect)
             if not is_known and has_raised and suspect.pending is not None and error is not None:
                 is_loss = exceptions.is_loss(suspect.pending, error)

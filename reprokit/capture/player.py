@@ -23,20 +23,17 @@ class Player:
     """Plays entries of one step. ``_new`` maps the id of a tensor the loop had to the one that stands for it now.
 
     ``saved`` holds what outside tensors contained before the loop wrote into them. ``mismatches`` says in words what is
-    known to differ from what the loop did. ``with_gradient`` are the ids of leaves whose gradients the loop sets to
-    zero instead of dropping them, where it says so. ``carried`` is what earlier steps made for this one; ``state`` are
-    the ids of tensors that are put back as a whole, whoever wrote them.
+    known to differ from what the loop did. ``carried`` is what earlier steps made for this one; ``state`` are the ids
+    of tensors that are put back as a whole, whoever wrote them.
     """
 
     def __init__(
         self,
         saved: Mapping[int, torch.Tensor],
-        with_gradient: Set[int] = frozenset(),
         carried: Mapping[int, torch.Tensor] | None = None,
         state: Set[int] = frozenset(),
     ) -> None:
         self.mismatches: list[str] = []
-        self._with_gradient = with_gradient
         self._state = state
         self._saved = saved
         self._new: dict[int, torch.Tensor] = dict(carried or {})
@@ -124,10 +121,9 @@ class Player:
                     parameter.grad.mul_(inverse)
 
     def _play_zero_grad(self, entry: Entry, args: Any, kwargs: Any) -> None:
-        owner, *rest = args
-        keep = not (rest[0] if rest else kwargs.get("set_to_none", True))
-        for parameter in owned_by(owner):
-            if keep and (parameter.grad is not None or id(parameter) in self._with_gradient):
+        zeroed = entry.settings or ()
+        for parameter in owned_by(args[0]):
+            if id(parameter) in zeroed:
                 parameter.grad = torch.zeros_like(parameter)
             else:
                 with torch._C.DisableTorchFunction():  # a program starts without gradients

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from reprokit.capture.entry import Entry, starts_of
+from reprokit.capture.entry import Entry, gradients_read, starts_of
 from reprokit.capture.player import Player, describe_mismatch, is_close, is_same, owned_by, step_without_hooks
 from reprokit.capture.structure import iter_tensors
 from reprokit.locate.blame import GRAD_SCALER
@@ -60,7 +60,6 @@ def replay(
     perform_last: bool,
     raises: bool = False,
     state: Set[int] = frozenset(),
-    with_gradient: Set[int] = frozenset(),
     root_names: Mapping[int, str] | None = None,
     keep: Entry | None = None,
 ) -> Replayed:
@@ -71,7 +70,7 @@ def replay(
     when the last entry is expected to raise. ``state`` are the ids of tensors that the caller has put back.
     ``root_names`` are those of the tracer. ``keep`` is an entry to run in any case.
     """
-    recorder = _Recorder(saved, describe, state, with_gradient, root_names)
+    recorder = _Recorder(saved, describe, state, root_names)
     needed = entries if raises else needed_entries(entries, keep)
     error = None
     with recording(recorder.tracer), Modes() as modes:
@@ -98,10 +97,7 @@ def needed_entries(entries: list[Entry], keep: Entry | None = None) -> list[Entr
     """Those entries that differentiations, optimizer steps and ``keep`` depend on, in order."""
     if not any(entry.kind == "differentiate" for entry in entries):
         return entries
-    grads: set[int] = set()
-    for entry in entries:
-        is_grad = entry.name in _GRAD_READS or (entry.name in _ALIASES and id(entry.args[0]) in grads)
-        grads.update(id(tensor) for tensor in iter_tensors(entry.output) if is_grad)
+    grads = gradients_read(entries)
     needed: set[int] = set()
     kept: list[Entry] = []
     for entry in reversed(entries):
@@ -123,13 +119,6 @@ def _start_of_hand_update(entries: list[Entry]) -> int:
     return last + 1 if any(entry.writes_state for entry in entries[last + 1 :]) else len(entries)
 
 
-_GRAD_READS = frozenset({"torch.Tensor.grad.__get__", "torch.Tensor._grad.__get__"})
-_ALIASES = frozenset(
-    f"torch.Tensor.{name}"
-    for name in ("data.__get__", "detach", "view", "view_as", "reshape", "flatten", "unsqueeze", "t", "__getitem__")
-)
-
-
 class _Recorder(Player):
     """Plays entries under the tracer."""
 
@@ -138,10 +127,9 @@ class _Recorder(Player):
         saved: Mapping[int, torch.Tensor],
         describe: Callable[[torch.Tensor], Origin | None],
         state: Set[int] = frozenset(),
-        with_gradient: Set[int] = frozenset(),
         root_names: Mapping[int, str] | None = None,
     ) -> None:
-        super().__init__(saved, with_gradient, state=state)
+        super().__init__(saved, state=state)
         self._zeroed: dict[int, tuple[torch.Tensor, int]] = {}
         self.tracer = Tracer(self._describe, driver=_DRIVER, root_names=root_names)
         self.losses: dict[int, torch.Tensor] = {}

@@ -9,7 +9,7 @@ import contextlib
 import io
 import sys
 import warnings
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -52,8 +52,8 @@ class FailedStep:
     ``pending`` is the differentiation that was not begun because its start was bad. ``buffers`` and ``generators`` lead
     back to where the step began; ``buffers`` is ``None`` when the state is there already. ``raised`` is the exception
     that ended the step, with the place it was raised at. ``likewise`` are entries of a step whose variables are still
-    there to name tensors by. ``with_gradient`` are the ids of leaves that had a gradient when the failure was noticed.
-    ``lead`` is what the loop did by hand before, which parameters hold already and ``buffers`` do not.
+    there to name tensors by. ``lead`` is what the loop did by hand before, which parameters hold already and
+    ``buffers`` do not.
     ``keep`` is an entry that belongs to the failure even if no backward pass depends on it.
     ``compiled`` is a call of the loop that was not followed. ``notes`` say what is known to differ from training.
     """
@@ -72,7 +72,6 @@ class FailedStep:
     capture: dict[str, Any]
     raised: Raised | None = None
     likewise: list[Entry] = field(default_factory=list)
-    with_gradient: Set[int] = frozenset()
     keep: Entry | None = None
     lead: list[Entry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -138,14 +137,12 @@ def _replay(
     """The step's program, what `locate` finds in it, the generators' states, and how many exceptions of the user's
     hooks were ignored, if it is asked to ``ignore`` them."""
     raises = step.raised is not None and step.raised.is_call
-    leaves = _leaves(step)
-    with_gradient = step.with_gradient or {id(leaf) for leaf in leaves if leaf.grad is not None}
     with contextlib.ExitStack() as stack:
         stack.enter_context(_at_its_beginning(step))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
-        ignored = stack.enter_context(silenced(step.modules, leaves)) if ignore else []
+        ignored = stack.enter_context(silenced(step.modules, _leaves(step))) if ignore else []
         if raises and ignore:  # checks report what they see, a second time now
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         rng = get_rng_state()
@@ -156,7 +153,6 @@ def _replay(
             perform_last=step.pending is None,
             raises=raises,
             state={id(buffer) for module in step.modules for buffer in module.buffers()},
-            with_gradient=with_gradient,
             root_names=root_names(step.modules, frame),
             keep=step.keep,
         )

@@ -36,8 +36,7 @@ class Found:
 
     ``pending`` is the differentiation whose start was bad, which is not to be performed. ``keep`` is the entry that
     ruined a part of the state that was watched. ``saved`` holds outside tensors as they were, and what earlier steps
-    made. ``with_gradient`` are the ids of leaves that had a gradient when the step began. ``notes`` say what differed
-    from training on the way.
+    made. ``notes`` say what differed from training on the way.
     """
 
     step: PastStep
@@ -46,7 +45,6 @@ class Found:
     saved: dict[int, torch.Tensor]
     pending: Entry | None
     keep: Entry | None = None
-    with_gradient: set[int] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
 
@@ -93,7 +91,6 @@ class Rewind:
     def find(self) -> Found | None:
         """Play until something is bad, then go back to where that step began; ``None`` also if training contradicts."""
         for number, step in enumerate(self._steps):
-            with_gradient = {id(leaf) for leaf in self._leaves() if leaf.grad is not None}
             player, carried, num_notes = self._player(number), self._carried, len(self.notes)
             found, rest = self._play(step, player, self._saved[number])
             if found is not None:
@@ -101,7 +98,6 @@ class Rewind:
                     self.notes += self._other_attributes()
                     return None
                 found.saved = {**{key: tensor.detach() for key, tensor in carried.items()}, **found.saved}
-                found.with_gradient = with_gradient
                 give_gradients([(leaf, None) for leaf in self._leaves()])
                 self._start.give_back()
                 found.notes = self.notes

@@ -194,7 +194,6 @@ class _Describing:
             likewise=likewise,
             keep=found.keep,
             micro_step=micro_step,
-            with_gradient=found.with_gradient,
         )
 
     def _with_graphs_from_before(self, step: PastStep) -> tuple[list[Entry], dict[int, torch.Tensor], Entry | None]:

@@ -123,7 +123,8 @@ class Stepping:
 
     def before_conversion(self) -> None:
         """See `running.Listener`: judge what has not been judged, as one cannot go back behind it later."""
-        if self._tape.enabled and self._training.history.is_complete:
+        training = self._training
+        if self._tape.enabled and (training.history.is_complete or not training.is_converted):
             with self._tape.paused():
                 bad = self._judge.state()
                 if bad is not None:

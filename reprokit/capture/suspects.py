@@ -7,18 +7,19 @@ step can be saved as exactly as at the moment when the bad value was seen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from reprokit.capture.entry import Entry
+from reprokit.capture.entry import Entry, gradients_read
 from reprokit.capture.exceptions import backward_from
 from reprokit.capture.state import parameters_of
 from reprokit.capture.structure import is_leaf, iter_tensors
 from reprokit.capture.watch import bad_tensor, is_bad
 from reprokit.program.functions import GRAD_WRITES
+from reprokit.program.ir import AUTOGRAD_GRAD
 
 if TYPE_CHECKING:
     from reprokit.capture.training import Training
@@ -112,7 +113,7 @@ class Suspects:
         if suspect.pending is None or not self._has_come_round(suspect):
             return None
         if suspect.pending.target is torch.autograd.grad and not is_bad_too:
-            return "skipped"
+            return None if any(entry.name in GRAD_WRITES for entry in self._since(suspect)) else "skipped"
         return "failed" if is_bad_too and not self._training.iterations.total else None
 
     def at_update(self, suspect: Suspect) -> Verdict:
@@ -214,7 +215,8 @@ def was_skipped(entries: Sequence[Entry], position: int) -> bool:
     later = entries[position + 1 :]
     update = next((number for number, entry in enumerate(later) if _updates(entry)), len(later))
     optimizer = later[update].target if update < len(later) else None
-    return any(_drops(entry) and _covers(entry, optimizer) for entry in later[:update])
+    read = gradients_read(entries)
+    return any(_clears(entry, entries[position], read) and _covers(entry, optimizer) for entry in later[:update])
 
 
 def _gives_gradients(suspect: Suspect) -> bool:
@@ -232,6 +234,16 @@ def _updates(entry: Entry) -> bool:
 def _covers(entry: Entry, optimizer: Any) -> bool:
     cleared = entry.args[0] if entry.args else None
     return cleared is optimizer or not isinstance(cleared, torch.optim.Optimizer)
+
+
+def _clears(entry: Entry, differentiation: Entry, read: Set[int]) -> bool:
+    """True if an entry drops gradients of a differentiation; ``read`` are the ids of gradients that the loop looked at.
+
+    What is set as a gradient may be what `torch.autograd.grad` gave, and what is set to zero may be a batch.
+    """
+    if entry.name in GRAD_WRITES and differentiation.name == AUTOGRAD_GRAD:
+        return entry.args[1] is None
+    return _drops(entry) and (entry.name != _ZERO or id(entry.args[0]) in read)
 
 
 def _drops(entry: Entry) -> bool:

@@ -20,6 +20,7 @@ from reprokit.capture.scaling import ScalerWatch
 from reprokit.capture.state import BufferCopies
 from reprokit.capture.tape import Tape
 from reprokit.capture.timeline import Timeline
+from reprokit.program.functions import DATA_WRITES
 from reprokit.program.ir import Call
 
 _MOST_WAITING = 16  # steps that are frozen together: work that is done in one go is done faster
@@ -49,7 +50,7 @@ class Training:
         self.running.on_lost = self._lose
         self.unseen: list[str] = []  # what else the run does, in words, that is not known
         self.compiled: Call | None = None  # the first compiled function that the loop called itself
-        self._is_converted = False
+        self.is_converted = False
         self._may_wait = 1  # steps
         self._finished: set[int] = set()  # optimizers that have stepped since the last differentiation
 
@@ -68,7 +69,7 @@ class Training:
 
     def meet_module(self, module: torch.nn.Module) -> None:
         """A root module is about to be called: note its buffers and the generators before it changes them."""
-        if self._is_converted:
+        if self.is_converted:
             self._begin_anew()
         self.generators.before_module()
         if self.history.meet_module(module):
@@ -207,7 +208,7 @@ class Training:
 
     def convert(self) -> None:
         """State is of another type, shape or place now: there is no going back behind this."""
-        self._is_converted = True
+        self.is_converted = True
         self.history.interrupt()
         self.tape.roots.met.clear()
 
@@ -219,12 +220,12 @@ class Training:
 
     def _begin_anew(self) -> None:
         """A converted model is used for the first time: what it is now is where its past begins."""
-        self._is_converted = False
+        self.is_converted = False
         for module in self.history.modules:
             self.buffers.add_module(module)
         entries = self.running.entries
         if not any(entry.kind in ("module", "differentiate") for entry in entries):
-            entries[:] = [entry for entry in entries if not entry.writes_state]
+            entries[:] = [entry for entry in entries if not (entry.writes_state or entry.name in DATA_WRITES)]
             self._copy_state(time.perf_counter())
 
     def _copy_state(self, started: float) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from reprokit.capture.entry import Entry
 from reprokit.capture.judge import Judge
+from reprokit.capture.player import owned_by
 from reprokit.capture.structure import repeatable
 from reprokit.capture.training import Training
 from reprokit.program.ir import Mode
@@ -42,7 +43,10 @@ class WholeCalls:
             output = target(*args, **kwargs)
         finally:
             tape.step_back(popped)
-        tape.running.entries.append(Entry("zero_grad", target, args, kwargs, _PLAIN_MODE))
+        entry = Entry("zero_grad", target, args, kwargs, _PLAIN_MODE)
+        if not (args[1] if len(args) > 1 else kwargs.get("set_to_none", True)):
+            entry.settings = tape.guard(_with_gradient, args[0])
+        tape.running.entries.append(entry)
         return output
 
     def clip(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,3 +111,8 @@ class WholeCalls:
         if entry is not None:
             entry.kwargs, entry.output = kwargs, output
         return output, entry
+
+
+def _with_gradient(owner: torch.nn.Module | torch.optim.Optimizer) -> frozenset[int]:
+    """The ids of the parameters of a module or an optimizer that have a gradient."""
+    return frozenset(id(parameter) for parameter in owned_by(owner) if parameter.grad is not None)

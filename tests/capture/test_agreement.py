@@ -48,6 +48,11 @@ def test_a_healthy_loop_is_left_alone(loop: Any) -> None:
         {"fault": "overflow", "style": "adversarial", "history": 7, "bad_step": 3},  # backward calls before the loss
         {"fault": "backward", "zero": "after", "teacher": "average"},  # gradients are dropped before the step begins
         {"fault": "buffer", "style": "turns", "extra": "evaluation", "is_slow": True},  # a sweep in an evaluation
+        {"fault": "loss", "zero": "kept", "losses": "separate", "bad_step": 0},  # gradients of the step that failed
+        {"fault": "loss", "update": "by_grad", "bad_step": 0},  # a gradient that is set is not dropped
+        {"fault": "overflow", "update": "by_grad", "accumulate": 2, "bad_step": 3},
+        {"fault": "input", "batch": "cleared", "accumulate": 3, "losses": "separate"},  # a batch is no gradient
+        {"fault": "row", "convert": "bfloat16", "zero": "kept", "bad_step": 5, "event_step": 5},  # gradients converted
     ],
     ids=lambda features: "-".join(str(value) for value in features.values()),
 )
@@ -62,6 +67,7 @@ def test_a_late_finding_is_what_is_seen_at_once(features: dict[str, Any]) -> Non
         ({"fault": "rate", "history": 0}, "sampled/0"),
         ({"fault": "eps", "history": 0}, "deferred/0"),
         ({"fault": "buffer", "update": "lbfgs"}, "sampled"),
+        ({"fault": "write", "update": "lbfgs", "convert": "double", "bad_step": 1, "event_step": 3}, "sampled"),
     ],
 )
 def test_where_one_cannot_go_back_nothing_is_changed_and_the_doubt_is_said(features: dict[str, Any], way: str) -> None:
@@ -73,3 +79,10 @@ def test_where_one_cannot_go_back_nothing_is_changed_and_the_doubt_is_said(featu
 def test_a_gradient_from_before_freezing_stays() -> None:
     row = agree.compare_ways("loop", generated.Loop(fault="rate", freeze="from", zero="kept"))
     assert row.is_same and not row.changed, agree.table([row])
+
+
+@pytest.mark.parametrize("clip", ["none", "norm"])
+def test_a_bad_loss_that_the_loop_skips_in_its_last_step_is_not_found_late(clip: str) -> None:
+    loop = generated.Loop(fault="loss", skip="gradient", clip=clip, bad_step=11)
+    row = agree.compare_ways("loop", loop)
+    assert set(row.answers.values()) == {agree.SILENT}, agree.table([row])
