@@ -169,10 +169,13 @@ class BufferCopies(Copies):
 
 
 class Bindings:
-    """Which tensors the buffers of modules are; a forward may replace them. Each of ``spaces`` is of one module."""
+    """Which tensors the buffers of modules are; a forward may replace them. Each of ``spaces`` is of one module.
+
+    The buffers of a scripted module are no dictionary, and cannot be replaced in one.
+    """
 
     def __init__(self, spaces: Iterable[dict[str, torch.Tensor | None]]) -> None:
-        self._buffers = [(space, dict(space)) for space in spaces if space]
+        self._buffers = [(space, dict(space)) for space in spaces if space and isinstance(space, dict)]
 
     def put_back(self) -> Bindings:
         """Go back to it; returns what was there before."""

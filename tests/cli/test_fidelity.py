@@ -28,9 +28,9 @@ torch.manual_seed(0)
 net = Net()
 optimizer = torch.optim.SGD(net.parameters(), lr=0.001)
 for batch in range(8):
-    Net.heat = 0.0 if batch == {failing} else 1.0  # accumulated over two batches
+    Net.heat = 0.0 if batch == {failing} else 1.0
     (net(torch.ones(1, 2)) / 2).backward()
-    if batch % 2:
+    if batch % {accumulated} == {accumulated} - 1:
         optimizer.step()
         optimizer.zero_grad()
 """
@@ -40,9 +40,9 @@ DIFFERS = "replay differs from training, so it may not show the same failure: th
 class Told:
     """What the commands say of the script, and what they write."""
 
-    def __init__(self, folder: Path, failing: int) -> None:
+    def __init__(self, folder: Path, failing: int, accumulated: int) -> None:
         self._folder = folder
-        (folder / "train.py").write_text(TRAINING.format(failing=failing))
+        (folder / "train.py").write_text(TRAINING.format(failing=failing, accumulated=accumulated))
         self.capture = self._run("capture", "-o", "x.pt", "train.py")
         self.shrink = self._run("shrink", "--no-whatif", "-o", "out", "x.pt")
         self.issue = (folder / "out" / "issue.md").read_text()
@@ -58,13 +58,13 @@ class Told:
 @pytest.fixture(scope="module")
 def unfaithful(tmp_path_factory: pytest.TempPathFactory) -> Told:
     """The second batch of a step fails, and an attribute of the class is not what the first one had."""
-    return Told(tmp_path_factory.mktemp("unfaithful"), failing=5)
+    return Told(tmp_path_factory.mktemp("unfaithful"), failing=5, accumulated=2)
 
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """The first batch of a step fails."""
-    return Told(tmp_path_factory.mktemp("exact"), failing=4)
+    """A step of one batch fails, and its update is made with the same attribute."""
+    return Told(tmp_path_factory.mktemp("exact"), failing=4, accumulated=1)
 
 
 def test_a_capture_ends_with_it(unfaithful: Told) -> None:

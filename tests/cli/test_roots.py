@@ -54,7 +54,7 @@ for step in range(6):
     optimizers["for G"].zero_grad()
     (fake.square().mean() + 2 + step).backward()
     optimizers["for G"].step()
-    train(D, fake.detach(), optimizers["for D"], 0.0 if step == 4 else 1.0)
+    train(D, G(torch.randn(4, 2)).detach(), optimizers["for D"], 0.0 if step == 4 else 1.0)
 """
 
 
