@@ -37,7 +37,9 @@ _PRODUCTS = ("linear", "matmul", "mm", "mv", "bmm", "addmm", "addmv", "baddbmm",
 _SQUARES = ("norm", "vector_norm", "matrix_norm", "normalize", "mse_loss", "huber_loss", "cdist", "pairwise_distance",
             "cosine_similarity", "std", "var", "std_mean", "var_mean", "batch_norm", "layer_norm", "group_norm",
             "instance_norm", "rms_norm")  # fmt: skip
-_SUMS = ("sum", "mean", "cumsum", "trace", "l1_loss", "avg_pool1d", "avg_pool2d", "adaptive_avg_pool2d")
+_SUMS = ("sum", "mean", "nansum", "nanmean", "cumsum", "trace", "l1_loss", "embedding_bag", "segment_reduce",
+         "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
+         "adaptive_avg_pool3d")  # fmt: skip
 _PARTIAL = ("prod", "cumprod")
 _INNER = {**dict.fromkeys(_PRODUCTS, "products"), **dict.fromkeys(_SQUARES, "squares"), **dict.fromkeys(_SUMS, "sums"),
           **dict.fromkeys(_PARTIAL, "partial products")}  # fmt: skip

@@ -17,6 +17,7 @@ from reprokit.program.ir import Call, Input, Program
 from reprokit.render import facts, wording
 from reprokit.render.domains import Edge, Verdict
 from reprokit.render.edges import find_edge
+from reprokit.shrink.checks.memory import requested_bytes
 from reprokit.snapshot.redact import redact_text
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ def _with_training(observed: str, recorded: Failure, reduced: Failure) -> str:
 
 
 def _expected(failure: Failure, edge: Edge | None) -> str:
+    if requested_bytes(failure) is not None:
+        return "The call returns, which needs as much free memory as the message says."
     if is_refusal(failure):
         name = wording.code_span(failure.call or "")
         return (
@@ -160,6 +163,8 @@ def _remark(
 ) -> str:
     """Where the operands came from, and whom that concerns."""
     whom = _whom(owner)
+    if requested_bytes(failure) is not None:
+        return f"Why it needs so much memory is a question about {whom}."
     if is_refusal(failure):
         return f"Why it is given these arguments is a question about {whom}."
     if edge is None or edge.verdict is Verdict.BETTER:

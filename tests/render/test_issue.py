@@ -217,6 +217,7 @@ def test_without_a_check_that_shows_a_defect_nobody_is_sent_upstream(snapshot: A
         (lambda: one_call("torch.linalg.vector_norm", [1e20, 0.0]), "where squares overflow float32"),
         (lambda: one_call("torch.mean", [3e38, 3e38]), "where sums overflow float32"),
         (lambda: one_call("torch.prod", [1e30, 1e30, 1e-30]), "where partial products overflow float32"),
+        (lambda: one_call(f"{F}.embedding_bag", torch.tensor([[0, 1]]), BIG), "where sums overflow float32"),
         (lambda: one_call("torch.Tensor.mul", [1e30], 1e30, gradient=[1e30]), "for a gradient above 3.4028e+38"),
     ],
 )
@@ -364,6 +365,14 @@ def test_a_refusal_is_told_from_a_defect(exception: tuple[str, str], refuses: bo
     assert (
         found.remark == "Why it is given these arguments is a question about the training code rather than PyTorch."
     ) is (refuses)
+
+
+def test_a_refused_allocation_is_a_question_of_memory() -> None:
+    message = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 40000000000000 bytes."
+    recorded = snapshot_of(failing_cholesky())
+    found = expect(replace(recorded, failure=replace(recorded.failure, exception=("RuntimeError", message))))
+    assert found.expected == "The call returns, which needs as much free memory as the message says."
+    assert found.remark.startswith("Why it needs so much memory is a question about the training code")
 
 
 def test_the_message_that_training_had_is_quoted_beside_the_reduced_one() -> None:
