@@ -186,7 +186,8 @@ class Bindings:
     def give_back(self) -> None:
         """Go back to it."""
         for buffers, content in self._buffers:
-            buffers.update(content)
+            for name, buffer in content.items():  # those of a scripted module are no dict
+                buffers[name] = buffer
 
 
 class OptimizerNote:
