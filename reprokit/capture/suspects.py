@@ -128,7 +128,8 @@ class Suspects:
     def leave_out(self, suspect: Suspect) -> None:
         """Mark the calls of a skipped step, and take off the tape what made or used its gradients, which are gone."""
         entries, is_given = self._running.entries, _gives_gradients(suspect)
-        ends = (n + 1 for n, e in enumerate(entries) if (e.kind == "differentiate" if is_given else _drops(e)))
+        drops = {id(e) for e in entries if e.kind == "differentiate"} if is_given else _drops_in(entries)
+        ends = (n + 1 for n, e in enumerate(entries) if id(e) in drops)
         end = max(ends, default=0) if suspect.has_begun else len(entries) - len(self._since(suspect))
         are_gone = is_given or not any(p.grad is not None and bool(p.grad.any()) for p in self._leaves())
         for entry in entries[:end]:
@@ -162,8 +163,10 @@ class Suspects:
 
     def _is_dropped(self, suspect: Suspect) -> bool:
         """True if the loop has cleared gradients since, and none that it knows is bad any more."""
-        since = self._since(suspect)
-        return suspect.has_begun and any(_drops(entry) for entry in since) and not self._has_bad_gradient()
+        if not suspect.has_begun:
+            return False
+        drops = _drops_in(self._running.entries)
+        return any(id(entry) in drops for entry in self._since(suspect)) and not self._has_bad_gradient()
 
     def _has_come_round(self, suspect: Suspect) -> bool:
         """True if the line with which the step's forward pass began has been run again since."""
@@ -243,11 +246,19 @@ def _clears(entry: Entry, differentiation: Entry, read: Set[int]) -> bool:
     """
     if entry.name in GRAD_WRITES and differentiation.name == AUTOGRAD_GRAD:
         return entry.args[1] is None
-    return _drops(entry) and (entry.name != _ZERO or id(entry.args[0]) in read)
+    return _drops(entry, read)
 
 
-def _drops(entry: Entry) -> bool:
-    return entry.kind == "zero_grad" or entry.name in GRAD_WRITES or entry.name == _ZERO
+def _drops(entry: Entry, read: Set[int]) -> bool:
+    if entry.name == _ZERO:
+        return id(entry.args[0]) in read
+    return entry.kind == "zero_grad" or entry.name in GRAD_WRITES
+
+
+def _drops_in(entries: Sequence[Entry]) -> set[int]:
+    """The ids of the entries that drop gradients."""
+    read = gradients_read(entries)
+    return {id(entry) for entry in entries if _drops(entry, read)}
 
 
 def _builds_graph(entry: Entry) -> bool:

@@ -270,6 +270,26 @@ def test_a_failure_after_a_skipped_step_is_saved(tmp_path: Path) -> None:
         check_saved(loop, tmp_path / watch, 5, "optimizer", watch=watch, history=50)
 
 
+@pytest.mark.parametrize("watch", WATCHES)
+def test_zeros_in_another_tensor_skip_nothing(watch: str, tmp_path: Path) -> None:
+    """The loss is NaN by a term without gradient, so that no gradient tells."""
+
+    def loop() -> list[torch.Tensor]:
+        model, total = plain_net(), torch.zeros(1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, x, y in batches():
+            loss = classify(model, x, y)
+            if step == BAD_STEP:
+                loss = loss + (loss.detach() - 100).log()
+            optimizer.zero_grad()
+            loss.backward()
+            total.zero_()
+            optimizer.step()
+        return []
+
+    check_saved(loop, tmp_path, BAD_STEP, "forward", watch=watch)
+
+
 SKIPS_BY: dict[str, Callable[[nn.Module, torch.Tensor], bool]] = {
     "before_backward": lambda model, loss: False,
     "clip": lambda model, loss: bool(loss.backward()) or GRADIENT_TESTS["clip"](model),
