@@ -48,6 +48,7 @@ class History:
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._parts: set[int] | None = None
         self._held: list[object] = []
+        self._ways_met: dict[int, frozenset[str]] = {}  # of buffers at first, if no copies are taken
         self._has_grown = False
         self._num_frozen = 0
         self._step_bytes = 0
@@ -66,6 +67,8 @@ class History:
         self._modules[id(module)] = weakref.ref(module)
         self._parts = None
         self._hold(module)
+        if self._every == 0:
+            self._ways_met.update((id(buffer), ways_of(buffer)) for buffer in module.buffers())
         self._add([tensor for tensor in _tensors_of(module) if _is_changing(tensor)], ())
         self.state.bind(module)
         return True
@@ -161,17 +164,19 @@ class History:
         Infinities are meant so, as in masks, but in the statistics of a normalisation; so are buffers that are new.
         """
         before = self.state.copies.contents()
+        known = before.keys() | self._ways_met.keys()
         named = [
             (name, tensor)
             for module in self.modules
             for name, tensor in (*module.named_buffers(), *module.named_parameters())
-            if id(tensor) in before and tensor.is_floating_point() and not tensor.requires_grad
+            if id(tensor) in known and tensor.is_floating_point() and not tensor.requires_grad
         ]
         if bad_tensor(tensor for _, tensor in named) is None:
             return []
         found = []
         for name, tensor in named:
-            new_ways = ways_of(tensor) - ways_of(before[id(tensor)])
+            content = before.get(id(tensor))
+            new_ways = ways_of(tensor) - (self._ways_met[id(tensor)] if content is None else ways_of(content))
             counts = name.endswith(_STATISTICS) or isinstance(tensor, torch.nn.Parameter)
             if new_ways if counts else NAN in new_ways:
                 found.append((name, tensor))

@@ -66,6 +66,7 @@ def test_a_late_finding_is_what_is_seen_at_once(features: dict[str, Any]) -> Non
     [
         ({"fault": "rate", "history": 0}, "sampled/0"),
         ({"fault": "eps", "history": 0}, "deferred/0"),
+        ({"fault": "buffer", "history": 0}, "deferred/0"),
         ({"fault": "buffer", "update": "lbfgs"}, "sampled"),
         ({"fault": "write", "update": "lbfgs", "convert": "double", "bad_step": 1, "event_step": 3}, "sampled"),
     ],
