@@ -35,7 +35,8 @@ class Suspect:
     """What was seen: a bad loss, with the backward call that started or would have started from it, or bad gradients.
 
     ``last`` is the last entry of the step that it belongs to; ``has_begun`` says whether backward was called.
-    ``loss`` is the one of the timeline then, ``num_later`` counts the backward calls since.
+    ``loss`` is the one of the timeline then, ``num_later`` counts the backward calls since;
+    ``is_accumulated``: one of them began with a bad value too, and has added to gradients.
     """
 
     observed_at: Literal["loss", "gradient", "output"]
@@ -44,6 +45,7 @@ class Suspect:
     has_begun: bool
     loss: Any
     num_later: int = 0
+    is_accumulated: bool = False
 
 
 class Suspects:
@@ -61,6 +63,8 @@ class Suspects:
         current = self._running.suspect
         if current is None or not current.has_begun:
             self._running.suspect = Suspect("loss", entry, entry, True, self._training.timeline.loss)
+        elif entry.target is not torch.autograd.grad:
+            current.is_accumulated = True
 
     def can_wait(self) -> bool:
         """True if every update that may follow a backward call is seen before it is made."""
@@ -113,7 +117,8 @@ class Suspects:
         if suspect.pending is None or not self._has_come_round(suspect):
             return None
         if suspect.pending.target is torch.autograd.grad and not is_bad_too:
-            return None if any(entry.name in GRAD_WRITES for entry in self._since(suspect)) else "skipped"
+            is_set = suspect.is_accumulated or any(entry.name in GRAD_WRITES for entry in self._since(suspect))
+            return None if is_set else "skipped"
         return "failed" if is_bad_too and not self._training.iterations.total else None
 
     def at_update(self, suspect: Suspect) -> Verdict:

@@ -52,6 +52,7 @@ def test_a_healthy_loop_is_left_alone(loop: Any) -> None:
         {"fault": "loss", "update": "by_grad", "bad_step": 0},  # a gradient that is set is not dropped
         {"fault": "overflow", "update": "by_grad", "accumulate": 2, "bad_step": 3},
         {"fault": "input", "batch": "cleared", "accumulate": 3, "losses": "separate"},  # a batch is no gradient
+        {"fault": "input", "losses": "penalty", "accumulate": 2, "bad_step": 1},  # bad in `autograd.grad` and backward
         {"fault": "row", "convert": "bfloat16", "zero": "kept", "bad_step": 5, "event_step": 5},  # gradients converted
     ],
     ids=lambda features: "-".join(str(value) for value in features.values()),
