@@ -169,13 +169,10 @@ class BufferCopies(Copies):
 
 
 class Bindings:
-    """Which tensors the buffers of modules are; a forward may replace them. Each of ``spaces`` is of one module.
-
-    The buffers of a scripted module are no dictionary, and cannot be replaced in one.
-    """
+    """Which tensors the buffers of modules are; a forward may replace them. Each of ``spaces`` is of one module."""
 
     def __init__(self, spaces: Iterable[dict[str, torch.Tensor | None]]) -> None:
-        self._buffers = [(space, dict(space)) for space in spaces if space and isinstance(space, dict)]
+        self._buffers = [(space, dict(space)) for space in spaces if space]
 
     def put_back(self) -> Bindings:
         """Go back to it; returns what was there before."""
