@@ -50,10 +50,12 @@ class Origin:
     def exact(self, way: str) -> float | None:
         """The largest magnitude in float64 of the elements that are bad in this way; of all elements where none is.
 
-        ``None`` when float64 gives no finite number either, or is the dtype already.
+        ``None`` when float64 gives no finite number either or is the dtype already, and for sparse and 8-bit formats.
         """
         bad = self.bad
-        if bad is None or bad.dtype in (torch.float64, torch.complex128) or self.call.mode.rng is not None:
+        if bad is None or not is_number(bad) or self.call.mode.rng is not None:
+            return None
+        if bad.dtype in (torch.float64, torch.complex128):
             return None
         wide = in_dtype(Candidate(*self._alone()), torch.float64)
         with default_dtype(torch.float64):
