@@ -87,6 +87,7 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         "reprokit.render": {"render_all": render_all, "render_context": lambda *_, **__: fake.context},
         "reprokit.locate.diagnose": {"diagnose": lambda snapshot, write: fake.diagnose(write)},
         "reprokit.render.fix_code": {"fix_code": lambda *_: fake.fix_code()},
+        "reprokit.render.spelling": {"in_users_words": lambda snapshot: snapshot},
     }
     for name, content in modules.items():
         module = ModuleType(name)
