@@ -1,17 +1,17 @@
-"""What an exception of a backward pass is about: values written in place, or a graph that is gone.
+"""Other graphs of the same step: a write out of place, a leaf copied, a graph kept or cut, an attention written out.
 
-The call at fault is found by running the step with its write out of place.
+Running them shows what an exception, or a gradient that is not finite, is about.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from reprokit.locate.calls import VIEWS, short_name
 from reprokit.locate.scene import Scene
-from reprokit.program.functions import is_in_place, is_torch_function
+from reprokit.program.functions import is_factory, is_in_place, is_torch_function
 from reprokit.program.ir import Call, Program, Ref, iter_refs, substitute
 from reprokit.program.run import run
 
@@ -42,6 +42,32 @@ def _tried(scene: Scene) -> Iterator[tuple[Call, Program]]:
         together = _out_of_place(together, index + len(together.calls) - len(program.calls)) or together
         if together is not program and run(together, scene.tensors).error is None:
             yield program.calls[index], together
+
+
+def written_leaf(scene: Scene) -> tuple[int, int] | None:
+    """The value that no call computed and that the origin, an in-place call, writes into, and the call that takes the
+    first view for that or is the origin itself; ``None`` if a call computed it."""
+    index, call = scene.failure.call_index, scene.call
+    target = next(iter_refs(call.args), None) if call is not None else None
+    if index is None or target is None:
+        return None
+    value, first = target.value, index
+    while (writer := scene.writer(value, first)) is not None and short_name(scene.program.calls[writer]) in VIEWS:
+        base = next(iter_refs(scene.program.calls[writer].args), None)
+        if base is None or base.value == value:
+            return None
+        value, first = base.value, writer
+    is_made = writer is not None and not is_factory(scene.program.calls[writer].target)
+    return None if is_made else (value, first)
+
+
+def depends_on_gradients(scene: Scene, values: Iterable[int]) -> bool:
+    """True if one of the values is computed from a leaf while gradients are recorded."""
+    recorded = {item.value for item in scene.program.inputs if item.requires_grad}
+    for call in scene.program.calls[: scene.failure.call_index]:
+        if call.mode.grad and short_name(call) != "detach" and recorded.intersection(call.input_refs()):
+            recorded.update(call.output_refs())
+    return not recorded.isdisjoint(values)
 
 
 def _inplace_flag(call: Call) -> bool:
@@ -141,3 +167,17 @@ def with_graphs_cut(program: Program) -> tuple[Program, Call] | None:
         args, kwargs = substitute((call.args, dict(call.kwargs)), new_values)
         calls.append(replace(call, args=args, kwargs=kwargs))
     return (replace(program, calls=tuple(calls)), reader) if reader is not None else None
+
+
+def with_math_attention(scene: Scene) -> Program | None:
+    """The program with the origin, an attention without dropout, computed by torch's reference implementation."""
+    call, index = scene.call, scene.failure.call_index
+    if call is None or index is None or not isinstance(call.outputs, Ref):
+        return None
+    options = dict(zip(("attn_mask", "dropout_p", "is_causal"), call.args[3:], strict=False)) | dict(call.kwargs)
+    if options.pop("dropout_p", 0.0):
+        return None
+    outputs = (call.outputs, Ref(scene.program.next_value()))
+    plain = replace(call, target="torch._scaled_dot_product_attention_math", args=call.args[:3], kwargs=options,
+                    outputs=outputs)  # fmt: skip
+    return replace(scene.program, calls=(*scene.program.calls[:index], plain, *scene.program.calls[index + 1 :]))

@@ -125,6 +125,23 @@ def raising(call: Callable[..., Any], **tensors: torch.Tensor) -> Make:
     return lambda: record(call, **tensors)
 
 
+def attention(mask: torch.Tensor | None = None) -> Snapshot:
+    """Scores so large that the kernel's gradient overflows in float16, and only there."""
+
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        out = F.scaled_dot_product_attention(query, key, value, mask)
+        out.float().pow(2).sum().backward()
+
+    torch.manual_seed(0)
+    tensors = ((torch.randn(2, 2, 8, 16) * 3000).half().requires_grad_() for _ in range(3))
+    return record(run, **dict(zip(("query", "key", "value"), tensors, strict=True)))
+
+
+def written_leaf(x: torch.Tensor) -> None:
+    x[0] = 0.0
+    x.sum().backward()
+
+
 def half(*numbers: float) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float16)
 
@@ -156,6 +173,7 @@ CASES: dict[str, Make] = {
     "cosine-similarity-gradient": step(
         lambda x, y: (F.cosine_similarity(x, y, eps=1e-36) * 1e8).sum(), x=torch.zeros(1, 3).requires_grad_(),
         y=torch.ones(1, 3)),
+    "attention-kernel-gradient": attention,
     "norm-gradient-underflow": step(lambda x: torch.linalg.vector_norm(x, 3), x=leaf(1e-5, 0.0, dtype=torch.float16)),
     "half-sum-overflow": step(lambda x: torch.sum(x), x=torch.full((300, 500), 1.5).half()),
     "half-cast-overflow": step(lambda x: x.half() * 2, x=torch.tensor([1e6, 1.0])),
@@ -206,6 +224,7 @@ CASES: dict[str, Make] = {
     "weight-norm-of-zero": step(
         lambda v, g: torch._weight_norm(v, g, 0), v=torch.tensor([[0.0, 0.0], [1.0, 1.0]]), g=torch.ones(2, 1)),
     "in-place-on-saved": raising(lambda x: (torch.sigmoid(x).add_(1.0) ** 2).sum().backward(), x=leaf(1.0, 2.0)),
+    "in-place-on-leaf": raising(written_leaf, x=leaf(1.0, 2.0)),
     "backward-twice": raising(
         lambda x: ((h := x.exp()).sum().backward(), (h * x).sum().backward())[1], x=leaf(1.0, 2.0)),
     "std-of-one": step(lambda x: x.std(), x=torch.ones(1)),
@@ -287,6 +306,8 @@ MISSES: dict[str, str | Make] = {
     "xlogy-gradient": step(lambda x, y: F.kl_div(x, y) * INF, x=leaf(-1.0), y=torch.tensor([0.5])),
     "exponent-of-negative": "pow-gradient-at-zero",
     "cosine-similarity-gradient": "half-normalize-eps",
+    "attention-kernel-gradient": step(
+        lambda x: (F.scaled_dot_product_attention(x, x, x) * 1e30 * 1e30).sum(), x=seeded(1, 2, 4, grad=True)),
     "norm-gradient-underflow": step(lambda x: torch.linalg.vector_norm(x, 3) * 1e5, x=leaf(1.0, dtype=torch.float16)),
     "half-sum-overflow": "half-overflow",
     "half-cast-overflow": "half-overflow",
@@ -337,6 +358,7 @@ MISSES: dict[str, str | Make] = {
     "division-by-zero": "zero-by-zero",
     "weight-norm-of-zero": "normalise-zero-vector",
     "in-place-on-saved": "backward-twice",
+    "in-place-on-leaf": raising(lambda x: x.unbind()[0].add_(1.0), x=leaf(1.0, 2.0)),
     "backward-twice": "in-place-on-saved",
     "std-of-one": "spread-or-median-of-nothing",
     "mean-of-nothing": step(lambda x, m: x.masked_fill(m, NAN).nanmean(), x=torch.ones(1), m=torch.tensor([True])),

@@ -27,7 +27,7 @@ from reprokit.render.diagnosis import markdown, one_line, page
 from reprokit.render.expectation import expect
 from reprokit.render.fix_code import fix_code
 from reprokit.render.wording import headline, phase_words
-from tests.locate.mechanisms import CASES, MISSES, NAN, adam, half, mismatch, near_miss, unknown
+from tests.locate.mechanisms import CASES, MISSES, NAN, adam, attention, half, mismatch, near_miss, unknown
 from tests.shrink.failing import INF, record
 
 ENTRIES = {entry.id: entry for entry in entries()}
@@ -531,6 +531,27 @@ def test_an_in_place_write_is_named_and_taken_out_of_place(
     assert found.fix.outcome.startswith("loss") and "test_diagnose.py:" in found.fix.where[0]
 
 
+@pytest.mark.parametrize(
+    ("write", "words", "change"),
+    [
+        (lambda w, x: w.__setitem__(0, 2.0), "`__setitem__` at", "no_grad()"),
+        (lambda w, x: w.sub_(0.1), "in place into `w`", "no_grad()"),
+        (lambda w, x: w.view(-1)[0].mul_(2.0), "in place into a view of `w`", "no_grad()"),
+        (lambda w, x: F.relu(w, inplace=True), "in place into `w`", "no_grad()"),
+        (lambda w, x: w.__setitem__(0, x.mean()), "in place into `w`", "a copy"),
+        (lambda w, x: w[:1].add_(x.mean()), "in place into a view of `w`", "a copy"),
+        (lambda w, x: torch.zeros(2, requires_grad=True).add_(1.0), "into a tensor", "no_grad()"),
+    ],
+)
+def test_a_write_into_a_leaf_is_named(
+    write: Callable[[torch.Tensor, torch.Tensor], object], words: str, change: str
+) -> None:
+    w, x = torch.tensor([1.0, 2.0]).requires_grad_(), torch.tensor([3.0]).requires_grad_()
+    found = diagnose(record(lambda w, x: (write(w, x), (w * x).sum().backward()), w=w, x=x), write=fix_code)
+    assert found.id == "in-place-on-leaf" and words in found.mechanism
+    assert found.fix is not None and found.fix.helped and change in found.fix.text[0]
+
+
 def test_a_graph_that_is_carried_along_is_cut_where_keeping_it_does_not_help() -> None:
     def step(x: torch.Tensor, weight: torch.Tensor) -> None:
         hidden = torch.tanh(x * weight)
@@ -562,6 +583,15 @@ def test_a_norm_whose_squares_overflow_is_scaled_first(norm: Callable[[torch.Ten
 def test_a_norm_of_another_order_has_no_squares(order: int, number: float, size: int) -> None:
     snapshot = record(lambda x: torch.linalg.vector_norm(x, order), x=torch.full((size,), number))
     assert diagnose(snapshot).id != "norm-squares-overflow"
+
+
+def test_rows_that_see_no_key_are_evidence_of_a_kernel_that_fails() -> None:
+    seen = torch.ones(8, 8, dtype=torch.bool)
+    seen[3] = False
+    for mask in (seen, torch.zeros(8, 8).half().masked_fill(~seen, -INF)):
+        found = diagnose(attention(mask))
+        assert found.id == "attention-kernel-gradient" and "1 of 8 rows of the mask hide every key" in found.evidence[0]
+    assert "rows" not in diagnosis_of("attention-kernel-gradient").evidence[0]
 
 
 def test_a_derivative_overflows_far_from_zero_too() -> None:

@@ -7,6 +7,7 @@ special ones.
 
 from __future__ import annotations
 
+import ast
 import functools
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 
 from reprokit.locate.calls import short_name
 from reprokit.locate.scene import Scene
+from reprokit.program.ir import Site
 
 CONFIDENCES = ("certain", "likely", "possible")
 TIERS = ("origin", "context", "general")
@@ -34,7 +36,7 @@ class Remedy:
     """A rewrite to try, its parameters, and how to say it in a sentence.
 
     ``code`` says it in Python where no line of the user's does, as with the options of an optimizer. ``{call}`` is the
-    origin, ``{optimizer}`` its class where it is an optimizer's step.
+    origin, ``{optimizer}`` its class where it is an optimizer's step, ``{line}`` the user's line that it comes from.
     """
 
     rewrite: str
@@ -46,7 +48,9 @@ class Remedy:
         """The sentence and the code, with the origin's name in them."""
         name = short_name(scene.call) if scene.call is not None else "the input"
         optimizer = scene.call.target.split(".")[-2] if scene.call is not None else ""
-        return self.text.format(call=name), self.code.format(call=name, optimizer=optimizer)
+        line = _statement(scene.call.site) if scene.call is not None else ""
+        code = self.code if line or "{line}" not in self.code else ""
+        return self.text.format(call=name), code.format(call=name, optimizer=optimizer, line=line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,14 @@ class Entry:
     links: tuple[str, ...] = ()
     remedies: tuple[Remedy, ...] = ()
     tier: str = "origin"
+
+
+def _statement(site: Site | None) -> str:
+    """The user's line if it is a statement by itself."""
+    try:
+        return site.code if site is not None and ast.parse(site.code).body else ""
+    except SyntaxError:
+        return ""
 
 
 FILES = (

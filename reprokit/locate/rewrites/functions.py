@@ -6,11 +6,19 @@ from dataclasses import replace
 
 from reprokit.locate.calls import argument_at, short_name, slot_of
 from reprokit.locate.edits import Edited, Editor
-from reprokit.locate.graphs import find_write, with_graphs_cut, with_graphs_kept
+from reprokit.locate.graphs import (
+    depends_on_gradients,
+    find_write,
+    with_graphs_cut,
+    with_graphs_kept,
+    with_math_attention,
+    written_leaf,
+)
 from reprokit.locate.rewrites.registry import everywhere, rewrite
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs.precision import root_of_squares
 from reprokit.locate.signs.registry import number_named
+from reprokit.program.functions import GRAD_READ
 from reprokit.program.ir import Call, Ref, iter_refs, substitute
 
 
@@ -135,6 +143,39 @@ def out_of_place(scene: Scene) -> Edited | None:
 
 
 @rewrite
+def write_without_grad(scene: Scene) -> Edited | None:
+    """The write into a leaf under `torch.no_grad`, which changes the leaf; not of values that have a gradient."""
+    index, call, found = scene.failure.call_index, scene.call, written_leaf(scene)
+    if index is None or call is None or found is None:
+        return None
+    target = next(iter_refs(call.args))
+    if depends_on_gradients(scene, {ref.value for ref in iter_refs((call.args, call.kwargs))} - {target.value}):
+        return None
+    editor = Editor(scene.program)
+    editor.put(index, [replace(call, mode=replace(call.mode, grad=False))])
+    return Edited(editor.finish(), scene.tensors, is_local=False)
+
+
+@rewrite
+def write_into_copy(scene: Scene) -> Edited | None:
+    """A copy of a leaf in its place, from the in-place call or its first view on."""
+    found = written_leaf(scene)
+    if found is None:
+        return None
+    value, first = found
+    editor, calls = Editor(scene.program), scene.program.calls
+    copy, new = editor.call(calls[first], "torch.Tensor.clone", Ref(value))
+    for index in range(first, len(calls)):
+        call = calls[index]
+        if not call.is_optimizer_step and call.target != GRAD_READ:
+            args, kwargs = substitute((call.args, dict(call.kwargs)), {value: new})
+            outputs = substitute(call.outputs, {value: new})
+            changed = replace(call, args=args, kwargs=kwargs, outputs=outputs)
+            editor.put(index, [copy, changed] if index == first else [changed])
+    return Edited(editor.finish(), scene.tensors, is_local=False)
+
+
+@rewrite
 def keep_graphs(scene: Scene) -> Edited | None:
     """``retain_graph=True`` in all backward passes but the last."""
     return Edited(with_graphs_kept(scene.program), scene.tensors)
@@ -145,6 +186,13 @@ def cut_graphs(scene: Scene) -> Edited | None:
     """``detach()`` where later calls read what an earlier backward pass has gone through."""
     found = with_graphs_cut(scene.program)
     return Edited(found[0], scene.tensors, site=found[1].site) if found is not None else None
+
+
+@rewrite
+def math_attention(scene: Scene) -> Edited | None:
+    """The reference implementation of an attention in place of a fused kernel."""
+    program = with_math_attention(scene)
+    return Edited(program, scene.tensors, is_local=False) if program is not None else None
 
 
 @rewrite

@@ -10,10 +10,11 @@ import torch
 
 from reprokit.locate.calls import short_name
 from reprokit.locate.failure import EXCEPTION
-from reprokit.locate.graphs import find_write
+from reprokit.locate.graphs import find_write, written_leaf
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs.arguments import dimension
 from reprokit.locate.signs.registry import Numbers, places, sign
+from reprokit.program.ir import Call
 
 _OF_BATCHES = re.compile(
     r"batch.?size|batch dimension|non-singleton dimension 0\b|batch2 tensor|expected hidden", re.IGNORECASE
@@ -37,12 +38,27 @@ def writes_what_backward_needs(scene: Scene) -> Numbers | None:
     found = find_write(scene)
     if found is None:
         return None
-    site = found[0].site
-    place = f" at {site.file}:{site.line}" if site is not None else ""
     message = scene.failure.exception[1] if scene.failure.exception is not None else ""
     saver = re.search(r"which is output \d+ of (\w+?)(?:Backward\d*)?[,;]", message)
     needed = f"the result of `{saver[1]}`" if saver is not None else "a tensor"
-    return {"writer": f"`{short_name(found[0])}`{place}", "needed": needed}
+    return {"writer": _placed(found[0]), "needed": needed}
+
+
+@sign
+def writes_into_leaf(scene: Scene) -> Numbers | None:
+    """The leaf that the origin writes into in place, by itself or through a view."""
+    call, found = scene.call, written_leaf(scene)
+    if call is None or found is None:
+        return None
+    value, first = found
+    name = next((f"`{item.name}`" for item in scene.program.inputs if item.value == value), "a tensor")
+    view = "" if first == scene.failure.call_index else "a view of "
+    return {"writer": _placed(call), "leaf": name, "written": f"{view}{name}"}
+
+
+def _placed(call: Call) -> str:
+    place = f" at {call.site.file}:{call.site.line}" if call.site is not None else ""
+    return f"`{short_name(call)}`{place}"
 
 
 @sign

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from reprokit.locate.blame import locate
 from reprokit.locate.calls import VIEWS, Slot, short_name
+from reprokit.locate.graphs import with_math_attention
 from reprokit.locate.scene import Scene, recompute
 from reprokit.locate.signs.registry import (
     Numbers,
@@ -47,6 +49,19 @@ def overflows(scene: Scene, halves: bool | None = None) -> Numbers | None:
         return None
     more = "more than " if is_beyond else ""
     return places(bad, more=more, largest=largest, limit=limit, times=largest / limit, dtype=dtype_name(result))
+
+
+@sign
+def math_attention_is_finite(scene: Scene) -> Numbers | None:
+    """True if all gradients are finite once the attention is computed by its reference implementation."""
+    program, largest = with_math_attention(scene), _largest_if_finite(scene, first=3)
+    if program is None or largest is None or locate(program, scene.tensors) is not None:
+        return None
+    mask = scene.tensor("attn_mask" if scene.call is not None and "attn_mask" in scene.call.kwargs else 3)
+    mask = torch.ones(1) if mask is None else mask
+    found = places(~(mask if mask.dtype is torch.bool else mask > -math.inf).any(-1))
+    rows = ", and {count} of {total} rows of the mask hide every key".format(**found) if found is not None else ""
+    return {"largest": largest, "rows": rows}
 
 
 @sign
@@ -131,9 +146,9 @@ def turns_bad(scene: Scene) -> Numbers | None:
     return {"largest": largest, "limit": torch.finfo(result.dtype).max, "dtype": dtype_name(result)}
 
 
-def _largest_if_finite(scene: Scene) -> float | None:
-    """The largest magnitude in what the origin is given, ``None`` when that is not all finite."""
-    given = [tensor for tensor in scene.arguments() if tensor.is_floating_point() and tensor.numel()]
+def _largest_if_finite(scene: Scene, first: int | None = None) -> float | None:
+    """The largest magnitude in the origin's tensors, or the ``first`` few of them; ``None`` if one is not finite."""
+    given = [tensor for tensor in scene.arguments()[:first] if tensor.is_floating_point() and tensor.numel()]
     sizes = [float(tensor.abs().max()) for tensor in given]  # NaN if there is one in it
     return max(sizes) if sizes and all(map(math.isfinite, sizes)) else None
 
