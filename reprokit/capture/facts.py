@@ -25,6 +25,7 @@ class Facts:
     is_differentiation: bool
     is_random: bool
     is_special: bool
+    is_indexing: bool
 
 
 def facts_of(func: Callable[..., Any]) -> Facts:
@@ -41,13 +42,15 @@ def _find_facts(func: Callable[..., Any]) -> Facts:
     is_in_place, is_random = functions.is_in_place(name), functions.is_random(name)
     is_special = not name or is_in_place or is_random or functions.is_factory(name) or name in functions.GRAD_WRITES
     is_differentiation = function in _DIFFERENTIATION
-    facts = Facts(function, name, is_in_place, is_differentiation, is_random, is_special)
+    is_indexing = function in _INDEXING
+    facts = Facts(function, name, is_in_place, is_differentiation, is_random, is_special, is_indexing)
     if name and function is func:
         _FACTS[func] = facts
     return facts
 
 
 _FACTS: dict[Callable[..., Any], Facts] = {}
+_INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 _DIFFERENTIATION = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 # Functions that change nothing and tell the loop something; those that also make it wait for the device.

@@ -98,6 +98,20 @@ def _as_list(value: Any) -> Any:
     return list(value) if isinstance(value, Iterator) else value
 
 
+def with_own_index(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of `__getitem__` or `__setitem__` with copies of the lists and NumPy arrays in the index.
+
+    A loop may shuffle such an index in place after the call; no version counter shows that.
+    """
+    return (args[0], _own_index(args[1]), *args[2:]) if len(args) > 1 else args
+
+
+def _own_index(index: Any) -> Any:
+    if isinstance(index, tuple):
+        return tuple(_own_index(item) for item in index)
+    return copy.copy(index) if isinstance(index, list) or type(index).__module__ == "numpy" else index
+
+
 def is_leaf(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a leaf that needs gradients; a view that torch declared invalid is not."""
     try:

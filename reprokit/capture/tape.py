@@ -21,7 +21,7 @@ from reprokit.capture.frames import caller_of, first_user_frame
 from reprokit.capture.roots import RootCalls
 from reprokit.capture.running import Listener, RunningStep
 from reprokit.capture.stack import StackedMode
-from reprokit.capture.structure import iter_tensors, repeatable
+from reprokit.capture.structure import iter_tensors, repeatable, with_own_index
 from reprokit.capture.suspects import is_telling
 from reprokit.program import functions
 from reprokit.program.sites import library_line
@@ -207,6 +207,8 @@ class Tape(StackedMode):
         if running.is_hand_updated and _begins_forward(facts.name, versions):
             self._listener.finish_hand_update()
         name = facts.name
+        if facts.is_indexing:
+            args = with_own_index(args)
         entry = Entry("function", facts.function, args, kwargs, current_mode(), None, name, user.f_code, user.f_lineno)
         entry.versions = versions
         entry.writes_state, entry.writes_view = writes_state, writes_view

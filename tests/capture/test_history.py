@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -279,6 +280,27 @@ def test_writes_that_the_tape_cannot_see_make_the_snapshot_unfaithful(tmp_path: 
 
     snapshot = check_caught(loop, tmp_path, history=7)
     assert snapshot.fidelity == "unfaithful" and snapshot.fidelity_note
+
+
+@pytest.mark.parametrize("make", [np.arange, lambda n: list(range(n))], ids=["array", "list"])
+@pytest.mark.parametrize("is_pair", [False, True], ids=["alone", "in a tuple"])
+def test_an_index_that_the_loop_shuffles_in_place(is_pair: bool, make: Callable[[int], Any], tmp_path: Path) -> None:
+    """Each epoch shuffles the index of the rows; NaN shows an epoch after the update that made it."""
+
+    def loop() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        shuffle = random.Random(0).shuffle
+        model, table, order = Gated(), torch.randn(24, 4), make(16)
+        optimizer = torch.optim.SGD([{"params": model.body.parameters()}, {"params": [model.gate]}], lr=0.01)
+        for step, _, y in batches(60):
+            optimizer.param_groups[1]["lr"] = math.inf if step == 40 else 0.01
+            shuffle(order)
+            rich_step(model, optimizer, {}, step, table[(order, slice(None))] if is_pair else table[order], y.repeat(2))
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path, history=50)
+    assert where(snapshot) == (40, "optimizer", "torch.optim.SGD.step")
+    assert fidelity(snapshot) == EXACT
 
 
 def test_a_state_that_does_not_fit_is_not_copied_and_that_is_said(
