@@ -15,14 +15,14 @@ from reprokit.program.ir import AUTOGRAD_BACKWARD, AUTOGRAD_GRAD, BACKWARD, Mode
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """``kind``: ``module``, ``function``, ``differentiate``, ``zero_grad``, ``clip``, ``scale``, ``unscale`` or
-    ``optimizer``.
+    """``kind``: ``module``, ``function``, ``transform``, ``differentiate``, ``zero_grad``, ``clip``, ``scale``,
+    ``unscale`` or ``optimizer``.
 
     ``versions`` pairs the tensors it was given with their version counters. ``rng`` holds the states of the CPU and,
     where used, the CUDA generator before a call that may draw. ``outcome`` is what a random in-place function left.
     ``settings`` is what else a replay needs: an optimizer's options of that step, a grad scaler's scale, the
     attributes that a root module had when it was called (`attributes.Noted`), the ids of the parameters whose gradients
-    `zero_grad` set to zero.
+    `zero_grad` set to zero, the places of the variables that the function of a transform reads.
     ``writes_state`` marks functions that write into parameters and buffers outside of optimizers: they are part of the
     state that the next forward begins with. ``writes_view`` marks writes into a view of another tensor. ``has_stepped``
     marks differentiations inside which optimizers stepped. ``library`` is the line of a library that made the call, if

@@ -14,12 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._functorch import eager_transforms
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 from torch.optim import optimizer as optimizers
 
 from reprokit.capture.launch import hide_from_formatting
 from reprokit.capture.stepping import Stepping
 from reprokit.capture.tape import Tape
+from reprokit.capture.transformed import MAKES, RUNS, TransformCalls
 from reprokit.capture.warned import redirect_warnings
 from reprokit.capture.whole_calls import WholeCalls
 from reprokit.program.functions import name_of
@@ -50,6 +52,11 @@ class Hooks:
         self._wrap(torch.amp.GradScaler, "update", calls.quietly)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             self._wrap(torch.nn.utils, name, calls.clip)
+        transforms = TransformCalls(self._tape)
+        for owner, name in RUNS:
+            self._wrap(owner, name, transforms.run)
+        for name in MAKES:
+            self._wrap(eager_transforms, name, transforms.make)
         self._wrap_backward()
         self._wrap_tensor_backward()
         self._wrap_handing_over()

@@ -178,7 +178,7 @@ class Freezer:
         for step in reversed(earlier):
             for entry in reversed(step):
                 outputs = {id(tensor) for tensor in iter_tensors(entry.output)}
-                if entry.kind in ("module", "function") and not entry.writes_state and outputs & needed:
+                if entry.kind in ("module", "function", "transform") and not entry.writes_state and outputs & needed:
                     makers.insert(0, entry)
                     needed = (needed - outputs) | (_graphs_in(entry) & made)
         if needed:
@@ -297,7 +297,7 @@ def _names_of(kwargs: dict[str, Any]) -> tuple[str, ...]:
 
 def split(entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
     """What the loop changed by hand before the step's first forward, and the rest."""
-    first = next((n for n, e in enumerate(entries) if e.kind in ("module", "differentiate")), len(entries))
+    first = next((n for n, e in enumerate(entries) if e.kind in _FORWARDS), len(entries))
     end = max((n + 1 for n in range(first) if entries[n].writes_state), default=0)
     return entries[:end], entries[end:]
 
@@ -307,6 +307,7 @@ def _graphs_in(entry: Entry) -> set[int]:
     return set() if entry.reads_values else {id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs))}
 
 
+_FORWARDS = ("module", "transform", "differentiate")
 _HEAD = 16  # values in a flat list before an entry's arguments
 _NAMES: dict[tuple[str, ...], tuple[str, ...]] = {}
 _NO_MARKS = (False, False, False, None)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from reprokit.capture import transformed
 from reprokit.capture.entry import Entry, unwrapped
 from reprokit.capture.state import parameters_of, set_options
 from reprokit.capture.structure import is_leaf, iter_tensors, map_tensors
@@ -98,6 +99,9 @@ class Player:
             with torch.no_grad():  # it was written before the loop said that it needs gradients
                 return entry.target(*args, **kwargs)
         return entry.target(*args, **kwargs)
+
+    def _play_transform(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        return transformed.play(entry.target, args, entry.settings)
 
     def _play_scale(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         scaler = entry.args[0]

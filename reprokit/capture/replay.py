@@ -85,6 +85,7 @@ def replay(
                     raise
                 error = raised
                 break
+    recorder.mismatches += map(_ROUNDED.format, dict.fromkeys(recorder.tracer.transforms.rounded))
     program = recorder.tracer.program() if raises else recorder.tracer.program().pruned()
     tensors = {item.value: recorder.tracer.tensors[item.value] for item in program.inputs}
     borrowed = recorder.tracer.borrowed & tensors.keys()
@@ -105,7 +106,7 @@ def needed_entries(entries: list[Entry], keep: Entry | None = None) -> list[Entr
         written = written_argument(entry.name, entry.args, entry.kwargs)
         if written is not None:
             made.add(id(written))
-        is_pure = entry.kind in ("module", "function", "scale") and not entry.writes_state
+        is_pure = entry.kind in ("module", "function", "scale", "transform") and not entry.writes_state
         is_pure = is_pure and id(written) not in grads and entry.name not in GRAD_WRITES
         if entry is keep or not is_pure or made & needed or (entry.writes_view and needed):
             kept.append(entry)
@@ -257,3 +258,4 @@ class _Recorder(Player):
 
 
 _DRIVER = __file__
+_ROUNDED = "the transform of `{}` was replayed by plain calls, whose results differ by rounding"

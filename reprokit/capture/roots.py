@@ -149,8 +149,7 @@ class RootCalls:
         running = self._running
         if running.is_hand_updated:
             self._listener.finish_hand_update()
-        if id(module) not in self.met:
-            self._listener.meet_module(module)
+        self.meet(module)
         user = first_user_frame(frame)
         kind, target = "module", cast("Any", module)
         if frame.f_code is _FUNCTIONAL_CALL:  # the module has other parameters until this call is over
@@ -164,6 +163,11 @@ class RootCalls:
         entry.settings = self.attributes.note(module)
         running.begin_module(entry)
         return entry
+
+    def meet(self, module: torch.nn.Module) -> None:
+        """Make a module known to the listener, unless it is."""
+        if id(module) not in self.met:
+            self._listener.meet_module(module)
 
     def meet_late(self, frame: FrameType) -> None:
         """A root that was not known has just begun to run: note this call too, and wait for its end."""

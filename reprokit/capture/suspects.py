@@ -267,7 +267,8 @@ def _drops_in(entries: Sequence[Entry]) -> set[int]:
 
 
 def _builds_graph(entry: Entry) -> bool:
-    return entry.kind in ("module", "function") and any(tensor.requires_grad for tensor in iter_tensors(entry.output))
+    is_forward = entry.kind in ("module", "function", "transform")
+    return is_forward and any(tensor.requires_grad for tensor in iter_tensors(entry.output))
 
 
 def _is_loss(tensor: torch.Tensor) -> bool:

@@ -35,7 +35,8 @@ def still_useful(entries: list[Entry]) -> list[Entry]:
 
 
 def _changes_something(entry: Entry) -> bool:
-    return entry.kind not in ("module", "function") or entry.writes_state or entry.writes_view or entry.output is None
+    is_pure = entry.kind in ("module", "function", "transform") and not (entry.writes_state or entry.writes_view)
+    return not is_pure or entry.output is None
 
 
 class _Held:

@@ -62,6 +62,11 @@ class Tape(StackedMode):
         self.running.entries.append(entry)
         return entry
 
+    def begin_forward(self) -> None:
+        """What builds a graph is about to run; after a hand-made update it begins a new step."""
+        if self.running.is_hand_updated:
+            self._listener.finish_hand_update()
+
     # -- functions the loop calls --------------------------------------------------------------------------------
 
     def __torch_function__(
@@ -179,8 +184,7 @@ class Tape(StackedMode):
             return None
         facts = facts_of(func)
         if facts.is_differentiation:
-            if running.is_hand_updated:
-                self._listener.finish_hand_update()
+            self.begin_forward()
             is_plain = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
             if not is_plain:
                 args, kwargs = repeatable(args, kwargs)

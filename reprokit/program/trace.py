@@ -38,6 +38,7 @@ from reprokit.program.ir import (
 from reprokit.program.memory import copies_of, copy_of
 from reprokit.program.notes import note_of
 from reprokit.program.sites import current_site, library_line
+from reprokit.program.transforms import Transforms
 
 # Functionals that stand for a whole layer: recorded as the calls they are made of.
 _LAYERS = frozenset({"torch.nn.functional.multi_head_attention_forward", "torch.nn.functional.gumbel_softmax"})
@@ -77,6 +78,7 @@ class Tracer(TorchFunctionMode):
         self.outer_site: Site | None = None
         self.outer_scope: tuple[Scope, ...] = ()
         self.functions = CustomFunctions(self)
+        self.transforms = Transforms(self)
         self._describe = describe
         self._values: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []
@@ -104,7 +106,7 @@ class Tracer(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Record one call and perform it; what a transform of `torch.func` does inside is used by value."""
+        """Record one call and perform it, unless it is one of a transform of `torch.func` (see `Transforms`)."""
         options = dict(kwargs or {})
         if _peek_transforms() is not None:
             return func(*args, **options)
@@ -354,14 +356,14 @@ class Tracer(TorchFunctionMode):
 
 @contextlib.contextmanager
 def recording(tracer: Tracer) -> Iterator[Tracer]:
-    """Record everything that happens inside, with module scopes and custom functions, and without checkpointing."""
+    """Record all that happens inside, with module scopes, custom functions and transforms, without checkpointing."""
     hooks = torch.nn.modules.module
     handles = [
         hooks.register_module_forward_pre_hook(lambda module, args: tracer.enter_module(module)),
         hooks.register_module_forward_hook(lambda module, args, output: tracer.exit_module(), always_call=True),
     ]
     try:
-        with tracer.functions.watching(), _no_checkpointing(), tracer:
+        with tracer.functions.watching(), tracer.transforms.watching(), _no_checkpointing(), tracer:
             yield tracer
     finally:
         for handle in handles:

@@ -103,7 +103,7 @@ def failing_between_steps() -> None:
 LINES: dict[Callable[[], None], tuple[str, ...]] = {
     forward_only: ("forward passes but no backward pass was seen",),
     nothing_at_all: ("no backward pass was seen",),
-    transformed: ("`torch.func` transforms are not followed",),
+    transformed: ("steps by `torch.func` alone are not judged",),
     trained: (),
     in_two_threads: ("second thread",),
     failing_between_steps: ("ended with OSError", "outside of a step", "6 steps were judged"),

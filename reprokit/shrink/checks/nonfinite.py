@@ -83,4 +83,6 @@ def _hint(failure: Failure, program: Program) -> str:
     maker = next(makers, None)
     if maker is None:
         return "it comes from code that is not followed; if that is compiled, capture with `TORCH_COMPILE_DISABLE=1`"
+    if "is_transform" in maker.kwargs:
+        return f"the calls of `{maker.kwargs['name']}` are too many to record: capture with fewer rows"
     return f"capture again with `TORCH_COMPILE_DISABLE=1` in the environment: `{maker.kwargs['name']}` is compiled"

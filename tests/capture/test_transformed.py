@@ -1,0 +1,195 @@
+"""Failures inside of `torch.func` transforms: the origin is a call of the transformed function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, grad_and_value, jacfwd, jacrev, jvp, vjp, vmap
+
+from reprokit.capture.session import Session
+from reprokit.locate.blame import locate
+from reprokit.program import transforms
+from reprokit.program.ir import OPAQUE
+from reprokit.snapshot.format import Snapshot, load
+from tests.capture.traps_checks import BAD_STEP, WATCHES, batches, check_caught, described_once, ending, where
+
+Loss = Callable[["Net", torch.Tensor], torch.Tensor]
+
+
+class Net(nn.Module):
+    """Has an energy whose gradient by ``x`` does not exist at zero, and forces by different transforms."""
+
+    def __init__(self, forces: str = "grad") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.forces = nn.Linear(4, 8), nn.Linear(8, 1), forces
+
+    def energy(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)) * x.pow(2).sum().sqrt()).squeeze(-1)
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) * x.sum() / x.sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.forces == "grad":
+            return vmap(grad(self.energy))(x)
+        if self.forces == "jacrev":
+            return vmap(jacrev(self.share), chunk_size=3)(x)
+        if self.forces == "vjp":
+            energies, pull = vjp(vmap(self.energy), x)
+            return torch.stack(pull(torch.ones_like(energies)))
+        return vmap(self.share, in_dims=1, out_dims=-1)(x.T)
+
+
+def of_rows(model: Net, x: torch.Tensor) -> torch.Tensor:
+    return vmap(model.share)(x).mean()
+
+
+def of_nested_rows(model: Net, x: torch.Tensor) -> torch.Tensor:
+    return vmap(vmap(lambda a, b: a / b))(model.first(x), x.sum(1, keepdim=True).expand(-1, 8)).mean()
+
+
+def of_a_variable(model: Net, x: torch.Tensor) -> torch.Tensor:
+    hidden = model.first(x)
+    return vmap(lambda row: (hidden * row.sum() / row.sum()).mean())(x).mean()
+
+
+def of_gradients(model: Net, x: torch.Tensor) -> torch.Tensor:
+    def loss(parameters: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+        return functional_call(Called(model), {f"net.{k}": v for k, v in parameters.items()}, (row,)).sum()
+
+    grads, losses = vmap(grad_and_value(loss), in_dims=(None, 0))(dict(model.named_parameters()), x)
+    return losses.mean() + grads["first.weight"].pow(2).mean()
+
+
+class Called(nn.Module):
+    """The share that a network gives, as a module."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net.share(x)
+
+
+def of_a_tangent(model: Net, x: torch.Tensor) -> torch.Tensor:
+    return jvp(lambda given: model.first(given) * given.pow(2).sum(1, keepdim=True).sqrt(), (x,), (x + 1,))[1].mean()
+
+
+def of_a_jacobian(model: Net, x: torch.Tensor) -> torch.Tensor:
+    return jacfwd(model.share)(x[0]).pow(2).mean()
+
+
+def inside(forces: str) -> Loss:
+    def loss(model: Net, x: torch.Tensor) -> torch.Tensor:
+        model.forces = forces
+        return model(x).pow(2).mean()
+
+    return loss
+
+
+def run(loss_of: Loss) -> list[torch.Tensor]:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, x, _ in batches():
+        if step == BAD_STEP:
+            x[0] = 0
+        optimizer.zero_grad()
+        loss_of(model, x).backward()
+        optimizer.step()
+    return ending(model)
+
+
+DIVISION, ROOT = ("forward", "torch.Tensor.div"), ("backward", "torch.Tensor.sqrt")
+CASES = {
+    "rows": (of_rows, DIVISION),
+    "nested rows": (of_nested_rows, DIVISION),
+    "variable": (of_a_variable, DIVISION),
+    "gradients": (of_gradients, DIVISION),
+    "tangent": (of_a_tangent, ROOT),
+    "jacobian": (of_a_jacobian, DIVISION),
+    **{f"{name} in a module": (inside(name), ROOT) for name in ("grad", "vjp")},
+    **{f"{name} in a module": (inside(name), DIVISION) for name in ("jacrev", "vmap")},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch.func.jvp
+@pytest.mark.parametrize("case", CASES)
+def test_the_origin_is_inside_of_the_transform(case: str, tmp_path: Path) -> None:
+    loss, (phase, call) = CASES[case]
+    snapshot = check_caught(lambda: run(loss), tmp_path)
+    assert where(snapshot) == (BAD_STEP, phase, call)
+    assert snapshot.fidelity in ("exact", "close") and "rounding" in (snapshot.fidelity_note or "rounding")
+    found = locate(snapshot.program, snapshot.tensors)
+    assert found is not None and (found.phase, found.call) == (phase, call)
+    assert snapshot.failure.site is not None
+    assert " / " in snapshot.failure.site.code or "sqrt()" in snapshot.failure.site.code
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+def test_a_transform_of_a_past_step_is_played(watch: str, tmp_path: Path) -> None:
+    """Its function reads what the loop made in that step."""
+    snapshot = check_caught(lambda: run(of_a_variable), tmp_path, watch=watch)
+    assert where(snapshot) == (BAD_STEP, *DIVISION)
+
+
+def gradients_of_samples() -> list[torch.Tensor]:
+    """Gradients that are set by hand, from detached parameters."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def rooted(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return (functional_call(model.first, parameters, (x,)) * x.abs().sum()).pow(2).sum().sqrt()
+
+    for step, x, _ in batches():
+        if step == BAD_STEP:
+            x[0] = 0
+        detached = {name: parameter.detach() for name, parameter in model.first.named_parameters()}
+        grads = vmap(grad(rooted), in_dims=(None, 0))(detached, x)
+        for name, parameter in model.first.named_parameters():
+            parameter.grad = grads[name].mean(0)
+        optimizer.step()
+    return ending(model)
+
+
+def test_gradients_that_the_loop_sets(tmp_path: Path) -> None:
+    snapshot = check_caught(gradients_of_samples, tmp_path)
+    assert where(snapshot) == (BAD_STEP, *ROOT)
+
+
+def saved(loss: Loss, folder: Path) -> Snapshot:
+    with described_once(), Session(directory=folder, after="continue") as session:
+        run(loss)
+    return load(session.snapshots[0])
+
+
+def of_random_rows(model: Net, x: torch.Tensor) -> torch.Tensor:
+    return vmap(lambda row: model.share(row) * torch.rand(()) * torch.rand(()), randomness="different")(x).mean()
+
+
+@pytest.mark.parametrize("loss", [of_rows, of_random_rows])
+def test_a_transform_that_is_not_written_out(loss: Loss, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many calls, or other random numbers row by row: the origin is the line of the transform."""
+    if loss is of_rows:
+        monkeypatch.setattr(transforms, "MOST_CALLS", 4)
+    snapshot = saved(loss, tmp_path)
+    failure, opaque = snapshot.failure, [call for call in snapshot.program.calls if call.target == OPAQUE]
+    assert (snapshot.step, failure.phase, failure.call) == (BAD_STEP, "forward", None)
+    assert failure.site is not None and failure.site.code.startswith("return vmap(")
+    assert len(opaque) == 1 and str(opaque[0].kwargs["name"]).startswith("vmap(")
+
+
+def test_an_exception_inside_of_a_transform(tmp_path: Path) -> None:
+    def wrong(model: Net, x: torch.Tensor) -> torch.Tensor:
+        return vmap(lambda row: model.share(row) @ row)(x).mean()
+
+    with described_once(), pytest.raises(RuntimeError, match="size"), Session(directory=tmp_path) as session:
+        run(wrong)
+    snapshot = load(session.snapshots[0])
+    assert where(snapshot) == (0, "forward", "torch.Tensor.matmul")
+    assert snapshot.failure.exception is not None and snapshot.failure.exception[0] == "RuntimeError"
