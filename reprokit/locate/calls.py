@@ -14,7 +14,8 @@ Slot = int | str
 _ALIASES = {
     "true_divide": "div", "divide": "div", "multiply": "mul", "subtract": "sub", "rsub": "sub", "float_power": "pow",
     "arccos": "acos", "arcsin": "asin", "arccosh": "acosh", "arctanh": "atanh", "arctan2": "atan2", "inverse": "inv",
-    "softmax2d": "softmax", "special_expit": "sigmoid",
+    "softmax2d": "softmax", "special_expit": "sigmoid", "_weight_norm": "weight_norm",
+    "_weight_norm_interface": "weight_norm",
 }  # fmt: skip
 _ROLES = {
     "div": ("numerator", "denominator"),

@@ -184,7 +184,7 @@ def _try_all(
         if remedy in remedies[:number]:
             continue
         fix = attempt(scene, remedy, budget, _next_remedies, write)
-        if fix is not None:
+        if fix is not None and fix not in tried:
             tried.append(fix)
         if fix is not None and fix.helped and fix.is_plausible is not False:
             return None, tried

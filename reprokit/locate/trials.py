@@ -89,6 +89,7 @@ def attempt(
         if failure is None:
             code = write(scene.program, edited.program, edited.tensors) if is_local and write is not None else ""
             outcome, is_plausible = _finite(edited, scene.timeline)
+            outcome = outcome or ("the call returns" if scene.failure.kind == EXCEPTION else "finite")
             is_plausible = True if scene.failure.kind == EXCEPTION and is_plausible is None else is_plausible
             return replace(_fix(changes, True, outcome, code), is_plausible=is_plausible)
         fix = _fix(changes, False, _still(failure, current.failure))
@@ -144,7 +145,7 @@ def _still(failure: Failure, before: Failure) -> str:
 
 
 def _finite(edited: Edited, timeline: Sequence[Mapping[str, Any]]) -> tuple[str, bool | None]:
-    """What the whole step leaves behind: ``loss 2.31, all 34 gradients finite, all parameters finite``.
+    """What the whole step leaves behind: ``loss 2.31, all 34 gradients finite, all parameters finite``; maybe nothing.
 
     And whether its loss is plausible: one that is far above those of the steps before is finite and no good. ``None``
     if the program computes no loss.
@@ -154,7 +155,7 @@ def _finite(edited: Edited, timeline: Sequence[Mapping[str, Any]]) -> tuple[str,
     try:
         outcome = run(program, edited.tensors, keep=frozenset(losses) | {ref.value for ref in program.outputs})
     except UnknownFunction:
-        return "finite", None
+        return "", None
     numbers = _numbers(outcome, losses)
     usual, is_plausible = _compared(numbers, timeline)
     note = f" (about {usual:.3g} in the steps before)" if is_plausible is False and usual is not None else ""
@@ -165,7 +166,7 @@ def _finite(edited: Edited, timeline: Sequence[Mapping[str, Any]]) -> tuple[str,
         words.append(_all_words(after, "parameter") + " after the step")
     if not words and outcome.values:
         words = [_all_words(list(outcome.values.values()), "result")]
-    return ", ".join(word for word in words if word) or "the step runs to its end", is_plausible
+    return ", ".join(word for word in words if word), is_plausible
 
 
 def _losses(program: Program) -> list[int]:

@@ -323,6 +323,10 @@ def _repeated_eigenvalues(given: Given) -> Edge | None:
         return None
     what, spectrum = _SPECTRA[given.name]
     values = spectrum(given.tensors[0])
+    is_square = given.tensors[0].shape[-1] == given.tensors[0].shape[-2]
+    if not is_square and bool((values == 0).any()):
+        fact = "its derivative divides by the singular values of a matrix that is not square"
+        return Edge("for a singular value of zero", fact, "a matrix of full rank", given.value(0))
     gaps = (values.unsqueeze(-1) - values.unsqueeze(-2)).abs()
     gaps.diagonal(dim1=-2, dim2=-1).fill_(float("inf"))
     if not bool((gaps <= 1e-5 * values.abs().max().clamp(min=1e-30)).any()):

@@ -246,6 +246,8 @@ CASES: dict[str, Make] = {
     "short-last-batch": raising(lambda x, h: F.cross_entropy(x[4:], h), x=seeded(7, 3), h=torch.zeros(4).long()),
     "batches-of-two-sizes": raising(lambda x, y: F.cross_entropy(x, y), x=seeded(2, 3), y=torch.tensor([0])),
     "stack-of-other-sizes": raising(lambda x, y: torch.stack([x, x, y]), x=seeded(3), y=seeded(5)),
+    "dtype-mismatch": raising(
+        lambda x, y: F.linear(x, y), x=seeded(2, 3).double(), y=torch.nn.Parameter(seeded(4, 3))),
     "length-mismatch": raising(lambda x, y: x @ y, x=seeded(2, 3), y=seeded(2, 3)),
     "no-distribution": raising(lambda p: torch.multinomial(p, 1), p=torch.tensor([1.0, NAN])),
     "probability-outside": raising(lambda x, y: F.binary_cross_entropy(x, y), x=torch.tensor([1.5]), y=torch.ones(1)),
@@ -377,6 +379,7 @@ MISSES: dict[str, str | Make] = {
     "short-last-batch": raising(lambda x, h: F.cross_entropy(x[6:], h), x=seeded(8, 3), h=torch.zeros(4).long()),
     "batches-of-two-sizes": "length-mismatch",
     "stack-of-other-sizes": raising(lambda x: torch.stack([x, x], 5), x=seeded(3)),
+    "dtype-mismatch": raising(lambda x, y: F.cross_entropy(x, y), x=seeded(2, 3), y=torch.zeros(2)),
     "length-mismatch": "label-outside",
     "no-distribution": "probability-outside",
     "probability-outside": "no-distribution",

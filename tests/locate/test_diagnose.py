@@ -70,7 +70,7 @@ def test_a_fix_is_reported_only_when_the_step_is_finite_with_it(name: str) -> No
     fix = diagnosis_of(name).fix
     assert fix is not None and fix.helped, diagnosis_of(name).tried
     assert "not finite" not in fix.outcome
-    assert ("finite" in fix.outcome) != (fix.outcome == "the step runs to its end")
+    assert ("finite" in fix.outcome) != (fix.outcome == "the call returns")
     assert len(fix.text) == len(fix.where) >= 1
 
 
@@ -446,7 +446,7 @@ def test_batches_of_two_sizes_are_told_from_other_sizes(
 
 def test_an_index_outside_of_a_table_is_told_for_bags_too() -> None:
     found = diagnose(record(lambda x, i: F.embedding_bag(i, x), x=torch.zeros(2, 3), i=torch.tensor([[1, 7]])))
-    assert found.id == "token-outside" and found.evidence[0].startswith("tokens go from 1 to 7, and there are 2 rows")
+    assert found.id == "token-outside" and found.evidence[0].startswith("indexes go from 1 to 7, and there are 2 rows")
     assert found.also == (), "the message again"
 
 
@@ -583,6 +583,23 @@ def test_a_norm_whose_squares_overflow_is_scaled_first(norm: Callable[[torch.Ten
 def test_a_norm_of_another_order_has_no_squares(order: int, number: float, size: int) -> None:
     snapshot = record(lambda x: torch.linalg.vector_norm(x, order), x=torch.full((size,), number))
     assert diagnose(snapshot).id != "norm-squares-overflow"
+
+
+@pytest.mark.parametrize(
+    ("call", "shape", "weight", "dtype"),
+    [
+        (lambda x, w: F.linear(x, w), (2, 3), (4, 3), torch.float64),
+        (lambda x, w: F.conv1d(x, w), (1, 3, 8), (4, 3, 2), torch.float64),
+        (lambda x, w: x @ w, (2, 3), (3, 4), torch.float16),
+    ],
+)
+def test_two_dtypes_are_named(
+    call: Callable[..., torch.Tensor], shape: tuple[int, ...], weight: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    tensors = {"x": torch.ones(shape, dtype=dtype), "w": torch.nn.Parameter(torch.ones(weight))}
+    found = diagnose(record(call, **tensors), write=fix_code)
+    assert found.id == "dtype-mismatch" and str(dtype).removeprefix("torch.") in found.evidence[0]
+    assert found.fix is not None and found.fix.outcome == "the call returns"
 
 
 def test_rows_that_see_no_key_are_evidence_of_a_kernel_that_fails() -> None:

@@ -10,6 +10,8 @@ import torch
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Ref
 from reprokit.render.domains import BACKWARD_RULES, FORWARD_RULES, Edge, Given
+from reprokit.render.expectation import expect
+from tests.locate.mechanisms import CASES
 
 INF = float("inf")
 MASKED = torch.tensor([[0.0, 1.0], [-INF, -INF]])
@@ -44,7 +46,8 @@ def edge_of(name: str, *args: Any, way: str = "nan", phase: str = "forward", **k
          "when every target is ignored", "0 / 0"),
         (lambda: edge_of("weight_norm", torch.eye(2)[:1], torch.ones(2), 1), "for a row of zeros", "0 / 0"),
         (lambda: edge_of("eigh", torch.eye(2), phase="backward"), "for repeated eigenvalues", "two agree"),
-        (lambda: edge_of("svd", torch.zeros(2, 3), phase="backward"), "for repeated singular values", "two agree"),
+        (lambda: edge_of("svd", torch.eye(2, 3), phase="backward"), "for repeated singular values", "two agree"),
+        (lambda: edge_of("svd", torch.zeros(2, 1), phase="backward"), "for a singular value of zero", "not square"),
     ],
 )  # fmt: skip
 def test_what_is_said(edge: Any, words: str, fact: str) -> None:
@@ -65,6 +68,13 @@ def test_what_is_said(edge: Any, words: str, fact: str) -> None:
 )
 def test_where_nothing_is_said(edge: Any) -> None:
     assert edge() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("in-place-on-leaf", "it refuses"), ("weight-norm-of-zero", "g * v / ||v|| is 0 / 0")]
+)
+def test_a_function_does_what_it_is_defined_to_do(name: str, words: str) -> None:
+    assert words in expect(CASES[name]()).expected
 
 
 def test_the_operand_in_question_is_the_infinite_one() -> None:

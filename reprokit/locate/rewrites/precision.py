@@ -12,6 +12,8 @@ from reprokit.locate.scene import Scene
 from reprokit.locate.signs.registry import number_named
 from reprokit.program.ir import Call, Ref, substitute
 
+_METHODS = {torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "bfloat16"}
+
 
 @rewrite
 def call_in_float32(scene: Scene) -> Edited | None:
@@ -41,6 +43,26 @@ def step_in(scene: Scene, dtype: str) -> Edited | None:
     edited = converted(scene.program, scene.tensors, {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype])
     has_half = any(tensor.dtype is torch.float16 for tensor in scene.tensors.values())
     return edited if has_half or edited.program != scene.program else None
+
+
+@rewrite
+def dtype_of_parameters(scene: Scene) -> Edited | None:
+    """Convert the other floating-point arguments of the origin to the dtype of the parameters among them."""
+    call, origin, index = scene.call, scene.origin, scene.failure.call_index
+    if call is None or origin is None or index is None:
+        return None
+    given = {ref.value: item for ref, item in zip(call.args, origin.args, strict=False) if isinstance(ref, Ref)}
+    parameters = {item.value for item in scene.program.inputs if item.role == "parameter" or item.requires_grad}
+    dtypes = {item.dtype for value, item in given.items() if value in parameters}
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    if dtype not in _METHODS:
+        return None
+    editor = Editor(scene.program)
+    others = [value for value, item in given.items() if item.is_floating_point() and item.dtype != dtype]
+    made = [editor.call(call, f"torch.Tensor.{_METHODS[dtype]}", Ref(value)) for value in others]
+    new = dict(zip(others, (ref for _, ref in made), strict=True))
+    editor.put(index, [*(convert for convert, _ in made), replace(call, args=substitute(call.args, new))])
+    return Edited(editor.finish(), scene.tensors)
 
 
 @rewrite

@@ -13,7 +13,7 @@ from reprokit.locate.failure import EXCEPTION
 from reprokit.locate.graphs import find_write, written_leaf
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs.arguments import dimension
-from reprokit.locate.signs.registry import Numbers, places, sign
+from reprokit.locate.signs.registry import Numbers, dtype_name, places, sign
 from reprokit.program.ir import Call
 
 _OF_BATCHES = re.compile(
@@ -81,7 +81,15 @@ def label_outside(scene: Scene) -> Numbers | None:
     if not counted.numel() or size < 0:
         return None
     lowest, highest = int(counted.min()), int(counted.max())
-    return {"lowest": lowest, "highest": highest, "size": size} if lowest < 0 or highest >= size else None
+    found = {"lowest": lowest, "highest": highest, "size": size, "last": size - 1}
+    return found if lowest < 0 or highest >= size else None
+
+
+@sign
+def dtypes_differ(scene: Scene) -> Numbers | None:
+    """The floating-point dtypes of the origin's tensors if there are several."""
+    names = list(dict.fromkeys(dtype_name(item) for item in scene.arguments() if item.is_floating_point()))
+    return {"dtypes": " and ".join(names)} if len(names) > 1 else None
 
 
 @sign

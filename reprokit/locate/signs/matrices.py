@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from reprokit.locate.calls import short_name
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs.registry import Numbers, sign
 
@@ -23,7 +24,8 @@ def equal_values(scene: Scene, within: float = 1e-6) -> Numbers | None:
         ordered = values.double().sort(dim=-1).values
         gaps = (ordered[..., 1:] - ordered[..., :-1]).abs() / ordered.abs().amax().clamp(min=1e-30)
         if bool((gaps <= within).any()):
-            return {"count": int((gaps <= within).sum()), "gap": float(gaps.min()), "total": values.numel()}
+            words = "singular values" if short_name(seen.call) == "svd" else "eigenvalues"
+            return {"count": int((gaps <= within).sum()), "gap": float(gaps.min()), "values": words}
     return None
 
 
