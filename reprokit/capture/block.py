@@ -45,7 +45,6 @@ def capture(
     Raises `UsageError` when ``output`` exists and ``overwrite`` is false.
     """
     from reprokit.capture.launch import peel
-    from reprokit.capture.rank_name import rank_suffix
     from reprokit.capture.session import CaptureStop, Session
     from reprokit.snapshot.redact import redact_argv
 
@@ -54,7 +53,7 @@ def capture(
         raise UsageError(f"`{path}` exists already", hint="choose another name, or pass overwrite=True")
     session = Session(
         path,
-        name=f"{name}{rank_suffix()}",
+        name=name,
         after=after,
         command=redact_argv(sys.argv),
         overwrite=overwrite,

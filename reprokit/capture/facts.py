@@ -116,7 +116,7 @@ _SILENT_ATTRIBUTES = [
     "_backward_hooks",
 ]
 READS = frozenset(
-    getattr(torch.Tensor, name) for name in ("item", "__float__", "__bool__", "numpy", "tolist")
+    getattr(torch.Tensor, name) for name in ("item", "__float__", "__int__", "__bool__", "numpy", "tolist")
 )
 SILENT = frozenset(
     [getattr(torch.Tensor, name) for name in _SILENT_METHODS]

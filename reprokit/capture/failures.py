@@ -6,8 +6,11 @@ together.
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -75,6 +78,7 @@ class Failures:
         self.num_skipped = 0
         self._kept: Made | None = None
         self._kept_for: set[int] = set()
+        self._is_terminated = False
         self._session = session
         self._training = training
         self._judge = judge
@@ -94,9 +98,11 @@ class Failures:
         if not bad:
             return
         self._kept_for = {id(buffer) for _, buffer in bad}
+        noticed = Noticed("output", sys._getframe(1), is_late=True)
+        self._session.say(self._announcement(noticed))
         with self._session.replaying(ends=False):
             try:
-                self._kept = self._snapshot(Noticed("output", sys._getframe(1), is_late=True))
+                self._kept = self._snapshot(noticed)
             except Exception as error:
                 self._session.complain(f"could not keep the step in which `{bad[0][0]}` went bad", error)
                 return
@@ -163,7 +169,7 @@ class Failures:
             else:
                 self._save(Noticed("gradient", frame), self._is_ours if is_seen_by_all else None)
                 ranks.tell(False)  # in case that it could not find out: the others wait for an answer
-            all_stop = is_seen_by_all and session.stops and ranks.meet_all()
+            all_stop = session.stops and (self._is_terminated or (is_seen_by_all and ranks.meet_all()))
         except Exception as error:
             session.switch_off(error)
             return
@@ -263,6 +269,14 @@ class Failures:
 
     def _save(self, noticed: Noticed, is_wanted: Callable[[Snapshot], bool] | None = None) -> Path | None:
         """Write a snapshot of the failing step, if it ``is_wanted``; the session is over then in any case."""
+        with _termination_deferred() as terminated:
+            path = self._write(noticed, is_wanted)
+        self._is_terminated = bool(terminated)
+        if terminated and not (path is not None and self._session.stops):
+            signal.raise_signal(signal.SIGTERM)
+        return path
+
+    def _write(self, noticed: Noticed, is_wanted: Callable[[Snapshot], bool] | None) -> Path | None:
         with self._session.replaying():
             try:
                 self._session.say(self._announcement(noticed))
@@ -278,6 +292,28 @@ class Failures:
             self.snapshots.append(path)
             self.results.append({**snapshot.summary(), "path": str(path)})
             return path
+
+
+@contextlib.contextmanager
+def _termination_deferred() -> Iterator[list[int]]:
+    """Defer the first SIGTERM: a launcher sends it to all ranks once one has ended, also to one that saves its step.
+
+    Yields the signals that have arrived. A handler of the script's own is left alone.
+    """
+    arrived: list[int] = []
+
+    def defer(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if is_default and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, defer)
+    try:
+        yield arrived
+    finally:
+        if signal.getsignal(signal.SIGTERM) is defer:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _has_origin(snapshot: Snapshot) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from reprokit.capture import transformed
 from reprokit.capture.entry import Entry, unwrapped
-from reprokit.capture.state import parameters_of, set_options
+from reprokit.capture.state import owned_by, parameters_of, set_options
 from reprokit.capture.structure import is_leaf, iter_tensors, map_tensors
 from reprokit.program.functions import DATA_WRITES, written_argument
 from reprokit.program.memory import same_bits
@@ -177,11 +177,6 @@ class Player:
 
 
 _ZERO = "torch.Tensor.zero_"
-
-
-def owned_by(owner: torch.nn.Module | torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of a module or an optimizer."""
-    return list(parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else owner.parameters())
 
 
 def leaves_in(entries: Iterable[Entry]) -> Iterator[torch.Tensor]:

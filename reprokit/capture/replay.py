@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from reprokit.capture.entry import Entry, gradients_read, starts_of
-from reprokit.capture.player import Player, describe_mismatch, is_close, is_same, owned_by, step_without_hooks
+from reprokit.capture.player import Player, describe_mismatch, is_close, is_same, step_without_hooks
+from reprokit.capture.state import owned_by
 from reprokit.capture.structure import iter_tensors
 from reprokit.locate.blame import GRAD_SCALER
 from reprokit.program.encode import CannotRecord

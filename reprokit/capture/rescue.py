@@ -24,9 +24,9 @@ from reprokit.capture.generators import python_generators_restored
 from reprokit.capture.guards import silenced
 from reprokit.capture.names import Names
 from reprokit.capture.owners import names_of, root_names
-from reprokit.capture.player import Player, leaves_in, owned_by
+from reprokit.capture.player import Player, leaves_in
 from reprokit.capture.replay import Replayed, replay
-from reprokit.capture.state import Copies, give_gradients
+from reprokit.capture.state import Copies, give_gradients, owned_by
 from reprokit.capture.structure import is_leaf
 from reprokit.capture.timeline import with_optimizers
 from reprokit.capture.written import address_of

@@ -19,6 +19,7 @@ from reprokit.capture.exceptions import Raised
 from reprokit.capture.fidelity import checked, unchecked
 from reprokit.capture.past import PastStep, split
 from reprokit.capture.prepared import without_preparation
+from reprokit.capture.rank_name import rank_suffix, with_part
 from reprokit.capture.rescue import FailedStep, Made, make_snapshot, snapshot_without_replay
 from reprokit.capture.rewind import Found, Rewind
 from reprokit.capture.state import CannotGoBack
@@ -59,7 +60,8 @@ class Noticed:
 class Place:
     """Where snapshots go: the file that was asked for, or a name made of ``name`` and the step inside ``directory``.
 
-    ``source`` says how much of the user's code goes with them.
+    ``source`` says how much of the user's code goes with them. One of several processes adds its rank to the file name,
+    ``part`` if it has none.
     """
 
     output: Path | None
@@ -67,6 +69,7 @@ class Place:
     name: str
     overwrite: bool
     source: Source = "traceback"
+    part: str = ""
 
     def private(self, snapshot: Snapshot) -> Snapshot:
         """What may be written and told of a snapshot."""
@@ -75,7 +78,9 @@ class Place:
     def write(self, made: Made) -> tuple[Path, Snapshot]:
         """Write the file and read it back; another name is found when it is taken and may not be overwritten."""
         snapshot = made.snapshot
-        path = self.output or free_path(self.directory, f"{self.name}-step{snapshot.step}")
+        part = rank_suffix() or self.part
+        automatic = f"{self.name}{part}-step{snapshot.step}"
+        path = with_part(self.output, part) if self.output else free_path(self.directory, automatic)
         if path.exists() and not self.overwrite:
             path = free_path(path.parent, path.name.removesuffix(".pt").removesuffix(".repro"))
         save(snapshot, path)

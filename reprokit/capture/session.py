@@ -47,14 +47,15 @@ class Session:
     """Watches a training loop and saves its first failing step.
 
     Use as a context manager. ``output`` is the file to write (made from ``name`` and the step inside ``directory`` when
-    ``None``); ``after`` says whether the loop is stopped (`CaptureStop` is raised in it) or goes on unwatched.
-    ``history`` is the number of steps between copies of the training state (``None``: chosen by their cost; 0: no
-    copies). ``watch``: ``sampled`` judges the loss, one early gradient and clipped norms in every step and everything
-    when the copy is refreshed; ``every-step`` judges everything always; ``deferred`` never waits for a value. ``on``
-    says what is a failure, ``source`` how much of the user's code is kept. ``snapshots`` are the files
-    written and ``results`` their summaries; ``closing`` is the line that says why there are none. With ``verbose`` an
-    error of reprokit's own is printed with its traceback. ``stops`` says whether the loop is to stop,
-    ``is_watching`` whether the hooks are in place. Raises `UsageError` for a value that no option has.
+    ``None``); the file name of one of several processes gets its rank, or ``part``. ``after`` says whether the loop is
+    stopped (`CaptureStop` is raised in it) or goes on unwatched. ``history`` is the number of steps between copies of
+    the training state (``None``: chosen by their cost; 0: no copies). ``watch``: ``sampled`` judges the loss, one early
+    gradient and clipped norms in every step and everything when the copy is refreshed; ``every-step`` judges everything
+    always; ``deferred`` never waits for a value. ``on`` says what is a failure, ``source`` how much of the user's code
+    is kept. ``snapshots`` are the files written and ``results`` their summaries; ``closing`` is the line that says why
+    there are none. With ``verbose`` an error of reprokit's own is printed with its traceback. ``stops`` says whether
+    the loop is to stop, ``is_watching`` whether the hooks are in place. Raises `UsageError` for a value that no option
+    has.
     """
 
     _watchers: ClassVar[list[Session]] = []
@@ -65,6 +66,7 @@ class Session:
         output: Path | None = None,
         *,
         name: str = "training",
+        part: str = "",
         directory: Path | None = None,
         after: After = "stop",
         command: Sequence[str] = (),
@@ -93,7 +95,7 @@ class Session:
             self,
             self._training,
             self._judge,
-            Place(output, directory or Path.cwd(), name, overwrite, source),
+            Place(output, directory or Path.cwd(), name, overwrite, source, part),
             command,
             takes_exceptions="exception" in on,
             takes_skipped="skipped" in on,

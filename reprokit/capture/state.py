@@ -295,6 +295,11 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from group["params"]
 
 
+def owned_by(owner: torch.nn.Module | torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of a module or an optimizer."""
+    return list(parameters_of(owner) if isinstance(owner, torch.optim.Optimizer) else owner.parameters())
+
+
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Parameters and every tensor of the optimizer's state."""
     yield from parameters_of(optimizer)

@@ -172,7 +172,8 @@ class Stepping:
                 self._met = optimizer
             is_bad = closure is None and self._judge.gradients(optimizer, are_scaled=bool(self._in_kernel))
             ranks = self._training.ranks
-            verdict = self._failures.suspects.at_update(suspect) if suspect is not None and closure is None else None
+            held = suspect if closure is None else None
+            verdict = self._failures.suspects.at_update(held, optimizer) if held is not None else None
             is_accused = ranks.is_sharded and self._training.is_accused
         except Exception as error:
             self._tape.switch_off(error)

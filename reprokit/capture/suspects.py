@@ -15,9 +15,10 @@ import torch
 
 from reprokit.capture.entry import Entry, gradients_read
 from reprokit.capture.exceptions import backward_from
-from reprokit.capture.state import parameters_of
+from reprokit.capture.state import owned_by, parameters_of
 from reprokit.capture.structure import is_leaf, iter_tensors
 from reprokit.capture.watch import bad_tensor, is_bad
+from reprokit.program.backward import edge_of, is_accumulation, reachable
 from reprokit.program.functions import GRAD_WRITES
 from reprokit.program.ir import AUTOGRAD_GRAD
 
@@ -36,7 +37,8 @@ class Suspect:
 
     ``last`` is the last entry of the step that it belongs to; ``has_begun`` says whether backward was called.
     ``loss`` is the one of the timeline then, ``num_later`` counts the backward calls since;
-    ``is_accumulated``: one of them began with a bad value too, and has added to gradients.
+    ``is_accumulated``: one of them began with a bad value too, and has added to gradients. ``is_read``: the loop has
+    read a bad value since.
     """
 
     observed_at: Literal["loss", "gradient", "output"]
@@ -46,6 +48,7 @@ class Suspect:
     loss: Any
     num_later: int = 0
     is_accumulated: bool = False
+    is_read: bool = False
 
 
 class Suspects:
@@ -74,6 +77,7 @@ class Suspects:
     def read(self, tensor: torch.Tensor) -> None:
         """The loop has read a number or a test that tells of a bad value: is that its loss, or a gradient?"""
         if self._running.suspect is not None:
+            self._running.suspect.is_read = True
             return
         entries, wanted = self._running.entries, {id(tensor)}
         for position in range(len(entries) - 1, -1, -1):
@@ -121,13 +125,17 @@ class Suspects:
             return None if is_set else "skipped"
         return "failed" if is_bad_too and not self._training.iterations.total else None
 
-    def at_update(self, suspect: Suspect) -> Verdict:
-        """The verdict when parameters are about to be updated."""
+    def at_update(self, suspect: Suspect, optimizer: torch.optim.Optimizer | None = None) -> Verdict:
+        """The verdict when parameters are about to be updated, those of an ``optimizer`` if it is known."""
         if self._is_dropped(suspect):
             return "skipped"
         if not suspect.has_begun:
             has_backward = any(entry.kind == "differentiate" for entry in self._running.entries)
             return "harmless" if has_backward and not self._has_come_round(suspect) else "skipped"
+        if optimizer is not None and suspect.is_read and self._has_gone_back(suspect):
+            own = {id(p) for p in parameters_of(optimizer)}
+            if all(id(p) not in own for p in self._kept(suspect)):
+                return "skipped"
         return "failed" if suspect.pending is not None or self._has_bad_gradient() else "harmless"
 
     def leave_out(self, suspect: Suspect) -> None:
@@ -167,11 +175,30 @@ class Suspects:
         return has_backward and not self._training.iterations.total and self._has_bad_gradient()
 
     def _is_dropped(self, suspect: Suspect) -> bool:
-        """True if the loop has cleared gradients since, and none that it knows is bad any more."""
-        if not suspect.has_begun:
+        """True if the loop has cleared the gradients since, and none that it knows is bad any more."""
+        if not suspect.has_begun or not self._drops_since(suspect):
             return False
+        return (_gives_gradients(suspect) or not self._kept(suspect)) and not self._has_bad_gradient()
+
+    def _drops_since(self, suspect: Suspect) -> list[Entry]:
         drops = _drops_in(self._running.entries)
-        return any(id(entry) in drops for entry in self._since(suspect)) and not self._has_bad_gradient()
+        return [entry for entry in self._since(suspect) if id(entry) in drops]
+
+    def _kept(self, suspect: Suspect) -> list[torch.Tensor]:
+        """The parameters behind the suspect whose gradients the loop has not cleared since.
+
+        Those that an optimizer updates; all parameters if no optimizer that is known updates any of them.
+        """
+        drops = self._drops_since(suspect)
+        if any(entry.kind != "zero_grad" for entry in drops):  # gradients are cleared or repaired one by one
+            return []
+        calls = [entry.args[0] for entry in self._running.entries if entry.kind == "zero_grad"]
+        optimizers = [*self._training.history.optimizers, *(o for o in calls if isinstance(o, torch.optim.Optimizer))]
+        updated = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
+        leaves = _parameters_behind(suspect)
+        cleared = {id(p) for entry in drops for p in owned_by(entry.args[0])}
+        wanted = [p for p in leaves if id(p) in updated] or leaves
+        return [p for p in wanted if id(p) not in cleared]
 
     def _has_come_round(self, suspect: Suspect) -> bool:
         """True if the line with which the step's forward pass began has been run again since."""
@@ -179,6 +206,12 @@ class Suspects:
         if first is None:
             return False
         return any(entry.line == first.line and entry.code is first.code for entry in self._since(suspect))
+
+    def _has_gone_back(self, suspect: Suspect) -> bool:
+        """True if the code that called backward has gone back to where the step began, or before that."""
+        code = suspect.last.code
+        first = next((entry.line for entry in self._running.entries if entry.code is code), 0)
+        return any(entry.line <= first and entry.code is code for entry in self._since(suspect))
 
     def _since(self, suspect: Suspect) -> list[Entry]:
         entries = self._running.entries
@@ -199,21 +232,41 @@ class Suspects:
         return list(found.values())
 
 
-def is_telling(entries: Sequence[Entry], result: bool) -> bool:
-    """True if the last call was a test whose ``result`` may mean that something is not finite."""
-    if not entries:
-        return False
-    name = _last(entries[-1])
-    if name in ("all", "any"):
-        return result is (name == "any") and len(entries) > 1 and _last(entries[-2]) in _TESTS
-    if name in _TESTS:
-        return result is _TESTS[name]
-    given = (tensor for tensor, _ in entries[-1].versions if name in _COMPARISONS)
-    return any(_is_loss(tensor) and is_bad(tensor.detach()) for tensor in given)
+def is_telling(entries: Sequence[Entry], read: torch.Tensor, result: bool) -> bool:
+    """True if ``result``, which was read from a tensor, follows from a test that found something not finite.
+
+    Goes back over what may be done with the result of a test; an inversion swaps what tells.
+    """
+    is_inverted, wanted = False, read
+    for entry in entries[: -_LOOKS_BACK - 1 : -1] if not read.requires_grad else ():
+        if all(output is not wanted for output in iter_tensors(entry.output)):
+            continue
+        name, given = _last(entry), [tensor for tensor, _ in entry.versions]
+        if name in _TESTS and given and given[-1].is_floating_point():
+            return (result is not is_inverted) is _TESTS[name]
+        if name in _COMPARISONS and any(_is_bad_number(tensor) for tensor in given):
+            return True
+        if not given or name not in _CARRIES:
+            return False
+        is_inverted ^= _CARRIES[name]
+        wanted = given[-1]  # the one that was made last
+    return False
 
 
+def _is_bad_number(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 1 and tensor.is_floating_point() and is_bad(tensor.detach())
+
+
+_LOOKS_BACK = 16  # entries: a test and what combines its results into one
 _TESTS = {"isfinite": False, "isnan": True, "isinf": True, "isposinf": True, "ne": True, "__ne__": True}
 _COMPARISONS = frozenset({"gt", "lt", "ge", "le", "eq", "__gt__", "__lt__", "__ge__", "__le__", "__eq__"})
+_CARRIES = {  # and whether true means false then
+    **dict.fromkeys(("all", "any", "sum", "max", "amax", "count_nonzero", "stack", "cat"), False),
+    **dict.fromkeys(("float", "int", "long", "to", "cpu", "add", "__add__", "__radd__"), False),
+    **dict.fromkeys(("__and__", "__or__", "bitwise_and", "bitwise_or", "logical_and", "logical_or"), False),
+    **dict.fromkeys(("gt", "__gt__", "ne", "__ne__"), False),
+    **dict.fromkeys(("__invert__", "bitwise_not", "logical_not", "eq", "__eq__"), True),
+}
 
 
 def was_skipped(entries: Sequence[Entry], position: int) -> bool:
@@ -225,6 +278,13 @@ def was_skipped(entries: Sequence[Entry], position: int) -> bool:
     optimizer = later[update].target if update < len(later) else None
     read = gradients_read(entries)
     return any(_clears(entry, entries[position], read) and _covers(entry, optimizer) for entry in later[:update])
+
+
+def _parameters_behind(suspect: Suspect) -> list[torch.Tensor]:
+    """The parameters that the suspect's backward call adds gradients to."""
+    edges = [edge_of(start) for start in (suspect.pending or suspect.last).starts]
+    nodes = reachable(edge[0] for edge in edges if edge is not None)
+    return [node.variable for node in nodes if is_accumulation(node) and isinstance(node.variable, torch.nn.Parameter)]
 
 
 def _gives_gradients(suspect: Suspect) -> bool:

@@ -116,13 +116,12 @@ class Tape(StackedMode):
 
     def _look_at(self, tensor: torch.Tensor, result: Any) -> None:
         """The loop has read ``result``; remember if that tells it of a bad value."""
-        if result.__class__ is bool:
-            if not is_telling(self.running.entries, result):
-                return
-        elif not _is_number(result) or math.isfinite(result):
+        if not _is_number(result):
             return
-        else:
+        if not math.isfinite(result):
             self.has_read_bad = True
+        elif not is_telling(self.running.entries, tensor, bool(result)):
+            return
         if get_ident() == self.thread and not self.depth:
             self.guard(self._listener.read_bad, tensor)
 
@@ -270,10 +269,12 @@ def _begins_forward(name: str, versions: list[tuple[torch.Tensor, int]]) -> bool
     return any(tensor.requires_grad for tensor, _ in versions)
 
 
+_NUMBERS = frozenset({bool, int, float})
+
+
 def _is_number(value: Any) -> bool:
-    """True for a float, and for an array of NumPy that is one."""
-    kind = value.__class__
-    return kind is float or (kind is not int and getattr(value, "ndim", 1) == 0 and value.dtype.kind == "f")
+    """True for a number or truth value of Python, and for an array of NumPy that is one."""
+    return value.__class__ in _NUMBERS or (getattr(value, "ndim", 1) == 0 and value.dtype.kind in "fiub")
 
 
 def _is_alike(target: torch.Tensor, value: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from reprokit.capture.entry import Entry
 from reprokit.capture.judge import Judge
-from reprokit.capture.player import owned_by
+from reprokit.capture.state import owned_by
 from reprokit.capture.structure import repeatable
 from reprokit.capture.training import Training
 from reprokit.program.ir import Mode

@@ -23,7 +23,7 @@ import click
 from reprokit.capture import launch, options
 from reprokit.capture.block import captured_lines, shown_path
 from reprokit.capture.closing import Seen, closing_line
-from reprokit.capture.rank_name import rank_suffix
+from reprokit.capture.rank_name import rank_suffix, with_part
 from reprokit.cli.children import REPORTS, Children
 from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, say
 from reprokit.cli.outputs import check_file, check_folder
@@ -87,14 +87,17 @@ class Capture:
         """The file that was asked for, with the process's rank under torchrun."""
         if self.output is None or os.path.isdir(self.output):
             return self.output
-        stem, suffix = _split_suffix(self.output.name)
-        return self.output.with_name(f"{stem}{rank_suffix() or self.part}{suffix}")
+        return with_part(self.output, rank_suffix() or self.part)
+
+    @property
+    def stem(self) -> str:
+        """The beginning of an automatic file name."""
+        return self.target.rpartition(".")[2] if self.is_module else Path(self.target).stem
 
     @property
     def name(self) -> str:
-        """What an automatic file name begins with."""
-        stem = self.target.rpartition(".")[2] if self.is_module else Path(self.target).stem
-        return f"{stem}{rank_suffix() or self.part}"
+        """The same with the part of this process."""
+        return f"{self.stem}{rank_suffix() or self.part}"
 
     @property
     def options(self) -> list[str]:
@@ -137,8 +140,7 @@ class Watch:
     def __init__(self, plan: Capture, folder: Path, reports: str | None = None) -> None:
         self._plan = plan
         self._folder = folder
-        output = plan.file()
-        self._output = folder / output if output is not None else None
+        self._output = folder / plan.output if plan.output is not None else None
         self._process = os.getpid()
         self._session: Session | None = None
         self._error: BaseException | None = None
@@ -169,7 +171,8 @@ class Watch:
 
             session = Session(
                 self._output,
-                name=plan.name,
+                name=plan.stem,
+                part=plan.part,
                 directory=self._folder,
                 after=plan.after,
                 command=redact_argv(plan.command),
@@ -308,8 +311,3 @@ def _history(value: str) -> int | None:
     if not value.isdigit() or int(value) < 1:
         raise UsageError(f"`{value}` is not a number of steps", hint="--history takes a number, `auto` or `off`")
     return int(value)
-
-
-def _split_suffix(name: str) -> tuple[str, str]:
-    suffix = ".repro.pt" if name.endswith(".repro.pt") else Path(name).suffix
-    return name.removesuffix(suffix), suffix

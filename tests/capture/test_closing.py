@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,8 @@ import torch
 
 import reprokit
 from reprokit.capture.closing import COMPILED, Seen, closing_line
-from tests.capture.traps_checks import batches, classify, plain_net, update
+from reprokit.capture.session import Session
+from tests.capture.traps_checks import batches, classify, described_once, plain_net, update
 from tests.conftest import Run
 
 JUDGED = Seen(has_torch=True, has_forward=True, has_backward=True, num_steps=5, on=("nonfinite", "exception"))
@@ -124,6 +126,50 @@ def test_a_quiet_block_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
     with reprokit.capture(tmp_path / "x.pt", quiet=True):
         forward_only()
     assert capsys.readouterr().err == ""
+
+
+class Listening(torch.nn.Module):
+    """Keeps what has been printed when it is played again."""
+
+    def __init__(self, print_of: Callable[[], str]) -> None:
+        super().__init__()
+        self.norm, self.layer = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+        self._print_of = print_of
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if Session._num_replaying:
+            HEARD.append(self._print_of())
+        return self.layer(self.norm(x) if self.training else x)
+
+
+HEARD: list[str] = []
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("loss", "the loss is nan at step 3; replaying"),
+        ("gradient", "a gradient is nan or inf at step 3; replaying"),
+        ("parameter", "a parameter is nan or inf at step 3; going back"),
+        ("buffer", "a buffer is nan or inf at step 3; going back"),
+        ("exception", "IndexError was raised at step 3; replaying"),
+    ],
+)
+def test_a_failure_is_announced_before_anything_is_played(
+    kind: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    HEARD.clear()
+    model = Listening(lambda: capsys.readouterr().err)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with described_once(), contextlib.suppress(IndexError), reprokit.capture(tmp_path / "x.pt", watch="every-step"):
+        for step, x, y in batches():
+            bad = kind if step == 3 else None
+            loss = classify(model, x * (1e25 if bad == "buffer" else 1.0), y + 9 * (bad == "exception"))
+            loss = loss * (math.nan if bad == "loss" else 1.0)
+            loss = loss + torch.where(x > 9, (loss * (0 if bad == "gradient" else 1)).sqrt(), 0.0).sum()
+            optimizer.param_groups[0]["lr"] = math.inf if bad == "parameter" else 0.1
+            update(optimizer, loss)
+    assert words in HEARD[0]
 
 
 # -- the command ----------------------------------------------------------------------------------------------------

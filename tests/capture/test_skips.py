@@ -49,6 +49,12 @@ LOSS_TESTS: dict[str, Test] = {
     "unequal": lambda loss: bool(loss != loss),
     "comparison": lambda loss: not loss < 1e6,
     "numpy": lambda loss: not math.isfinite(loss.detach().numpy()),
+    "number_of_test": lambda loss: int(torch.isnan(loss)) == 1,
+    "test_item": lambda loss: not torch.isfinite(loss).item(),
+    "two_tests": lambda loss: bool(loss.isnan() | loss.isinf()),
+    "two_comparisons": lambda loss: not bool((loss.detach() < 100) & (loss.detach() > -1)),
+    "inverted": lambda loss: bool(~torch.isfinite(loss)),
+    "counted": lambda loss: bool((loss == loss).sum() == 0),
 }
 
 
@@ -61,6 +67,8 @@ GRADIENT_TESTS: dict[str, Callable[[nn.Module], bool]] = {
     "isnan": lambda model: any(bool(torch.isnan(g).any()) for g in grads(model)),
     "norm": lambda model: not math.isfinite(sum(g.norm().item() ** 2 for g in grads(model)) ** 0.5),
     "stacked": lambda model: not math.isfinite(torch.stack([g.norm() for g in grads(model)]).norm()),
+    "counted": lambda model: sum((~g.isfinite()).sum() for g in grads(model)).item() > 0,
+    "found_inf": lambda model: bool(torch.stack([g.isnan().any().float() for g in grads(model)]).max().item()),
     "clip": lambda model: not torch.isfinite(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
     "clip_item": lambda model: math.isnan(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()),
 }
@@ -466,6 +474,102 @@ def updated_and_zeroed_by_hand() -> list[torch.Tensor]:
     return []
 
 
+def infinite_loss(output: torch.Tensor, y: torch.Tensor, bad: bool) -> torch.Tensor:
+    """Infinite, with finite gradients."""
+    return F.cross_entropy(output, y) - torch.full((), 0.0 if bad else 1.0).log()
+
+
+def two_models(is_skipped: bool) -> list[torch.Tensor]:
+    """The gradients of one model are kept while those of the other one are cleared."""
+    model, critic = plain_net(), plain_net(1)
+    optimize, criticize = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(critic.parameters(), lr=0.1)
+    for step, x, y in batches():
+        optimize.zero_grad()
+        loss = infinite_loss(model(x), y, step == BAD_STEP)
+        loss.backward()
+        is_bad = bool(loss.isinf())
+        if is_bad and is_skipped:
+            optimize.zero_grad()
+        criticize.zero_grad()
+        classify(critic, x, y).backward()
+        criticize.step()
+        if not is_bad or not is_skipped:
+            optimize.step()
+    return ending(model)
+
+
+def adversaries(is_skipped: bool, loss_of: Callable[..., torch.Tensor] = divided_loss) -> list[torch.Tensor]:
+    """The second model's loss goes back through the first one, whose optimizer steps next."""
+    critic, model = plain_net(), nn.Linear(4, 4)
+    criticize, optimize = torch.optim.SGD(critic.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        criticize.zero_grad()
+        classify(critic, model(x).detach(), y).backward()
+        criticize.step()
+        optimize.zero_grad()
+        loss = loss_of(critic(model(x)), y, step == BAD_STEP - 1)  # the step of the first optimizer counts already
+        loss.backward()
+        if not torch.isfinite(loss) and is_skipped:
+            continue
+        criticize.zero_grad()
+        optimize.step()
+    return ending(model)
+
+
+def other_parameters() -> list[torch.Tensor]:
+    """Gradients of parameters that no optimizer updates are never cleared."""
+    model = nn.Sequential(plain_net(), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    for step, x, y in batches():
+        optimizer.zero_grad()
+        loss = infinite_loss(model(x), y, step == BAD_STEP)
+        loss.backward()
+        if loss.isinf():
+            optimizer.zero_grad()
+            continue
+        optimizer.step()
+    return ending(model)
+
+
+TWO_SKIPS: dict[str, Loop] = {
+    "two_models": lambda: two_models(is_skipped=True),
+    "adversaries": lambda: adversaries(is_skipped=True),
+    "adversaries_infinite": lambda: adversaries(is_skipped=True, loss_of=infinite_loss),
+    "other_parameters": other_parameters,
+}
+USES: dict[str, Loop] = {
+    "two_models": lambda: two_models(is_skipped=False),
+    "adversaries": lambda: adversaries(is_skipped=False),
+    "adversaries_infinite": lambda: adversaries(is_skipped=False, loss_of=infinite_loss),
+}
+
+
+@pytest.mark.parametrize("name", TWO_SKIPS)
+def test_skips_with_two_optimizers(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check_skipped(TWO_SKIPS[name], tmp_path, capsys, "sampled", BAD_STEP)
+
+
+@pytest.mark.parametrize("name", USES)
+def test_gradients_that_only_another_optimizer_clears_are_used(name: str, tmp_path: Path) -> None:
+    check_saved(USES[name], tmp_path, BAD_STEP, "forward")
+
+
+def with_a_bad_metric() -> list[torch.Tensor]:
+    """Tests of values that the loss does not come from."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, x, y in batches():
+        metric = torch.zeros(2) / 0
+        loss = classify(model, x, y)
+        assert int(metric.isnan().sum()) == 2
+        assert bool((metric[0] < 1) | (loss < 100)) and not bool(loss.isnan() | loss.isinf())
+        optimizer.zero_grad()
+        loss.backward()
+        assert not sum((~g.isfinite()).sum() for g in grads(model))
+        optimizer.step()
+    return ending(model)
+
+
 @pytest.mark.parametrize(
     "loop",
     [
@@ -527,7 +631,7 @@ def a_part_of_the_loss_is_left_out() -> list[torch.Tensor]:
     return ending(model)
 
 
-@pytest.mark.parametrize("loop", [validation_with_a_graph, a_part_of_the_loss_is_left_out])
+@pytest.mark.parametrize("loop", [validation_with_a_graph, a_part_of_the_loss_is_left_out, with_a_bad_metric])
 def test_other_bad_values_that_are_read(loop: Loop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Session(directory=tmp_path) as session:
         loop()

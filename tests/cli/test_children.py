@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -12,9 +16,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import reprokit
+from reprokit.capture.options import After
+from reprokit.capture.session import Session
 from reprokit.cli.capture import Capture
 from reprokit.cli.children import REPORTS, Children
 from reprokit.cli.console import Verbosity
+from reprokit.snapshot.format import load
+from tests.capture.traps_checks import described_once
 from tests.conftest import Run
 
 TRAINING = """
@@ -202,3 +211,50 @@ def test_nothing_is_left_of_it() -> None:
         assert subprocess.Popen.__init__ is not before[0]
         assert subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True, check=True).stdout == b"1\n"
     assert (subprocess.Popen.__init__, BaseProcess.start) == before
+
+
+class Terminated(torch.nn.Linear):
+    """Gets a SIGTERM when its step 3 is replayed."""
+
+    def __init__(self, runs: Iterator[int]) -> None:
+        super().__init__(5, 1)
+        self.runs = runs  # a number or list would be put back after the replay
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if next(self.runs) == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().forward(x)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="terminating a process is no signal there")
+@pytest.mark.parametrize("after", ["stop", "continue"])
+def test_a_rank_that_is_terminated_while_it_saves_saves(
+    after: After, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher terminates all ranks once the first one has ended."""
+    raised: list[int] = []
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+    net, steps = Terminated(itertools.count()), []
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    with described_once(), reprokit.capture(tmp_path / "x.pt", after=after):
+        for step in range(6):
+            loss = (net(torch.rand(8, 5)).squeeze() - torch.log(torch.tensor(1.0 if step != 3 else -1.0))).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            steps.append(step)
+    assert load(tmp_path / "x.pt").failure.call == "torch.log"
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert (raised, len(steps)) == (([], 3) if after == "stop" else ([signal.SIGTERM], 6))
+
+
+def test_the_rank_is_known_when_the_step_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers such as `accelerate.debug_launcher` set the size for all processes, and the rank in each."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with described_once(), Session(directory=tmp_path, part=".pid1", after="continue"):
+        torch.log(-torch.ones(1, requires_grad=True)).sum().backward()
+    with described_once(), Session(directory=tmp_path, part=".pid1", after="continue"):
+        monkeypatch.setenv("RANK", "1")
+        torch.log(-torch.ones(1, requires_grad=True)).sum().backward()
+    assert {path.name for path in tmp_path.iterdir()} == {f"training.{p}-step0.repro.pt" for p in ("pid1", "rank1")}
