@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+_GRADIENTS = re.compile(r"(?:^|_)grad(?:ient)?s?(?:_|$)")
+
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
     """``1 call``, ``2,232 calls``; ``plural`` is for nouns that take more than an s."""
@@ -23,3 +27,8 @@ def in_root(module: str | None, root: str | None) -> str | None:
     if module is None or not root:
         return module
     return root if module.startswith("<") else f"{root}.{module}"
+
+
+def item_name(owner: str, key: str) -> str:
+    """The name of a dict's item: its key, with ``_grad`` in a dict of gradients, whose keys are those of parameters."""
+    return f"{key}_grad" if _GRADIENTS.search(owner) else key

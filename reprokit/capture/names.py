@@ -14,6 +14,7 @@ from reprokit.capture.structure import iter_tensors
 from reprokit.capture.written_names import argument_names
 from reprokit.program.sites import kind_of_file
 from reprokit.program.trace import Origin
+from reprokit.words import item_name
 
 _MAX_FRAMES = 30
 _PLAIN_NAMES = frozenset({"input", "args", "kwargs"})
@@ -91,7 +92,7 @@ class Names:
         if isinstance(value, dict):
             for key, item in list(value.items())[:64]:
                 if isinstance(item, torch.Tensor):
-                    self._origins.setdefault(id(item), Origin(str(key)))
+                    self._origins.setdefault(id(item), Origin(item_name(name, str(key))))
             return
         for tensor in list(iter_tensors(value))[:64] if not isinstance(value, torch.Tensor) else [value]:
             self._origins.setdefault(id(tensor), Origin(name))

@@ -20,6 +20,7 @@ from reprokit.program.ir import Call, Program, Ref
 from reprokit.render.expression import BINARY_RANKS, Rank, quoted
 from reprokit.render.operators import AUGMENTED, BINARY, REFLECTED, UNARY
 from reprokit.shrink.context.variables import first_readers, is_handed_on
+from reprokit.words import item_name
 
 if TYPE_CHECKING:
     from reprokit.snapshot.format import Snapshot
@@ -139,7 +140,7 @@ def _spellings_of_run(run: Sequence[Call], last: Container[int]) -> Iterator[Spe
         if matches:
             yield _read(call, matches)
         else:
-            yield Spelling(results=_results_of_a_module(call)) if id(call) in last else Spelling()
+            yield Spelling(_operands_of_a_layer(call), results=_results_of_a_module(call) if id(call) in last else {})
 
 
 def parts_of(run: Sequence[Call]) -> list[Match | None]:
@@ -313,8 +314,9 @@ def _name(node: ast.expr) -> str | None:
     if isinstance(node, ast.Attribute):
         return _name(node.value) if node.attr in _SAME_ATTRIBUTES else node.attr
     if isinstance(node, ast.Subscript):
-        key = node.slice
-        return key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else _name(node.value)
+        key, of = node.slice, _name(node.value)
+        is_named = isinstance(key, ast.Constant) and isinstance(key.value, str)
+        return item_name(of or "", str(key.value)) if isinstance(key, ast.Constant) and is_named else of
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _SAME_THING:
         is_of_module = isinstance(node.func.value, ast.Name) and node.func.value.id in MODULES
         owner = next(iter(node.args), None) if is_of_module else node.func.value
@@ -335,13 +337,39 @@ def _path(node: ast.expr) -> str | None:
     return f"{owner}[{quoted(key) if isinstance(key, str) else key}]" if isinstance(key, (str, int)) else None
 
 
+def _operands_of_a_layer(call: Call) -> dict[int, str]:
+    """The names on the line of what one of torch's layers is given, read off the function that it is named after.
+
+    A layer such as ``nn.GRUCell`` passes its own arguments first: ``torch.gru_cell(input, hx, ...)``.
+    """
+    layer = call.scope[-1] if call.scope else None
+    line = parsed_line(call.site.code) if call.site is not None and call.site.library is None else None
+    if line is None or layer is None or not layer.cls.lower().startswith(call.name.replace("_", "")):
+        return {}
+    attribute = layer.path.rpartition(".")[2]
+    nodes = [node for node in ast.walk(line.tree) if isinstance(node, ast.Call) and _called(node) == attribute]
+    if len(nodes) != 1 or any(isinstance(argument, ast.Starred) for argument in nodes[0].args):
+        return {}
+    given = ((ref, _name(node)) for ref, node in zip(call.args, nodes[0].args, strict=False) if isinstance(ref, Ref))
+    return {ref.value: word for ref, word in given if word is not None}
+
+
+def _called(node: ast.Call) -> str:
+    return _word(node.func) if isinstance(node.func, (ast.Name, ast.Attribute)) else ""
+
+
 def _results(call: Call, node: ast.AST) -> dict[int, str]:
     """The variables that the line assigns exactly what the call returned to."""
     return {v: name for names, made in _assignments(call) if made is node for v, name in _matched(call, names)}
 
 
 def _results_of_a_module(call: Call) -> dict[int, str]:
-    """The same for a call that the line makes through a module, such as ``loss = criterion(x, y)``."""
+    """The same for a call that the line makes through a module, such as ``loss = criterion(x, y)``.
+
+    Nothing for a call inside a library: what it returns is seldom what the library's function returns.
+    """
+    if call.site is not None and call.site.library is not None:
+        return {}
     for targets, assigned in _assignments(call):
         if isinstance(assigned, ast.Call) and not _is_torch(assigned):
             return dict(_matched(call, targets))
@@ -349,9 +377,8 @@ def _results_of_a_module(call: Call) -> dict[int, str]:
 
 
 def _is_torch(node: ast.Call) -> bool:
-    """Whether a call on the line is one of torch's functions, and not of a module or of the user's."""
-    name = _word(node.func) if isinstance(node.func, (ast.Name, ast.Attribute)) else ""
-    return any(is_torch_function(f"{place}{name}") for place in _NAMESPACES)
+    """True if a call on the line is one of torch's functions, and not of a module or of the user's."""
+    return any(is_torch_function(f"{place}{_called(node)}") for place in _NAMESPACES)
 
 
 def _assignments(call: Call) -> Iterator[tuple[list[str], ast.expr]]:

@@ -26,6 +26,7 @@ from reprokit.shrink.checks.memory import OutOfMemoryCheck
 from reprokit.shrink.checks.nonfinite import NonfiniteCheck
 from reprokit.shrink.context.piece import Context
 from reprokit.shrink.context.search import find_context
+from reprokit.shrink.context.variables import variables
 from reprokit.shrink.events import (
     Checked,
     ContextChecked,
@@ -267,7 +268,7 @@ class _Run:
         oracle.on_check = tell
         self.tell(ContextStarted(min(budget.seconds, oracle.seconds_left)))
         with oracle.within(budget):
-            found = find_context(whole, certainty.failure, oracle)
+            found = find_context(whole, certainty.failure, oracle, variables(self.snapshot.program.calls))
         if oracle.was_late and self.oracle.max_time is None:
             self._note_over(CONTEXT)
         return found

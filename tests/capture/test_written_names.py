@@ -1,9 +1,11 @@
-"""Names of arguments where a call is written."""
+"""Names of arguments where a call is written, and of the items of a user's dicts."""
 
 from pathlib import Path
 
 import pytest
+import torch
 
+from reprokit.capture.names import Names
 from reprokit.capture.written_names import argument_names
 
 SOURCE = """
@@ -43,3 +45,14 @@ def test_what_is_not_source(content: str | None, tmp_path: Path) -> None:
     if content is not None:
         script.write_text(content)
     assert argument_names(str(script), 1, 1, frozenset()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [("grads", "_grad"), ("gradients", "_grad"), ("inner_grads", "_grad"), ("params", ""), ("graduates", "")],
+)
+def test_items_of_dicts_of_gradients_are_no_parameters(name: str, suffix: str) -> None:
+    tensor, names = torch.ones(1), Names()
+    names._add_values(name, {"fc.weight": tensor})
+    origin = names.describe(tensor)
+    assert origin is not None and origin.name == f"fc.weight{suffix}"

@@ -200,6 +200,12 @@ def test_what_is_handed_to_a_function_is_called_what_the_function_calls_it() -> 
     assert "loss" not in text
 
 
+def test_a_state_and_a_part_of_the_batch_keep_their_own_names() -> None:
+    text = script_of(models.unrolled).text
+    assert "def forward(self, x, h):" in text
+    assert text.index("h = torch.") < text.index("model(x, h)")
+
+
 def divided(*, is_in_module: bool = False) -> Snapshot:
     """Zero divided by zero in the loop itself or in a module."""
 

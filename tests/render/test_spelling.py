@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from reprokit.locate.failure import Failure
-from reprokit.program.ir import Call, Input, Program, Ref, Site
+from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
 from reprokit.render.code import write_program
 from reprokit.render.spelling import in_users_words, spellings
 from reprokit.snapshot.format import Snapshot
@@ -38,6 +38,7 @@ DIV = ("torch.Tensor.div", (Ref(0), Ref(1)))
         ("return acc if not flag else acc.div(total)", "out = acc.div(total)"),
         ("loss = (acc / total).mean()", "out = acc / total"),
         ('g = state["avg"] / p.grad', "g = avg / grad"),
+        ('d = grads["weight"] / params["weight"]', "d = weight_grad / weight"),
         ("ratio = logits.flatten(0, 1) / (a + b)", "ratio = logits / x"),
         ("x = a / b + c / d", "out = x / y"),
         ("y = model(x", "out = x / y"),
@@ -101,3 +102,17 @@ def test_inputs_without_a_name_are_called_as_the_users_line_calls_them() -> None
     named = in_users_words(Snapshot(program, {}, failure, 0, 0, "loss"))
     assert [item.name for item in named.program.inputs] == ["windows", "sigma"]
     assert named.failure.input_name == "windows"
+
+
+def test_a_layer_is_given_what_its_line_says() -> None:
+    def operands(layer: str, function: str, code: str) -> dict[int, str]:
+        scope, site = (Scope("", "Net"), Scope("net.step", layer)), Site("net.py", 3, code, "forward")
+        call = Call(function, (Ref(0), Ref(1), Ref(2)), outputs=Ref(3), scope=scope, site=site)
+        return dict(spellings([call])[0].operands)
+
+    code = "h = self.step(x[:, t], h)"
+    assert operands("GRUCell", "torch.gru_cell", code) == {0: "x", 1: "h"}
+    assert operands("Linear", "torch.nn.functional.linear", "z = self.step(z)") == {0: "z"}
+    assert operands("MultiheadAttention", "torch.nn.functional.linear", code) == {}, "a part of the layer"
+    assert operands("GRUCell", "torch.gru_cell", "h = self.other(x, h)") == {}
+    assert operands("GRUCell", "torch.gru_cell", "h = self.step(*state)") == {}

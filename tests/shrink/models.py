@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from reprokit.program.trace import Origin, Tracer, recording
 from reprokit.snapshot.format import Snapshot
@@ -383,3 +384,56 @@ def odd_image() -> Snapshot:
     """An image of five pixels, which a pooling by two and an upsampling make four."""
     torch.manual_seed(0)
     return record_model(model := Skip(), lambda x: model(x).sum(), x=seeded(2, 3, 5, 6))
+
+
+class Unrolled(nn.Module):
+    """A recurrent cell whose state the loop overwrites."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        return torch.sqrt(self.inner(x) + self.outer(h))
+
+
+def unrolled() -> Snapshot:
+    """The state of a recurrent loop; what the cell is given beside it is a part of the batch."""
+    cell = Unrolled()
+
+    @torch.no_grad()
+    def step(seq: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        for t in range(2):
+            h = cell(seq[:, t], h)
+        return h
+
+    return record_model(cell, step, seq=seeded(3, 2, 4) - 30, h=torch.zeros(3, 8))
+
+
+def counted() -> Snapshot:
+    """Divides by the number of elements that are not ignored, which is none; writes what nothing reads on the way."""
+
+    @torch.no_grad()
+    def step(labels: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        ignored = labels == -100
+        scores = scores * 1.0
+        total = sum([scores.masked_fill(ignored, 0.0).sum()])
+        scores.masked_fill_(ignored, 0.0)
+        return total / (labels.numel() - ignored.sum())
+
+    return record_model(nn.Identity(), step, labels=torch.full((6, 7), -100), scores=seeded(6, 7))
+
+
+def stacked() -> Snapshot:
+    """A batch stacked of samples by the loader, and a loss that is nan in a function of the loop."""
+
+    def ratio(years: torch.Tensor) -> torch.Tensor:
+        return years / (years - years)
+
+    @torch.no_grad()
+    def step(**samples: torch.Tensor) -> torch.Tensor:
+        for years in DataLoader(list(samples.values()), batch_size=3):
+            out = ratio(years)
+        return out
+
+    return record_model(nn.Identity(), step, a=torch.zeros(2), b=torch.zeros(2), c=torch.zeros(2))

@@ -48,7 +48,8 @@ CASES = (
 def context_of(snapshot: Snapshot, max_checks: int | None = None) -> Context:
     check = choose_check(None, snapshot)
     oracle = Oracle(check, Isolation(Task.of(Guarded(check), snapshot.settings)), max_checks=max_checks)
-    found = find_context(Candidate(snapshot.program, snapshot.tensors), snapshot.failure, oracle)
+    words = variables(snapshot.program.calls)
+    found = find_context(Candidate(snapshot.program, snapshot.tensors), snapshot.failure, oracle, words)
     assert found is not None
     return found
 
@@ -148,6 +149,20 @@ def test_the_gradient_of_a_sum_is_enough_with_plainer_numbers() -> None:
     context = context_of(models.zero_gradient())
     assert context.program.calls[-1].target == "torch.Tensor.backward"
     assert [item.role for item in context.program.inputs] == ["batch"]
+
+
+def test_a_number_of_elements_follows_the_sizes_and_dead_writes_go() -> None:
+    context = context_of(models.counted())
+    names = [call.name for call in context.program.calls]
+    assert names.count("masked_fill_") == 0 and "add" not in names and "__radd__" not in names
+    (labels,) = (context.tensors[item.value] for item in context.program.inputs if item.name == "labels")
+    (count,) = (call.args[1] for call in context.program.calls if call.name == "__rsub__")
+    assert count == labels.numel() < 6
+
+
+def test_a_batch_is_an_input_not_a_stack_of_samples() -> None:
+    context = context_of(models.stacked())
+    assert [call.name for call in context.program.calls] == ["sub", "div"]
 
 
 def test_functions_of_the_loop_are_functions() -> None:
@@ -373,6 +388,12 @@ def test_variables_are_read_from_assignments() -> None:
     assert named["softmax"] is None
 
 
+def test_calls_inside_a_library_have_no_variable() -> None:
+    line = "loss = self.smoother(outputs, labels)"
+    site = Site("train.py", 3, line, "main", library=("transformers/trainer_pt_utils.py", 479))
+    assert variables([Call("torch.Tensor.div", (Ref(0), Ref(1)), outputs=Ref(2), site=site)]) == {}
+
+
 def test_what_is_handed_on_is_not_what_the_line_assigns() -> None:
     program = models.distances_within().program
     made = {call.name: call.output_refs()[0] for call in program.calls if call.output_refs()}
@@ -389,6 +410,9 @@ def test_what_is_handed_on_is_not_what_the_line_assigns() -> None:
         ("z = self.norm(self.embed(x))", "layer_norm", True),
         ("z = torch.tanh(self.norm(self.embed(x)))", "tanh", True),
         ("z = net(x)", "linear", True),
+        ("z = net(x[:, 1:])", "getitem", False),
+        ("z = net(x / 255)", "div", False),
+        ("z = self.norm(x[0])", "layer_norm", True),
         ("z = F.relu(net(x))", "relu", True),
     ],
 )

@@ -56,6 +56,54 @@ def with_certainty(candidate: Candidate, index: int) -> Candidate | None:
     return replace(candidate, program=replace(candidate.program, calls=tuple(calls)))
 
 
+def with_result_given(candidate: Candidate, origin: int | None) -> Candidate | None:
+    """With the result of the first call that only prepares data in place of the call; ``None`` if there is none.
+
+    Such a call reads inputs without gradients alone, runs in no module, and is not written on the user's line: a batch
+    is stacked where the line has ``for x, y in loader``.
+    """
+    program = candidate.program
+    if origin is None:
+        return None
+    data = {item.value for item in program.inputs if not item.requires_grad and item.role == "batch"}
+    for index, call in enumerate(program.calls[:origin]):
+        is_data = set(call.input_refs()) <= data and isinstance(call.outputs, Ref)
+        if is_data and _prepares_data(call, program.calls[origin]):
+            (value,) = call.output_refs()
+            before = replace(candidate, program=replace(program, calls=program.calls[: index + 1], outputs=()))
+            made = record(before, frozenset((index,))).outputs[value]
+            inputs = program.inputs if value in data else (*program.inputs, Input(value, f"x{value}", "batch"))
+            calls = (*program.calls[:index], *program.calls[index + 1 :])
+            given = replace(candidate, program=replace(program, calls=calls, inputs=inputs))
+            return given.with_tensors({value: made}).pruned()
+    return None
+
+
+def _prepares_data(call: Call, origin: Call) -> bool:
+    """True for a call of a loader or a library outside of modules and of the origin's function."""
+    site, place = call.site, origin.site
+    if call.scope or site is None or place is None or call.mode.rng is not None or is_in_place(call.target):
+        return False
+    if site.library is not None:
+        return (site.file, site.function) != (place.file, place.function)
+    is_method = call.target.startswith("torch.Tensor.")  # which may be written as an operator
+    return not is_method and call.name not in site.code
+
+
+def without_dead_writes(candidate: Candidate) -> Iterator[Candidate]:
+    """Without one write in place whose result nothing reads afterwards, the last one first.
+
+    The value may be a view of another one that is read: only a run tells.
+    """
+    program = candidate.program
+    ends = {ref.value for ref in program.outputs}
+    for index, call in reversed(list(enumerate(program.calls))):
+        read = {value for later in program.calls[index + 1 :] for value in later.input_refs()} | ends
+        if is_in_place(call.target) and call.args and not read & written(call):
+            calls = (*program.calls[:index], *program.calls[index + 1 :])
+            yield replace(candidate, program=replace(program, calls=calls)).pruned()
+
+
 def without_unused(candidate: Candidate) -> Candidate:
     """Without the calls whose results nothing uses; in-place calls stay, for they may write through a view."""
     step, program = Step(candidate), candidate.program

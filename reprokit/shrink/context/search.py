@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -26,7 +26,9 @@ from reprokit.shrink.context.edits import (
     is_written,
     with_certainty,
     with_free_size,
+    with_result_given,
     with_sum,
+    without_dead_writes,
     without_unused,
 )
 from reprokit.shrink.context.identity import module_runs, without_call, without_module
@@ -49,13 +51,17 @@ _STRETCHES = 16
 _MIN_DRAWN = 9
 
 
-def find_context(whole: Candidate, failure: Failure, oracle: Oracle) -> Context | None:
+def find_context(
+    whole: Candidate, failure: Failure, oracle: Oracle, words: Mapping[int, str] | None = None
+) -> Context | None:
     """The context of a failure of ``whole``; ``None`` when no slice of the step fails alone.
 
-    When the budget of ``oracle`` ends early, the best so far is the answer.
+    ``words`` are variables of the user's by value, read from the step as it was captured: once calls of a line are
+    gone, the last one left is not what the line assigns. When the budget of ``oracle`` ends early, the best so far is
+    the answer.
     """
     started = time.monotonic()
-    start = _chosen(whole, failure, oracle)
+    start = _chosen(Step(whole, words or {}), failure, oracle)
     if start is None:
         return None
     limit = len(extraordinary(start))
@@ -74,9 +80,9 @@ def find_context(whole: Candidate, failure: Failure, oracle: Oracle) -> Context 
     return Context(best.program, tensors, problem.failure, drawn, not extraordinary(best), oracle.checks, seconds)
 
 
-def _chosen(whole: Candidate, failure: Failure, oracle: Oracle) -> Candidate | None:
+def _chosen(step: Step, failure: Failure, oracle: Oracle) -> Candidate | None:
     """The slice to start from, found in half of the time; what was recorded of the step is let go."""
-    choice = Choice(Step(whole), failure, oracle)
+    choice = Choice(step, failure, oracle)
     with contextlib.suppress(OutOfBudget), oracle.within(Budget(oracle.seconds_left / 2)):
         choice.run()
     return choice.best
@@ -92,6 +98,8 @@ class _Search:
     def run(self) -> None:
         """Everything in turn."""
         self._end_earlier(in_sum=True)
+        self._fold_data()
+        self._drop_sums_of_nothing()
         self._drop_randomness()
         self._drop_autocast()
         self._drop_layers()
@@ -108,6 +116,7 @@ class _Search:
                 self._seed(item.value)
         self._end_earlier(in_sum=False)
         self._try(without_unused(self._best), "without unused calls")
+        self._drop_dead_writes()
 
     @property
     def _best(self) -> Candidate:
@@ -134,6 +143,25 @@ class _Search:
             shorter = ending_earlier(self._best, origin, in_sum=in_sum)
             any(self._try(candidate, "a gradient of less") for candidate in shorter)
 
+    def _fold_data(self) -> None:
+        """Take as inputs what loaders and libraries made of the data, such as a batch stacked of its samples."""
+        while (folded := with_result_given(self._best, self.problem.failure.call_index)) is not None:
+            if not self._try(folded, "a result as an input"):
+                return
+
+    def _drop_dead_writes(self) -> None:
+        """Drop writes in place that nothing reads."""
+        while any(self._try(shorter, "without a write") for shorter in without_dead_writes(self._best)):
+            pass
+
+    def _drop_sums_of_nothing(self) -> None:
+        """Pass values by ``x + 0``, which Python's ``sum`` begins with."""
+        for call in self._best.program.calls:
+            if call.name in ("add", "__radd__") and call.args[1:] == (0,) and call in self._best.program.calls:
+                shorter = without_call(self._best, self._best.program.calls.index(call))
+                if shorter is not None:
+                    self._try(shorter, "without + 0")
+
     def _drop_randomness(self) -> None:
         """Let values pass random calls unchanged, as with a dropout of 0."""
         for call in self._best.program.calls:
@@ -155,7 +183,10 @@ class _Search:
         """Sizes as small as half of the time and a fixed number of checks allow; what is left is for the rest."""
         with contextlib.suppress(PartIsOver), self._oracle.within(Budget(self._oracle.seconds_left / 2, _SIZE_CHECKS)):
             simplify_recurrent(self.problem)
-            shrink_dimensions(self.problem)
+            before = None
+            while before is not self._best:  # an index of `gather` shrinks before what it looks up can
+                before = self._best
+                shrink_dimensions(self.problem)
 
     def _drop_layers(self) -> None:
         """Modules by identity, largest first; never the one of the origin and its own layers."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,7 +66,7 @@ class Slice:
         for value, index in self.boundary().items():
             old = known.get(value)
             call = self.step.program.calls[index]
-            name = old.name if old is not None else self.step.variables.get(value) or _name(call, value, inputs)
+            name = old.name if old is not None else self.step.words.get(value) or unique_name(call, value, inputs)
             needs_grad = self.is_differentiated and (index, value) in recording.needs_grad
             inputs.append(Input(value, name, old.role if old is not None else "batch", needs_grad))
             tensors[value] = recording.inputs[index, value]
@@ -139,13 +137,3 @@ class Slice:
                     inputs.append(Input(ref.value, key, "state"))
                     tensors[ref.value] = recording.inputs[self.update, ref.value]
         return replace(call, args=(), kwargs=content, outputs=None)
-
-
-def _name(call: Call, value: int, taken: Sequence[Input]) -> str:
-    """A name for what a call is given, other than those there are."""
-    name = unique_name(call, value, taken)
-    if name != f"x{value}":
-        return name
-    used = {item.name for item in taken}
-    words = itertools.chain("uvabcd", (f"x{number}" for number in itertools.count(1)))
-    return next(word for word in words if word not in used)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -10,7 +10,6 @@ from reprokit.program.functions import GRAD_WRITES, is_in_place
 from reprokit.program.ir import OPAQUE, ZERO_GRAD, Call, Program, Scope, iter_refs
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.context.layers import is_layer
-from reprokit.shrink.context.variables import variables
 from reprokit.shrink.recording import Recording, record
 
 _OWN_MODULE = 16
@@ -20,9 +19,10 @@ Place = tuple[tuple[Scope, ...], str]
 
 @dataclass
 class Step:
-    """The whole step, and who makes and who reads each of its values."""
+    """The step, and who makes and who reads each of its values; ``words`` are variables of the user's by value."""
 
     whole: Candidate
+    words: Mapping[int, str] = field(default_factory=dict)
     _recordings: dict[bool, Recording] = field(default_factory=dict)
 
     @property
@@ -99,11 +99,6 @@ class Step:
         call = self.program.calls[index]
         is_other = call.is_differentiation or call.is_optimizer_step or call.target in (OPAQUE, ZERO_GRAD)
         return not is_other and call.target not in GRAD_WRITES
-
-    @cached_property
-    def variables(self) -> dict[int, str]:
-        """What the user's code calls values."""
-        return variables(self.program.calls)
 
     def num_units(self, indexes: Iterable[int]) -> int:
         """How much there is to print of these calls: a layer counts once."""

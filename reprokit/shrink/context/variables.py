@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from reprokit.program.ir import Call, Ref, Site
 
+_COMPUTED = (ast.BinOp, ast.Call, ast.Compare, ast.Subscript, ast.UnaryOp)
 _ASSIGNED = re.compile(r"^([A-Za-z]\w*(?:\s*,\s*[A-Za-z_]\w*)*)\s+=\s+\S")
 
 
@@ -21,7 +22,8 @@ def variables(calls: Sequence[Call]) -> dict[int, str]:
     readers = first_readers(calls)
     for position, call in enumerate(calls):
         following = calls[position + 1] if position + 1 < len(calls) else None
-        is_last = call.site is not None and (following is None or _line(following) != _line(call))
+        is_shown = call.site is not None and call.site.library is None
+        is_last = is_shown and (following is None or _line(following) != _line(call))
         if is_last and not is_handed_on(call, readers):
             found.update(_assigned(call))
     return found
@@ -42,10 +44,10 @@ def first_readers(calls: Iterable[Call]) -> dict[int, list[tuple[int, Call]]]:
 
 
 def is_handed_on(call: Call, readers: Mapping[int, Sequence[tuple[int, Call]]]) -> bool:
-    """Whether the line gives the result to a function and assigns what that returns: ``loss = contrastive(net(x))``.
+    """True if the line passes the result to a function and assigns what that returns: ``loss = model(x[:, 1:])``.
 
-    The result's first reader is then in another function, and the line has a call within a call, of which the outer one
-    is neither this call nor the module that it ran in. ``readers`` is what `first_readers` found.
+    The result's first reader is then in another function, and the line has a call with an argument that is computed on
+    the line; that call is neither this one nor the module that it ran in. ``readers`` comes from `first_readers`.
     """
     outer = _receiver(call.site.code) if call.site is not None else None
     if call.site is None or outer is None:
@@ -59,17 +61,17 @@ def is_handed_on(call: Call, readers: Mapping[int, Sequence[tuple[int, Call]]]) 
 
 @functools.lru_cache(maxsize=256)
 def _receiver(code: str) -> str | None:
-    """The outermost function on a line that is given what another call returns, by the last part of its name."""
+    """The outermost function on a line with an argument that is computed there, by the last part of its name."""
     try:
         nodes = [node for node in ast.walk(ast.parse(code.strip())) if isinstance(node, ast.Call)]
     except (SyntaxError, ValueError):
         return None
-    return next((ast.unparse(node.func).rpartition(".")[2] for node in nodes if _is_given_a_call(node)), None)
+    return next((ast.unparse(node.func).rpartition(".")[2] for node in nodes if _has_computed_argument(node)), None)
 
 
-def _is_given_a_call(node: ast.Call) -> bool:
+def _has_computed_argument(node: ast.Call) -> bool:
     given = [*node.args, *(keyword.value for keyword in node.keywords)]
-    return any(isinstance(part, ast.Call) for argument in given for part in ast.walk(argument))
+    return any(isinstance(part, _COMPUTED) for argument in given for part in ast.walk(argument))
 
 
 def _function(site: Site) -> tuple[str, str]:

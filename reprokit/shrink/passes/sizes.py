@@ -7,24 +7,28 @@ then by bisection. Last, dimensions of size 1 go altogether.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from reprokit.shrink.arguments import leaves, with_leaf
+from reprokit.shrink.arguments import Path, leaves, with_leaf
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.constants import extremes, holds_large
 from reprokit.shrink.dimensions import Axis, Class, shorten_part, shrink_to
-from reprokit.shrink.indexes import parts_of
+from reprokit.shrink.indexes import Parts, parts_of
 from reprokit.shrink.passes.focus import bad_index, focus
 from reprokit.shrink.passes.integers import lower_integers
 from reprokit.shrink.passes.recurrent import simplify_recurrent
+from reprokit.shrink.probe import forms_of
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.search import delete_adaptively
 from reprokit.shrink.seeds import with_seeds
 
 _NUM_SEEDS = 4
+_ARITHMETIC = frozenset(["add", "sub", "mul", "div", "__rsub__", "__rtruediv__", "eq", "ne", "lt", "le", "gt", "ge"])
 _DIMENSION_WORDS = frozenset({"dim", "axis", "dims", "dim0", "dim1"})
 
 
@@ -58,12 +62,11 @@ def shorten_parts(problem: Problem) -> None:
     """Make the parts of flat tensors short, such as the labels of each sample in one row."""
     for parts in [found for call in problem.best.program.calls for found in parts_of(call, problem.best.tensors)]:
         for place, length in enumerate(parts.lengths(problem.best.tensors) or ()):
-            current = problem.best
+            delete_adaptively(range(length), partial(_try_part, problem, problem.best, parts, place))
 
-            def will_do(positions: list[int], start: Candidate = current, place: int = place) -> bool:
-                return problem.consider(shorten_part(start, parts, place, positions), f"a part of {len(positions)}")  # noqa: B023
 
-            delete_adaptively(range(length), will_do)
+def _try_part(problem: Problem, start: Candidate, parts: Parts, place: int, positions: list[int]) -> bool:
+    return problem.consider(shorten_part(start, parts, place, positions), f"a part of {len(positions)}")
 
 
 def _single_indexes(problem: Problem, classes: Sequence[Class]) -> Iterator[dict[Class, Sequence[int]]]:
@@ -190,8 +193,34 @@ def _slices(problem: Problem, kept: Mapping[Class, Sequence[int]]) -> list[Candi
     ordered = {group: _in_order(indexes) for group, indexes in kept.items()}
     plain = shrink_to(problem.best, ordered)
     if not problem.prober.refuses(plain, problem.best):
-        return [plain]
+        return [_with_counts(problem, plain), plain] if _counts(problem.best) else [plain]
     return [plain, shrink_to(problem.best, ordered, renumber=problem.renumbers)]
+
+
+def _counts(candidate: Candidate) -> list[tuple[int, Path, int]]:
+    """Integers above 1 that arithmetic works with, which may be a number of elements: ``60 - mask.sum()``."""
+    return [
+        (index, path, leaf)
+        for index, call in enumerate(candidate.program.calls)
+        if call.name in _ARITHMETIC
+        for path, leaf in leaves(call)
+        if isinstance(leaf, int) and not isinstance(leaf, bool) and leaf > 1
+    ]
+
+
+def _with_counts(problem: Problem, smaller: Candidate) -> Candidate:
+    """With integers that were the number of elements of a value of two dimensions or more set to that of now."""
+    ground, calls = problem.prober.ground(problem.best), list(smaller.program.calls)
+    if ground is None:
+        return smaller
+    candidates = (problem.best, smaller)
+    before, after = (problem.prober.shapes(c.program, forms_of(c), ground) or {} for c in candidates)
+    for index, path, count in _counts(problem.best):
+        values = [v for v, shape in before.items() if len(shape) > 1 and math.prod(shape) == count]
+        numbers = {math.prod(after[value]) for value in values if value in after}
+        if len(numbers) == 1 and 0 not in numbers:
+            calls[index] = with_leaf(calls[index], path, numbers.pop())
+    return replace(smaller, program=replace(smaller.program, calls=tuple(calls)))
 
 
 def _in_order(indexes: Sequence[int]) -> Sequence[int]:
