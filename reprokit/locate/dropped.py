@@ -9,17 +9,9 @@ from __future__ import annotations
 from collections.abc import Set
 
 from reprokit.locate.calls import short_name
+from reprokit.locate.domains import SPREADING
 from reprokit.locate.notes import Notes
 from reprokit.locate.ways import NAN
-
-# These spread a bad element over whole rows. Behind one of them a NaN is no branch that somebody computed to drop it.
-_LAYERS = frozenset([
-    "addbmm", "addmm", "baddbmm", "batch_norm", "bilinear", "bmm", "chain_matmul", "conv1d", "conv2d", "conv3d",
-    "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "einsum", "group_norm", "gru", "gru_cell",
-    "instance_norm", "layer_norm", "linear", "lstm", "lstm_cell", "matmul", "mm", "multi_dot",
-    "multi_head_attention_forward", "mv", "rms_norm", "rnn_relu", "rnn_relu_cell", "rnn_tanh", "rnn_tanh_cell",
-    "scaled_dot_product_attention", "tensordot",
-])  # fmt: skip
 
 
 def find_drop(
@@ -36,7 +28,7 @@ def find_drop(
         if led_to.isdisjoint(reads):
             continue
         if any(NAN in ways for ways in writes.values()) or not _reads_nan(reads, led_to):
-            if through_layers or short_name(notes.program.calls[index]) not in _LAYERS:
+            if through_layers or short_name(notes.program.calls[index]) not in SPREADING:
                 led_to.update(writes)
         elif index in differentiated:
             return index

@@ -1,24 +1,24 @@
 """What functions are defined to return at the edges of their domain, as rules over the values that a call was given.
 
-Elementwise functions are data, the rest one short function each. A rule answers with an `Edge` or ``None``.
+Functions of one argument are data (`locate/domains.py`), the rest one short function each. A rule returns an `Edge` or
+``None``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 
+from reprokit.locate.domains import DOMAINS, INFINITE, SLOPE_AT_ZERO
 from reprokit.locate.failure import Failure
 from reprokit.locate.signs.labels import too_long_target
 from reprokit.program.ir import Call, Ref, iter_refs
 from reprokit.shrink.exact import Origin
-
-Test = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Verdict(Enum):
@@ -75,17 +75,6 @@ class Given:
         return tuple(dict.fromkeys(argument.value for argument in arguments if isinstance(argument, Ref)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """A place where an elementwise function, or its derivative, is not finite. ``ways`` are what it gives there."""
-
-    test: Test
-    ways: tuple[str, ...]
-    words: str
-    fact: str
-    wanted: str
-
-
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value if value.layout is torch.strided else value.to_dense()
@@ -96,81 +85,17 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(list(value.values()))
 
 
-# -- elementwise functions ---------------------------------------------------------------------------------------------
-
-_INFINITE = ("+inf", "-inf")
 _INDEFINITE = "inf - inf and 0 * inf are NaN"
-_NEGATIVE = "for a negative number"
-_OUTSIDE = "outside of [-1, 1]"
-_ABOVE_ZERO, _INSIDE_UNIT = "an argument above zero", "an argument within (0, 1)"
-# fmt: off
-_NEGATIVE_ROOT = _Point(
-    lambda x: x < 0, ("nan",), _NEGATIVE, "a square root is not defined below zero",
-    "an argument that is never negative",
-)
-_LOG = (
-    _Point(lambda x: x < 0, ("nan",), _NEGATIVE, "a logarithm is not defined below zero", _ABOVE_ZERO),
-    _Point(lambda x: x == 0, ("-inf",), "for zero", "the logarithm of zero is -inf", _ABOVE_ZERO),
-)
-_OUTSIDE_ONE = _Point(
-    lambda x: x.abs() > 1, ("nan",), _OUTSIDE, f"it is not defined {_OUTSIDE}", "an argument within [-1, 1]"
-)
-_FORWARD_POINTS: dict[str, tuple[_Point, ...]] = {
-    **dict.fromkeys(("log", "log2", "log10"), _LOG),
-    **dict.fromkeys(("acos", "asin"), (_OUTSIDE_ONE,)),
-    "log1p": (
-        _Point(lambda x: x < -1, ("nan",), "for a number below -1", "log(1 + x) is not defined below -1",
-               "an argument above -1"),
-        _Point(lambda x: x == -1, ("-inf",), "for -1", "log(1 + x) is -inf at -1", "an argument above -1"),
-    ),
-    "sqrt": (_NEGATIVE_ROOT,),
-    "rsqrt": (
-        _NEGATIVE_ROOT,
-        _Point(lambda x: x == 0, ("+inf",), "for zero", "1 / sqrt(0) is infinite", _ABOVE_ZERO),
-    ),
-    "reciprocal": (
-        _Point(lambda x: x == 0, _INFINITE, "for zero", "1 / 0 is infinite", "an argument that is never zero"),
-    ),
-    "acosh": (
-        _Point(lambda x: x < 1, ("nan",), "for a number below 1", "it is not defined below 1",
-               "an argument of at least 1"),
-    ),
-    "atanh": (
-        _OUTSIDE_ONE,
-        _Point(lambda x: x.abs() == 1, _INFINITE, "at the edge of [-1, 1]", "it is infinite there",
-               "an argument inside (-1, 1)"),
-    ),
-    "logit": (
-        _Point(lambda x: (x < 0) | (x > 1), ("nan",), "outside of [0, 1]", "it is not defined there", _INSIDE_UNIT),
-        _Point(lambda x: (x == 0) | (x == 1), _INFINITE, "for 0 or 1", "it is infinite there", _INSIDE_UNIT),
-    ),
-}
-_ANY_WAY = ("nan", *_INFINITE)
-_EDGE_OF_ONE = _Point(
-    lambda x: x.abs() == 1, _ANY_WAY, "at the edge of [-1, 1]", "its derivative is infinite at -1 and 1",
-    "an argument inside (-1, 1)",
-)
-_AT_ZERO = _Point(
-    lambda x: x == 0, _ANY_WAY, "at zero", "its derivative is infinite at zero", "an argument away from zero"
-)
-_OVERFLOWING = _Point(
-    lambda x: x.exp().isinf(), _ANY_WAY, "where it overflows", "where it overflows its derivative is infinite too",
-    "an argument small enough for the dtype, also where the result is not used",
-)
-# fmt: on
-_BACKWARD_POINTS: dict[str, tuple[_Point, ...]] = {
-    **dict.fromkeys(("sqrt", "rsqrt", "log", "log2", "log10", "reciprocal"), (_AT_ZERO,)),
-    **dict.fromkeys(("acos", "asin", "atanh"), (_EDGE_OF_ONE,)),
-    **dict.fromkeys(("exp", "expm1"), (_OVERFLOWING,)),
-}
 
 
 def _elementwise(given: Given) -> Edge | None:
-    points = _BACKWARD_POINTS if given.failure.is_derivative else _FORWARD_POINTS
-    if not given.args or not isinstance(given.args[0], torch.Tensor) or given.args[0].is_complex():
+    domain = DOMAINS.get(given.name)
+    if domain is None or domain.operand != "x" or not given.args:
         return None
-    for point in points.get(given.name, ()):
-        if given.failure.way in point.ways and bool(point.test(given.args[0]).any()):
+    if not isinstance(given.args[0], torch.Tensor) or given.args[0].is_complex():
+        return None
+    for point in domain.backward if given.failure.is_derivative else domain.forward:
+        if given.failure.way in point.ways and bool(point.places(given.args[0]).any()):
             return Edge(point.words, with_zero(point.fact, given), point.wanted, given.value(0))
     return None
 
@@ -202,7 +127,7 @@ def _quotient(given: Given) -> Edge | None:
         return Edge("for 0 / 0", "0 / 0 is NaN", *never_zero)
     if way == "nan" and bool((above.isinf() & below.isinf()).any()):
         return Edge("for inf / inf", "inf / inf is NaN", "finite operands", given.value(0, 1))
-    if way in _INFINITE and bool(((above != 0) & at_zero).any()):
+    if way in INFINITE and bool(((above != 0) & at_zero).any()):
         return Edge("for a divisor of zero", "a number divided by zero is infinite", *never_zero)
     return None
 
@@ -215,7 +140,7 @@ def _power(given: Given) -> Edge | None:
     value = given.value(0)
     if given.failure.is_derivative:
         if bool(((base == 0) & (exponent < 1) & (exponent != 0)).any()):
-            return Edge("at zero", with_zero(_AT_ZERO.fact, given), "a base away from zero", value)
+            return Edge("at zero", with_zero(SLOPE_AT_ZERO, given), "a base away from zero", value)
         return None
     if given.failure.way == "nan" and bool(((base < 0) & (exponent != exponent.round())).any()):
         fact = "a negative number has no real power with a fractional exponent"
@@ -226,8 +151,6 @@ def _power(given: Given) -> Edge | None:
         )
     return None
 
-
-# -- functions of rows and matrices ------------------------------------------------------------------------------------
 
 _OVER_ROWS = {
     "softmax": "a row in which every score is -inf holds nothing to normalise, so exp(-inf) / sum is 0 / 0",

@@ -18,6 +18,7 @@ import torch
 
 from reprokit.errors import ReprokitError
 from reprokit.locate.calls import REVERSED, short_name
+from reprokit.locate.domains import INNER
 from reprokit.locate.failure import Drop, Failure
 from reprokit.locate.ways import ways_of
 from reprokit.program.functions import UnknownFunction, function_named
@@ -31,18 +32,6 @@ from reprokit.shrink.constants import is_number
 from reprokit.shrink.exact import Origin, origin_of
 from reprokit.shrink.naming import parameter_of
 
-# What overflows inside of a function whose result would fit: floating-point arithmetic, not a defect.
-_PRODUCTS = ("linear", "matmul", "mm", "mv", "bmm", "addmm", "addmv", "baddbmm", "dot", "einsum", "bilinear",
-             "conv1d", "conv2d", "conv3d", "rnn_relu", "rnn_tanh", "scaled_dot_product_attention")  # fmt: skip
-_SQUARES = ("norm", "vector_norm", "matrix_norm", "normalize", "mse_loss", "huber_loss", "cdist", "pairwise_distance",
-            "cosine_similarity", "std", "var", "std_mean", "var_mean", "batch_norm", "layer_norm", "group_norm",
-            "instance_norm", "rms_norm")  # fmt: skip
-_SUMS = ("sum", "mean", "nansum", "nanmean", "cumsum", "trace", "l1_loss", "embedding_bag", "segment_reduce",
-         "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
-         "adaptive_avg_pool3d")  # fmt: skip
-_PARTIAL = ("prod", "cumprod")
-_INNER = {**dict.fromkeys(_PRODUCTS, "products"), **dict.fromkeys(_SQUARES, "squares"), **dict.fromkeys(_SUMS, "sums"),
-          **dict.fromkeys(_PARTIAL, "partial products")}  # fmt: skip
 _NAMES_OF_EPS = ("eps", "epsilon")
 
 
@@ -139,7 +128,7 @@ def _compared(
         fact = f"the exact {what}, about {exact:.3g}, is above the largest {name} number, {limit:.5g}"
         words = f"for a {what if '`' not in what else 'value'} above {limit:.5g}"
         return Edge(words, fact, wanted, deciding)
-    inner = _INNER.get(given.name)
+    inner = INNER.get(given.name)
     if inner is not None and _bound(inner, read) > limit:
         fact = f"its {inner} overflow {name} on the way, whose largest number is {limit:.3g}"
         return Edge(f"where {inner} overflow {name}", fact, wanted, deciding)

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from reprokit.locate.calls import Slot, argument_at, short_name, slot_of
+from reprokit.locate.domains import DOMAINS
 from reprokit.locate.edits import Chain, Edited, Editor, guarded, with_argument
 from reprokit.locate.rewrites.registry import everywhere, guard, number_for, rewrite
 from reprokit.locate.scene import Scene
-from reprokit.locate.signs.edges import EDGES
 from reprokit.program.ir import Call, Device, Ref, Symbol, substitute
 
 _TESTS_FOR_NAN = ("isnan", "isfinite", "eq", "ne", "gt", "ge", "lt", "le")
@@ -79,13 +79,14 @@ def away_from_zero(scene: Scene, operand: Slot = "denominator", value: str | flo
 @rewrite
 def inside(scene: Scene) -> Edited | None:
     """The other half of a safe ``where``: give the origin a harmless argument where its result is dropped anyway."""
-    edge = EDGES.get(short_name(scene.call)) if scene.call is not None else None
-    if edge is None:
+    domain = DOMAINS.get(short_name(scene.call)) if scene.call is not None else None
+    edge = domain.edge if domain is not None else None
+    if domain is None or edge is None:
         return None
-    bound = number_for(scene, edge.operand, edge.bound)
+    bound = number_for(scene, domain.operand, edge.bound)
 
     def change(editor: Editor, call: Call) -> list[Call] | None:
-        slot = slot_of(call, edge.operand)
+        slot = slot_of(call, domain.operand)
         tested, before = argument_at(call, slot), list[Call]()
         if not isinstance(tested, Ref):
             return None
@@ -93,7 +94,7 @@ def inside(scene: Scene) -> Edited | None:
             size, tested = editor.call(call, "torch.abs", tested)
             before.append(size)
         found, mask = editor.call(call, f"torch.Tensor.{_TESTS[edge.test]}", tested, bound)
-        made = guarded(editor, call, slot, [("torch.Tensor.masked_fill", (mask, edge.harmless), {})])
+        made = guarded(editor, call, slot, [("torch.Tensor.masked_fill", (mask, domain.harmless), {})])
         return [*before, found, *made] if made is not None else None
 
     return everywhere(scene, change)

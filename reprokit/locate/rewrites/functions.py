@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from reprokit.locate.calls import argument_at, short_name, slot_of
+from reprokit.locate.domains import number_named
 from reprokit.locate.edits import Edited, Editor
 from reprokit.locate.graphs import (
     depends_on_gradients,
@@ -17,7 +18,6 @@ from reprokit.locate.graphs import (
 from reprokit.locate.rewrites.registry import everywhere, rewrite
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs.precision import root_of_squares
-from reprokit.locate.signs.registry import number_named
 from reprokit.program.functions import GRAD_READ
 from reprokit.program.ir import Call, Ref, iter_refs, substitute
 

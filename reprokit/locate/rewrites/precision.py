@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
+from reprokit.locate.domains import number_named
 from reprokit.locate.edits import Edited, Editor, converted
 from reprokit.locate.rewrites.registry import everywhere, rewrite
 from reprokit.locate.scene import Scene
-from reprokit.locate.signs.registry import number_named
 from reprokit.program.ir import Call, Ref, substitute
 
 _METHODS = {torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "bfloat16"}

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from reprokit.locate.calls import Slot, slot_of
+from reprokit.locate.domains import number_named
 from reprokit.locate.edits import Chain, Edited, Editor, at_siblings, guarded
 from reprokit.locate.scene import Scene
-from reprokit.locate.signs.registry import number_named
 from reprokit.program.ir import Call
 
 Change = Callable[[Editor, Call], list[Call] | None]

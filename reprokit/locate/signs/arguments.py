@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from reprokit.locate.calls import Slot, short_name, slot_of
+from reprokit.locate.domains import compare
 from reprokit.locate.scene import Scene, Seen
-from reprokit.locate.signs.registry import Numbers, compare, is_wanted, places, sign
+from reprokit.locate.signs.registry import Numbers, is_wanted, places, sign
 from reprokit.program.ir import iter_refs
 
 _TESTS = frozenset([

@@ -2,51 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from reprokit.locate.calls import Slot, argument_at, short_name, slot_of
+from reprokit.locate.domains import DOMAINS
 from reprokit.locate.scene import Branch, Scene
-from reprokit.locate.signs.registry import Numbers, compare, places, sign
+from reprokit.locate.signs.registry import Numbers, places, sign
 from reprokit.program.ir import Ref
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """Where an argument is at or beyond what a function, or its derivative, is defined for; and a harmless value.
-
-    ``test`` and ``bound`` are as in the catalogue; ``size``: of the magnitude.
-    """
-
-    operand: str
-    test: str
-    bound: str | float
-    harmless: float
-    size: bool = False
-
-
-EDGES = {
-    **dict.fromkeys(("log", "log2", "log10", "sqrt", "rsqrt"), Edge("x", "at_most", 0.0, 1.0)),
-    "log1p": Edge("x", "at_most", -1.0, 1.0),
-    **dict.fromkeys(("acos", "asin", "atanh"), Edge("x", "at_least", 1.0, 0.0, size=True)),
-    "acosh": Edge("x", "at_most", 1.0, 2.0),
-    **dict.fromkeys(("div", "reciprocal"), Edge("denominator", "equal", 0.0, 1.0)),
-    "pow": Edge("base", "at_most", 0.0, 1.0),
-    **dict.fromkeys(("exp", "expm1"), Edge("x", "above", "log_limit", 0.0)),
-    "exp2": Edge("x", "above", "log2_limit", 0.0),
-    **dict.fromkeys(("sinh", "cosh"), Edge("x", "above", "log_limit", 0.0, size=True)),
-}
 
 
 def danger(scene: Scene) -> torch.Tensor | None:
     """Where the origin's argument is at or beyond the edge of what it, or its derivative, is defined for."""
-    edge = EDGES.get(short_name(scene.call)) if scene.call is not None else None
-    values = scene.tensor(edge.operand) if edge is not None else None
-    if edge is None or values is None or not values.is_floating_point():
+    domain = DOMAINS.get(short_name(scene.call)) if scene.call is not None else None
+    values = scene.tensor(domain.operand) if domain is not None else None
+    if domain is None or values is None or not values.is_floating_point():
         return None
-    mask = compare(values.abs() if edge.size else values, {edge.test: edge.bound})
-    exponent = scene.tensor("exponent") if edge.operand == "base" else None
+    mask = domain.places(values)
+    exponent = scene.tensor("exponent") if domain.operand == "base" else None
     if exponent is not None:  # x ** 2 has a derivative everywhere
         mask = mask & ((exponent < 1) | (exponent != exponent.round()))
     return mask

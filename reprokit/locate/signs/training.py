@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from reprokit.locate.calls import short_name
+from reprokit.locate.domains import WEIGHTED
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs.registry import Numbers, is_wanted, sign
 
-_MATRIX_CALLS = ("linear", "matmul", "bmm", "mm", "addmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "mv",
-                 "rnn_relu", "rnn_tanh", "gru", "lstm")  # fmt: skip
 _TAIL = 20  # steps before the failure that are looked at
 
 
@@ -148,7 +147,7 @@ def grows_with_depth(scene: Scene, factor: float = 4.0, layers: int = 3) -> Numb
     sizes = [
         peak
         for number, peak in sorted(scene.peaks.items())
-        if peak > 0 and number < end and short_name(scene.program.calls[number]) in _MATRIX_CALLS
+        if peak > 0 and number < end and short_name(scene.program.calls[number]) in WEIGHTED
     ]
     if len(sizes) < layers:
         return None
