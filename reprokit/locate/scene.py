@@ -163,6 +163,13 @@ class Scene:
                 needed.update(earlier.input_refs())
         return found[::-1]
 
+    def upstream(self) -> set[int]:
+        """The values that the origin depends on; in a backward pass, and without an origin, those of the whole step."""
+        calls = self.program.calls
+        if self.call is not None and self.failure.phase == "forward":
+            calls = (self.call, *(calls[number] for number in self.behind()))
+        return {value for call in calls for value in call.input_refs()}
+
     def makers(self, role: Slot, depth: int = 1) -> Iterator[tuple[int, Call]]:
         """The calls that an argument of the origin comes from, views and casts skipped, up to ``depth`` back."""
         index, call = self.failure.call_index, self.call

@@ -124,6 +124,11 @@ def _compared(
     if exact is None:
         return Edge("", _why_open(dtype, is_backward), "other operands", deciding, verdict=Verdict.OPEN)
     wanted, what = f"operands small enough for {name}", _bad_name(given, origin)
+    converted = _too_large_to_convert(origin, dtype) if not is_backward else ()
+    if converted:
+        largest = max(float(origin.given[value].abs().max()) for value in converted)
+        fact = f"autocast converts an operand of up to {largest:.5g} to {name}, whose largest number is {limit:.5g}"
+        return Edge(f"for an operand above {limit:.5g}", fact, wanted, converted)
     if exact > limit:
         fact = f"the exact {what}, about {exact:.3g}, is above the largest {name} number, {limit:.5g}"
         words = f"for a {what if '`' not in what else 'value'} above {limit:.5g}"
@@ -134,6 +139,15 @@ def _compared(
         return Edge(f"where {inner} overflow {name}", fact, wanted, deciding)
     fact = f"float64 gives about {exact:.3g}, which {name} can hold"
     return Edge(f"although float64 gives {exact:.3g}", fact, "", deciding, verdict=Verdict.BETTER)
+
+
+def _too_large_to_convert(origin: Origin, dtype: torch.dtype) -> tuple[int, ...]:
+    """The operands that autocast cannot convert to ``dtype`` without overflow, if the call is finite without that."""
+    limit = torch.finfo(dtype).max
+    wide = {v: t for v, t in origin.given.items() if t.is_floating_point() and torch.finfo(t.dtype).max > limit}
+    clamped = {v: t.clamp(-limit, limit) for v, t in wide.items() if t.numel() and float(t.abs().max()) > limit}
+    is_cause = origin.call.mode.autocast and clamped and origin.is_finite_with(clamped)
+    return tuple(clamped) if is_cause else ()
 
 
 def _why_open(dtype: torch.dtype, is_backward: bool) -> str:

@@ -146,6 +146,11 @@ def half(*numbers: float) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.float16)
 
 
+def autocast_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.float16):
+        return F.linear(x, weight)
+
+
 HIDDEN = torch.tensor([[False, False], [True, True]])
 GRAPH = torch.eye(3).requires_grad_()
 
@@ -160,6 +165,7 @@ CASES: dict[str, Make] = {
     "acos-gradient-at-one": step(lambda x: torch.acos(x.clamp(-1, 1)).sum(), x=leaf(1.0, 0.5)),
     "inverse-hyperbolic-gradient": step(lambda x: torch.acosh(x).sum(), x=leaf(1.0, 2.0)),
     "log-gradient-at-zero": step(lambda x: x.log().clamp(min=-5.0).sum(), x=leaf(0.0, 2.0)),
+    "power-derivative-overflow": step(lambda x: (x**-2.0).clamp(max=5.0).sum(), x=leaf(1e-15, 2.0)),
     "derivative-overflow": step(lambda x: (1 / x).clamp(max=5.0).sum(), x=leaf(1e-22, 2.0)),
     "division-gradient-at-zero": step(lambda x: (1 / x).clamp(max=5.0).sum(), x=leaf(0.0, 2.0)),
     "rsqrt-gradient": step(lambda x: x.rsqrt().sum(), x=leaf(1e-30, 2.0)),
@@ -177,6 +183,8 @@ CASES: dict[str, Make] = {
     "norm-gradient-underflow": step(lambda x: torch.linalg.vector_norm(x, 3), x=leaf(1e-5, 0.0, dtype=torch.float16)),
     "half-sum-overflow": step(lambda x: torch.sum(x), x=torch.full((300, 500), 1.5).half()),
     "half-cast-overflow": step(lambda x: x.half() * 2, x=torch.tensor([1e6, 1.0])),
+    "half-operand-overflow": step(lambda x, w: autocast_linear(x, w).sum(), x=torch.full((1, 4), 7e4),
+                                  w=torch.full((1, 4), 1e-3)),
     "half-overflow": step(lambda x, w: F.linear(x, w).sum(), x=torch.full((1, 4), 300.0).half(),
                           w=torch.full((1, 4), 300.0).half()),
     "half-normalize-eps": step(lambda x: F.normalize(x, dim=1).sum(), x=torch.zeros(1, 3).half()),
@@ -300,6 +308,7 @@ MISSES: dict[str, str | Make] = {
     "inverse-hyperbolic-gradient": "acosh-below-one",
     "log-gradient-at-zero": "log1p-below-minus-one",
     "division-gradient-at-zero": "division-by-zero",
+    "power-derivative-overflow": step(lambda x: (x**2).sum(), x=leaf(-3e19, 2.0)),
     "derivative-overflow": "division-gradient-at-zero",
     "rsqrt-gradient": "rsqrt-of-zero",
     "logsumexp-gradient": step(lambda x, m: torch.logsumexp(x + m, 0) * 1e30 * 1e30, x=leaf(0.0, 0.0),
@@ -313,6 +322,8 @@ MISSES: dict[str, str | Make] = {
     "norm-gradient-underflow": step(lambda x: torch.linalg.vector_norm(x, 3) * 1e5, x=leaf(1.0, dtype=torch.float16)),
     "half-sum-overflow": "half-overflow",
     "half-cast-overflow": "half-overflow",
+    "half-operand-overflow": step(lambda x, w: autocast_linear(x, w).sum(), x=torch.full((1, 4), 6e4),
+                                  w=torch.ones(1, 4)),
     "half-overflow": "overflow",
     "half-normalize-eps": "cosine-similarity-gradient",
     "half-eps-lost": step(lambda x, y: x / (y - 1e-3), x=half(0.0, 1.0), y=half(1e-3, 1.0)),
@@ -405,7 +416,7 @@ MISSES: dict[str, str | Make] = {
     "exploding-activations": step(
         lambda x, w, last: F.linear(F.linear(F.linear(F.linear(x, w), w), w), last), x=torch.ones(1, 2),
         w=torch.full((2, 2), 0.5), last=torch.full((2, 2), 3e38)),
-    "huge-parameters": "overflow",
+    "huge-parameters": step(lambda x, w: (x * x) * w, x=torch.tensor([1e30]), w=leaf(1e30)),
     "recurrent-blowup": step(lambda x, h, a, b: torch.rnn_tanh(x, h, [a, b], False, 1, 0.0, False, False, False)[0],
                              x=torch.ones(2, 1, 2), h=torch.ones(1, 1, 2), a=torch.full((2, 2), 3e38),
                              b=torch.full((2, 2), -3e38)),

@@ -171,6 +171,24 @@ def test_a_result_that_the_dtype_could_hold_is_no_overflow() -> None:
     assert found.expected == "A finite result: float64 gives about 0, which float32 can hold."
 
 
+@pytest.mark.parametrize(
+    ("x", "weight", "words"),
+    [
+        ([[7e4]], [[0.0]], "for an operand above 65504"),
+        ([[7e4, -1e5]], [[0.1, 0.0]], "for an operand above 65504"),
+        ([[0.0]], [[7e4]], "for an operand above 65504"),
+        ([[6e4]], [[2.0]], "for a result above 65504"),
+        ([[1e5]], [[2.0]], "for a result above 65504"),
+    ],
+)
+def test_an_operand_that_autocast_cannot_convert(x: Any, weight: Any, words: str) -> None:
+    mode = Mode(autocast=(("cpu", "torch.float16"),))
+    call = Call(f"{F}.linear", (Ref(0), Ref(1)), outputs=Ref(2), mode=mode)
+    tensors = {0: torch.tensor(x), 1: torch.tensor(weight)}
+    found = expect(snapshot_of((Program((call,), (Input(0, "x"), Input(1, "weight")), (Ref(2),)), tensors)))
+    assert (found.words, found.owner) == (words, "own")
+
+
 def test_a_failure_that_does_not_happen_here_is_compared_with_float64() -> None:
     snapshot = one_call("torch.log", [-1.0])
     snapshot = replace(snapshot, tensors={0: torch.ones(1)})  # as on a machine whose log is wrong

@@ -48,7 +48,23 @@ def overflows(scene: Scene, halves: bool | None = None) -> Numbers | None:
     if halves is not None and halves != (is_half(result) and fits):
         return None
     more = "more than " if is_beyond else ""
-    return places(bad, more=more, largest=largest, limit=limit, times=largest / limit, dtype=dtype_name(result))
+    beyond = exact.abs() > limit
+    return places(beyond, more=more, largest=largest, limit=limit, times=largest / limit, dtype=dtype_name(result))
+
+
+@sign
+def operand_is_too_large(scene: Scene) -> Numbers | None:
+    """True if autocast converts a finite operand of the origin to a dtype that ends below it."""
+    result, call = scene.tensor("result"), scene.call
+    if result is None or call is None or not call.mode.autocast or not is_half(result):
+        return None
+    limit = torch.finfo(result.dtype).max
+    for operand in scene.arguments():
+        if operand.is_floating_point() and bool(operand.isfinite().all()):
+            beyond = operand.abs().double() > limit
+            if bool(beyond.any()):
+                return places(beyond, largest=float(operand.abs().max()), limit=limit, dtype=dtype_name(result))
+    return None
 
 
 @sign

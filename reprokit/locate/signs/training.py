@@ -104,9 +104,8 @@ def loss_was_growing(scene: Scene, factor: float = 10.0) -> Numbers | None:
         bound = max(abs(size) for _, size in before)
         others = [size for step, size in steps if low_step < step != high_step]
         if high > factor * max(bound, 1e-12) and max(others, default=-math.inf) > bound:
-            rate = next((row.get("lr") for row in reversed(scene.timeline) if _is_number(row.get("lr"))), None)
             return {"what": word, "low": low, "high": high, "from_step": low_step, "to_step": high_step,
-                    "lr": f", at a learning rate of {rate:.4g}" if rate is not None else ""}  # fmt: skip
+                    "lr": _last_rate(scene)}  # fmt: skip
     return None
 
 
@@ -120,21 +119,27 @@ def loss_exploded(scene: Scene, factor: float = 1000.0) -> Numbers | None:
     usual = max(statistics.median(size for _, size in before), 1e-12)
     if size < factor * usual or max(size for _, size in before) >= factor * usual:
         return None
-    rate = next((row.get("lr") for row in reversed(scene.timeline) if _is_number(row.get("lr"))), None)
-    words = f", at a learning rate of {rate:.4g}" if rate is not None else ""
-    return {"usual": usual, "size": size, "times": size / usual, "step": step, "from_step": before[-1][0], "lr": words}
+    return {"usual": usual, "size": size, "times": size / usual, "step": step, "from_step": before[-1][0],
+            "lr": _last_rate(scene)}  # fmt: skip
 
 
 @sign
 def parameters_are_huge(scene: Scene, bound: float = 1e6) -> Numbers | None:
-    """Whether parameters have left every usual range before the step."""
-    worst, name = 0.0, ""
+    """True if parameters that the origin depends on have left every usual range before the step."""
+    worst, name, upstream = 0.0, "", scene.upstream()
+    rate = _last_rate(scene, "; the update before was made at a learning rate of")
     for item in scene.program.inputs:
         values = scene.tensors[item.value]
-        if item.role == "parameter" and values.is_floating_point() and values.numel():
+        if item.role == "parameter" and item.value in upstream and values.is_floating_point() and values.numel():
             size = float(values.detach().abs().double().nan_to_num(0.0, 0.0, 0.0).max())
             worst, name = max((worst, name), (size, item.name))
-    return {"largest": worst, "input": f"`{name}`"} if worst >= bound else None
+    return {"largest": worst, "input": f"`{name}`", "lr": rate} if worst >= bound else None
+
+
+def _last_rate(scene: Scene, words: str = ", at a learning rate of") -> str:
+    """The learning rate of the last update behind these words; empty if none was noted."""
+    rate = next((row.get("lr") for row in reversed(scene.timeline) if _is_number(row.get("lr"))), None)
+    return f"{words} {rate:.4g}" if rate is not None else ""
 
 
 @sign
