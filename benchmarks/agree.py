@@ -224,7 +224,7 @@ def _compare_all(row: Row, snapshots: Mapping[str, Snapshot | None]) -> None:
 
 
 def differences(first: Snapshot | None, second: Snapshot | None) -> list[str]:
-    """What two snapshots do not have in common, in words."""
+    """The differences between two snapshots as text."""
     if first is None or second is None:
         return [] if first is second else ["captured"]
     one, other = _Plain(first), _Plain(second)
@@ -289,7 +289,7 @@ def same_endings(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 
 def answer(done: Ended) -> str:
-    """What a way of watching found, in a line."""
+    """The result of one watch mode in a line."""
     snapshot = done.snapshot
     if snapshot is None:
         return f"{SILENT}{f' ({done.said.strip()})' if done.said else ''}"

@@ -387,7 +387,7 @@ class Training:
             self.finish(step)
 
     def ending(self) -> list[torch.Tensor]:
-        """What the run leaves behind: state of modules and optimizers, gradients, generators."""
+        """The state at the end: modules, optimizers, gradients, generators."""
         states = [module.state_dict() for module in self.modules]
         gradients = [p.grad for module in self.modules for p in module.parameters() if p.grad is not None]
         options = [optimizer.state_dict() for optimizer in self.optimizers.values()]
@@ -397,7 +397,7 @@ class Training:
     # -- around the steps ------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """What changes between steps."""
+        """The lines between two steps."""
         loop, model = self.loop, self.model
         if loop.schedule == "by_hand":
             for optimizer in self.optimizers.values():
@@ -451,7 +451,7 @@ class Training:
             self.make_optimizers()
 
     def finish(self, step: int) -> None:
-        """What follows an update."""
+        """The lines after an update."""
         loop, model = self.loop, self.model
         if self.scheduler is not None:
             self.scheduler.step()
@@ -526,7 +526,7 @@ class Training:
         return batch
 
     def scores(self, batch: Batch) -> torch.Tensor:
-        """What the model says to a batch."""
+        """The expression that calls the model on a batch."""
         x = batch.x
         if self.cell is not None:
             assert self.memory is not None

@@ -25,7 +25,7 @@ def failing_series(timeline: Sequence[Row]) -> list[Row]:
 
 
 def has_several_optimizers(timeline: Sequence[Row]) -> bool:
-    """Whether optimizers take turns."""
+    """True if optimizers take turns."""
     return any("optimizer" in row for row in timeline)
 
 

@@ -1,6 +1,6 @@
 """``with reprokit.capture():`` — what ``reprokit capture`` does for a script, around a block of one's own code.
 
-Also the words in which a capture is told, which both share. This module imports torch only when a block is entered.
+Also the lines printed after a capture, which both share. This module imports torch only when a block is entered.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def capture(
 
 
 def captured_lines(path: Path, result: Mapping[str, Any], start: Path) -> list[str]:
-    """What was captured, where it is, and the command to go on with; paths as seen from the folder ``start``."""
+    """The failure, its file, and the next command; paths as seen from the folder ``start``."""
     shown = shown_path(path, start)
     place = place_line(result)
     told = [f"  {line}" for line in (place, cause_line(result)) if line is not None]

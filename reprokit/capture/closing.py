@@ -15,7 +15,7 @@ COMPILED = "which is compiled and not followed"  # part of a note
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a capture saw of a run of which nothing was saved.
+    """Counts of a run without a snapshot.
 
     ``num_steps`` are the updates, made by an optimizer or by hand; the loop has skipped ``num_skipped`` bad ones, of
     which the first was announced. ``unseen`` says in words what the capture cannot
@@ -53,7 +53,7 @@ def _ending(error: BaseException | None) -> str | None:
 
 
 def _reasons(seen: Seen) -> Iterator[str]:
-    """Why nothing could be judged, and what to do."""
+    """The reason why no step was checked, with a hint."""
     if not seen.has_torch:
         yield "torch was not imported"
         return

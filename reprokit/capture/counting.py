@@ -14,7 +14,7 @@ from reprokit.capture.state import parameters_of
 
 
 class Iterations:
-    """``completed`` iterations, and ``micro_step`` differentiations made in the one that is running."""
+    """``completed`` iterations, and ``micro_step`` backward calls made in the one that is running."""
 
     def __init__(self) -> None:
         self.completed = 0

@@ -25,7 +25,7 @@ class Entry:
     `zero_grad` set to zero, the places of the variables that the function of a transform reads.
     ``writes_state`` marks functions that write into parameters and buffers outside of optimizers: they are part of the
     state that the next forward begins with. ``writes_view`` marks writes into a view of another tensor. ``has_stepped``
-    marks differentiations inside which optimizers stepped. ``library`` is the line of a library that made the call, if
+    marks backward calls inside which optimizers stepped. ``library`` is the line of a library that made the call, if
     it was not made by the user's line itself. ``is_training`` is the training mode in which a module was called;
     ``forward`` is the attribute of that name that the module itself had, perhaps for this one call.
     ``is_skipped`` marks calls of a step that the loop has skipped since.
@@ -59,19 +59,19 @@ class Entry:
 
     @property
     def starts(self) -> list[torch.Tensor]:
-        """The tensors a differentiation starts from."""
+        """The tensors a backward call starts from."""
         return starts_of(self.args, self.kwargs)
 
     @property
     def gives_gradients(self) -> bool:
-        """Whether a differentiation is handed gradients, so that what it starts from is not a loss."""
+        """True if a backward call is handed gradients, so that what it starts from is not a loss."""
         position = 2 if self.name == AUTOGRAD_GRAD else 1
         given = self.args[position] if len(self.args) > position else None
         return given is not None or any(self.kwargs.get(name) is not None for name in _GIVEN_GRADIENTS)
 
     @property
     def keeps_graph(self) -> bool:
-        """Whether a differentiation leaves the graph, and all that it has saved, for later."""
+        """True if a backward pass retains the graph."""
         positions = _GRAPH_POSITIONS.get(self.name, ())
         given = [self.args[position] for position in positions if len(self.args) > position]
         return any((*given, *(self.kwargs.get(name) for name in ("retain_graph", "create_graph"))))
@@ -97,7 +97,7 @@ _GIVEN_GRADIENTS = ("gradient", "grad_tensors", "grad_outputs")
 
 
 def starts_of(args: Any, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a differentiation with these arguments starts from."""
+    """The tensors that a backward call with these arguments starts from."""
     first = args[0] if args else kwargs.get("tensors", kwargs.get("outputs"))
     return [first] if isinstance(first, torch.Tensor) else list(iter_tensors(first))
 
@@ -123,7 +123,7 @@ def generator_states(versions: Iterable[tuple[torch.Tensor, int]]) -> tuple[torc
 
 
 def is_among(tensor: torch.Tensor, versions: list[tuple[torch.Tensor, int]]) -> bool:
-    """Whether a tensor is one of the arguments."""
+    """True if a tensor is one of the arguments."""
     for known, _ in versions:  # noqa: SIM110 (a generator would cost more than the loop)
         if known is tensor:
             return True
@@ -131,7 +131,7 @@ def is_among(tensor: torch.Tensor, versions: list[tuple[torch.Tensor, int]]) -> 
 
 
 def new_tensors(entry: Entry, made: set[int]) -> list[torch.Tensor]:
-    """What an entry made: its outputs, but not what it was given from outside and only wrote into or handed back."""
+    """The new tensors of an entry: its outputs without tensors from outside that it wrote into or returned."""
     output = entry.output
     if output is None:
         return []
@@ -141,5 +141,5 @@ def new_tensors(entry: Entry, made: set[int]) -> list[torch.Tensor]:
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """What a replay calls: the module itself, without a wrapper that would wait for other processes."""
+    """The target of a replay: the module itself, without a wrapper that would wait for other processes."""
     return module.module if isinstance(module, torch.nn.parallel.DistributedDataParallel) else module

@@ -49,15 +49,15 @@ def _constant(message: str) -> str:
 
 
 def ends_training(error: BaseException | None) -> bool:
-    """Whether an exception is an error, not the normal end of a script or a wish of the user."""
+    """True if an exception is an error, not the normal end of a script or a wish of the user."""
     if isinstance(error, SystemExit):
         return error.code not in (None, 0)
     return isinstance(error, Exception)
 
 
 def cause_of(error: BaseException | None, last: BaseException | None) -> BaseException | None:
-    """What ended the script: behind an exit with an error the exception that was handled by it, or else the ``last``
-    one that came out of a step which has not been completed since."""
+    """The exception that ended the script: behind an exit with an error the exception that it handled, or
+    else the ``last`` one raised in a step that has not been completed since."""
     if not isinstance(error, SystemExit) or not ends_training(error):
         return error
     causes = [*chain(error), last]
@@ -67,7 +67,7 @@ def cause_of(error: BaseException | None, last: BaseException | None) -> BaseExc
 
 
 def describe(error: BaseException, entry: Entry | None, roots: Iterable[torch.nn.Module]) -> Raised:
-    """What is known of an exception; ``entry`` is what it came out of, if that was on the tape."""
+    """The facts about an exception; ``entry`` is the call that raised it, if that was on the tape."""
     frame, line = innermost_user_place(error)
     site = make_site(frame.f_code, line) if frame is not None else None
     phase = "backward" if entry is not None and entry.kind == "differentiate" else "forward"
@@ -86,7 +86,7 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def is_inside_step(entries: list[Entry]) -> bool:
-    """Whether the loop has begun to build a graph, so that a step is under way."""
+    """True if the loop has begun to build a graph, so that a step is under way."""
     return any(tensor.requires_grad for entry in entries for tensor in iter_tensors(entry.output)) or any(
         entry.kind == "module" and entry.output is None and entry.mode.grad for entry in entries
     )
@@ -119,7 +119,7 @@ def is_loss(differentiation: Entry, error: BaseException) -> bool:
 
 
 def _differentiated_variables(frame: FrameType) -> Iterator[Any]:
-    """What the variables hold that stand in calls of a `backward` in the code of a frame."""
+    """The values of variables in calls of `backward` in the code of a frame."""
     code = frame.f_code
     if kind_of_file(code.co_filename) != "user" or not any(name.endswith("backward") for name in code.co_names):
         return

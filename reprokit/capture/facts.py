@@ -1,4 +1,4 @@
-"""What the tape needs to know of a torch function, found once for each: its name, does it write, is it random."""
+"""Facts about a torch function, computed once for each: its name, if it writes, if it is random."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reprokit.program.ir import AUTOGRAD_BACKWARD
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What matters of a torch function; ``function`` is itself, without what a capture has put around it.
+    """Facts about a torch function; ``function`` is the original, without the wrapper of a capture.
 
     ``is_special``: it may be random, write, or make a tensor of numbers only.
     """

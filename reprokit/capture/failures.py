@@ -1,4 +1,4 @@
-"""What happens at a failure: the step is saved, the session is over, and the loop stops or goes on unwatched.
+"""Handling of a failure: the step is saved, the session is over, and the loop stops or goes on unwatched.
 
 Also what is only found when the block ends, an exception that ends it included, and how several processes save and stop
 together.
@@ -57,7 +57,7 @@ class Failures:
     ``snapshots`` are the files written and ``results`` their summaries. ``is_deliberate``: the step was saved because
     the script raised an exception of its own, so that nothing but the script says that it failed. ``suspects``
     are bad values that the loop may deal with itself; it has skipped ``num_skipped`` steps. ``_kept`` is the
-    step in which the buffers ``_kept_for`` (ids) went bad, while the training itself was finite.
+    step in which the buffers ``_kept_for`` (ids) became nan or inf, while the training itself was finite.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Failures:
         self._kept_for = set()
 
     def keep_bad_buffer(self) -> None:
-        """Keep the step in which a buffer went bad; it is saved if nothing else fails until the block ends."""
+        """Keep the step that made a buffer nan or inf; it is saved if nothing else fails until the block ends."""
         bad = [] if self._kept_for else self._judge.buffers()
         if not bad:
             return
@@ -104,10 +104,10 @@ class Failures:
             try:
                 self._kept = self._snapshot(noticed)
             except Exception as error:
-                self._session.complain(f"could not keep the step in which `{bad[0][0]}` went bad", error)
+                self._session.complain(f"could not keep the step in which `{bad[0][0]}` became nan or inf", error)
                 return
         self._session.say(
-            f"`{bad[0][0]}` went bad at step {self._kept.snapshot.step}; the loss and the gradients are finite, "
+            f"`{bad[0][0]}` became nan or inf at step {self._kept.snapshot.step}; loss and gradients are finite, "
             "so the step is saved when the training ends without another failure"
         )
 
@@ -151,7 +151,7 @@ class Failures:
                 self._session.say(f"{what}; training goes on (`--on skipped` saves such a step)")
 
     def _noticed(self, suspect: Suspect, frame: FrameType | None) -> Noticed:
-        """What was noticed when the suspect was seen."""
+        """The `Noticed` of the time when the suspect was seen."""
         self._training.timeline.loss = suspect.loss
         return Noticed(suspect.observed_at, frame, suspect.pending, last=suspect.last)
 
@@ -165,7 +165,7 @@ class Failures:
                 self._save(self._noticed(suspect, frame))
             elif guilty:
                 session.leave()
-                session.say(f"the loss went bad on rank {guilty[0]}, which saves its step")
+                session.say(f"the loss is nan or inf on rank {guilty[0]}, which saves its step")
             else:
                 self._save(Noticed("gradient", frame), self._is_ours if is_seen_by_all else None)
                 ranks.tell(False)  # in case that it could not find out: the others wait for an answer
@@ -238,16 +238,16 @@ class Failures:
         return self._save(Noticed("exception", frame, raised=described))
 
     def _is_ours(self, snapshot: Snapshot) -> bool:
-        """Whether this process's own step made the bad gradient that all of them have after averaging."""
+        """True if this process's own step made the bad gradient that all of them have after averaging."""
         own, ranks = _has_origin(snapshot), self._training.ranks
         ranks.tell(own)
         guilty, rank = ranks.hear(), ranks.rank
         if guilty and rank not in guilty:
-            self._session.say(f"the gradients went bad on rank {guilty[0]}, which saves its step")
+            self._session.say(f"a gradient is nan or inf on rank {guilty[0]}, which saves its step")
         return rank in guilty or (not guilty and rank == 0)
 
     def _snapshot(self, noticed: Noticed) -> Made:
-        """The failing step; the one in which a buffer went bad before, if that is where the failure comes from."""
+        """The failing step; the step that made a buffer nan or inf before, if the failure comes from that buffer."""
         if noticed.observed_at == "output" and noticed.pending is None and self._kept is not None:
             return self._kept
         made = snapshot_of(self._training, noticed, self._command, {"watch": self._judge.watch})
@@ -256,7 +256,7 @@ class Failures:
         return replace(made, snapshot=self._place.private(made.snapshot))
 
     def _announcement(self, noticed: Noticed) -> str:
-        """What was noticed, at which step, and what is done now, which may take long."""
+        """The line before the replay, which may take long: the failure and its step."""
         starts = noticed.pending.starts if noticed.pending is not None else []
         if noticed.raised is not None:
             what = f"{noticed.raised.type} was raised"

@@ -56,7 +56,7 @@ def _noted(snapshot: Snapshot, path: Path, differences: Mapping[str, bool]) -> S
 
 
 def _differences(snapshot: Snapshot, losses: Mapping[int, torch.Tensor]) -> Iterator[tuple[str, bool]]:
-    """What differs from training, in words, and whether it is only a matter of rounding."""
+    """The differences from training as text, and True if they are rounding only."""
     program, tensors, failure = snapshot.program, snapshot.tensors, snapshot.failure
     outcome = run(program, tensors, keep=frozenset(losses))
     if outcome.error is not None and failure.kind != EXCEPTION:

@@ -23,7 +23,7 @@ class GeneratorWatch:
 
     @property
     def is_looking(self) -> bool:
-        """Whether the next forward matters."""
+        """True if the next forward matters."""
         return self._is_drawn or self._looks_left > 0
 
     def before_module(self) -> None:

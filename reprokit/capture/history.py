@@ -90,7 +90,7 @@ class History:
         return True
 
     def _hold(self, owner: object) -> None:
-        """Keep an owner of state alive until the next copy, so that the end of a script can still be judged."""
+        """Keep an owner of state alive until the next copy, so that the check at the end of a script still finds it."""
         self._held.append(owner)
         self._has_grown = self.num_copies > 0
 
@@ -202,7 +202,7 @@ class History:
         self._step_bytes += step.num_bytes
 
     def is_due(self, now: float) -> bool:
-        """Whether it is time to check everything and to take the next copy."""
+        """True if it is time to check everything and to take the next copy."""
         if self._has_grown or self._step_bytes > DEFAULT_STEP_BYTES or len(self.steps) >= MOST_STEPS:
             return True
         if self._every:
@@ -267,7 +267,7 @@ class History:
 
 
 def is_unmade(module: torch.nn.Module) -> bool:
-    """Whether parts of a module get their shapes from the first batch; such a one is met when it has them."""
+    """True if parts of a module get their shapes from the first batch; such a one is met when it has them."""
     return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
 
 
@@ -278,5 +278,5 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _is_changing(tensor: torch.Tensor) -> bool:
-    """Whether training is expected to change it: everything but frozen parameters."""
+    """True if training is expected to change it: everything but frozen parameters."""
     return tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)

@@ -69,7 +69,7 @@ class Hooks:
         self._undo.append(redirect_warnings())
 
     def removals(self) -> list[Callable[[], None]]:
-        """What takes the hooks away: each to be called once, whether or not another one fails."""
+        """The functions that remove the hooks: each is called once, even if another one fails."""
         undo, self._undo = self._undo[::-1], []
         return undo
 
@@ -110,7 +110,7 @@ class Hooks:
         self._replace(threading.Thread, "start", start)
 
     def _watch_compiler(self) -> None:
-        """Be told when the loop calls something that is compiled just then, as soon as the compiler is loaded."""
+        """Register a callback for the start of a compilation, as soon as the compiler is loaded."""
         told, original = self._stepping.before_compiling, torch.compile
 
         def register() -> None:

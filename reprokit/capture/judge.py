@@ -1,4 +1,4 @@
-"""What is judged when: the loss in every step, the gradients as far as that is cheap, everything when a copy is due."""
+"""The checks of a step: the loss always, gradients as far as that is cheap, everything when a copy is due."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Judge:
     """Answers whether a step is bad; all answers are "no" unless values ``matter``.
 
     ``clipped`` is the norm that the loop clipped its gradients by, since the last look at them. While ``is_urgent``
-    everything is judged at once.
+    everything is checked at once.
     """
 
     def __init__(self, training: Training, watch: Watch, *, matter: bool) -> None:
@@ -40,7 +40,7 @@ class Judge:
         self._later.forget()
 
     def start(self, entry: Entry) -> Literal["now", "before"] | None:
-        """``now`` if what a differentiation starts from is bad, ``before`` if something was bad some steps ago."""
+        """``now`` if what a backward call starts from is bad, ``before`` if something was bad some steps ago."""
         training, starts = self._training, entry.starts
         first = starts[0]
         is_plain = len(starts) == 1 and first.numel() == 1 and not training.scalers.is_used and len(entry.args) == 1
@@ -65,7 +65,7 @@ class Judge:
 
     @property
     def _can_wait(self) -> bool:
-        """Whether a bad value may be found later, because the user wants it so and one can go back."""
+        """True if a bad value may be found later, because the user wants it so and one can go back."""
         return self.watch == "deferred" and self._training.history.is_complete and not self.is_urgent
 
     def gradients(self, optimizer: torch.optim.Optimizer, are_scaled: bool) -> bool:

@@ -39,7 +39,7 @@ class Names:
         self._roots.append(module)
 
     def add_arguments(self, entry: Entry, *, plain: bool = False) -> None:
-        """What a root module was called with, by the names of its forward's parameters.
+        """The arguments of a root module, by the parameter names of its forward.
 
         ``plain`` names such as torch's own ``input`` say less than those of the loop's variables, which may come
         before.

@@ -1,4 +1,4 @@
-"""What the user calls modules and optimizers: variables, attributes of objects, entries of containers, parts of models.
+"""Names of modules and optimizers in the user's code: variables, attributes, items of containers, submodules.
 
 A name is looked for only where there are several and a reader has to tell them apart.
 """
@@ -52,13 +52,13 @@ def names_of(owners: Sequence[object], frame: FrameType | None) -> dict[int, str
 
 
 def _as_far_as_it_goes(named: Iterator[Named]) -> Iterator[Named]:
-    """What is found before an object of the user's raises at being looked at: a missing name loses no snapshot."""
+    """The items up to the first error that an object of the user's raises: a missing name loses no snapshot."""
     with contextlib.suppress(Exception):
         yield from named
 
 
 def _named(frame: FrameType | None) -> Iterator[Named]:
-    """What the user's running functions can reach by a name, the best name first: those of the script's own level."""
+    """The objects that the user's running functions reach by a name, best name first: those at the script's level."""
     variables = [item for running in reversed(_user_frames(frame)) for item in list(running.f_locals.items())]
     attributes = [item for _, value in variables for item in _attributes(value)]
     direct = [(name, value) for name, value in (*variables, *attributes) if name != "self" and not name.startswith("_")]

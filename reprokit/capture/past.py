@@ -248,7 +248,7 @@ class _Freezing:
         )
 
     def _all_frozen(self, values: Iterable[Any]) -> list[Any]:
-        """What stands for arguments or results."""
+        """The flat form of arguments or results."""
         frozen, found = self.frozen, []
         for value in values:
             if type(value) in ATOMS:
@@ -261,13 +261,13 @@ class _Freezing:
         return found
 
     def _light(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands for a tensor inside of something else, where only a tensor can."""
+        """The flat form of a tensor inside another object that must hold a tensor."""
         known = self.frozen.get(id(tensor))
         frozen = self._freeze(tensor) if known is None else known
         return frozen if isinstance(frozen, torch.Tensor) else self._freezer.stand_in(frozen)
 
     def _freeze(self, tensor: torch.Tensor) -> torch.Tensor | Made:
-        """What stands for a tensor that is met for the first time."""
+        """The flat form of a tensor that is new."""
         key = id(tensor)
         result: torch.Tensor | Made = tensor
         if key in self._made:
@@ -296,7 +296,7 @@ def _names_of(kwargs: dict[str, Any]) -> tuple[str, ...]:
 
 
 def split(entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
-    """What the loop changed by hand before the step's first forward, and the rest."""
+    """The manual changes before the first forward pass of the step, and the rest."""
     first = next((n for n, e in enumerate(entries) if e.kind in _FORWARDS), len(entries))
     end = max((n + 1 for n in range(first) if entries[n].writes_state), default=0)
     return entries[:end], entries[end:]

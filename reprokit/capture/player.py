@@ -53,7 +53,7 @@ class Player:
         return map_tensors(entry.args, change), map_tensors(entry.kwargs, change)
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands for a tensor whose graph is not used."""
+        """The replacement of a tensor whose graph is not used."""
         if id(tensor) in self._new or not tensor.requires_grad or is_leaf(tensor):
             return self.stand_in(tensor)
         value = self._values.get(id(tensor))
@@ -72,7 +72,7 @@ class Player:
             self._made.add(id(old))
 
     def made(self, ids: Set[int]) -> dict[int, torch.Tensor]:
-        """What the step made of the tensors with these ids."""
+        """The values of the tensors with these ids after the step."""
         return {key: self._new[key] for key in ids if key in self._new}
 
     def _play_module(self, entry: Entry, args: Any, kwargs: Any) -> Any:
@@ -152,7 +152,7 @@ class Player:
                 delattr(optimizer, name)
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What stands for a tensor of the loop in the replay."""
+        """The tensor of the replay for a tensor of the loop."""
         known = self._new.get(id(tensor))
         if known is not None:
             return known
@@ -198,7 +198,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def is_same(seen: torch.Tensor | float, new: torch.Tensor) -> bool:
-    """Whether a tensor has the value that was seen; a single real number may have been kept as a float."""
+    """True if a tensor has the value that was seen; a single real number may have been kept as a float."""
     if isinstance(seen, torch.Tensor):
         return same_bits(seen, new)
     value = new.detach().item()

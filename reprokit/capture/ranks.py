@@ -1,4 +1,4 @@
-"""Training in several processes: whose step went bad, and how all of them stop together.
+"""Training in several processes: finds the rank whose step failed, and stops all ranks together.
 
 Nothing is exchanged while training with averaged gradients is healthy. A rank whose loss is bad writes that into the
 store the process group was made with and goes on into its backward pass, because the others wait there. After the
@@ -22,8 +22,8 @@ _PATIENCE = datetime.timedelta(minutes=10)
 
 
 class Ranks:
-    """What this process knows of the others. ``is_parallel``: gradients are averaged over processes; ``is_sharded``:
-    parameters are spread over them, so that even a forward needs all."""
+    """The state of the other processes as seen from this one. ``is_parallel``: gradients are averaged over processes;
+    ``is_sharded``: parameters are spread over them, so that even a forward needs all."""
 
     _runs = 0
 
@@ -54,7 +54,7 @@ class Ranks:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this process trains by itself."""
+        """True if this process trains by itself."""
         return not (self.is_parallel or self.is_sharded)
 
     def accuse(self, step: int) -> None:
@@ -70,7 +70,7 @@ class Ranks:
             self._store.delete_key(self._key("accused", step))
 
     def is_accused(self, step: int) -> bool:
-        """Whether the loss of any rank is bad in this step."""
+        """True if the loss of any rank is bad in this step."""
         return self._store is not None and self._has("accused", step)
 
     def guilty(self) -> list[int]:
@@ -84,7 +84,7 @@ class Ranks:
             self._store.set(self._key("finding", self.rank), "guilty" if is_guilty else "innocent")
 
     def hear(self) -> list[int]:
-        """The ranks whose own steps made a bad gradient, once all have told; none, at once, if some rank is not
+        """The ranks whose own steps made a bad gradient, once all have reported; none, at once, if some rank is not
         watched."""
         if not self._are_all("watches"):
             return []

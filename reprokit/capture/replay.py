@@ -67,7 +67,7 @@ def replay(
     """Run ``entries`` again and record them.
 
     ``saved`` holds what outside tensors contained before the loop wrote into them. ``perform_last`` is false when the
-    last entry is a differentiation that the loop did not come to, because its start was already bad; ``raises`` is true
+    last entry is a backward call that the loop did not come to, because its start was already bad; ``raises`` is true
     when the last entry is expected to raise. ``state`` are the ids of tensors that the caller has put back.
     ``root_names`` are those of the tracer. ``keep`` is an entry to run in any case.
     """
@@ -96,7 +96,7 @@ def replay(
 
 
 def needed_entries(entries: list[Entry], keep: Entry | None = None) -> list[Entry]:
-    """Those entries that differentiations, optimizer steps and ``keep`` depend on, in order."""
+    """Those entries that backward calls, optimizer steps and ``keep`` depend on, in order."""
     if not any(entry.kind == "differentiate" for entry in entries):
         return entries
     grads = gradients_read(entries)
@@ -141,7 +141,7 @@ class _Recorder(Player):
         self._perform = True
 
     def record(self, entry: Entry, *, perform: bool) -> None:
-        """Do what the entry says and record it; a differentiation may be recorded without being performed."""
+        """Do what the entry says and record it; a backward call may be recorded without being performed."""
         self.tracer.outer_site = make_site(entry.code, entry.line, entry.library) if entry.code is not None else None
         self.tracer.outer_scope = ()
         self._perform = perform
@@ -200,7 +200,7 @@ class _Recorder(Player):
         return replace(call, kwargs=content, phase="optimizer")
 
     def _is_from_program(self, parameter: torch.Tensor) -> bool:
-        """Whether the program itself computes a gradient, which is not what `zero_grad` has left of an older one."""
+        """True if the program itself computes a gradient, which is not what `zero_grad` has left of an older one."""
         left = self._zeroed.get(id(parameter))
         is_left = left is not None and left[0] is parameter.grad and left[0]._version == left[1]
         return self._differentiated and not is_left
@@ -237,7 +237,7 @@ class _Recorder(Player):
             self.tracer.phase = "forward"
 
     def _compare_starts(self, entry: Entry, args: Any, kwargs: Any) -> None:
-        """Is what the differentiation starts from the same as in the loop?"""
+        """Is what the backward call starts from the same as in the loop?"""
         olds = entry.settings if entry.settings is not None else entry.starts
         for old, new in zip(olds, starts_of(args, kwargs), strict=False):
             if (entry.settings is not None or old.numel()) and not is_same(old, new):

@@ -47,9 +47,9 @@ NOT_OF_TORCH = "the exception was raised by code that is no torch call, so runni
 
 @dataclass(frozen=True)
 class FailedStep:
-    """What a session knows of the step that failed.
+    """The state of the step that failed.
 
-    ``pending`` is the differentiation that was not begun because its start was bad. ``buffers`` and ``generators`` lead
+    ``pending`` is the backward call that was not begun because its start was bad. ``buffers`` and ``generators`` lead
     back to where the step began; ``buffers`` is ``None`` when the state is there already. ``raised`` is the exception
     that ended the step, with the place it was raised at. ``likewise`` are entries of a step whose variables are still
     there to name tensors by. ``lead`` is what the loop did by hand before, which parameters hold already and
@@ -80,7 +80,7 @@ class FailedStep:
 
     @property
     def all_entries(self) -> list[Entry]:
-        """What the loop did, and what it was about to do."""
+        """The operations of the loop, the last of them not yet run."""
         return [*self.entries, *([self.pending] if self.pending is not None else [])]
 
 
@@ -184,7 +184,7 @@ _LOOKS_BACK = 8  # calls: a check such as `not torch.isfinite(x).all()`, and wha
 
 
 def _without_last(program: Program) -> Program:
-    """The program with the start of its last differentiation as output, in place of the differentiation."""
+    """The program with the start of its last backward call as output, in place of the backward call."""
     *calls, last = program.calls
     return replace(program, calls=tuple(calls), outputs=tuple(iter_refs(last.args)))
 
@@ -216,7 +216,7 @@ def snapshot_without_replay(step: FailedStep, frame: FrameType | None) -> Snapsh
 
 
 def _unexplained(step: FailedStep) -> Failure:
-    """What is known of a failure that the replay did not show."""
+    """A failure that the replay did not reproduce, from the values seen in training."""
     phase = _PHASES.get(step.observed_at, "forward")
     raised = step.raised
     if raised is not None:
@@ -276,7 +276,7 @@ def _running_file() -> Path | None:
 
 
 def _why_not_again(replayed: Replayed) -> Iterator[str]:
-    """What to say when the replay is fine although the step was not."""
+    """The note for a replay that is finite although the step was not."""
     yield "the failure did not occur again when the step was replayed"
     opaque = dict.fromkeys(call.kwargs["name"] for call in replayed.program.calls if call.target == OPAQUE)
     if opaque:

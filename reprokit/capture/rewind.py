@@ -1,4 +1,4 @@
-"""Going back in time: from the last copy of the state, play the steps since, and find the first one that goes bad.
+"""Going back in time: from the last copy of the state, play the steps since, and find the first one with a nan or inf.
 
 Everything is checked in every step that is played. What training saw (its losses) is compared bit for bit with what the
 replay sees, and a step is believed only if the replay agrees with training in it and up to the next loss after it. The
@@ -34,7 +34,7 @@ from reprokit.program.run import Modes
 class Found:
     """The first bad step: ``entries`` lead from the state that has been put back to what was ``observed_at``.
 
-    ``pending`` is the differentiation whose start was bad, which is not to be performed. ``keep`` is the entry that
+    ``pending`` is the backward call whose start was bad, which is not to be performed. ``keep`` is the entry that
     ruined a part of the state that was watched. ``saved`` holds outside tensors as they were, and what earlier steps
     made. ``notes`` say what differed from training on the way.
     """
@@ -51,8 +51,8 @@ class Found:
 class Rewind:
     """Plays the steps of a history. ``going_back`` is the context in which the live state is borrowed.
 
-    Looks for the step in which one of the ``ruined`` parts of the state goes bad, if there are any; else for the first
-    bad loss, gradient or parameter.
+    Looks for the step that makes one of the ``ruined`` parts of the state nan or inf, if there are any; else for the
+    first bad loss, gradient or parameter.
     """
 
     def __init__(self, history: History, steps: list[PastStep], ruined: Sequence[torch.Tensor] = ()) -> None:
@@ -113,7 +113,7 @@ class Rewind:
     def _play(
         self, step: PastStep, player: Player, saved: dict[int, torch.Tensor]
     ) -> tuple[Found | None, list[Entry]]:
-        """What is bad in a step, and the entries that were not played."""
+        """The nan or inf tensors of a step, and the entries that were not played."""
         lead, rest = split(step.entries)
         with Modes() as modes, python_generators_restored(step.generators):
             if self._ruined:
@@ -212,7 +212,7 @@ class Rewind:
         return None
 
     def _compare(self, player: Player, entry: Entry, step: PastStep) -> bool:
-        """True if what a differentiation starts from is what training saw; a difference becomes a note."""
+        """True if the backward pass starts from the same value as in training; a difference becomes a note."""
         starts = [(old, player.stand_in(start)) for old, start in zip(entry.settings or (), entry.starts, strict=False)]
         differ = [(old, new) for old, new in starts if not is_same(old, new)]
         self.notes += [describe_mismatch(f"the loss of step {step.completed}", old, new) for old, new in differ]
@@ -231,7 +231,7 @@ class Rewind:
 
 
 def _without_update(entries: list[Entry], where: str, keep: Entry | None = None) -> list[Entry]:
-    """``entries`` without the update behind the last differentiation and ``keep``, unless it made a parameter bad."""
+    """``entries`` without the update behind the last backward call and ``keep``, unless it made a parameter bad."""
     if where == "loss" or (where == "parameter" and keep is None):
         return entries
     last = max((n for n, e in enumerate(entries) if e.kind == "differentiate" or e is keep), default=len(entries))

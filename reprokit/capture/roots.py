@@ -102,7 +102,7 @@ class RootCalls:
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def is_root_call(self) -> bool:
-        """Whether a module called now is called by the loop itself; the first thread that trains is the one watched."""
+        """True if a module called now is called by the loop itself; the first thread that trains is the one watched."""
         mode = self._mode
         if mode.depth or not mode.enabled or _tracing_state() is not None or _peek_transforms() is not None:
             return False

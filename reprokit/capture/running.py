@@ -26,16 +26,16 @@ _SWEEP_AT = 32
 
 
 class Listener(Protocol):
-    """Who is told of what happens in a step, and may stop the loop then."""
+    """Receives the events of a step; may raise to stop the loop."""
 
     def meet_module(self, module: torch.nn.Module) -> None:
         """A root module that is not known, or not for good, is about to be called."""
 
     def judge_start(self, entry: Entry) -> None:
-        """A differentiation is about to run."""
+        """A backward call is about to run."""
 
     def finish_differentiation(self, entry: Entry) -> None:
-        """A differentiation is over, and noted."""
+        """A backward call is over, and noted."""
 
     def read_bad(self, tensor: torch.Tensor) -> None:
         """The loop has read a number or a test from which it knows of a bad value."""
@@ -55,7 +55,7 @@ class RunningStep:
 
     ``raised`` is the last exception that came out of something the loop called, with its entry. ``is_hand_updated``
     says whether the loop has changed parameters itself. ``suspect`` is a bad value that the loop may still deal with.
-    ``on_lost(entries)`` is told what was let go of as of no use.
+    ``on_lost(entries)`` is called with dropped entries.
     """
 
     def __init__(self) -> None:

@@ -36,14 +36,14 @@ NOT_REPLAYED = (
     "the parameters are spread over several processes, so the step could not be replayed in one; "
     "the snapshot holds what the step was given"
 )
-NOT_SHOWN = "playing the steps since the last copy did not show when the state went bad"
+NOT_SHOWN = "replaying the steps since the last copy did not show which one made the state nan or inf"
 
 
 @dataclass(frozen=True)
 class Noticed:
-    """What was noticed: where, in which frame the loop stands, the differentiation that was not begun, the exception.
+    """The place of a failure: kind of tensor, frame of the loop, the backward call that was not started, the exception.
 
-    ``is_late``: it has happened some steps ago. An ``output`` with a pending differentiation is the start of that: the
+    ``is_late``: it has happened some steps ago. An ``output`` with a pending backward call is the start of that: the
     loop gave up over a value, and nothing says that it is a loss. ``last`` is the last entry of the
     step, if the loop has gone on since.
     """
@@ -72,7 +72,7 @@ class Place:
     part: str = ""
 
     def private(self, snapshot: Snapshot) -> Snapshot:
-        """What may be written and told of a snapshot."""
+        """The parts of a snapshot that may be written and printed."""
         return private(snapshot, self.source)
 
     def write(self, made: Made) -> tuple[Path, Snapshot]:
@@ -141,7 +141,7 @@ class _Describing:
     def _from_the_past(self, step: PastStep, ruined: Sequence[torch.Tensor] = ()) -> tuple[Made | None, list[str]]:
         """The snapshot of the first bad step, or why there is none.
 
-        That is the step in which one of the ``ruined`` parts of the state went bad, if there are any; else the first
+        That is the step that made one of the ``ruined`` parts of the state nan or inf, if there are any; else the first
         one with a bad loss, gradient or parameter.
         """
         training, pending = self._training, self._noticed.pending

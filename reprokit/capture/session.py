@@ -1,7 +1,7 @@
 """A capture session: from installing the hooks to a snapshot on disk, and back to a world without reprokit.
 
-Nothing it does may stop, slow or change the training: an error of its own is said once and switches it off. Of sessions
-inside each other the innermost watches.
+Nothing it does may stop, slow or change the training: an internal error is printed once and switches it off. Of nested
+sessions the innermost watches.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class Session:
                 self._settle_watching()
 
     def _do_all(self, *parts: Callable[[], None]) -> None:
-        """Do every part; what breaks is said, and does not keep the others from being done."""
+        """Run every part; an error in one is printed and does not stop the others."""
         for part in parts:
             try:
                 part()

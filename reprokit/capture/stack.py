@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 class StackedMode(TorchFunctionMode):
     """A function mode that is asked for what the loop itself calls, on one thread.
 
-    ``enabled`` is set by the session; ``switch_off(error)`` is told of an error of our own. Invariant: while ``depth``
-    is above 0 the loop is inside something that is noted as a whole. ``thread`` is the one that is watched; it
+    ``enabled`` is set by the session; ``switch_off(error)`` is called with an internal error. Invariant: while
+    ``depth`` is above 0 the loop is inside something that is noted as a whole. ``thread`` is the watched one; it
     ``is_claimed`` once it has differentiated. ``has_other_thread``: another thread has called backward.
     """
 
@@ -33,7 +33,7 @@ class StackedMode(TorchFunctionMode):
 
     @property
     def is_outermost(self) -> bool:
-        """Whether the loop itself is running, on the thread that is watched."""
+        """True if the loop itself is running, on the thread that is watched."""
         return self.depth == 0 and self.enabled and get_ident() == self.thread
 
     def enter_stack(self) -> None:

@@ -73,12 +73,12 @@ class Copies:
                 tensor.data.copy_(content)
 
     def contents(self) -> dict[int, torch.Tensor]:
-        """What was remembered, by the ``id`` of the tensor."""
+        """The saved values, by the ``id`` of the tensor."""
         return dict(zip(map(id, self._tensors), self._contents, strict=True))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What is remembered."""
+        """The tensors with saved values."""
         return self._tensors
 
     @property
@@ -188,7 +188,7 @@ class Bindings:
 
 
 class OptimizerNote:
-    """What an optimizer holds beside tensors' contents: its options, and which state it keeps for which parameter."""
+    """The structure of an optimizer: its options, and the names of the state of each parameter."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer

@@ -1,4 +1,4 @@
-"""A step from its loss to its update: what starts a differentiation is judged, then the gradients, then the step ends.
+"""A step from its loss to its update: checks the tensor that starts a backward pass, then the gradients, then ends.
 
 Optimizers are told apart from what else the loop does by torch's own hooks, grad scalers by a hook of ours. While an
 optimizer or a scaler steps, the tape is out of the way.
@@ -32,8 +32,8 @@ class Stepping:
     """Follows every step, and calls for a snapshot at the first bad one.
 
     ``_optimizer`` is the one that steps or stepped last; while it steps ``_popped`` is not ``None`` (see
-    `StackedMode.step_aside`). ``_in_kernel`` is what a fused kernel of it was told of the grad scaler. ``_scaler`` is
-    the grad scaler that steps. ``_inside`` is an optimizer that has stepped inside the differentiation that runs.
+    `StackedMode.step_aside`). ``_in_kernel`` is the scale that a fused kernel of it got. ``_scaler`` is
+    the grad scaler that steps. ``_inside`` is an optimizer that has stepped inside the backward call that runs.
     """
 
     def __init__(self, training: Training, judge: Judge, failures: Failures) -> None:
@@ -209,7 +209,7 @@ class Stepping:
     def _watched_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The loop's closure with the tape on; from the second call in one step on, the tape starts over with it.
 
-        A step that calls it several times cannot be played again, so every call is judged at once.
+        A step that calls it several times cannot be played again, so every call is checked at once.
         """
         tape, calls, is_search = self._tape, 0, _needs_closure(type(optimizer).step)
 
@@ -265,7 +265,7 @@ class Stepping:
                 tape.step_back_lifted(popped)
 
     def _is_collapsing(self) -> bool:
-        """Whether a fused kernel was told to leave this step out once too often; a GPU is not waited for."""
+        """True if a fused kernel was told to leave this step out once too often; a GPU is not waited for."""
         found, scaler = self._in_kernel["found_inf"], self._scaler
         if not self._judge.matter or scaler is None or not isinstance(found, torch.Tensor) or found.is_cuda:
             return False

@@ -113,7 +113,7 @@ def _own_index(index: Any) -> Any:
 
 
 def is_leaf(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a leaf that needs gradients; a view that torch declared invalid is not."""
+    """True if a tensor is a leaf that needs gradients; a view that torch declared invalid is not."""
     try:
         return tensor.requires_grad and tensor.is_leaf
     except RuntimeError:  # a view made without grad whose base was written with grad

@@ -33,7 +33,7 @@ _ZERO = "torch.Tensor.zero_"
 
 @dataclass(slots=True, eq=False)
 class Suspect:
-    """What was seen: a bad loss, with the backward call that started or would have started from it, or bad gradients.
+    """An observation: a bad loss, with the backward call that started or would have started from it, or bad gradients.
 
     ``last`` is the last entry of the step that it belongs to; ``has_begun`` says whether backward was called.
     ``loss`` is the one of the timeline then, ``num_later`` counts the backward calls since;
@@ -305,7 +305,7 @@ def _covers(entry: Entry, optimizer: Any) -> bool:
 
 
 def _clears(entry: Entry, differentiation: Entry, read: Set[int]) -> bool:
-    """True if an entry drops gradients of a differentiation; ``read`` are the ids of gradients that the loop looked at.
+    """True if an entry drops gradients of a backward call; ``read`` are the ids of gradients that the loop looked at.
 
     What is set as a gradient may be what `torch.autograd.grad` gave, and what is set to zero may be a batch.
     """

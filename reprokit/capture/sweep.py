@@ -66,7 +66,7 @@ class _Held:
         return key
 
     def is_used_elsewhere(self, root: int) -> bool:
-        """Whether something other than the tape refers to an object, or to anything in it that can be looked into."""
+        """True if something other than the tape refers to an object, or to anything in it that can be looked into."""
         waiting, seen = [root], set()
         while waiting:
             key = waiting.pop()
@@ -86,7 +86,7 @@ class _Held:
 
 
 def _inner(value: Any) -> Iterator[Any]:
-    """What a container holds: tensors and containers, whatever class the container is of."""
+    """The tensors and containers inside a container of any class."""
     if isinstance(value, torch.Tensor) or not (isinstance(value, _CONTAINERS) or _is_record(value)):
         return
     for inner in gc.get_referents(value):
@@ -95,7 +95,7 @@ def _inner(value: Any) -> Iterator[Any]:
 
 
 def _counts_owners() -> bool:
-    """Whether this torch counts one reference more when a graph or a view holds a tensor; older ones do not."""
+    """True if this torch counts one reference more when a graph or a view holds a tensor; older ones do not."""
     if not hasattr(torch.Tensor, "_use_count"):
         return False
     with torch._C.DisableTorchFunction():
@@ -109,7 +109,7 @@ _COUNTS_OWNERS = _counts_owners()
 
 
 def _is_record(value: Any) -> bool:
-    """Whether an object is a plain holder of attributes, such as a dataclass or a model's output."""
+    """True if an object is a plain holder of attributes, such as a dataclass or a model's output."""
     if isinstance(value, (type, torch.nn.Module, torch.Tensor)) or callable(value):
         return False
     return hasattr(value, "__dict__")

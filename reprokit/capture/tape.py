@@ -1,4 +1,4 @@
-"""The tape: notes the torch functions that the training loop itself calls, and its differentiations.
+"""The tape: notes the torch functions that the training loop itself calls, and its backward calls.
 
 Inside a root module the tape is not present: its mode is off the stack and nothing runs. What it cannot note (random
 outcomes, values from NumPy) is used later by its value.
@@ -31,7 +31,7 @@ from reprokit.program.trace import current_mode
 class Tape(StackedMode):
     """Notes the loop's outermost calls in the ``running`` step; ``roots`` notes those of modules.
 
-    The listener that it is installed with is told what happens in the step. ``has_read_bad`` says whether the loop has
+    The listener is called for every event of the step. ``has_read_bad`` says whether the loop has
     read a number that is not finite, until somebody has taken notice of that. ``has_transform``: functions were called
     inside a transform such as `torch.func.grad`.
     """
@@ -63,7 +63,7 @@ class Tape(StackedMode):
         return entry
 
     def begin_forward(self) -> None:
-        """What builds a graph is about to run; after a hand-made update it begins a new step."""
+        """Called before an operation that builds a graph; after a manual update it begins a new step."""
         if self.running.is_hand_updated:
             self._listener.finish_hand_update()
 
@@ -251,7 +251,7 @@ class Tape(StackedMode):
                 entry.outcome = written.detach().clone()
 
     def _can_repeat(self, entry: Entry, outputs: list[torch.Tensor]) -> bool:
-        """Whether replaying the function gives the same; otherwise its outcome is used by value."""
+        """True if replaying the function gives the same; otherwise its outcome is used by value."""
         if not entry.name:
             return any(tensor.requires_grad for tensor in outputs)
         if functions.is_random(entry.name):
@@ -263,7 +263,7 @@ class Tape(StackedMode):
 
 
 def _begins_forward(name: str, versions: list[tuple[torch.Tensor, int]]) -> bool:
-    """Whether a function after a hand-made update is no more part of it: it builds a graph."""
+    """True if a function after a hand-made update is no more part of it: it builds a graph."""
     if not torch.is_grad_enabled() or name.endswith(("__get__", "__set__")) or functions.is_in_place(name):
         return False
     return any(tensor.requires_grad for tensor, _ in versions)

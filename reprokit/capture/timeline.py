@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 TIMELINE_STEPS = 100
-_MOST_SERIES = 4  # optimizers that are told apart; more than that are parts of one, say one for each parameter
+_MOST_SERIES = 4  # optimizers with a series of their own; more are parts of one, such as one for each parameter
 
 
 class Timeline:

@@ -1,4 +1,4 @@
-"""What a capture knows of a training run: the step that is running, the steps since the last copy, and the numbers.
+"""The state of a watched training run: the step that is running, the steps since the last copy, and the numbers.
 
 No decisions are made here, and nothing is hooked.
 """
@@ -52,7 +52,7 @@ class Training:
         self.compiled: Call | None = None  # the first compiled function that the loop called itself
         self.is_converted = False
         self._may_wait = 1  # steps
-        self._finished: set[int] = set()  # optimizers that have stepped since the last differentiation
+        self._finished: set[int] = set()  # optimizers that have stepped since the last backward call
 
     def meet_compiled(self, call: Call | None) -> None:
         """The loop calls something compiled itself: neither that nor what follows is noted, in any later step."""
@@ -94,7 +94,7 @@ class Training:
 
     @property
     def is_accused(self) -> bool:
-        """Whether some process's loss was bad in the step that is running."""
+        """True if some process's loss was bad in the step that is running."""
         return self.ranks.is_accused(self.iterations.completed)
 
     def end_step(self, optimizer: torch.optim.Optimizer | None, ended: float, *, was_checked: bool = False) -> None:

@@ -1,6 +1,6 @@
 """Is this step bad? Cheap screens over a loss, gradients and parameters, confirmed element by element on a hit.
 
-Every step: the loss where a differentiation starts, one small gradient of an early layer (backward passes through
+Every step: the loss where a backward call starts, one small gradient of an early layer (backward passes through
 everything before it), and a clipped norm that the loop computed anyway. Flags on an accelerator are not waited for.
 """
 
@@ -23,14 +23,14 @@ _BATCH = 16  # flags on an accelerator that are sent to the host together
 
 
 def is_bad(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds a NaN or an infinity."""
+    """True if a tensor holds a NaN or an infinity."""
     if tensor.numel() == 1 and not tensor.is_complex() and tensor.layout is torch.strided:
         return not math.isfinite(tensor.item())
     return bool(ways_of(tensor))
 
 
 def is_bad_start(entry: Entry, tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether what a differentiation starts from is bad.
+    """True if the tensor that a backward pass starts from is nan or inf.
 
     With gradients given it is not a loss: an infinity in it may be wanted, as in masks, and only a NaN tells.
     """
@@ -60,7 +60,7 @@ def judged(entries: list[Entry], start: torch.Tensor) -> torch.Tensor:
 
 
 def is_handed_to_kernel(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a grad scaler leaves the look at the gradients to the optimizer's fused kernel."""
+    """True if a grad scaler leaves the look at the gradients to the optimizer's fused kernel."""
     return getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None
 
 
@@ -94,14 +94,14 @@ class Sentinel:
 
 
 class LaterFlags:
-    """Losses that are judged later, without making the host wait for an accelerator."""
+    """Losses that are checked later, without making the host wait for an accelerator."""
 
     def __init__(self) -> None:
         self._waiting: list[torch.Tensor] = []
         self._sent: list[tuple[torch.Tensor, torch.cuda.Event]] = []
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Remember tensors to be judged."""
+        """Remember tensors to check."""
         self._waiting += [tensor.detach() for tensor in tensors]
         if len(self._waiting) >= _BATCH:
             for device in {tensor.device for tensor in self._waiting if tensor.is_cuda}:
@@ -119,7 +119,7 @@ class LaterFlags:
         self._sent.append((host, event))
 
     def poll(self) -> bool:
-        """Whether a flag that has arrived by itself is bad."""
+        """True if a flag that has arrived by itself is bad."""
         while self._sent and self._sent[0][1].query():  # type: ignore[no-untyped-call]
             if not self._sent.pop(0)[0].item():
                 return True
@@ -131,7 +131,7 @@ class LaterFlags:
         self._sent.clear()
 
     def read(self) -> bool:
-        """Whether anything was bad; waits for the device."""
+        """True if anything was bad; waits for the device."""
         waiting, self._waiting = self._waiting, []
         sent, self._sent = self._sent, []
         for _, event in sent:
@@ -140,7 +140,7 @@ class LaterFlags:
 
 
 def _is_finite_together(tensors: list[torch.Tensor]) -> bool:
-    """Whether one norm over all tensors is finite; ``False`` also when torch cannot compute it (mixed kinds)."""
+    """True if one norm over all tensors is finite; ``False`` also when torch cannot compute it (mixed kinds)."""
     dtype = torch.float32 if tensors[0].dtype in _HALVES else None
     try:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the loop calls that is performed and noted as one thing: forgetting and clipping gradients, scaling losses.
+"""Calls that are recorded as one operation: clearing and clipping gradients, scaling losses.
 
 What runs inside is not noted: the tape is out of the way.
 """
@@ -50,7 +50,7 @@ class WholeCalls:
         return output
 
     def clip(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Clip gradients; the norm that it is done by, if any, is judged with the gradients."""
+        """Clip gradients; the norm, if there is one, is checked with the gradients."""
         if not self._tape.enabled:
             return target(*args, **kwargs)
         output, _ = self._perform("clip", target, args, kwargs, sys._getframe(2))
@@ -94,7 +94,7 @@ class WholeCalls:
         kwargs: dict[str, Any],
         frame: FrameType,
     ) -> tuple[Any, Entry | None]:
-        """What comes of it, and its entry if it is noted."""
+        """The result, and its entry if it is recorded."""
         tape = self._tape
         args, kwargs = repeatable(args, kwargs)
         is_outermost = tape.is_outermost

@@ -16,7 +16,7 @@ _FAST = 2.0  # how many times larger the last number is before it is worth a wor
 
 
 def what(result: Mapping[str, Any]) -> str:
-    """What failed: ``nan from `torch.sqrt` ``, without the space at the end."""
+    """The failure: ``nan from `torch.sqrt` ``, without the space at the end."""
     failure = result["failure"]
     name: str = failure["exception"]["type"] if failure["exception"] else failure["kind"]
     if failure["call"] is not None:
@@ -49,7 +49,7 @@ def place_line(result: Mapping[str, Any]) -> str | None:
 
 
 def growth(timeline: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """What the numbers of the training did in the last steps, by name; numbers that never changed are left out.
+    """The numbers of the last training steps, by name; numbers that never changed are left out.
 
     Every name of an optimizer has the same steps, with a dash where there was no number.
     """

@@ -1,4 +1,4 @@
-"""What the loop writes into in place: parameters and buffers (state), tensors of its own, results of the step.
+"""In-place writes of the loop: parameters and buffers (state), tensors of its own, results of the step.
 
 State is not saved here: it is part of the copies that a capture goes back with. Of tensors that a replay needs as they
 were before, the old content is kept; big ones only if the step has read them already.
@@ -79,11 +79,11 @@ class WrittenMemory:
             self._state[address] = weakref.ref(new)
 
     def is_state(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor shares memory with the state."""
+        """True if a tensor shares memory with the state."""
         return address_of(tensor) in self._state
 
     def judge(self, target: Any, versions: list[tuple[torch.Tensor, int]], entries: list[Entry]) -> bool | None:
-        """Whether a write into ``target`` changes the state; ``None`` if it need not be noted.
+        """True if a write into ``target`` changes the state; ``None`` if it need not be noted.
 
         Old contents that a replay may need are saved on the way.
         """

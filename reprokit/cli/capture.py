@@ -1,6 +1,6 @@
 """``reprokit capture``: run a script as Python would and save its first failing step.
 
-Silent while training is healthy: one line at the start says where the snapshot would go. What was captured is said at
+Silent while training is healthy: one line at the start says where the snapshot would go. The result is printed at
 the very end of the process, after any traceback and the script's own exit functions, so that it cannot be missed.
 """
 

@@ -2,7 +2,7 @@
 
 Processes of ``multiprocessing`` are given something else to run, which travels with them and is nowhere else; Python
 commands that the script starts get ``-m reprokit capture`` in front of their script. Workers of data loaders and other
-processes of libraries are left alone. What children captured is told to their parent by files. Imports no torch.
+processes of libraries are left alone. Children report captures to their parent by files. Imports no torch.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class Children:
         return found
 
     def forget(self) -> None:
-        """The reports have been told."""
+        """Mark all reports as printed."""
         if self._folder is not None and self._is_ours:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
     def words(self, reports: Sequence[Mapping[str, Any]]) -> str:
-        """What is to be said of processes that were started, when nothing was captured in them."""
+        """The part of the closing line about started processes without a capture."""
         is_judged = any(report["has_judged"] for report in reports)
         told = [(0 if is_judged else self.num_watched, ", nor in {} that the script started")]
         told += [(self.num_unwatched, "; {} that the script started could not be watched")]

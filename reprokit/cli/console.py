@@ -48,7 +48,7 @@ class Seconds(click.FloatRange):
 
 
 class Verbosity(Enum):
-    """How much a command says on stderr. Errors are always told."""
+    """How much a command prints on stderr. Errors are always printed."""
 
     QUIET = "quiet"
     NORMAL = "normal"

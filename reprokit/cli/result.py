@@ -47,14 +47,14 @@ def print_result(summary: dict[str, Any], folder: Path, verbosity: Verbosity = V
 
 
 def _stopped(summary: dict[str, Any]) -> Iterator[str]:
-    """Whether the search ended early or is not sure of its end, and what it did not try."""
+    """A line if the search ended early or may be incomplete, with the parts that it left out."""
     if summary.get("stopped"):
         why = f" by --{summary['stopped']}" if summary["stopped"] in ("max-time", "max-checks") else ""
         yield f"stopped early{why}: the result may shrink further"
     elif not summary["one_minimal"] and summary.get("level", "op") == "op":  # other levels keep what could go
-        yield "not all was tried: the result may shrink further"
+        yield "search incomplete: the result may shrink further"
     if summary.get("untried"):
-        yield f"not tried to the end: {', '.join(summary['untried'])}"
+        yield f"search incomplete in: {', '.join(summary['untried'])}"
 
 
 def _matters(summary: dict[str, Any]) -> Iterator[str]:

@@ -201,7 +201,7 @@ class _Work:
         return {name: _moved(value, staging, str(self._folder)) for name, value in summary.items()}
 
     def _render_context(self, reduction: Reduction, folder: Path) -> dict[str, Any] | None:
-        """Render what lies beside the repro if possible. Where it is not, that is told and costs nothing else."""
+        """Render the files beside the repro. An error in one is printed and does not stop the others."""
         from reprokit.render import render_context
 
         def tell(reason: str) -> None:
@@ -219,7 +219,7 @@ class _Work:
 
 
 def _diagnosed(snapshot: Snapshot) -> dict[str, Any] | None:
-    """Why the step failed, as plain data. A diagnosis that fails is told and costs nothing else."""
+    """The diagnosis as plain data. An error in it is printed; the rest of the result stays."""
     from reprokit.locate.diagnose import diagnose
     from reprokit.locate.diagnosis import resting_on_replay
     from reprokit.render.fix_code import fix_code
@@ -229,7 +229,7 @@ def _diagnosed(snapshot: Snapshot) -> dict[str, Any] | None:
         try:
             return fix_code(before, after, tensors)
         except Exception as error:
-            say(f"the fix is told without its code: {type(error).__name__}: {error}")
+            say(f"could not render the fix as code: {type(error).__name__}: {error}")
             return ""
 
     try:

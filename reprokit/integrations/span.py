@@ -1,6 +1,6 @@
 """A capture that begins in one callback and ends in another one.
 
-A ``with`` block knows when it is left. Callbacks are told of a good end only, some not even of an exception: so the end
+A ``with`` block knows when it is left. Callbacks run at a good end only, some not even after an exception: so the end
 also comes with the exception that ends the process, with the callback's own, and with the process's, whichever is
 first. After it no hook, exception hook or exit function is left behind.
 """
@@ -50,7 +50,7 @@ class Span:
         self._unhook: Callable[[], None] | None = None
 
     def begin(self, owner: object) -> None:
-        """Begin to watch, until `end`, `finish` or the end of ``owner``; a run that never told its end ends now."""
+        """Begin to watch, until `end`, `finish` or the end of ``owner``; a run without an end callback ends now."""
         self.end()
         self._process = os.getpid()
         self._block = capture(self._output, **self._options)

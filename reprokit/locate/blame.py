@@ -103,7 +103,7 @@ def _bad_start(notes: Notes, index: int, call: Call, values: Mapping[int, torch.
 
 
 def _is_overflow_of_scaler(notes: Notes, index: int, value: int) -> bool:
-    """Whether the bad loss is only a good loss times a grad scaler's factor, which is allowed to overflow."""
+    """True if the bad loss is only a good loss times a grad scaler's factor, which is allowed to overflow."""
     writer = notes.writer(value, index)
     if writer is None or GRAD_SCALER not in notes.program.calls[writer].scope:
         return False
@@ -277,7 +277,7 @@ class _Walk:
         return None
 
     def is_wanted(self, value: int, way: str, at: int) -> bool:
-        """Whether somebody asked for this infinity: a constant, a mask fill, an input given like that.
+        """True if somebody asked for this infinity: a constant, a mask fill, an input given like that.
 
         Masks come with the batch as ``-inf``; a ``+inf`` in there is data that overflowed.
         """
@@ -373,7 +373,7 @@ def _starts(call: Call) -> list[int]:
 
 
 def _gives_gradients(call: Call) -> bool:
-    """Whether the differentiation is handed gradients to start with."""
+    """True if the differentiation is handed gradients to start with."""
     return bool(_given_gradients(call))
 
 

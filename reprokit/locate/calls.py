@@ -90,7 +90,7 @@ def argument_at(call: Call, slot: Slot) -> Any:
 
 
 def default_of(call: Call, name: Slot) -> Any:
-    """What the call's function does when it is not told; raises `KeyError`."""
+    """The default of a parameter of the call's function; raises `KeyError`."""
     known = (short_name(call), name)
     if known in _BUILTIN_DEFAULTS:
         return _BUILTIN_DEFAULTS[known]

@@ -44,7 +44,7 @@ def diagnose(
 ) -> Diagnosis:
     """The diagnosis of a captured step (a snapshot). ``reduction`` adds what its search found out.
 
-    ``write`` makes the code of a fix; without it only the few that the catalogue has are told.
+    ``write`` makes the code of a fix; without it only code from the catalogue is given.
     """
     if step.failure.kind not in _KINDS:
         return _unknown("The failure is not a bad value or an exception, so there is no origin to look at.")
@@ -107,7 +107,7 @@ def _at_root(scene: Scene) -> Scene:
 
 def _also(entry: Entry, others: list[tuple[Entry, Numbers]]) -> Iterator[dict[str, Any]]:
     """The other entries that apply and looked at something that those before them did not."""
-    known = {condition.sign for condition in entry.when} | {"raises"}  # the message is told anyway
+    known = {condition.sign for condition in entry.when} | {"raises"}  # the message is printed anyway
     for other, numbers in others:
         signs = {condition.sign for condition in other.when}
         if other.tier != "general" and not signs <= known:

@@ -18,7 +18,7 @@ class Fix:
     ``text`` says what was changed (one sentence a change), ``code`` how it looks in Python, ``where`` the lines of
     the user's code. ``helped`` means that the whole step became finite; ``outcome`` says what was seen. When not
     ``is_plausible``, the step is finite and its loss still absurd, so that nothing is mended; ``None`` if the program
-    ends before a loss that it could be judged by.
+    ends before a loss that could show whether it helped.
     """
 
     id: str
@@ -54,7 +54,7 @@ class Diagnosis:
 
     @property
     def is_known(self) -> bool:
-        """Whether an entry of the catalogue applies."""
+        """True if an entry of the catalogue applies."""
         return self.id != UNKNOWN
 
     def summary(self) -> dict[str, Any]:

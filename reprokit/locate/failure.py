@@ -67,7 +67,7 @@ class Failure:
 
     @property
     def is_of_whole_step(self) -> bool:
-        """Whether no single call or input shows it, so that there is no origin to follow it to."""
+        """True if no single call or input shows it, so that there is no origin to follow it to."""
         return self.kind not in ("nan", "inf", EXCEPTION) and self.call is None and self.input_name is None
 
 

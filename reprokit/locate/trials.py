@@ -48,13 +48,13 @@ class Budget:
     _started: float = field(default_factory=time.monotonic)
 
     def take(self) -> bool:
-        """Whether there is room for one more run; counts it."""
+        """True if there is room for one more run; counts it."""
         self.runs -= 1
         return self.runs >= 0 and time.monotonic() - self._started < self.seconds
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing more can be tried."""
+        """True if nothing more can be tried."""
         return self.runs <= 0 or time.monotonic() - self._started >= self.seconds
 
 
@@ -129,7 +129,7 @@ def _scene_after(edited: Edited, failure: Failure, first: Scene) -> Scene:
 
 
 def _is_same(failure: Failure, before: Failure) -> bool:
-    """Whether the edit left the failure where it was."""
+    """True if the edit left the failure where it was."""
     return (failure.call, failure.phase, failure.site) == (before.call, before.phase, before.site)
 
 

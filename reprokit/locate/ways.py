@@ -58,7 +58,7 @@ def bad_mask(values: torch.Tensor, way: str) -> torch.Tensor:
 
 
 def is_finite_sum(values: torch.Tensor) -> bool:
-    """Whether the float32 sum is finite, which means that every element is."""
+    """True if the float32 sum is finite, which means that every element is."""
     dtype = torch.float32 if values.dtype in _HALVES else None
     return cmath.isfinite(values.sum(dtype=dtype).item())
 

@@ -1,4 +1,4 @@
-"""Which call owns which autograd node, so that a gradient that goes bad can be blamed on a line of the program.
+"""Which call owns which autograd node, so that a nan or inf gradient is traced to a line of the program.
 
 After every call the graph behind its outputs is walked back until it meets nodes that an earlier call owns; the new
 ones belong to this call. Nodes are kept alive here, because autograd's Python objects are otherwise recreated.
@@ -42,7 +42,7 @@ class NodeOwners:
 
 
 def is_accumulation(node: Node) -> bool:
-    """Whether the node adds into the ``.grad`` of a leaf."""
+    """True if the node adds into the ``.grad`` of a leaf."""
     return hasattr(node, "variable")
 
 

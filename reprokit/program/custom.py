@@ -1,7 +1,7 @@
 """Custom `torch.autograd.Function`s as ordinary calls: what their forward did, and what the user's backward did.
 
-A program knows no user code, so the graph is cut at every Function. Its results become leaves; after a differentiation
-the gradient that arrived there is read, the calls of the user's backward follow, and differentiation goes on from the
+A program knows no user code, so the graph is cut at every Function. Its results become leaves; after a backward call
+the gradient that arrived there is read, the calls of the user's backward follow, and the backward pass goes on from the
 Function's inputs. What a forward did outside of torch is an opaque call: its results are inputs of the program.
 """
 
@@ -38,7 +38,7 @@ class _Application:
 
 @dataclass(slots=True)
 class _Passage:
-    """What one Function's backward did: gradients read from leaves, calls made, gradients handed on."""
+    """The record of one Function's backward: gradients read from leaves, calls made, gradients handed on."""
 
     reads: list[tuple[int, int]] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -48,7 +48,7 @@ class _Passage:
 class CustomFunctions:
     """Watches Functions for a tracer while ``watching`` is entered.
 
-    Invariant: ``_read`` holds the leaves whose ``.grad`` is left from an earlier differentiation.
+    Invariant: ``_read`` holds the leaves whose ``.grad`` is left from an earlier backward call.
     """
 
     def __init__(self, tracer: Tracer) -> None:
@@ -60,7 +60,7 @@ class CustomFunctions:
 
     @property
     def is_inside_backward(self) -> bool:
-        """Whether a user's backward is running; it sees new objects for tensors that its forward had saved."""
+        """True if a user's backward is running; it sees new objects for tensors that its forward had saved."""
         return self._depth > 0
 
     @contextlib.contextmanager
@@ -85,7 +85,7 @@ class CustomFunctions:
 
     @contextlib.contextmanager
     def differentiation(self) -> Iterator[list[_Passage]]:
-        """Collects what Functions do in one differentiation; these may nest."""
+        """Collects what Functions do in one backward call; these may nest."""
         outer, self._passages = self._passages, []
         try:
             yield self._passages
@@ -93,7 +93,7 @@ class CustomFunctions:
             self._passages = outer
 
     def written_out(self, call: Call, passages: list[_Passage]) -> list[Call]:
-        """A differentiation with what the Functions did in it, as calls."""
+        """A backward call with what the Functions did in it, as calls."""
         left = [Ref(leaf) for passage in passages for leaf, _ in passage.reads if leaf in self._read]
         found = [Call(ZERO_GRAD, (left,), phase=_BACKWARD_PHASE)] if left else []
         found.append(_retaining(call) if any(passage.handed_on for passage in passages) else call)
@@ -131,7 +131,7 @@ class CustomFunctions:
         return result
 
     def _adopt_opaque(self, cls: type, given: tuple[Ref, ...], results: list[torch.Tensor], num_inputs: int) -> bool:
-        """Whether torch calls do not tell how the results came about; then they are inputs from now on."""
+        """True if the results do not come from torch calls; then they are inputs from now on."""
         tracer = self._tracer
         made_outside = {item.value for item in tracer.inputs[num_inputs:]}
         known = [tracer.value_of(item) for item in results]
@@ -214,7 +214,7 @@ def _entered(tracer: Tracer) -> Iterator[None]:
 
 
 def _retaining(call: Call) -> Call:
-    """The differentiation with its graph kept, since differentiation goes on from inside."""
+    """The backward call with its graph kept, since the backward pass goes on from inside."""
     if len(call.args) > 2:
         return replace(call, args=(*call.args[:2], True, *call.args[3:]))
     return replace(call, kwargs={**call.kwargs, "retain_graph": True})

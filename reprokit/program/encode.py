@@ -51,7 +51,7 @@ def _encode_number(value: Any) -> Any:
 
 
 def with_indexes(value: Any) -> Any:
-    """What `__getitem__` was given, with NumPy arrays as the tensors that torch makes of them."""
+    """The argument of `__getitem__`, with NumPy arrays as the tensors that torch makes of them."""
     if isinstance(value, tuple):
         return tuple(with_indexes(item) for item in value)
     if type(value).__module__ != "numpy" or getattr(value, "ndim", 0) == 0 or value.dtype.kind not in "biu":

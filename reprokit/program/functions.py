@@ -223,7 +223,7 @@ def function_named(name: str) -> Callable[..., Any]:
 
 
 def is_torch_function(name: str) -> bool:
-    """Whether a program may name this function."""
+    """True if a program may name this function."""
     return name in _by_name()
 
 
@@ -257,19 +257,19 @@ def display_name(name: str) -> str:
 
 @functools.cache
 def is_random(name: str) -> bool:
-    """Whether the function may draw from a random generator (or returns uninitialised memory)."""
+    """True if the function may draw from a random generator (or returns uninitialised memory)."""
     return name.rpartition(".")[2] in RANDOM
 
 
 @functools.cache
 def is_factory(name: str) -> bool:
-    """Whether the function makes a tensor out of numbers only."""
+    """True if the function makes a tensor out of numbers only."""
     return name.startswith("torch.") and name.count(".") == 1 and name[6:] in _FACTORIES
 
 
 @functools.cache
 def is_in_place(name: str) -> bool:
-    """Whether the function by its name writes into its first argument."""
+    """True if the function by its name writes into its first argument."""
     last = name.rpartition(".")[2]
     return name in DATA_WRITES or last in _IN_PLACE_OPERATORS or (last.endswith("_") and not last.endswith("__"))
 
@@ -290,7 +290,7 @@ def hidden_writes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def written_argument(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an in-place function writes into, its first argument by position or name; ``None`` for others."""
+    """The argument that an in-place function writes into: its first one by position or name; ``None`` for others."""
     if not is_in_place(name):
         return None
     return args[0] if args else next(iter(kwargs.values()), None)

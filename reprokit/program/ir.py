@@ -67,7 +67,7 @@ class Scope:
 
     @property
     def label(self) -> str:
-        """What people read, and the key of `Program.modules`: the full path, else the class in angle brackets."""
+        """The name in texts, and the key of `Program.modules`: the full path, else the class in angle brackets."""
         return self.full_path or f"<{self.cls}>"
 
 
@@ -126,12 +126,12 @@ class Call:
 
     @property
     def is_differentiation(self) -> bool:
-        """Whether the call runs autograd."""
+        """True if the call runs autograd."""
         return self.target in (BACKWARD, AUTOGRAD_BACKWARD, AUTOGRAD_GRAD)
 
     @property
     def is_optimizer_step(self) -> bool:
-        """Whether the call is a whole step of an optimizer."""
+        """True if the call is a whole step of an optimizer."""
         return self.target.startswith("torch.optim.") and self.target.endswith(".step")
 
     def input_refs(self) -> tuple[int, ...]:
@@ -164,7 +164,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class ModuleNote:
-    """What is known of a module that was entered: for printing, never for executing.
+    """A module that was entered: for printing, never for executing.
 
     ``arguments`` holds the constructor arguments of torch's own layers; ``file``, ``line`` and ``source`` point to
     user classes.
@@ -189,7 +189,7 @@ class Program:
 
     @property
     def num_calls(self) -> int:
-        """Torch calls, not counting differentiation, `ZERO_GRAD` and the creation of inputs."""
+        """Torch calls, not counting backward calls, `ZERO_GRAD` and the creation of inputs."""
         return sum(not (call.is_differentiation or call.target == ZERO_GRAD) for call in self.calls)
 
     def input(self, value: int) -> Input:

@@ -56,7 +56,7 @@ def _overlapping(tensors: Mapping[int, torch.Tensor]) -> Iterator[list[int]]:
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """What tensors have in common that look at the same memory as numbers of one type; ``None`` without memory."""
+    """A key shared by tensors with the same memory and dtype; ``None`` without memory."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.numel() == 0 or tensor.is_meta:
         return None
     return tensor.untyped_storage().data_ptr(), tensor.dtype, tensor.device

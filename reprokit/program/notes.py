@@ -1,4 +1,4 @@
-"""What a program notes of a module that was entered: for printing, never for executing."""
+"""Notes about modules that were entered: for printing, never for executing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reprokit.program.sites import relative_path
 
 
 def note_of(module: torch.nn.Module) -> ModuleNote:
-    """What a context repro needs to know of a module: torch's own layers by their constructor arguments, user
+    """The note for a context repro: torch's own layers by their constructor arguments, user
     classes by place and text."""
     cls = type(module)
     if cls.__module__.startswith("torch.nn.modules"):

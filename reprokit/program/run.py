@@ -34,7 +34,7 @@ Tensors = Mapping[int, torch.Tensor]
 
 
 class Observer(Protocol):
-    """What looks on while a program runs."""
+    """Receives every call while a program runs."""
 
     def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Called with all live values right before a call."""
@@ -45,7 +45,7 @@ class Observer(Protocol):
 
 @dataclass(slots=True)
 class Outcome:
-    """What a run left behind.
+    """The result of a run.
 
     ``values``: the tensors that were asked for, by value number. ``gradients``: ``.grad`` of the leaf inputs that
     got one.
@@ -263,7 +263,7 @@ def _leaves(program: Program, tensors: Tensors) -> dict[int, torch.Tensor]:
 
 
 def _written(program: Program) -> set[int]:
-    """What a program may write into, itself or through a view; parameters that are not among it need no copy."""
+    """The inputs that a program may write into, also through a view; other parameters need no copy."""
     written: set[int] = set()
     for call in reversed(program.calls):
         written.update(_written_by(call))

@@ -48,7 +48,7 @@ _WITHOUT_RESULT = functions.GRAD_WRITES | {BACKWARD, AUTOGRAD_BACKWARD}  # matte
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What is known of a tensor that a program starts from."""
+    """Name and role of an input tensor."""
 
     name: str
     role: str = "batch"
@@ -94,7 +94,7 @@ class Tracer(TorchFunctionMode):
     # -- the result ----------------------------------------------------------------------------------------------
 
     def program(self, outputs: tuple[int, ...] = ()) -> Program:
-        """What was recorded so far."""
+        """The program recorded so far."""
         return Program(tuple(self.calls), tuple(self.inputs), tuple(Ref(v) for v in outputs), dict(self.modules))
 
     def value_of(self, tensor: torch.Tensor) -> int | None:
@@ -198,7 +198,7 @@ class Tracer(TorchFunctionMode):
         return result
 
     def _record_write(self, written: torch.Tensor, call: Call) -> None:
-        """What a call left in a tensor, as a copy from an input."""
+        """The contents that a call wrote into a tensor, as a copy from an input."""
         target = Ref(self.value(written))
         outcome = self._new_input(copy_of(written.detach()), Origin("random", "random"), requires_grad=False)
         copy = replace(call, target="torch.Tensor.copy_", args=(target, Ref(outcome)), kwargs={}, outputs=target)
@@ -262,7 +262,7 @@ class Tracer(TorchFunctionMode):
         return next((tensor for tensor in reversed(self._alive) if self._values[id(tensor)] == value), None)
 
     def is_leaf_input(self, value: int) -> bool:
-        """Whether the value is an input that gets gradients."""
+        """True if the value is an input that gets gradients."""
         return any(item.value == value and item.requires_grad for item in self.inputs)
 
     def alias(self, tensor: torch.Tensor, value: int) -> None:
@@ -433,7 +433,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Where in memory the tensor lies and how; ``None`` if that cannot be said."""
+    """Storage, offset and strides of the tensor; ``None`` if it has no readable storage."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return None
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype

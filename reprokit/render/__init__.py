@@ -145,7 +145,7 @@ def prepare_issue(
     from reprokit.render.sources import open_source
 
     if template is not None:
-        find_template(template)  # a mistake in it is told before any work
+        find_template(template)  # reports a mistake in it before any work
     opened = open_source(source, snapshot).private(policy, no_data=no_data)
     whole = _required(opened, source)
     script = opened.script()
@@ -214,7 +214,7 @@ def _verified_context(
     times: int = TIMES,
     tell: Callable[[str], None] = lambda reason: None,
 ) -> tuple[Path, ModuleScript, VerifyResult] | None:
-    """The context as a file that fails by itself every time; ``None`` without one, the reason being told."""
+    """The context as a file that fails by itself every time; otherwise ``None``, and `tell` gets the reason."""
     from reprokit.render.module import MAX_LINES
     from reprokit.render.sameness import is_minimum_again
     from reprokit.render.sources import context_script

@@ -135,7 +135,7 @@ def _needed_arguments(call: Call) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _means_the_same(target: str, count: int) -> bool:
-    """Whether ``count`` arguments by position are the same ones for every overload: ``random_(1, None)`` is not
+    """True if ``count`` arguments by position are the same ones for every overload: ``random_(1, None)`` is not
     ``random_(1)``."""
     return len({tuple(n for n, _ in schema[:count]) for schema in schemas_of(target) if len(schema) >= count}) <= 1
 

@@ -52,7 +52,7 @@ def find_subject(program: Program, tensors: Tensors, failure: Failure) -> Subjec
 
 
 def is_bad(tensor: torch.Tensor, way: str) -> bool:
-    """Whether any element is bad in this way."""
+    """True if any element is bad in this way."""
     plain = tensor.detach()
     if plain.layout is not torch.strided:
         plain = plain.to_dense()

@@ -178,7 +178,7 @@ class _Writer:
         return found.requiring_grad() if found is not None else f"{text}.requires_grad_()"
 
     def _is_inlinable_input(self, item: Input, found: Literal) -> bool:
-        """Whether the input is only a gradient or optimizer state that reads best where it is used."""
+        """True if the input is only a gradient or optimizer state that reads best where it is used."""
         if (
             item.requires_grad
             or item.value in self._keep
@@ -273,7 +273,7 @@ class _Writer:
         self._add(f"for parameter in [{', '.join(owners)}]:\n    parameter.grad = None", mode)
 
     def _is_inlinable(self, index: int, call: Call, written: Expr) -> bool:
-        """Whether only one later call reads the result, so that it can be written there."""
+        """True if only one later call reads the result, so that it can be written there."""
         if not isinstance(call.outputs, Ref) or is_in_place(call.target) or call.mode.rng is not None:
             return False
         value = call.outputs.value
@@ -295,7 +295,7 @@ class _Writer:
 
 
 def _changes_nothing(call: Call) -> bool:
-    """Whether a conversion returned the very tensor that it was given."""
+    """True if a conversion returned the very tensor that it was given."""
     return call.name in _CONVERSIONS and bool(call.args) and call.outputs == call.args[0]
 
 

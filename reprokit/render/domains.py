@@ -36,7 +36,7 @@ class Edge:
 
     ``words`` go into a title, behind "log returns nan". ``fact`` is a sentence about the function without its
     ends, ``wanted`` what a finite result takes. ``values`` are the operands in question, and ``subject`` what of them.
-    ``is_forward_finite``: whether a gradient went bad behind a finite result.
+    ``is_forward_finite``: True if a gradient is nan or inf and the forward result is finite.
     """
 
     words: str

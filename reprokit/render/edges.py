@@ -157,7 +157,7 @@ def _why_open(dtype: torch.dtype, is_backward: bool) -> str:
 
 
 def _bad_name(given: Given, origin: Origin) -> str:
-    """What went bad: the gradient, the result, or the argument that the call wrote into by its parameter's name."""
+    """The nan or inf value: the gradient, the result, or the argument written into, by its parameter's name."""
     if given.failure.is_derivative:
         return "gradient"
     if origin.value is None or origin.value in origin.call.output_refs() or origin.call.is_optimizer_step:

@@ -66,7 +66,7 @@ class Expectation:
 
 
 def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectation:
-    """What to say of a failure: judged by the smallest program there is, told with the places of the snapshot."""
+    """The texts about a failure: decided on the smallest program, with the places of the snapshot."""
     recorded = find_edge(snapshot.program, snapshot.tensors, snapshot.failure)
     edge, failure = recorded, snapshot.failure
     if reduction is not None:
@@ -108,7 +108,7 @@ def _whom(owner: str) -> str:
 
 
 def is_refusal(failure: Failure) -> bool:
-    """Whether a function refuses what it is given, as its check of the arguments is there to do."""
+    """True if a function refuses what it is given, as its check of the arguments is there to do."""
     if failure.exception is None or failure.call is None:
         return False
     kind, message = failure.exception

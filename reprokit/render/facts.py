@@ -68,7 +68,7 @@ def where(snapshot: Snapshot) -> str:
 
 
 def _is_without_gradients(snapshot: Snapshot) -> bool:
-    """Whether everything that ran, ran under ``no_grad``: a validation pass, say."""
+    """True if everything that ran, ran under ``no_grad``: a validation pass, say."""
     calls = snapshot.program.calls
     return snapshot.failure.phase == "forward" and bool(calls) and not any(call.mode.grad for call in calls)
 

@@ -1,6 +1,6 @@
 """A fix as code: the lines of the user's program that were changed, as they were when the step became finite.
 
-Each is the user's own line with the changed calls written into it. Where that cannot be said, it is written anew from
+Each is the user's own line with the changed calls written into it. Where that is not possible, it is written anew from
 its calls; the comment above tells whether what is shown can stand in the place of the line.
 """
 
@@ -98,7 +98,7 @@ class _Piece:
         return numbers[:length]
 
     def _in_its_place(self, calls: Sequence[Call]) -> list[Call]:
-        """The calls without modes that are set around the line; an autocast that the change switched off is said."""
+        """The calls without modes that are set around the line; an autocast switched off by the change is written."""
         around = next((call.mode.autocast for call in self._old()), ())
         off = tuple((device, OFF) for device, _ in around)
         return [replace(call, mode=Mode(autocast=() if call.mode.autocast else off)) for call in calls]

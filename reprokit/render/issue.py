@@ -124,7 +124,7 @@ def title(snapshot: Snapshot, reduction: Reduction | None = None, expectation: E
 
 
 def rate(verified: VerifyResult) -> str:
-    """How often it fails, in words that claim no more than was seen."""
+    """How often it fails, in the counts of the runs."""
     runs, apart = f"{verified.times} runs", "each in a process of its own"
     if verified.num_failed:
         is_one_way = verified.fails and verified.agreed == verified.num_failed

@@ -140,7 +140,7 @@ def _proposals(tensor: torch.Tensor, max_literals: int) -> Iterator[Proposal]:
 
 
 def _is_surely_irregular(tensor: torch.Tensor) -> bool:
-    """Whether the beginning of a large tensor already shows that no short expression makes it."""
+    """True if the beginning of a large tensor already shows that no short expression makes it."""
     if tensor.numel() <= _LARGE or (tensor.dim() > 1 and tensor[0].numel() <= MAX_LITERALS):
         return False
     beginning = tensor.reshape(-1)[:256]

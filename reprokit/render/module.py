@@ -146,7 +146,7 @@ class _Writer:
         return [*seed, *(piece for line in made for piece in fold(line)), *changed]
 
     def _relies_on_seed(self) -> bool:
-        """Whether any input holds random numbers that were drawn, or that a layer starts with."""
+        """True if any input holds random numbers that were drawn, or that a layer starts with."""
         tensors = self._context.tensors
         return any(_is_random(start) and is_same(start, tensors[value]) for value, start in self._start.items())
 

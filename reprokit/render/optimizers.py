@@ -83,7 +83,7 @@ def _is_equal(value: Any, default: Any) -> bool:
 
 
 def _is_accepted(cls: str, options: Mapping[str, Any], tensors: Tensors) -> bool:
-    """Whether the class can be made with these options."""
+    """True if the class can be made with these options."""
     given = map_leaves(options, lambda leaf: tensors.get(leaf.value) if isinstance(leaf, Ref) else leaf)
     try:
         _make(cls, **given)

@@ -37,7 +37,7 @@ class _NotShown(Exception):
 
 
 def own_line(before: Sequence[Call], after: Sequence[Call], polish: Polish) -> str:
-    """The line that ``before`` stands on as it is for ``after``; empty if it cannot be said.
+    """The line that ``before`` stands on as it is for ``after``; empty if it has no such form.
 
     What was not touched is the very same `Call` in both. ``polish`` makes the text of new expressions readable.
     """
@@ -211,7 +211,7 @@ def _has(node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> bool:
 
 
 def stands_for(text: str, code: str) -> bool:
-    """Whether statements written anew do what a line of code does, with the same variables and nothing besides."""
+    """True if statements written anew do what a line of code does, with the same variables and nothing besides."""
     line = parsed_line(code)
     if line is None or len(line.tree.body) != 1 or not isinstance(line.tree.body[0], _STATEMENTS):
         return False

@@ -35,7 +35,7 @@ class Positions:
 
     @property
     def is_condensed(self) -> bool:
-        """Whether a cell stands for several elements."""
+        """True if a cell stands for several elements."""
         return self.size != (len(self.cells), len(self.cells[0]))
 
 

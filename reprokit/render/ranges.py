@@ -33,12 +33,12 @@ class Range:
 
     @property
     def is_bad(self) -> bool:
-        """Whether any element is not finite."""
+        """True if any element is not finite."""
         return bool(self.num_nan or self.num_inf)
 
     @property
     def is_float(self) -> bool:
-        """Whether the format can hold values that are not finite."""
+        """True if the format can hold values that are not finite."""
         return self.dtype.startswith(("float", "bfloat", "complex"))
 
 

@@ -23,11 +23,11 @@ class Reads:
         self.uses = Counter(ref.value for call in program.calls for ref in iter_refs((call.args, call.kwargs)))
 
     def is_unused(self, value: int) -> bool:
-        """Whether nobody asks for a value."""
+        """True if nobody asks for a value."""
         return not self.uses[value] and value not in self._keep
 
     def is_done(self, value: int, index: int) -> bool:
-        """Whether nobody asks for a value after call number ``index``."""
+        """True if nobody asks for a value after call number ``index``."""
         return value not in self._keep and self._last.get(value, -1) <= index
 
     def only_reader(self, value: int, index: int) -> Call | None:
@@ -46,7 +46,7 @@ class Reads:
 
 
 def _may_hold(reader: Call, value: int) -> bool:
-    """Whether the expression of a value can stand in the call that reads it."""
+    """True if the expression of a value can stand in the call that reads it."""
     if reader.is_differentiation:
         owner = calls.as_method(reader)
         return owner.target == BACKWARD and owner.args[0] == Ref(value)
@@ -57,7 +57,7 @@ def _may_hold(reader: Call, value: int) -> bool:
 
 
 def _is_pure(call: Call) -> bool:
-    """Whether it makes no difference when the call runs."""
+    """True if it makes no difference when the call runs."""
     is_special = call.target in (OPAQUE, ZERO_GRAD) or call.is_differentiation or call.is_optimizer_step
     if is_special or call.mode.rng is not None:
         return False
@@ -66,7 +66,7 @@ def _is_pure(call: Call) -> bool:
 
 
 def is_one_line(one: Call, other: Call) -> bool:
-    """Whether the user wrote both calls on one line of one function."""
+    """True if the user wrote both calls on one line of one function."""
     if one.site is None or other.site is None:
         return False
     lines = [(site.file, site.line, site.function) for site in (one.site, other.site)]

@@ -1,4 +1,4 @@
-"""Whether the context of a reduction has anything to show that its minimum does not.
+"""True if the context of a reduction has anything to show that its minimum does not.
 
 It has not if it is the same calls, outside of any module or function, on the same numbers, be there more of them.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def is_minimum_again(reduction: Reduction) -> bool:
-    """Whether the context is the minimum in other sizes."""
+    """True if the context is the minimum in other sizes."""
     context = reduction.context
     if context is None or any(isinstance(item, Block) for item in context.tree.root.items):
         return False

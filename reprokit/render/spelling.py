@@ -63,13 +63,13 @@ class Spelling:
 
 
 def is_written_as_method(call: Call) -> bool:
-    """Whether the user wrote ``x.add(y)`` where ``x + y`` would do."""
+    """True if the user wrote ``x.add(y)`` where ``x + y`` would do."""
     matches = _matches(call)
     return bool(matches) and all(isinstance(node, ast.Call) for node, _ in matches)
 
 
 def is_inside_another(call: Call) -> bool:
-    """Whether the user's line does not have the call itself but something that makes it."""
+    """True if the user's line does not have the call itself but something that makes it."""
     return call.site is not None and parsed_line(call.site.code) is not None and not _matches(call)
 
 

@@ -1,4 +1,4 @@
-"""What happened, told in one paragraph: the step, the failure, where it was noticed, and how small it became."""
+"""One paragraph: the step, the failure, the place where it was noticed, and the size of the result."""
 
 from __future__ import annotations
 

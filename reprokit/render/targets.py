@@ -40,7 +40,7 @@ class Targets:
         return self._unpacked(outputs, iter(names.names_for_parts(call, len(outputs))), index)
 
     def _is_indexable(self, call: Call, outputs: Any) -> bool:
-        """Whether there are too many parts for a name each, and none is written in place."""
+        """True if there are too many parts for a name each, and none is written in place."""
         places = (all_written(other.target, other.args, other.kwargs) for other in self._program.calls)
         written = {ref for place in places for ref in iter_refs(place)}
         is_plain = all(isinstance(part, Ref) and part.value not in self._names for part in outputs)
@@ -80,5 +80,5 @@ class Targets:
 
 
 def _is_alike(call: Call, outputs: Sequence[Any]) -> bool:
-    """Whether the parts of a result have no names of their own."""
+    """True if the parts of a result have no names of their own."""
     return len(set(names.names_for_parts(call, len(outputs)))) == 1

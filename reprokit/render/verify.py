@@ -76,12 +76,12 @@ class VerifyResult:
 
     @property
     def is_unanimous(self) -> bool:
-        """Whether every run ended in the same way."""
+        """True if every run ended in the same way."""
         return self.agreed == self.times
 
     @property
     def fails(self) -> bool:
-        """Whether the runs that agree show the bug."""
+        """True if the runs that agree show the bug."""
         return self.exit_code == SHOWS_BUG
 
     @property

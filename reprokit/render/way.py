@@ -130,7 +130,7 @@ def _path_to(found: Survey, origin: int) -> tuple[int | None, list[int]]:
 
 
 def _is_computed(found: Survey, value: int, before: int) -> bool:
-    """Whether a value was made from others, and not out of nothing, such as by ``torch.zeros``."""
+    """True if a value was made from others, and not out of nothing, such as by ``torch.zeros``."""
     index = found.writer(value, before)
     return index is not None and bool(found.program.calls[index].input_refs())
 

@@ -52,7 +52,7 @@ def recorded_inputs(program: Program, tensors: Tensors) -> list[int]:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the contents tell nothing: a power of ten, zero, infinity, a number the reducer chose."""
+    """True if the contents tell nothing: a power of ten, zero, infinity, a number the reducer chose."""
     if tensor.numel() == 0:
         return True
     constant = constant_of(tensor)

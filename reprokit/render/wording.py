@@ -90,7 +90,7 @@ def written(failure: Failure) -> str:
 
 
 def observed(failure: Failure, *, is_forward_finite: bool = True) -> str:
-    """What happens, as a sentence. ``is_forward_finite``: whether a gradient went bad behind a good forward result."""
+    """The observation as a sentence. ``is_forward_finite``: True if only a gradient is nan or inf."""
     name, kind = f"`{failure.call or short_call(failure)}`", kind_words(failure)
     if failure.kind == "function":
         return f"The check `{failure.way.rpartition(':')[2]}` holds for what the program leaves behind."
@@ -135,7 +135,7 @@ def message(failure: Failure) -> str:
 
 
 def expected(failure: Failure) -> str:
-    """What should happen instead, as a sentence that claims no more than is known."""
+    """The expectation as a sentence, without a claim that was not checked."""
     if failure.kind == "exception":
         return "The call returns, or the error says which of its arguments is wrong."
     if failure.kind == "function":

@@ -27,7 +27,7 @@ def ladder(dtype: torch.dtype) -> tuple[float, ...]:
 
 
 def is_number(tensor: torch.Tensor) -> bool:
-    """Whether the tensor holds real floating-point or complex numbers in a plain layout, in a format that computes."""
+    """True if the tensor holds real floating-point or complex numbers in a plain layout, in a format that computes."""
     is_plain = tensor.layout is torch.strided and not tensor.is_quantized and tensor.dtype.itemsize > 1  # not float8
     return is_plain and tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
 
@@ -91,7 +91,7 @@ def extremes(candidate: Candidate, kind: str, may_be_large: bool) -> Iterator[tu
 
 
 def holds_large(candidate: Candidate) -> bool:
-    """Whether any number is so large that an overflow may be near."""
+    """True if any number is so large that an overflow may be near."""
     tensors = [candidate.tensors[item.value] for item in number_inputs(candidate)]
     return any(largest_of(tensor) > _LARGE.get(tensor.dtype, 1e3) for tensor in tensors)
 

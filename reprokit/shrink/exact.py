@@ -42,7 +42,7 @@ class Origin:
 
     @property
     def bad(self) -> torch.Tensor | None:
-        """What went bad: the failure's value, else the first floating-point result."""
+        """The nan or inf value: the failure's value, else the first floating-point result."""
         floats = (value for value, tensor in self.made.items() if tensor.is_floating_point() or tensor.is_complex())
         value = self.value if self.value is not None else next(floats, None)
         return self.made[value] if value is not None else None

@@ -79,11 +79,11 @@ class _Trials:
             return Verdict.INVALID
 
     def passes(self, change: Change, number: float | int | bool) -> bool:
-        """Whether nothing goes wrong with this number in place of another one."""
+        """True if nothing goes wrong with this number in place of another one."""
         return self.verdict(change.apply(number), f"{change.name} = {number:.6g}") is Verdict.PASSES
 
     def is_free(self, part: Part) -> bool | None:
-        """Whether every variant fails in the same way; ``None`` when none could be run."""
+        """True if every variant fails in the same way; ``None`` when none could be run."""
         was_run = False
         for candidate in part.variants():
             verdict = self.verdict(candidate, f"other contents of {part.name}")

@@ -18,7 +18,7 @@ from reprokit.program.functions import UnknownFunction, function_named
 from reprokit.program.ir import Call, Ref
 
 Tensors = Mapping[int, torch.Tensor]
-_IGNORED = -100  # what losses skip unless told otherwise
+_IGNORED = -100  # the default `ignore_index` of losses
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def _fits_call(call: Call, tensors: Tensors) -> bool:
 
 
 def _arguments(call: Call) -> dict[str, Any]:
-    """The arguments by the names that the rules use, as far as they can be told."""
+    """The arguments by the names that the rules use, as far as they are known."""
     names = _NAMES.get(call.target) or _NAMES.get(call.name) or _parameters(call.target)
     return {**dict(zip(names, call.args, strict=False)), **dict(call.kwargs)}
 

@@ -2,7 +2,7 @@
 
 A verdict is remembered by the candidate's content, so the same candidate is never run twice. What is looked at and how
 it is judged (`checks.protocol.Check`) and where candidates run (`Isolation`) are seams. Time and number of checks are
-bounded. When several candidates run at once, those after the first success are neither counted nor told, so the log
+bounded. When several candidates run at once, those after the first success are neither counted nor reported, so the log
 does not depend on it.
 """
 
@@ -106,7 +106,7 @@ class Oracle:
         return None
 
     def confirm(self, candidate: Candidate) -> bool:
-        """Whether a fresh interpreter gives the same failure; not counted as a check, may raise."""
+        """True if a fresh interpreter gives the same failure; not counted as a check, may raise."""
         return self._judge(candidate, self.isolation.report_freshly(candidate)) is Verdict.SAME
 
     def _without_a_run(self, candidate: Candidate) -> Verdict | None:

@@ -54,7 +54,7 @@ class Ground(Enum):
 
     @property
     def is_strict(self) -> bool:
-        """Whether a warning counts as a refusal, because the program gave none so far."""
+        """True if a warning counts as a refusal, because the program gave none so far."""
         return self.value[1]
 
 
@@ -71,7 +71,7 @@ class Prober:
     _texts: dict[int, tuple[Call, str]] = field(default_factory=dict)
 
     def refuses(self, candidate: Candidate, known: Candidate, *, raises: bool = False) -> bool:
-        """Whether a candidate is ill-formed for sure, seen that ``known`` runs.
+        """True if a candidate is ill-formed for sure, seen that ``known`` runs.
 
         ``raises`` says that the failure is an exception: where no probe of ``known`` gets through, being ill-formed may
         be what its last call objects to, and only the calls before are probed.
@@ -89,7 +89,7 @@ class Prober:
         return is_risky and self.ground(candidate) is None
 
     def _refuses_start(self, candidate: Candidate, known: Candidate) -> bool:
-        """Whether the calls before the last one are ill-formed."""
+        """True if the calls before the last one are ill-formed."""
         ground = self.ground(without_last(known)) if len(known.program.calls) > 1 else None
         start = without_last(candidate)
         return ground is not None and self.shapes(start.program, forms_of(start), ground) is None

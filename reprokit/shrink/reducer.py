@@ -294,7 +294,7 @@ class _Run:
 
     @contextmanager
     def _failing_open(self, name: str) -> Iterator[None]:
-        """An error of our own in a part of the work ends that part only, and is told."""
+        """An internal error ends only the part that it is in, and is printed."""
         try:
             yield
         except (ReprokitError, OutOfBudget):
@@ -302,7 +302,7 @@ class _Run:
         except Exception as error:
             self.broken.add(name)
             first_line = f"{type(error).__name__}: {error}".splitlines()[0]
-            told = f"`{name}` broke off after an error of its own ({first_line}); the rest went on"
+            told = f"`{name}` stopped after an internal error ({first_line}); the other parts ran"
             self.certainty.notes.append(told)
 
     def _budget(self, name: str) -> Budget:

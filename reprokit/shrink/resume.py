@@ -64,7 +64,7 @@ def load_earlier(path: Path, snapshot: Snapshot, origin: Mapping[str, Any], leve
 
 
 def _is_whole(earlier: Reduction) -> bool:
-    """Whether everything that is gone on from is of the form it should be."""
+    """True if everything that is gone on from is of the form it should be."""
     verdicts = {verdict.value for verdict in Verdict}
     row = set(PassRow.__dataclass_fields__)
     return (

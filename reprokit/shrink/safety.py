@@ -20,12 +20,12 @@ _GATES = {"lstm": 4, "gru": 3}
 
 
 def trusts_shapes(program: Program) -> bool:
-    """Whether any call may read past the end of a tensor of the wrong size; torch's private functions may as well."""
+    """True if any call may read past the end of a tensor of the wrong size; torch's private functions may as well."""
     return any(call.target in _TRUSTING or _is_private(call.name) for call in program.calls)
 
 
 def is_safe(program: Program, shapes: Mapping[int, Shape]) -> bool:
-    """Whether every recurrent layer gets the weights, gates and states it expects; ``shapes`` are of the inputs."""
+    """True if every recurrent layer gets the weights, gates and states it expects; ``shapes`` are of the inputs."""
     return all(_is_complete(call, shapes) for call in program.calls if call.target in RECURRENT)
 
 

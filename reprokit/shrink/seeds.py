@@ -1,4 +1,4 @@
-"""States of random generators: the ones that a small seed leads to can be said in one line of a repro."""
+"""States of random generators: one that follows from a small seed takes one line of a repro."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reprokit.shrink.plainness import state_of_seed
 
 
 def has_state(candidate: Candidate) -> bool:
-    """Whether any call starts from a recorded state of the generator."""
+    """True if any call starts from a recorded state of the generator."""
     return any(item.role == "rng" for item in candidate.program.inputs)
 
 

@@ -71,7 +71,7 @@ class Signature:
 
 
 def same(first: Signature, second: Signature) -> bool:
-    """Whether two failures are the same one.
+    """True if two failures are the same one.
 
     Gradients that overflow where they are added up have no origin among the calls; any reader of the leaf is named.
     """

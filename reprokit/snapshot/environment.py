@@ -1,4 +1,4 @@
-"""What a run ran on: versions, devices, determinism switches, the environment variables that matter.
+"""The environment of a run: versions, devices, determinism switches, the environment variables that matter.
 
 Collected once, after a failure: ``collect_env`` asks the system and may take seconds, so it has a time limit. Nothing
 here raises; what cannot be found out is left out.
@@ -80,7 +80,7 @@ def _device_names() -> list[str]:
 
 
 def _flushes_denormals() -> bool:
-    """Whether subnormal numbers count as zero on the CPU; there is no getter, so a product tells."""
+    """True if subnormal numbers count as zero on the CPU; there is no getter, so a product tells."""
     with torch._C.DisableTorchFunction():
         return bool((torch.tensor(1e-30) * torch.tensor(1e-10) == 0).item())
 

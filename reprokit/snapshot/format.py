@@ -61,7 +61,7 @@ class Snapshot:
         return count_elements(self.program, self.tensors)
 
     def summary(self) -> dict[str, Any]:
-        """What ``reprokit show --json`` prints."""
+        """The output of ``reprokit show --json``."""
         return {
             "schema": 1,
             "failure": {"step": self.step, "micro_step": self.micro_step, **self._describe_failure()},
@@ -235,7 +235,7 @@ def _again(kind: str) -> str:
 
 
 def _hint_for_kind(content: Mapping[str, Any], kind: str) -> str:
-    """What to give in the place of a file of another kind; a reduction may know the name of its snapshot."""
+    """The hint for a file of another kind; a reduction may know the name of its snapshot."""
     origin = content.get("origin")
     name = origin.get("file") if isinstance(origin, dict) else None
     return f"give the {kind} that it was made from, `{name}`" if name else f"give a {kind} file"

@@ -1,4 +1,4 @@
-"""Whether a path that a command was given can be read at all, and what may have been meant if not.
+"""Checks that the path given to a command can be read; the error suggests files that may have been meant.
 
 One mistake has one answer: everything that reads a file of reprokit asks here first. Whether the file holds what it
 should is not known before it is opened.
@@ -36,7 +36,7 @@ def require_file(path: Path, wanted: str) -> None:
 
 
 def hint_for_folder(folder: Path) -> str:
-    """What in a folder may have been meant."""
+    """The files of a folder that may have been meant."""
     found = snapshots_in(folder)
     if found:
         return f"name a snapshot in it: {_listed(found)}"

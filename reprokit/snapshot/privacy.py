@@ -1,4 +1,4 @@
-"""What of the user's code and words a snapshot keeps, and taking credentials out of everything that it does keep.
+"""The parts of the user's code that a snapshot keeps, with credentials taken out.
 
 A `Source` policy says how much source text stays: none, the lines that a traceback would show, or all that is known.
 Done before a snapshot is written, and again when something is rendered from it, as it may come from elsewhere.

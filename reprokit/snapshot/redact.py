@@ -213,7 +213,7 @@ def _hide_value(match: re.Match[str]) -> str:
 
 
 def _could_be_secret(value: str, name: re.Match[str]) -> bool:
-    """Whether ``value`` may be what its name promises; after a weak word such as ``token`` it must look like a key."""
+    """True if ``value`` may be what its name promises; after a weak word such as ``token`` it must look like a key."""
     if _NOT_SECRET.fullmatch(value) or value.startswith(REDACTED):
         return False
     if (name["strong"] or "").lower() == "pwd" and re.match(r"[~.]?[/\\]|[A-Za-z]:\\", value):

@@ -1,7 +1,7 @@
 """Which code ran: the git commit, branch and uncommitted changes around a script, its remote, and the command line.
 
 Everything is optional: without a repository, without git, on a detached head or before the first commit, the rest is
-still told. Credentials are taken out before anything is stored.
+still shown. Credentials are taken out before anything is stored.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Variant:
 
     @property
     def is_slow(self) -> bool:
-        """Whether it takes seconds to start."""
+        """True if it takes seconds to start."""
         return bool(self.backend)
 
 

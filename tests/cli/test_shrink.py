@@ -172,7 +172,7 @@ def test_a_fix_whose_code_cannot_be_written_is_still_told(
     reducer.fix_code = failing(KeyError("no name"))
     assert main(["shrink", "x.pt"]) == 0
     assert written == [""]
-    assert "the fix is told without its code: KeyError: 'no name'" in capsys.readouterr().err
+    assert "could not render the fix as code: KeyError: 'no name'" in capsys.readouterr().err
 
 
 def test_quiet(reducer: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:

@@ -197,7 +197,7 @@ def test_a_number_of_checks(shrink: Any) -> None:
     ]  # fmt: skip
     assert summary["repro"]["verified"] == "2/2"
     assert "stopped early by --max-checks" in err
-    assert "not tried to the end: calls, modes, setting, sizes, dimensions, values, precision, explain" in err
+    assert "search incomplete in: calls, modes, setting, sizes, dimensions, values, precision, explain" in err
     assert all(not item["free"] and item["tried"] is False for item in summary["explain"])
 
 

@@ -319,7 +319,7 @@ def test_a_pass_that_breaks_off_costs_nothing_else(monkeypatch: pytest.MonkeyPat
     reduction = shrink(failing.zero_by_zero())
     assert reduction.program.num_calls == 1 and not reduction.one_minimal
     assert reduction.untried == ["sizes", "explain"]
-    told = "broke off after an error of its own (RuntimeError: not today); the rest went on"
+    told = "stopped after an internal error (RuntimeError: not today); the other parts ran"
     assert reduction.notes == [f"`{part}` {told}" for part in ("sizes", "explain", "context")]
 
 

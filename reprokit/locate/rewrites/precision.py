@@ -84,7 +84,7 @@ def result_at_most(scene: Scene) -> Edited | None:
 
 
 def _is_float(scene: Scene, value: int) -> bool:
-    """Whether a value that the origin, or a call like it, reads is a tensor of floats."""
+    """True if a value that the origin, or a call like it, reads is a tensor of floats."""
     for item in scene.program.inputs:
         if item.value == value:
             return scene.tensors[value].is_floating_point()

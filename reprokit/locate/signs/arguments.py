@@ -21,7 +21,7 @@ _TESTS = frozenset([
 
 @sign
 def has(scene: Scene, operand: Slot = "x", *, size: bool = False, **wanted: str | float) -> Numbers | None:
-    """Whether any element of an argument (or of the ``result``) compares as wanted; ``size``: its magnitude."""
+    """True if any element of an argument (or of the ``result``) compares as wanted; ``size``: its magnitude."""
     values = scene.tensor(operand)
     if values is None or values.is_complex() or values.dtype is torch.bool:
         return None
@@ -34,7 +34,7 @@ def has(scene: Scene, operand: Slot = "x", *, size: bool = False, **wanted: str 
 
 @sign
 def is_negative_to_a_fraction(scene: Scene) -> Numbers | None:
-    """Whether a negative base meets an exponent that is not whole."""
+    """True if a negative base meets an exponent that is not whole."""
     base, exponent = scene.tensor("base"), scene.tensor("exponent")
     if base is None or exponent is None:
         return None
@@ -47,14 +47,14 @@ def is_negative_to_a_fraction(scene: Scene) -> Numbers | None:
 
 @sign
 def option(scene: Scene, name: str, **wanted: float) -> Numbers | None:
-    """Whether an argument of the origin that is a number or flag is as wanted, given or by default."""
+    """True if an argument of the origin that is a number or flag is as wanted, given or by default."""
     value = scene.operand(name)
     return {name: value} if is_wanted(value, wanted) else None
 
 
 @sign
 def has_row_of(scene: Scene, value: float) -> Numbers | None:
-    """Whether some row along the call's ``dim`` holds nothing but this value."""
+    """True if some row along the call's ``dim`` holds nothing but this value."""
     x, dim = scene.tensor("x"), dimension(scene)
     if x is None or x.dim() == 0 or not x.numel():
         return None
@@ -63,7 +63,7 @@ def has_row_of(scene: Scene, value: float) -> Numbers | None:
 
 @sign
 def follows(scene: Scene, calls: Sequence[str], operand: Slot = "x", through: Sequence[str] = ()) -> Numbers | None:
-    """Whether an argument comes from one of these calls: views, casts and what is named in ``through`` apart."""
+    """True if an argument comes from one of these calls: views, casts and what is named in ``through`` apart."""
     waiting = list(scene.makers(operand))
     for index, call in waiting:
         if short_name(call) in calls:
@@ -75,7 +75,7 @@ def follows(scene: Scene, calls: Sequence[str], operand: Slot = "x", through: Se
 
 @sign
 def counts_something(scene: Scene) -> Numbers | None:
-    """Whether the denominator is a count: a sum of flags or whole numbers, or a number of elements."""
+    """True if the denominator is a count: a sum of flags or whole numbers, or a number of elements."""
     for index, call in scene.makers("denominator", 2):
         if short_name(call) in ("count_nonzero", "bincount", "histc"):
             return {"maker": short_name(call)}
@@ -86,7 +86,7 @@ def counts_something(scene: Scene) -> Numbers | None:
 
 
 def _is_mask(scene: Scene, seen: Seen, index: int) -> bool:
-    """Whether what a call reduces says which elements count: flags, whole numbers, or 0 and 1 from a comparison.
+    """True if what a call reduces says which elements count: flags, whole numbers, or 0 and 1 from a comparison.
 
     What is divided itself is no mask, even if it is zero throughout.
     """
@@ -104,7 +104,7 @@ def _is_mask(scene: Scene, seen: Seen, index: int) -> bool:
 
 @sign
 def reduces_nothing(scene: Scene) -> Numbers | None:
-    """Whether the argument has no elements, but the result does."""
+    """True if the argument has no elements, but the result does."""
     x, result = scene.tensor("x"), scene.tensor("result")
     if x is None or x.numel() or (result is not None and not result.numel()):
         return None
@@ -113,7 +113,7 @@ def reduces_nothing(scene: Scene) -> Numbers | None:
 
 @sign
 def reduces_one(scene: Scene) -> Numbers | None:
-    """Whether every result of a reduction is made from a single element."""
+    """True if every result of a reduction is made from a single element."""
     x, result = scene.tensor("x"), scene.tensor("result")
     if x is None or result is None or not x.numel() or x.numel() != result.numel():
         return None
@@ -122,14 +122,14 @@ def reduces_one(scene: Scene) -> Numbers | None:
 
 @sign
 def holds_bad_values(scene: Scene) -> Numbers | None:
-    """Whether an argument is not finite already."""
+    """True if an argument is not finite already."""
     x = scene.tensor("x")
     return places(~x.isfinite(), operand=scene.name("x")) if x is not None else None
 
 
 @sign
 def weight_row_is_zero(scene: Scene) -> Numbers | None:
-    """Whether a whole row of a weight-normalised weight is zero."""
+    """True if a whole row of a weight-normalised weight is zero."""
     weight, call = scene.tensor("x"), scene.call
     if weight is None or weight.dim() == 0 or call is None:
         return None

@@ -16,13 +16,13 @@ from reprokit.program.functions import function_named
 
 @sign
 def divides_zero_by_zero(scene: Scene) -> Numbers | None:
-    """Whether numerator and denominator are zero at one place."""
+    """True if numerator and denominator are zero at one place."""
     return _division(scene, lambda numerator: numerator == 0)
 
 
 @sign
 def divides_by_zero(scene: Scene) -> Numbers | None:
-    """Whether a numerator that is not zero is divided by zero."""
+    """True if a numerator that is not zero is divided by zero."""
     return _division(scene, lambda numerator: numerator != 0)
 
 
@@ -38,7 +38,7 @@ def _division(scene: Scene, numerators: Callable[[torch.Tensor], torch.Tensor]) 
 
 @sign
 def underflowed(scene: Scene, operand: Slot = "x", makers: Sequence[str] | None = None) -> Numbers | None:
-    """Whether zeros in an argument would not be zero in exact arithmetic; ``makers``: lost by one of these calls."""
+    """True if zeros in an argument would not be zero in exact arithmetic; ``makers``: lost by one of these calls."""
     values, found = scene.tensor(operand), find_underflow(scene, operand)
     if values is None or found is None:
         return None
@@ -50,7 +50,7 @@ def underflowed(scene: Scene, operand: Slot = "x", makers: Sequence[str] | None 
 
 @sign
 def divides_infinities(scene: Scene) -> Numbers | None:
-    """Whether an infinity is divided by an infinity."""
+    """True if an infinity is divided by an infinity."""
     numerator, denominator = scene.tensor("numerator"), scene.tensor("denominator")
     return (
         places(numerator.isinf() & denominator.isinf()) if numerator is not None and denominator is not None else None
@@ -59,7 +59,7 @@ def divides_infinities(scene: Scene) -> Numbers | None:
 
 @sign
 def adds_opposite_infinities(scene: Scene) -> Numbers | None:
-    """Whether infinities meet that take each other away: in a sum or difference, or within one reduction."""
+    """True if infinities meet that take each other away: in a sum or difference, or within one reduction."""
     call, x, y = scene.call, scene.tensor("x"), scene.tensor("y")
     if call is None or x is None:
         return None
@@ -74,7 +74,7 @@ def adds_opposite_infinities(scene: Scene) -> Numbers | None:
 
 @sign
 def multiplies_zero_by_infinity(scene: Scene) -> Numbers | None:
-    """Whether zero meets an infinity in a product, of matrices too."""
+    """True if zero meets an infinity in a product, of matrices too."""
     call, x, y = scene.call, scene.tensor("x"), scene.tensor("y")
     if call is None or x is None or y is None:
         return None

@@ -26,13 +26,13 @@ def danger(scene: Scene) -> torch.Tensor | None:
 
 @sign
 def is_dangerous(scene: Scene) -> Numbers | None:
-    """Whether any element is at or beyond the edge of what the origin is defined for."""
+    """True if any element is at or beyond the edge of what the origin is defined for."""
     return places(danger(scene))
 
 
 @sign
 def dropped_later(scene: Scene) -> Numbers | None:
-    """Whether every dangerous element of the origin is dropped by a later ``where`` or mask."""
+    """True if every dangerous element of the origin is dropped by a later ``where`` or mask."""
     mask, drop = danger(scene), scene.failure.drop
     if mask is None or not bool(mask.any()) or (drop is not None and drop.is_given):
         return None
@@ -66,7 +66,7 @@ def drops_nan(scene: Scene, given: bool) -> Numbers | None:
 
 @sign
 def meets_zero_factor(scene: Scene) -> Numbers | None:
-    """Whether the origin's infinities are multiplied by zeros later."""
+    """True if the origin's infinities are multiplied by zeros later."""
     result = scene.tensor("result")
     for branch in scene.branches:
         kept = _like(branch, result) if result is not None and short_name(branch.call) == "mul" else None
@@ -84,7 +84,7 @@ def _like(branch: Branch, mask: torch.Tensor) -> torch.Tensor | None:
 
 @sign
 def is_normalised_later(scene: Scene) -> Numbers | None:
-    """Whether the origin's result is divided, later, by a sum over itself."""
+    """True if the origin's result is divided, later, by a sum over itself."""
     index = scene.failure.call_index
     if index is None or scene.call is None:
         return None

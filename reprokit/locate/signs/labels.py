@@ -24,7 +24,7 @@ _SHAPE = re.compile(r"[(\[]([\d, ]+)[)\]]")
 
 @sign
 def raises(scene: Scene, pattern: str) -> Numbers | None:
-    """Whether the exception's type and message match."""
+    """True if the exception's type and message match."""
     if scene.failure.kind != EXCEPTION or scene.failure.exception is None:
         return None
     kind, message = scene.failure.exception
@@ -63,7 +63,7 @@ def _placed(call: Call) -> str:
 
 @sign
 def label_outside(scene: Scene) -> Numbers | None:
-    """Whether a label, or the number of an embedding's row, is outside of what there is; tells the range of both."""
+    """True if a label, or the number of an embedding's row, is outside of what there is, with the range of both."""
     call = scene.call
     if call is None:
         return None
@@ -94,7 +94,7 @@ def dtypes_differ(scene: Scene) -> Numbers | None:
 
 @sign
 def stacks_other_sizes(scene: Scene) -> Numbers | None:
-    """Whether the tensors that are to be put side by side differ in size; tells the first that does."""
+    """True if the tensors that are to be put side by side differ in size, with the first that does."""
     tensors = scene.operand("x")
     if not isinstance(tensors, (list, tuple)) or not all(isinstance(item, torch.Tensor) for item in tensors):
         return None
@@ -108,7 +108,7 @@ def stacks_other_sizes(scene: Scene) -> Numbers | None:
 
 @sign
 def batches_differ(scene: Scene) -> Numbers | None:
-    """Whether the function was given batches of two sizes, both of which an argument has; tells these."""
+    """True if the function was given batches of two sizes, both of which an argument has, with both sizes."""
     if scene.failure.kind != EXCEPTION or scene.failure.exception is None:
         return None
     pair = _two_sizes(scene.failure.exception[1])
@@ -120,7 +120,7 @@ def batches_differ(scene: Scene) -> Numbers | None:
 
 @sign
 def is_remainder(scene: Scene) -> Numbers | None:
-    """Whether an input of the step has as many rows as full batches and a short one at the end make up."""
+    """True if an input of the step has as many rows as full batches and a short one at the end make up."""
     pair = batches_differ(scene)
     for item in scene.program.inputs if pair is not None else ():
         rows = scene.tensors[item.value].shape[:1]
@@ -150,7 +150,7 @@ def _two_sizes(message: str) -> tuple[int, int] | None:
 
 @sign
 def ignores_all_targets(scene: Scene) -> Numbers | None:
-    """Whether every target of a loss is the one it ignores."""
+    """True if every target of a loss is the one it ignores."""
     target = scene.tensor("target")
     if target is None or target.is_floating_point() or not target.numel():
         return None
@@ -160,7 +160,7 @@ def ignores_all_targets(scene: Scene) -> Numbers | None:
 
 @sign
 def target_is_impossible(scene: Scene) -> Numbers | None:
-    """Whether the score of a target class is ``-inf``, so that its loss is infinite."""
+    """True if the score of a target class is ``-inf``, so that its loss is infinite."""
     x, target = scene.tensor("x"), scene.tensor("target")
     if x is None or target is None or target.is_floating_point() or x.dim() < 2 or x.shape[:1] != target.shape[:1]:
         return None
@@ -170,7 +170,7 @@ def target_is_impossible(scene: Scene) -> Numbers | None:
 
 @sign
 def target_is_longer(scene: Scene) -> Numbers | None:
-    """Whether a target of ``ctc_loss`` needs more steps than its input has (repeats need one more)."""
+    """True if a target of ``ctc_loss`` needs more steps than its input has (repeats need one more)."""
     targets = scene.tensor("targets")
     if targets is None:
         return None

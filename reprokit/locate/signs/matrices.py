@@ -14,7 +14,7 @@ from reprokit.locate.signs.registry import Numbers, sign
 
 @sign
 def equal_values(scene: Scene, within: float = 1e-6) -> Numbers | None:
-    """Whether a decomposition has eigenvalues or singular values that are equal, or zero, up to rounding."""
+    """True if a decomposition has eigenvalues or singular values that are equal, or zero, up to rounding."""
     seen = scene.origin
     if seen is None:
         return None
@@ -30,13 +30,13 @@ def equal_values(scene: Scene, within: float = 1e-6) -> Numbers | None:
 
 
 def _is_matrix_of(values: torch.Tensor, args: Sequence[Any]) -> bool:
-    """Whether a result of a decomposition is made of vectors: it has as many dimensions as what was decomposed."""
+    """True if a result of a decomposition is made of vectors: it has as many dimensions as what was decomposed."""
     return bool(args) and isinstance(args[0], torch.Tensor) and values.dim() >= args[0].dim()
 
 
 @sign
 def is_singular(scene: Scene) -> Numbers | None:
-    """Whether a matrix has no inverse, up to rounding; tells its rank and condition number."""
+    """True if a matrix has no inverse, up to rounding, with its rank and condition number."""
     x = scene.tensor("x")
     if x is None or x.dim() < 2 or x.shape[-1] != x.shape[-2] or not x.numel() or not bool(x.isfinite().all()):
         return None
@@ -52,7 +52,7 @@ def is_singular(scene: Scene) -> Numbers | None:
 
 @sign
 def is_not_positive(scene: Scene) -> Numbers | None:
-    """Whether a symmetric matrix has an eigenvalue that is not above zero."""
+    """True if a symmetric matrix has an eigenvalue that is not above zero."""
     x = scene.tensor("x")
     if x is None or x.dim() < 2 or x.shape[-1] != x.shape[-2] or not bool(x.isfinite().all()):
         return None

@@ -26,7 +26,7 @@ from reprokit.program.ir import Call, map_leaves
 
 @sign
 def overflows(scene: Scene, halves: bool | None = None) -> Numbers | None:
-    """Whether the origin made an infinity of finite arguments because its dtype ends too early.
+    """True if the origin made an infinity of finite arguments because its dtype ends too early.
 
     The call is done again in float64, to tell by how much. ``halves``: only where half precision is to blame, so that
     float32 could hold the result (bfloat16 ends where float32 does), or only where it is not.
@@ -155,7 +155,7 @@ def squares_overflow(scene: Scene) -> Numbers | None:
 
 @sign
 def turns_bad(scene: Scene) -> Numbers | None:
-    """Whether everything the origin is given is finite, and its result is not."""
+    """True if everything the origin is given is finite, and its result is not."""
     result, largest = scene.tensor("result"), _largest_if_finite(scene)
     if largest is None or result is None or not result.is_floating_point() or bool(result.isfinite().all()):
         return None
@@ -171,14 +171,14 @@ def _largest_if_finite(scene: Scene, first: int | None = None) -> float | None:
 
 @sign
 def computes_in_half(scene: Scene) -> Numbers | None:
-    """Whether anything the origin is given is in half precision, the parameters of an optimizer included."""
+    """True if anything the origin is given is in half precision, the parameters of an optimizer included."""
     halves = list(filter(is_half, scene.arguments()))
     return {"dtype": dtype_name(halves[0]), "smallest": smallest(halves[0].dtype)} if halves else None
 
 
 @sign
 def loses_eps(scene: Scene, operand: Slot = "denominator") -> Numbers | None:
-    """Whether an argument was protected by a small constant that half precision rounds to zero."""
+    """True if an argument was protected by a small constant that half precision rounds to zero."""
     values = scene.tensor(operand)
     if values is None or not is_half(values):
         return None
@@ -192,14 +192,14 @@ def loses_eps(scene: Scene, operand: Slot = "denominator") -> Numbers | None:
 
 @sign
 def loses_eps_argument(scene: Scene) -> Numbers | None:
-    """Whether the call's own ``eps`` is rounded to zero by half precision."""
+    """True if the call's own ``eps`` is rounded to zero by half precision."""
     x, eps = scene.tensor("x"), scene.operand("eps")
     return _lost(eps, x) if x is not None and is_half(x) and is_lost(eps, x.dtype) else None
 
 
 @sign
 def optimizer_loses_eps(scene: Scene) -> Numbers | None:
-    """Whether the optimizer's ``eps`` is rounded to zero in the dtype of a parameter."""
+    """True if the optimizer's ``eps`` is rounded to zero in the dtype of a parameter."""
     arguments = scene.origin.kwargs if scene.origin is not None else {}
     for group, options in zip(arguments.get("params", ()), arguments.get("options", ()), strict=False):
         eps = options.get("eps")
@@ -219,14 +219,14 @@ def _numbers(call: Call) -> list[float]:
 
 @sign
 def gradients_explode(scene: Scene) -> Numbers | None:
-    """Whether a gradient went bad although everything its call was given is finite."""
+    """True if a gradient went bad although everything its call was given is finite."""
     largest = _largest_if_finite(scene)
     return {"largest": largest} if scene.failure.is_derivative and largest is not None else None
 
 
 @sign
 def gradient_overflows_half(scene: Scene) -> Numbers | None:
-    """Whether a gradient overflowed in float16; bfloat16 ends where float32 does."""
+    """True if a gradient overflowed in float16; bfloat16 ends where float32 does."""
     result = scene.tensor("result")
     if not scene.failure.is_derivative or result is None or result.dtype is not torch.float16:
         return None
@@ -235,7 +235,7 @@ def gradient_overflows_half(scene: Scene) -> Numbers | None:
 
 @sign
 def divides_by_power_of_result(scene: Scene) -> Numbers | None:
-    """Whether the gradient of a p-norm divides by a power of the norm that is too small to divide by."""
+    """True if the gradient of a p-norm divides by a power of the norm that is too small to divide by."""
     result, order = scene.tensor("result"), scene.tensor("order")
     if result is None or order is None:
         return None

@@ -27,12 +27,12 @@ def places(mask: torch.Tensor | None, **more: Any) -> Numbers | None:
 
 
 def is_wanted(number: Any, wanted: dict[str, float]) -> bool:
-    """Whether a plain number compares as wanted."""
+    """True if a plain number compares as wanted."""
     return isinstance(number, (int, float)) and all(COMPARISONS[name](number, wanted[name]) for name in wanted)
 
 
 def is_half(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is in half precision."""
+    """True if a tensor is in half precision."""
     return tensor.dtype in (torch.float16, torch.bfloat16)
 
 
@@ -47,5 +47,5 @@ def smallest(dtype: torch.dtype) -> float:
 
 
 def is_lost(number: object, dtype: torch.dtype) -> bool:
-    """Whether a dtype rounds a number to zero that is not zero."""
+    """True if a dtype rounds a number to zero that is not zero."""
     return isinstance(number, float) and number != 0 and float(torch.tensor(number, dtype=dtype)) == 0

@@ -20,7 +20,7 @@ _TAIL = 20  # steps before the failure that are looked at
 
 @sign
 def optimizer_option(scene: Scene, name: str, **wanted: float) -> Numbers | None:
-    """Whether an option of the optimizer's step is as wanted in any group."""
+    """True if an option of the optimizer's step is as wanted in any group."""
     values = (group.get(name) for group in _groups(scene))
     found = next((value for value in values if is_wanted(value, wanted)), None)
     return {name: found} if found is not None else None
@@ -28,7 +28,7 @@ def optimizer_option(scene: Scene, name: str, **wanted: float) -> Numbers | None
 
 @sign
 def has_bad_number(scene: Scene) -> Numbers | None:
-    """Whether the origin is given a number, not a tensor, that is not finite: a hyperparameter."""
+    """True if the origin is given a number, not a tensor, that is not finite: a hyperparameter."""
     call = scene.call
     if call is None:
         return None
@@ -60,7 +60,7 @@ def _is_bad(value: Any) -> bool:
 
 @sign
 def input_is(scene: Scene, roles: Sequence[str], scalar: bool | None = None) -> Numbers | None:
-    """Whether an input of one of these roles was bad before the first call; ``scalar``: a single number, or none."""
+    """True if an input of one of these roles was bad before the first call; ``scalar``: a single number, or none."""
     failure = scene.failure
     if failure.call is not None or failure.value is None:
         return None
@@ -74,7 +74,7 @@ def input_is(scene: Scene, roles: Sequence[str], scalar: bool | None = None) -> 
 
 @sign
 def row_stands_out(scene: Scene, factor: float = 100.0, rows: int = 4) -> Numbers | None:
-    """Whether a single row of an input from outside is larger than all others by this factor."""
+    """True if a single row of an input from outside is larger than all others by this factor."""
     for item in scene.program.inputs:
         values = scene.tensors[item.value]
         if item.role != "batch" or not values.is_floating_point() or values.dim() < 2 or values.shape[0] < rows:
@@ -90,7 +90,7 @@ def row_stands_out(scene: Scene, factor: float = 100.0, rows: int = 4) -> Number
 
 @sign
 def loss_was_growing(scene: Scene, factor: float = 10.0) -> Numbers | None:
-    """Whether the loss, or the norm of the gradients, of the steps before had grown by this factor, for good.
+    """True if the loss, or the norm of the gradients, of the steps before had grown by this factor, for good.
 
     The later half of the steps has to go beyond everything in the earlier one, in more than a single step.
     """
@@ -144,7 +144,7 @@ def _last_rate(scene: Scene, words: str = ", at a learning rate of") -> str:
 
 @sign
 def grows_with_depth(scene: Scene, factor: float = 4.0, layers: int = 3) -> Numbers | None:
-    """Whether the peaks of the matrix products up to the origin grow from layer to layer, most by ``factor``."""
+    """True if the peaks of the matrix products up to the origin grow from layer to layer, most by ``factor``."""
     index = scene.failure.call_index
     if index is None:
         return None
@@ -164,7 +164,7 @@ def grows_with_depth(scene: Scene, factor: float = 4.0, layers: int = 3) -> Numb
 
 @sign
 def scale_collapsed(scene: Scene) -> Numbers | None:
-    """Whether the scale of a grad scaler fell below one."""
+    """True if the scale of a grad scaler fell below one."""
     scales = [float(row["scale"]) for row in scene.timeline if _is_number(row.get("scale"))]
     if len(scales) < 2 or scales[-1] >= 1.0 or max(scales) < 2 * scales[-1]:
         return None

@@ -99,7 +99,7 @@ def differences(actual: Outcome, expected: Outcome, halves: frozenset[torch.dtyp
 
 
 def is_above_noise(found: Difference, actual: Outcome, expected: Outcome, eager: Sequence[Outcome]) -> bool:
-    """Whether the largest difference is clearly larger than any between eager runs of the same program."""
+    """True if the largest difference is clearly larger than any between eager runs of the same program."""
     runs = [_tensor(outcome, found) for outcome in eager]
     noise = max((_largest(first, second) for first in runs for second in runs), default=0.0)
     return _largest(_tensor(actual, found), _tensor(expected, found)) > MARGIN * noise

@@ -18,7 +18,7 @@ class ExceptionCheck(SignatureCheck):
     """An exception of a call, whatever values are bad before it."""
 
     def recognises(self, failure: Failure) -> bool:
-        """Whether a call raised."""
+        """True if a call raised."""
         return failure.kind == EXCEPTION
 
     @property

@@ -88,7 +88,7 @@ class FunctionCheck(SignatureCheck):
         )
 
     def recognises(self, failure: Failure) -> bool:
-        """Whether the function said so, not that it saw another failure."""
+        """True if the function said so, not that it saw another failure."""
         return failure.call is None
 
     def adopted(self, failure: Failure, whole: Candidate) -> Self:

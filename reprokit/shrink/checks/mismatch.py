@@ -46,7 +46,7 @@ class MismatchCheck(SignatureCheck):
     way: str = ""
 
     def recognises(self, failure: Failure) -> bool:
-        """Whether results differ."""
+        """True if results differ."""
         return failure.kind == MISMATCH
 
     @property

@@ -28,7 +28,7 @@ class NonfiniteCheck(SignatureCheck):
     given: Given = frozenset()
 
     def recognises(self, failure: Failure) -> bool:
-        """Whether it is a value that is not finite."""
+        """True if it is a value that is not finite."""
         return failure.kind != EXCEPTION
 
     @property
@@ -65,7 +65,7 @@ class NonfiniteCheck(SignatureCheck):
         return is_clean(candidate.program, candidate.tensors, self.signature, self.forbidden, self.given)
 
     def summary(self) -> dict[str, Any]:
-        """The signature alone: this check is what is meant when nothing is said."""
+        """The signature alone: this check is the default."""
         return self.signature.summary()
 
 

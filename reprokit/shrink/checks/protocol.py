@@ -32,10 +32,10 @@ class Check(Protocol):
         """Run a candidate; may raise for one that cannot be run or compared."""
 
     def judge(self, observation: Failure | None, candidate: Candidate) -> Verdict:
-        """Whether what was observed is the failure in question."""
+        """True if the observed failure is the wanted one."""
 
     def is_clean(self, candidate: Candidate) -> bool:
-        """Whether nothing that the candidate is given is bad already."""
+        """True if nothing that the candidate is given is bad already."""
 
     def summary(self) -> dict[str, Any]:
         """The signature as plain data."""
@@ -53,7 +53,7 @@ class SignatureCheck(ABC):
 
     @property
     def is_settled(self) -> bool:
-        """Whether the failure in question is known."""
+        """True if the failure in question is known."""
         return self.wanted is not None
 
     def complaint(self, observation: Failure | None) -> ReprokitError | None:
@@ -62,7 +62,7 @@ class SignatureCheck(ABC):
 
     @abstractmethod
     def recognises(self, failure: Failure) -> bool:
-        """Whether a failure is of the kind that this check is about."""
+        """True if a failure is of the kind that this check is about."""
 
     @property
     @abstractmethod
@@ -94,7 +94,7 @@ class SignatureCheck(ABC):
         return Verdict.INVALID if observation.kind == EXCEPTION else Verdict.OTHER
 
     def is_clean(self, candidate: Candidate) -> bool:
-        """Whether no input or constant is bad in a forbidden way."""
+        """True if no input or constant is bad in a forbidden way."""
         return not ways_given(candidate.program, candidate.tensors) & self.forbidden
 
     def summary(self) -> dict[str, Any]:

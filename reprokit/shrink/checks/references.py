@@ -225,7 +225,7 @@ def _dtypes_read(candidate: Candidate) -> dict[tuple[int, int], torch.dtype]:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """New tensors have this dtype where nothing is said."""
+    """The default dtype of new tensors."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -24,7 +24,7 @@ class Block:
 
     @property
     def is_function(self) -> bool:
-        """Whether it is a function of the loop's, not a module."""
+        """True if it is a function of the loop's, not a module."""
         return self.scope.path.endswith("()")
 
     @property

@@ -82,7 +82,7 @@ class Choice:
             yield from self._around_output(origin)
 
     def _within(self, index: int) -> Callable[[int], bool]:
-        """Whether a call runs in the module of another one, or in a child of it; in the loop, in the same function."""
+        """True if a call runs in the module of another one, or in a child of it; in the loop, in the same function."""
         place = self.step.place(index)
         return lambda other: self.step.is_inside(other, place)
 

@@ -140,7 +140,7 @@ def split(cls: str, arguments: Arguments) -> tuple[tuple[Any, ...], Arguments]:
 
 
 def _defaults(cls: str) -> Arguments:
-    """What the arguments of the constructor are when nothing is said."""
+    """The defaults of the constructor."""
     if cls in RECURRENT:
         return _RECURRENT_DEFAULTS
     parameters = inspect.signature(getattr(torch.nn, cls)).parameters.values()

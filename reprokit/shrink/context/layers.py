@@ -68,7 +68,7 @@ class Run:
 
 
 def is_layer(scope: Scope, modules: Mapping[str, ModuleNote]) -> bool:
-    """Whether a module is one of torch's layers that do something themselves."""
+    """True if a module is one of torch's layers that do something themselves."""
     note = modules.get(scope.label)
     is_users = note is not None and bool(note.file) and note.cls.rpartition(".")[2] == scope.cls
     is_torchs = isinstance(getattr(torch.nn, scope.cls, None), type)
@@ -81,7 +81,7 @@ def layer_of(
     inputs: Mapping[int, Input],
     note: ModuleNote | None,
 ) -> Layer | None:
-    """The layer that does what was recorded of a run, or ``None`` when it cannot be told."""
+    """The layer that does what was recorded of a run, or ``None`` if no layer does."""
     try:
         return next(_fitting(scope.cls, run, inputs, note or ModuleNote(scope.cls)), None)
     except (IndexError, KeyError, TypeError, ValueError, AttributeError):  # the calls are not those of such a layer
@@ -108,7 +108,7 @@ def _fitting(cls: str, run: Run, inputs: Mapping[int, Input], note: ModuleNote) 
 
 
 def _is_written_before(value: int, calls: Sequence[Call]) -> bool:
-    """Whether a value that the calls return was there before (they work in place)."""
+    """True if a value that the calls return was there before (they work in place)."""
     first = next(call for call in calls if value in (*call.input_refs(), *call.output_refs()))
     return value in first.input_refs()
 
@@ -172,7 +172,7 @@ def _output_shapes(cls: str, outputs: Sequence[int]) -> Iterator[Any]:
 
 
 def _agrees(layer: Layer, run: Run) -> bool:
-    """Whether the layer really returns what was recorded."""
+    """True if the layer really returns what was recorded."""
     values = run.before
     try:
         module = layer.build()

@@ -14,7 +14,7 @@ _LIMITS = {torch.float16: 128.0}
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds only finite, moderate numbers."""
+    """True if a tensor holds only finite, moderate numbers."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
         return True
     if tensor.layout is not torch.strided:

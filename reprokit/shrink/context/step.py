@@ -95,7 +95,7 @@ class Step:
         return sorted(reader for reader in found if reader > index and self.is_forward(reader))
 
     def is_forward(self, index: int) -> bool:
-        """Whether a call computes something, rather than differentiates, updates or clears."""
+        """True if a call computes something, rather than differentiates, updates or clears."""
         call = self.program.calls[index]
         is_other = call.is_differentiation or call.is_optimizer_step or call.target in (OPAQUE, ZERO_GRAD)
         return not is_other and call.target not in GRAD_WRITES
@@ -111,7 +111,7 @@ class Step:
         return self.num_units(i for i in calls if self.is_inside(i, place)) if scope or function else len(calls)
 
     def is_inside(self, index: int, place: Place) -> bool:
-        """Whether a call runs in a module or in a child of it; in the loop, in a function."""
+        """True if a call runs in a module or in a child of it; in the loop, in a function."""
         scope, _ = place
         other = self.place(index)
         return other[0][: len(scope)] == scope if scope else other == place
@@ -180,7 +180,7 @@ class Step:
 
 
 def is_container(scope: Scope) -> bool:
-    """Whether a module only runs its children one after the other."""
+    """True if a module only runs its children one after the other."""
     return scope.cls in ("Sequential", "ModuleList", "ModuleDict")
 
 

@@ -130,7 +130,7 @@ class _Normaliser:
         return Run(calls, block.makes or calls[-1].output_refs(), before, after)
 
     def _is_chain(self, block: Block) -> bool:
-        """Whether each item is a module that takes what the one before it returned, and nothing else."""
+        """True if each item is a module that takes what the one before it returned, and nothing else."""
         owners = owners_in(Block(ROOT, (block,)), self.program)
         previous: tuple[int, ...] | None = None
         (inner,) = connected(Block(ROOT, (block,)), replace(self.program, outputs=tuple(map(Ref, block.makes)))).items

@@ -67,7 +67,7 @@ def start(task: Task, candidate: Candidate, limits: Limits, runs: list[ForkedRun
 
 
 def is_usable() -> bool:
-    """Whether forked children can run torch here: tried once, because what autograd allows depends on its build."""
+    """True if forked children can run torch here: tried once, because what autograd allows depends on its build."""
     if not hasattr(os, "fork") or sys.platform == "darwin":
         return False  # macOS's own libraries do not survive a fork
     is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]

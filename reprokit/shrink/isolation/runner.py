@@ -121,7 +121,7 @@ class Isolation:
 
     @property
     def is_wary(self) -> bool:
-        """Whether nothing runs in this process any more, unless it was asked for."""
+        """True if nothing runs in this process any more, unless it was asked for."""
         return self.always_apart or bool(self.ended)
 
     def _may_run_here(self, candidate: Candidate) -> bool:

@@ -41,7 +41,7 @@ class Report:
 
     @property
     def took_its_process_down(self) -> bool:
-        """Whether the candidate would have ended or stopped the reduction, had it run in this process."""
+        """True if the candidate would have ended or stopped the reduction, had it run in this process."""
         return isinstance(self.error, NotObserved) and self.error.reason != "error"
 
 

@@ -102,7 +102,7 @@ def _dropped(candidate: Candidate, chosen: frozenset[int]) -> Candidate:
 
 
 def _as_leaf(candidate: Candidate, index: int) -> Iterator[Candidate]:
-    """With an input that needs gradients from the start, instead of being told to."""
+    """With `requires_grad` on the input itself, in place of a later `requires_grad_()`."""
     program = candidate.program
     call = program.calls[index]
     if call.target == "torch.Tensor.requires_grad_" and isinstance(call.args[0], Ref):

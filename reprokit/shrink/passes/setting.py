@@ -65,7 +65,7 @@ def simplify_precision(problem: Problem) -> None:
 
 
 def _overflows(candidate: Candidate, cast: dict[int, torch.Tensor]) -> bool:
-    """Whether a cast makes an infinity of a number: the failure would then be given, not made."""
+    """True if a cast makes an infinity of a number: the failure would then be given, not made."""
     return any(int(t.isinf().sum()) > int(candidate.tensors[value].isinf().sum()) for value, t in cast.items())
 
 
