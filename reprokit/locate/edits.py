@@ -6,6 +6,7 @@ calls from one line of the user's code, because that is what a person would do.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -69,7 +70,10 @@ Chain = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
 
 
 def siblings(program: Program, index: int) -> list[int]:
-    """The call, and all others of the same function that come from the same line of the user's code."""
+    """The call, and all others of the same function that come from the same part of the user's line.
+
+    Parts differ in the numbers that the line itself shows: in ``((x - m) ** 2).mean() ** 0.5`` are two powers.
+    """
     origin = program.calls[index]
     if origin.site is None:
         return [index]
@@ -79,7 +83,11 @@ def siblings(program: Program, index: int) -> list[int]:
 
 def _place(call: Call) -> tuple[Any, ...]:
     site = call.site
-    return (call.target, site.file, site.line, site.library) if site is not None else (call.target, None)
+    if site is None:
+        return call.target, None
+    numbers = [value for value in call.args[1:2] if isinstance(value, (int, float))]
+    shown = [value for value in numbers if re.search(rf"(?<![\w.]){re.escape(str(value))}(?![\w.])", site.code)]
+    return call.target, tuple(shown), site.file, site.line, site.library
 
 
 def with_argument(call: Call, slot: Slot, value: Any) -> Call:

@@ -58,6 +58,8 @@ class _Line:
         kept, old = set(map(id, after)), set(map(id, before))
         self._replaced = [call for call in before if id(call) not in kept]
         self._new = [call for call in after if id(call) not in old]
+        parts = (self._parts[id(call)] for call in before if id(call) in kept)
+        self._untouched = [part[0] for part in parts if part is not None]  # in other turns of a loop also changed parts
         self._makers = {call.outputs.value: call for call in self._new
                         if isinstance(call.outputs, Ref) and call.outputs.value not in call.input_refs()}  # fmt: skip
         self._roots: dict[tuple[int, ...], list[Call]] = {}
@@ -76,7 +78,7 @@ class _Line:
             node, text = self._part(call)[0], self._replacement(call)
             if self._changed.setdefault(node, text) != text:
                 raise _NotShown  # a loop whose turns were changed in different ways
-        if self._used != set(map(id, self._new)):
+        if self._used != set(map(id, self._new)) or any(node in self._changed for node in self._untouched):
             raise _NotShown
         return self._spliced(tree, self._changed, 0, self._span(tree.body[-1])[1])
 

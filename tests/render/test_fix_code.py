@@ -119,6 +119,15 @@ STEPS = {
         'def step(x):\n    größe = len("äö"); y = größe * torch.log(x)\n    return y.sum()\n',
         'größe = len("äö"); y = größe * torch.log(x.clamp(min=1e-6))',
     ),
+    "two powers": (
+        "def step(x):\n    std = ((x[:1] - 0.0) ** 2).mean() ** 0.5 + (x - 1.0).sum() * 0\n    return std\n",
+        "std = ((x[:1] - 0.0) ** 2).mean().clamp(min=1e-6) ** 0.5",
+    ),
+    "powers of a loop": (
+        "def step(x):\n    total = 0\n    for p in (0.5, 0.25):\n        total = total + (x ** p).sum()\n"
+        "    return total\n",
+        "total = total + (x.clamp(min=1e-6) ** p).sum()",
+    ),
     "a call that would run twice": (
         "def step(x):\n    out = torch.where(x > 0, torch.sqrt(x.cumsum(0)), 0.0)\n    return out.sum()\n",
         "cumsum.masked_fill(cumsum <= 0.0, 1.0)",
