@@ -18,6 +18,7 @@ def observe(step: Step) -> Scene:
     """The scene of a step's failure, from one run."""
     scene = Scene(step.program, step.tensors, step.failure, failing_series(step.timeline), step.settings)
     run(step.program, step.tensors, observer=_Watch(scene))
+    scene.branches = [branch for branch in scene.branches if scene.leads_to_loss(branch.call)]
     return scene
 
 

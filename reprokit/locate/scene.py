@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from reprokit.locate.calls import VIEWS, Slot, argument_at, default_of, short_name, slot_of
 from reprokit.locate.failure import Failure
 from reprokit.program.functions import function_named
-from reprokit.program.ir import Call, Program, Ref, iter_refs, map_leaves
+from reprokit.program.ir import Call, Input, Program, Ref, iter_refs, map_leaves
 from reprokit.program.run import Tensors
 
 
@@ -150,25 +151,54 @@ class Scene:
                 return index
         return None
 
+    @cached_property
+    def upstream(self) -> frozenset[int]:
+        """The values that the failure depends on, and so may be evidence: those behind the origin, and for a gradient
+        or an update all behind the losses that it came from."""
+        call, failure = self.call, self.failure
+        if call is None or failure.call_index is None:
+            return frozenset() if failure.value is None else frozenset([failure.value])
+        found = self._ancestors(call.input_refs(), failure.call_index)
+        return found if failure.phase == "forward" else found | self._behind_losses(failure.call_index)
+
+    def leads_to_loss(self, call: Call) -> bool:
+        """True if a later call is part of what is differentiated or returned, or nothing is."""
+        index = self.failure.call_index
+        counted = self._behind_losses(index) if index is not None else frozenset()
+        return not counted or not counted.isdisjoint(call.output_refs())
+
+    def inputs(self, role: str | None = None) -> list[Input]:
+        """The inputs of the step, of one role, that the failure depends on."""
+        return [item for item in self.program.inputs if item.value in self.upstream and role in (None, item.role)]
+
     def behind(self) -> list[int]:
         """The calls that the origin depends on, in their order."""
         index, call = self.failure.call_index, self.call
-        if index is None or call is None:
-            return []
-        needed, found = set(call.input_refs()), list[int]()
-        for number in range(index - 1, -1, -1):
-            earlier = self.program.calls[number]
-            if needed.intersection(earlier.output_refs()):
-                found.append(number)
-                needed.update(earlier.input_refs())
-        return found[::-1]
+        return self._calls_behind(call.input_refs(), index) if index is not None and call is not None else []
 
-    def upstream(self) -> set[int]:
-        """The values that the origin depends on; in a backward pass, and without an origin, those of the whole step."""
-        calls = self.program.calls
-        if self.call is not None and self.failure.phase == "forward":
-            calls = (self.call, *(calls[number] for number in self.behind()))
-        return {value for call in calls for value in call.input_refs()}
+    def _behind_losses(self, index: int) -> frozenset[int]:
+        """The values behind what is differentiated, or returned, that call number ``index`` is part of."""
+        calls, found = self.program.calls, set[int]()
+        own = set(calls[index].output_refs())
+        ends = [(number, call.input_refs()) for number, call in enumerate(calls) if call.is_differentiation]
+        for end, values in (*ends, (len(calls), tuple(ref.value for ref in self.program.outputs))):
+            behind = self._ancestors(values, end)
+            if end <= index or not own.isdisjoint(behind):
+                found |= behind
+        return frozenset(found)
+
+    def _ancestors(self, values: Iterable[int], before: int) -> frozenset[int]:
+        calls = (self.program.calls[number] for number in self._calls_behind(values, before))
+        return frozenset(values).union(*(call.input_refs() for call in calls))
+
+    def _calls_behind(self, values: Iterable[int], before: int) -> list[int]:
+        needed, found = set(values), list[int]()
+        for number in range(before - 1, -1, -1):
+            call = self.program.calls[number]
+            if not needed.isdisjoint(call.output_refs()):
+                found.append(number)
+                needed.update(call.input_refs())
+        return found[::-1]
 
     def makers(self, role: Slot, depth: int = 1) -> Iterator[tuple[int, Call]]:
         """The calls that an argument of the origin comes from, views and casts skipped, up to ``depth`` back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -113,12 +114,31 @@ def unknown() -> Snapshot:
     return record(lambda x: torch.special.zeta(x, x), x=torch.tensor([1.0]))
 
 
-def with_batch(snapshot: Snapshot, size: float) -> Snapshot:
-    """The step with one more input: a batch whose third row is as large as this, the others one at most."""
+def outlier(size: float) -> Snapshot:
+    """A failure behind a batch whose third row is as large as this, the others one at most."""
     data = torch.ones(8, 3)
     data[2] *= size
-    inputs = (*snapshot.program.inputs, Input(1000, "data", "batch"))
-    return replace(snapshot, program=replace(snapshot.program, inputs=inputs), tensors={**snapshot.tensors, 1000: data})
+    return record(lambda x, data: torch.special.zeta(x + 0 * data.sum(), x), x=torch.tensor([1.0]), data=data)
+
+
+def with_bystanders(snapshot: Snapshot) -> Snapshot:
+    """The step with a part that its failure does not depend on: a batch with an outlying row through layers that grow,
+    a huge parameter, and a mask over the origin's result that is no part of the loss."""
+    program, failure = snapshot.program, snapshot.failure
+    data, free = torch.ones(8, 3), program.next_value()
+    data[2] *= 6000.0
+    inputs = (Input(free, "aside", "batch"), Input(free + 1, "huge", "parameter"))
+    operands = [free, *range(free + 2, free + 6)]
+    pairs = itertools.pairwise(operands)
+    layers = (Call("torch.matmul", (Ref(one), Ref(free + 1)), outputs=Ref(next_one)) for one, next_one in pairs)
+    after = failure.call_index + 1 if failure.call_index is not None and failure.exception is None else 0
+    made = program.calls[after - 1].output_refs()[:1] if after else ()
+    test = [Call("torch.ne", (Ref(value), 5.0), outputs=Ref(free + 8)) for value in made]
+    drop = [Call("torch.where", (Ref(free + 8), 0.0, Ref(value)), outputs=Ref(free + 9)) for value in made]
+    calls = (*layers, *program.calls[:after], *test, *drop, *program.calls[after:])
+    changed = replace(program, calls=calls, inputs=(*program.inputs, *inputs))
+    tensors = {**snapshot.tensors, free: data, free + 1: torch.eye(3) * 1e7}
+    return replace(snapshot_of(changed, tensors), timeline=snapshot.timeline)
 
 
 def raising(call: Callable[..., Any], **tensors: torch.Tensor) -> Make:
@@ -266,7 +286,7 @@ CASES: dict[str, Make] = {
     "bad-data": bad_input("batch"),
     "bad-number": bad_input("batch", is_scalar=True),
     "bad-parameter": bad_input("parameter"),
-    "outlying-row": lambda: with_batch(unknown(), 6000.0),
+    "outlying-row": lambda: outlier(6000.0),
     "bad-gradient-given": bad_input("gradient"),
     "exp-overflow": step(lambda x: x.exp(), x=torch.tensor([100.0, 1.0])),
     "log-rate-overflow": step(lambda x, y: F.poisson_nll_loss(x, y), x=torch.tensor([100.0, 1.0]), y=torch.ones(2)),
@@ -402,7 +422,7 @@ MISSES: dict[str, str | Make] = {
     "bad-data": "bad-number",
     "bad-number": "bad-data",
     "bad-parameter": "bad-data",
-    "outlying-row": lambda: with_batch(unknown(), 60.0),
+    "outlying-row": lambda: outlier(60.0),
     "bad-gradient-given": "bad-data",
     "exp-overflow": "overflow",
     "log-rate-overflow": step(lambda x, y: F.poisson_nll_loss(x, y, log_input=False, eps=0.0),

@@ -27,7 +27,18 @@ from reprokit.render.diagnosis import markdown, one_line, page
 from reprokit.render.expectation import expect
 from reprokit.render.fix_code import fix_code
 from reprokit.render.wording import headline, phase_words
-from tests.locate.mechanisms import CASES, MISSES, NAN, adam, attention, half, mismatch, near_miss, unknown
+from tests.locate.mechanisms import (
+    CASES,
+    MISSES,
+    NAN,
+    adam,
+    attention,
+    half,
+    mismatch,
+    near_miss,
+    unknown,
+    with_bystanders,
+)
 from tests.shrink.failing import INF, record
 
 ENTRIES = {entry.id: entry for entry in entries()}
@@ -58,6 +69,13 @@ def test_every_entry_is_found(name: str) -> None:
     assert found.confidence == ENTRIES[name].confidence
     assert len(found.evidence) == len(ENTRIES[name].evidence) >= 1
     assert "{" not in found.mechanism + "".join(found.evidence)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_evidence_is_what_the_failure_depends_on(name: str) -> None:
+    snapshot = CASES[name]()
+    alone, beside = matches(observe(snapshot)), matches(observe(with_bystanders(snapshot)))
+    assert [(entry.id, numbers) for entry, numbers in alone] == [(entry.id, numbers) for entry, numbers in beside]
 
 
 @pytest.mark.parametrize("name", MISSES)

@@ -89,7 +89,7 @@ def is_normalised_later(scene: Scene) -> Numbers | None:
     if index is None or scene.call is None:
         return None
     known, summed = set(scene.call.output_refs()), set[int]()
-    for call in scene.program.calls[index + 1 :]:
+    for call in filter(scene.leads_to_loss, scene.program.calls[index + 1 :]):
         if short_name(call) in ("sum", "mean", "amax", "max") and known.intersection(call.input_refs()):
             summed.update(call.output_refs())
         elif short_name(call) == "div" and known & set(call.input_refs()) and summed & set(call.input_refs()):

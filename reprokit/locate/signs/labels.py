@@ -122,7 +122,7 @@ def batches_differ(scene: Scene) -> Numbers | None:
 def is_remainder(scene: Scene) -> Numbers | None:
     """True if an input of the step has as many rows as full batches and a short one at the end make up."""
     pair = batches_differ(scene)
-    for item in scene.program.inputs if pair is not None else ():
+    for item in scene.inputs() if pair is not None else ():
         rows = scene.tensors[item.value].shape[:1]
         if pair is None or item.role == "parameter" or not rows or rows[0] <= pair["larger"]:
             continue

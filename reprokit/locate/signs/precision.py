@@ -124,7 +124,7 @@ def root_of_squares(scene: Scene) -> int | None:
     value = call.output_refs()[0]
     for number in range(index + 1, len(scene.program.calls)):
         later = scene.program.calls[number]
-        if value in later.input_refs():
+        if value in later.input_refs() and scene.leads_to_loss(later):
             if short_name(later) == "sqrt":
                 return number
             if short_name(later) not in _TO_ROOT or not later.output_refs():

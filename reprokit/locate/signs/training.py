@@ -75,9 +75,9 @@ def input_is(scene: Scene, roles: Sequence[str], scalar: bool | None = None) -> 
 @sign
 def row_stands_out(scene: Scene, factor: float = 100.0, rows: int = 4) -> Numbers | None:
     """True if a single row of an input from outside is larger than all others by this factor."""
-    for item in scene.program.inputs:
+    for item in scene.inputs("batch"):
         values = scene.tensors[item.value]
-        if item.role != "batch" or not values.is_floating_point() or values.dim() < 2 or values.shape[0] < rows:
+        if not values.is_floating_point() or values.dim() < 2 or values.shape[0] < rows:
             continue
         if not values.numel():
             continue
@@ -125,12 +125,12 @@ def loss_exploded(scene: Scene, factor: float = 1000.0) -> Numbers | None:
 
 @sign
 def parameters_are_huge(scene: Scene, bound: float = 1e6) -> Numbers | None:
-    """True if parameters that the origin depends on have left every usual range before the step."""
-    worst, name, upstream = 0.0, "", scene.upstream()
+    """True if parameters that the failure depends on have left every usual range before the step."""
+    worst, name = 0.0, ""
     rate = _last_rate(scene, "; the update before was made at a learning rate of")
-    for item in scene.program.inputs:
+    for item in scene.inputs("parameter"):
         values = scene.tensors[item.value]
-        if item.role == "parameter" and item.value in upstream and values.is_floating_point() and values.numel():
+        if values.is_floating_point() and values.numel():
             size = float(values.detach().abs().double().nan_to_num(0.0, 0.0, 0.0).max())
             worst, name = max((worst, name), (size, item.name))
     return {"largest": worst, "input": f"`{name}`", "lr": rate} if worst >= bound else None
@@ -145,15 +145,8 @@ def _last_rate(scene: Scene, words: str = ", at a learning rate of") -> str:
 @sign
 def grows_with_depth(scene: Scene, factor: float = 4.0, layers: int = 3) -> Numbers | None:
     """True if the peaks of the matrix products up to the origin grow from layer to layer, most by ``factor``."""
-    index = scene.failure.call_index
-    if index is None:
-        return None
-    end = index if scene.failure.phase == "forward" else len(scene.program.calls)
-    sizes = [
-        peak
-        for number, peak in sorted(scene.peaks.items())
-        if peak > 0 and number < end and short_name(scene.program.calls[number]) in WEIGHTED
-    ]
+    behind = [number for number in scene.behind() if short_name(scene.program.calls[number]) in WEIGHTED]
+    sizes = [scene.peaks[number] for number in behind if scene.peaks.get(number, 0.0) > 0]
     if len(sizes) < layers:
         return None
     growth = statistics.median_low(after / before for before, after in itertools.pairwise(sizes))
