@@ -9,7 +9,7 @@ import contextlib
 import io
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -21,7 +21,7 @@ from reprokit.capture.attributes import attributes_kept
 from reprokit.capture.entry import Entry
 from reprokit.capture.exceptions import Raised
 from reprokit.capture.generators import python_generators_restored
-from reprokit.capture.guards import silenced
+from reprokit.capture.guards import EVERY, FORWARD, UserHooks, guarded
 from reprokit.capture.names import Names
 from reprokit.capture.owners import names_of, root_names
 from reprokit.capture.player import Player, leaves_in
@@ -35,6 +35,7 @@ from reprokit.locate.failure import EXCEPTION, Failure, kind_of
 from reprokit.locate.ways import NAN, local_part, ways_of
 from reprokit.program.functions import written_argument
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Program, Ref, iter_refs
+from reprokit.program.memory import same_bits
 from reprokit.program.run import Modes, matmul_precision
 from reprokit.program.trace import Origin, Tracer
 from reprokit.snapshot.environment import collect_environment
@@ -42,6 +43,8 @@ from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.rng import get_rng_state
 from reprokit.snapshot.source import describe_source
 
+HOOKS_LEFT_OUT = "hooks of modules were left out of the replay, and no finite loss shows whether they change values"
+OTHER_GRADIENTS = "gradients differ between training and the replay, where no hook changes them"
 NOT_OF_TORCH = "the exception was raised by code that is no torch call, so running the file does not raise it"
 
 
@@ -102,19 +105,19 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
 
     Where something raised, a check of the user's may have seen a bad value: then that value is the failure.
     """
-    replayed, failure, rng, num_ignored = _replay(step, frame, ignore=True)
+    played = _replay(step, frame)
+    replayed, failure = played.replayed, played.failure
+    is_hook = step.raised is not None and step.raised.is_call and replayed.error is None and any(played.hooks.left_out)
     if step.raised is not None:
-        program, failure = _seen_by_check(replayed, failure, is_hook=num_ignored > 0)
+        program, failure = _seen_by_check(replayed, failure, is_hook=is_hook)
         if failure is not None and failure.kind != EXCEPTION:
             replayed.program = program.pruned()
             where = "gradient" if failure.phase == "backward" else "output"
             step = replace(step, raised=None, observed_at=where)
-        elif num_ignored:
-            replayed, failure, rng, _ = _replay(step, frame, ignore=False)
     notes = list(step.notes)
     if failure is None:
         failure = _unexplained(step)
-        if step.raised is None or (step.raised.is_call and replayed.error is None):
+        if step.raised is None or (step.raised.is_call and replayed.error is None and not is_hook):
             notes += _why_not_again(replayed)
             replayed.is_close = False
         else:
@@ -123,27 +126,54 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
     elif step.raised is not None and failure.exception is not None and not step.raised.is_same(*failure.exception):
         notes.append(f"training raised {step.raised.type}: {step.raised.message.partition(chr(10))[0]}")
         replayed.is_close = False
-    notes += replayed.mismatches
+    elif played.hooks.may_change and replayed.losses and not any(map(_has_finite, replayed.losses.values())):
+        notes.append(HOOKS_LEFT_OUT)
+    notes += [*played.notes, *replayed.mismatches]
     replayed.is_close = replayed.is_close and not step.notes
     is_given = failure.call is None and failure.input_name is not None and failure.value is not None
     culprit = replayed.sources.get(failure.value or 0) if is_given else None
-    snapshot = _assemble(step, replayed, failure, notes, rng, frame)
+    snapshot = _assemble(step, replayed, failure, notes, played.rng, frame)
     return Made(snapshot, culprit, replayed.losses, replayed.devices)
 
 
-def _replay(
-    step: FailedStep, frame: FrameType | None, *, ignore: bool
-) -> tuple[Replayed, Failure | None, dict[str, Any], int]:
-    """The step's program, what `locate` finds in it, the generators' states, and how many exceptions of the user's
-    hooks were ignored, if it is asked to ``ignore`` them."""
+@dataclass(frozen=True)
+class _Played:
+    """A replay, what `locate` finds in its program, the generators' states, and the user's hooks."""
+
+    replayed: Replayed
+    failure: Failure | None
+    rng: dict[str, Any]
+    hooks: UserHooks
+
+    notes: list[str]
+
+
+def _replay(step: FailedStep, frame: FrameType | None) -> _Played:
+    """Replay the step without the user's hooks; with those of forward if that is not what training did."""
+    played: _Played | None = None
+    with contextlib.suppress(Exception):  # of a model that relies on its hooks
+        played = _replay_without(EVERY, step, frame)
+    if played is not None:
+        is_other = step.raised is None and (played.failure is None or bool(played.replayed.mismatches))
+        if not (is_other and played.hooks.left_out[FORWARD]):
+            return played
+    again = _replay_without(EVERY - {FORWARD}, step, frame)
+    is_better = again.failure is not None and not again.replayed.mismatches
+    return again if played is None or is_better else played
+
+
+def _replay_without(out: Set[str], step: FailedStep, frame: FrameType | None) -> _Played:
+    """Replay the step without the user's hooks of the kinds ``out``."""
     raises = step.raised is not None and step.raised.is_call
     with contextlib.ExitStack() as stack:
+        leaves = _leaves(step)
+        seen = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
         stack.enter_context(_at_its_beginning(step))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
-        ignored = stack.enter_context(silenced(step.modules, _leaves(step))) if ignore else []
-        if raises and ignore:  # checks report what they see, a second time now
+        hooks = stack.enter_context(guarded(step.modules, leaves, out))
+        if raises:  # checks report what they see, a second time now
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         rng = get_rng_state()
         replayed = replay(
@@ -158,6 +188,7 @@ def _replay(
         )
         if step.observed_at == "output" and step.pending is not None:
             replayed.program = _without_last(replayed.program)
+        notes = list(_other_gradients(step, seen))
         failure = locate(replayed.program, replayed.tensors)
         result = _bad_result(failure, replayed.program)
         if result is not None and step.compiled is not None:
@@ -165,7 +196,19 @@ def _replay(
             replayed.program = replace(replayed.program, calls=(made, *replayed.program.calls))
             failure = locate(replayed.program, replayed.tensors)
         replayed.own_tensors()
-    return replayed, failure, rng, len(ignored)
+    return _Played(replayed, failure, rng, hooks, notes)
+
+
+def _other_gradients(step: FailedStep, seen: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[str]:
+    """A note if gradients that the loop cleared in this step are others in training than in the replay."""
+    first = next((n for n, entry in enumerate(step.entries) if entry.kind == "differentiate"), 0)
+    cleared = [entry.args[0] for entry in step.entries[:first] if entry.kind == "zero_grad"]
+    fresh = {id(parameter) for owner in cleared for parameter in owned_by(owner)}
+    is_alone = not any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in step.modules)
+    if step.observed_at == "gradient" and step.buffers is not None and is_alone:
+        pairs = [(old, leaf.grad) for leaf, old in seen if id(leaf) in fresh]
+        if not all(new is not None and same_bits(old, new) for old, new in pairs):
+            yield OTHER_GRADIENTS
 
 
 def _seen_by_check(replayed: Replayed, failure: Failure | None, *, is_hook: bool) -> tuple[Program, Failure | None]:
@@ -187,6 +230,10 @@ def _without_last(program: Program) -> Program:
     """The program with the start of its last backward call as output, in place of the backward call."""
     *calls, last = program.calls
     return replace(program, calls=tuple(calls), outputs=tuple(iter_refs(last.args)))
+
+
+def _has_finite(tensor: torch.Tensor) -> bool:
+    return bool(tensor.isfinite().any())
 
 
 def _bad_result(failure: Failure | None, program: Program) -> Ref | None:
@@ -325,7 +372,6 @@ def _at_its_beginning(step: FailedStep) -> Iterator[None]:
         if step.buffers is not None:
             stack.callback(step.buffers.put_back().give_back)
             _write_buffers(step)
-        stack.enter_context(_without_hooks_of_gradients(leaves))
         stack.enter_context(_eagerly())
         yield
 
@@ -349,19 +395,6 @@ def _leaves(step: FailedStep) -> list[torch.Tensor]:
     leaves = {id(p): p for owner in owners for p in owned_by(owner)}
     leaves.update((id(leaf), leaf) for leaf in leaves_in([*step.lead, *step.entries]))
     return list(leaves.values())
-
-
-@contextlib.contextmanager
-def _without_hooks_of_gradients(leaves: list[torch.Tensor]) -> Iterator[None]:
-    """Without what the loop does when a gradient is complete, such as an optimizer's step inside backward."""
-    waiting = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf._post_accumulate_grad_hooks)]
-    for hooks, _ in waiting:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, content in waiting:
-            hooks.update(content)
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ class Rewind:
     def going_back(self) -> Iterator[None]:
         """The state of the last copy; afterwards everything is as it was. Raises `CannotGoBack` with nothing
         changed."""
-        leaves = self._leaves()
+        leaves = self.leaves()
         with contextlib.ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
@@ -98,7 +98,7 @@ class Rewind:
                     self.notes += self._other_attributes()
                     return None
                 found.saved = {**{key: tensor.detach() for key, tensor in carried.items()}, **found.saved}
-                give_gradients([(leaf, None) for leaf in self._leaves()])
+                give_gradients([(leaf, None) for leaf in self.leaves()])
                 self._start.give_back()
                 found.notes = self.notes
                 return found
@@ -221,7 +221,8 @@ class Rewind:
     def _is_state_bad(self) -> bool:
         return self._history.newly_bad() is not None
 
-    def _leaves(self) -> list[torch.Tensor]:
+    def leaves(self) -> list[torch.Tensor]:
+        """Everything that a played step may give a gradient."""
         leaves = {id(tensor): tensor for tensor in self._history.changing() if is_leaf(tensor)}
         for module in self._history.modules:  # also what is frozen by now and has a gradient from before
             leaves.update((id(parameter), parameter) for parameter in module.parameters())

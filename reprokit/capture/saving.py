@@ -6,7 +6,7 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -17,6 +17,7 @@ import torch
 from reprokit.capture.entry import Entry
 from reprokit.capture.exceptions import Raised
 from reprokit.capture.fidelity import checked, unchecked
+from reprokit.capture.guards import ACCUMULATED, EVERY, UserHooks, guarded
 from reprokit.capture.past import PastStep, split
 from reprokit.capture.prepared import without_preparation
 from reprokit.capture.rank_name import rank_suffix, with_part
@@ -150,24 +151,36 @@ class _Describing:
         steps = self._complete([*training.past(), training.freezer.lightened(step, pending)])
         if steps is None:
             return None, [BEGUN_BEFORE]
-        rewind = Rewind(training.history, steps, ruined)
-        culprit = None
+        has_stepped = any(entry.has_stepped for past in steps for entry in past.entries)
+        made, reasons, num_left_out = self._played(steps, ruined, EVERY - {ACCUMULATED} if has_stepped else EVERY)
+        if made is None and num_left_out:  # hooks may have changed what training computed
+            made, reasons, _ = self._played(steps, ruined, frozenset())
+        if made is None or made.culprit is None or ruined:
+            return made, reasons
+        return self._from_the_past(step, [made.culprit])[0] or made, []
+
+    def _played(
+        self, steps: list[PastStep], ruined: Sequence[torch.Tensor], out: Set[str]
+    ) -> tuple[Made | None, list[str], int]:
+        """The snapshot or why there is none, played without the user's hooks of the kinds ``out``, and their number."""
+        history = self._training.history
+        rewind, hooks = Rewind(history, steps, ruined), UserHooks()
         try:
             with rewind.going_back():
-                found = rewind.find()
+                with guarded(history.modules, rewind.leaves(), out) as hooks:
+                    found = rewind.find()
                 if found is None:
                     first = rewind.first_bad_loss()
                     seen = [f"training saw the first bad loss in step {first}"] if first is not None else []
-                    return None, [*rewind.notes, *seen, NOT_SHOWN]
+                    return None, [*rewind.notes, *seen, NOT_SHOWN], hooks.left_out.total()
                 made = make_snapshot(self._failed_before(found, steps), self._noticed.frame)
-                if not ruined and made.culprit is not None and training.history.has_worsened(made.culprit):
-                    culprit = made.culprit
+                has_worsened = made.culprit is not None and history.has_worsened(made.culprit)
+                return made if has_worsened else replace(made, culprit=None), [], 0
         except CannotGoBack as reason:
-            return None, [str(reason)]
+            return None, [str(reason)], 0
         except Exception as error:  # of the user's code, which the state of then may not suit
-            return None, [f"playing the steps since the last copy raised {type(error).__name__}: {error}"]
-        earlier = self._from_the_past(step, [culprit])[0] if culprit is not None else None
-        return earlier or made, []
+            reasons = [f"playing the steps since the last copy raised {type(error).__name__}: {error}"]
+            return None, reasons, hooks.left_out.total()
 
     def _complete(self, steps: list[PastStep]) -> list[PastStep] | None:
         """The steps with what was made before the last copy for them; ``None`` if that is not known."""

@@ -12,17 +12,20 @@ import pytest
 import torch
 from torch import nn
 
+from reprokit.capture.rescue import HOOKS_LEFT_OUT, OTHER_GRADIENTS
 from reprokit.capture.session import Session
 from reprokit.snapshot.format import Snapshot, load
 from tests.capture.traps_checks import (
     BAD_STEP,
     EXACT,
+    WATCHES,
     batches,
     check_caught,
     described_once,
     ending,
     fidelity,
     rooted_loss,
+    silent_root,
     where,
 )
 
@@ -188,3 +191,141 @@ def test_hooks_that_do_not_raise_stay_in_the_replay(setup: Setup, tmp_path: Path
     snapshot = check_caught(lambda: run(setup, forward_bad=False), tmp_path)
     assert where(snapshot) == (BAD_STEP, "backward", "torch.Tensor.sqrt")
     assert fidelity(snapshot) == EXACT
+
+
+# -- hooks have no part in the replay unless they change what is computed --------------------------------------------
+
+
+class Counted:
+    """A hook that counts its calls."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def __call__(self, *args: Any) -> None:
+        self.num += 1
+
+
+def counting(model: Net) -> dict[str, Counted]:
+    """Hooks of every kind that count, each with its name."""
+    names = ("pre", "forward", "backward pre", "backward", "leaf", "accumulated", "hidden")
+    counts = {name: Counted() for name in names}
+    for part in model.modules():
+        part.register_forward_pre_hook(counts["pre"])
+        part.register_forward_hook(counts["forward"])
+        part.register_full_backward_pre_hook(counts["backward pre"])
+        part.register_full_backward_hook(counts["backward"])
+    model.first.weight.register_hook(counts["leaf"])
+    model.first.weight.register_post_accumulate_grad_hook(counts["accumulated"])
+    model.watch = lambda hidden: hidden.register_hook(counts["hidden"])
+    return counts
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+@pytest.mark.parametrize("forward_bad", [True, False])
+def test_hooks_are_called_as_often_as_without_capture(watch: str, forward_bad: bool, tmp_path: Path) -> None:
+    seen: list[dict[str, Counted]] = []
+
+    def setup(model: Net) -> None:
+        seen.append(counting(model))
+
+    snapshot = check_caught(lambda: run(setup, forward_bad), tmp_path, watch=watch)
+    plain, watched = ({name: count.num for name, count in counts.items()} for counts in seen)
+    assert plain == watched and min(plain.values()) >= 6
+    assert snapshot.step == BAD_STEP
+    assert fidelity(snapshot) == EXACT
+
+
+def test_a_hook_that_would_raise_in_a_past_step(tmp_path: Path) -> None:
+    """A check that tolerates two bad values, as many as training shows it."""
+
+    def setup(model: Net) -> None:
+        bad = [0]
+
+        def check(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            bad[0] += 1 - int(output.isfinite().all())
+            if bad[0] > 2:
+                raise RuntimeError("not finite")
+
+        model.second.register_forward_hook(check)
+
+    snapshot = check_caught(lambda: run(setup, forward_bad=False), tmp_path, watch="deferred")
+    assert where(snapshot) == (BAD_STEP, "backward", "torch.Tensor.sqrt")
+    assert fidelity(snapshot) == EXACT
+
+
+def double_gradient(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2)
+
+
+CHANGES: dict[str, Callable[[Net], Any]] = {
+    "leaf": lambda model: model.second.weight.register_hook(lambda grad: 3 * grad),
+    "backward": lambda model: model.second.register_full_backward_hook(lambda _, given, __: (2 * given[0],)),
+    "backward pre": lambda model: model.second.register_full_backward_pre_hook(lambda _, out: (2 * out[0],)),
+    "accumulated": lambda model: model.second.weight.register_post_accumulate_grad_hook(double_gradient),
+}
+
+
+def late_root(logits: torch.Tensor, first: nn.Linear, bad: bool) -> torch.Tensor:
+    """A loss whose gradient is NaN for one layer only."""
+    return logits.pow(2).mean() + silent_root(first.weight, bad)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_gradients_that_hooks_change_are_not_exact(change: str, tmp_path: Path) -> None:
+    def loop() -> list[torch.Tensor]:
+        model = Net()
+        CHANGES[change](model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step, x, _ in batches():
+            optimizer.zero_grad()
+            late_root(model(x, torch.ones(())), model.first, step == BAD_STEP).backward()
+            optimizer.step()
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path)
+    assert where(snapshot) == (BAD_STEP, "backward", "torch.Tensor.sqrt")
+    assert (snapshot.fidelity, snapshot.fidelity_note) == ("close", OTHER_GRADIENTS)
+
+
+def test_a_failure_that_a_backward_hook_makes(tmp_path: Path) -> None:
+    def setup(model: Net) -> None:
+        step = [0]
+
+        def divide(module: nn.Module, given: Any, out: Any) -> Any:
+            step[0] += 1
+            return (given[0] / (0.0 if step[0] > BAD_STEP else 1.0),)
+
+        model.second.register_full_backward_hook(divide)
+
+    def loop() -> list[torch.Tensor]:
+        model = Net()
+        setup(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _, x, _ in batches():
+            optimizer.zero_grad()
+            model(x, torch.ones(())).pow(2).mean().backward()
+            optimizer.step()
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path)
+    assert (snapshot.step, snapshot.failure.call, snapshot.fidelity) == (BAD_STEP, None, "unfaithful")
+    assert "did not occur again" in str(snapshot.fidelity_note) and OTHER_GRADIENTS in str(snapshot.fidelity_note)
+
+
+def test_a_hook_may_change_what_no_finite_loss_shows(tmp_path: Path) -> None:
+    """All that can be compared is NaN with and without the hook."""
+
+    def loop() -> list[torch.Tensor]:
+        model = Net()
+        model.middle.register_forward_hook(lambda module, args, output: 2 * output)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step, x, _ in batches():
+            optimizer.zero_grad()
+            (model(x, torch.ones(())).mean() / torch.full((), 0.0 if step == BAD_STEP else 1.0)).log().backward()
+            optimizer.step()
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path)
+    assert (snapshot.fidelity, snapshot.fidelity_note) == ("close", HOOKS_LEFT_OUT)
