@@ -135,14 +135,16 @@ class Stepping:
         training, tape = self._training, self._tape
         if tape.enabled and not is_compiling() and training.history.is_part(module):
             if tape.is_outermost:
-                tape.guard(self.before_conversion)
-            tape.guard(training.convert)
+                self.before_conversion()
+            with tape.paused():
+                training.convert()
 
     def before_buffer(self, module: torch.nn.Module, name: str, value: Any) -> None:
         """A buffer is about to be replaced or added; inside a forward, playing that does the same again."""
         if self._tape.enabled and not is_compiling() and not self._tape.is_outermost:
-            self._tape.guard(self._training.buffers.rebind, module, name)
-            self._tape.guard(self._running.memory.rebind, module._buffers.get(name), value)
+            with self._tape.paused():
+                self._training.buffers.rebind(module, name)
+                self._running.memory.rebind(module._buffers.get(name), value)
         else:
             self.before_registration(module, name, value)
 
