@@ -93,7 +93,7 @@ def _of_cause(snapshot: Snapshot, failure: Failure, cause: Failure, owner: str) 
     expected = "The call returns, as it does with finite numbers in place of those that are not."
     found = f"In the training step {name} is given numbers that are not finite, and returns with finite ones"
     verb = "which is" if cause.call is None else "which returns"
-    remark = f"{found}. They come from {facts.origin(cause)}{_at(cause)}, {verb} {kind}. "
+    remark = f"{found}. They come from {facts.origin(snapshot, cause)}{_at(cause)}, {verb} {kind}. "
     remark += f"Why it does so is a question about {_whom(owner)}."
     return Expectation(f"because of {kind} from {wording.short_call(cause)}", observed, expected, remark, owner)
 

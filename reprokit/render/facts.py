@@ -34,10 +34,10 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
     size = f"{counted(snapshot.program.num_calls, 'call')}, {counted(snapshot.num_elements, 'input element')}"
     facts = [
         ("where", where(snapshot)),
-        ("origin", origin(failure)),
+        ("origin", origin(snapshot, failure)),
         ("line", line(failure)),
         ("exception", f"`{failure.exception[0]}`{message}" if failure.exception is not None else ""),
-        ("because of", cause(failure)),
+        ("because of", cause(snapshot)),
         ("how much", how_much(failure)),
         ("when", f"{when(snapshot)}{noticed}"),
         ("replay", f"{snapshot.fidelity}{note}"),
@@ -73,23 +73,26 @@ def _is_without_gradients(snapshot: Snapshot) -> bool:
     return snapshot.failure.phase == "forward" and bool(calls) and not any(call.mode.grad for call in calls)
 
 
-def origin(failure: Failure) -> str:
-    """The call that it began with, or what there is in its place."""
+def origin(snapshot: Snapshot, failure: Failure) -> str:
+    """The call that a failure of the step, or the bad value behind it, began with, or what there is in its place."""
     if failure.call is not None:
         node = f" ({failure.backward_node})" if failure.backward_node else ""
         into = f", into {wording.code_span(wording.written(failure))}" if wording.written(failure) else ""
         return f"`{failure.call}`{node}{into}"
     if failure.input_name is not None:
-        return f"the input {wording.code_span(failure.input_name)}, bad before the first call reads it"
+        parameters = [item.value for item in snapshot.program.inputs if item.role == "parameter"]
+        is_initial = snapshot.step == 0 and failure.value in parameters
+        words = ("parameter", "step") if is_initial else ("input", "call reads it")
+        return f"the {words[0]} {wording.code_span(failure.input_name)}, bad before the first {words[1]}"
     return "the training loop's own code" if failure.exception is not None else "unknown"
 
 
-def cause(failure: Failure) -> str:
+def cause(snapshot: Snapshot) -> str:
     """The bad value without which a call does not raise, and its origin; empty without one."""
-    found = failure.cause
+    found = snapshot.failure.cause
     if found is None:
         return ""
-    made = f"from {origin(found)}" if found.call is not None else f"in {origin(found)}"
+    made = f"{'in' if found.call is None else 'from'} {origin(snapshot, found)}"
     return ", ".join(filter(None, (f"{wording.kind_words(found)} {made}", line(found))))
 
 

@@ -16,7 +16,7 @@ from reprokit.cli import main
 from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
-from reprokit.render import render_all, render_one, write_test
+from reprokit.render import facts, render_all, render_one, write_test
 from reprokit.render.environment import jinja_environment, template_folder
 from reprokit.render.issue import MAX_CHARACTERS, cut, title, write_issue
 from reprokit.render.issue_templates import fence
@@ -24,6 +24,7 @@ from reprokit.render.report import write_report
 from reprokit.render.sources import reduction_script, snapshot_script
 from reprokit.render.wording import code_span, headline, nearest_words, observed, renamed
 from reprokit.snapshot.format import Snapshot, save
+from tests.locate.mechanisms import bad_input
 from tests.render.programs import (
     VERIFIED,
     failing_cholesky,
@@ -269,3 +270,15 @@ def test_templates_are_strict_and_escape_html() -> None:
         "test_repro.py.j2",
         "issue",
     }
+
+
+@pytest.mark.parametrize(
+    ("role", "step", "words"),
+    [
+        ("parameter", 0, "the parameter `image`, bad before the first step"),
+        ("parameter", 3, "the input `image`, bad before the first call reads it"),
+        ("batch", 0, "the input `image`, bad before the first call reads it"),
+    ],
+)
+def test_a_parameter_that_training_began_with_is_named_as_that(role: str, step: int, words: str) -> None:
+    assert dict(facts.of_failure(replace(bad_input(role)(), step=step)))["origin"] == words
