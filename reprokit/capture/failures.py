@@ -6,7 +6,9 @@ together.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -307,13 +309,49 @@ def _termination_deferred() -> Iterator[list[int]]:
         signal.signal(number, signal.SIG_DFL)
 
     is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if is_default and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, defer)
-    try:
+    if not is_default or threading.current_thread() is not threading.main_thread():
         yield arrived
+        return
+    with _killed_if_late():
+        signal.signal(signal.SIGTERM, defer)
+        try:
+            yield arrived
+        finally:
+            if signal.getsignal(signal.SIGTERM) is defer:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _killed_if_late() -> Iterator[None]:
+    """A SIGTERM ends the process after `_GRACE` seconds if the block still runs.
+
+    Python's signal handlers wait for the end of a call of torch; the thread does not.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while number := os.read(reading, 1):
+            if number[0] == signal.SIGTERM and not is_over.wait(_GRACE):
+                _kill()
+        os.close(reading)
+
+    previous = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    _thread.start_new_thread(watch, ())  # of which the hooks of this capture see nothing
+    try:
+        yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is defer:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.set_wakeup_fd(previous)
+        is_over.set()
+        os.close(writing)
+
+
+_GRACE = 20.0  # seconds; `torch.distributed.run` kills what still runs after 30
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _has_origin(snapshot: Snapshot) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from reprokit.capture.player import describe_mismatch, is_close
-from reprokit.locate.blame import locate, locate_exception
+from reprokit.locate.blame import exception_failure, locate_with_losses
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.program.memory import same_bits
 from reprokit.program.run import determinism, run
@@ -57,22 +57,28 @@ def _noted(snapshot: Snapshot, path: Path, differences: Mapping[str, bool]) -> S
 
 def _differences(snapshot: Snapshot, losses: Mapping[int, torch.Tensor]) -> Iterator[tuple[str, bool]]:
     """The differences from training as text, and True if they are rounding only."""
-    program, tensors, failure = snapshot.program, snapshot.tensors, snapshot.failure
-    outcome = run(program, tensors, keep=frozenset(losses))
-    if outcome.error is not None and failure.kind != EXCEPTION:
-        call = program.calls[outcome.error_call or 0]
-        yield f"`{call.target}` raised in the replay: {outcome.error}", False
+    failure = snapshot.failure
+    found, seen = _run(snapshot, losses.keys())
     for value, old in losses.items():
-        new = outcome.values.get(value)
+        new = seen.get(value)
         if new is not None and not same_bits(old, new):
             yield describe_mismatch("the program's loss", old, new), is_close(old, new)
-    del outcome
+    if found is not None and found.exception is not None and failure.kind != EXCEPTION:
+        yield f"`{found.call}` raised in the replay: {found.exception[1]}", False
     if failure.call_index is not None or failure.input_name is not None:
-        found = locate_exception(program, tensors) if failure.kind == EXCEPTION else locate(program, tensors)
         if found is None:
             yield "the file does not fail when it is run", False
         elif _signature(found) != _signature(failure):
             yield f"the file fails in another way when it is run: {found.kind} in {found.phase}", False
+
+
+def _run(snapshot: Snapshot, losses: Set[int]) -> tuple[Failure | None, Mapping[int, torch.Tensor]]:
+    """How the file fails, and its losses, in one run where one is enough."""
+    program, tensors, failure = snapshot.program, snapshot.tensors, snapshot.failure
+    if failure.kind != EXCEPTION and (failure.call_index is not None or failure.input_name is not None):
+        return locate_with_losses(program, tensors, losses)
+    outcome = run(program, tensors, keep=frozenset(losses))
+    return exception_failure(program, outcome) if outcome.error is not None else None, outcome.values
 
 
 def _signature(failure: Failure) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ failure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from reprokit.locate.calls import constant_ways
 from reprokit.locate.dropped import find_drop
 from reprokit.locate.failure import EXCEPTION, Drop, Failure, kind_of, module_of
-from reprokit.locate.gradient import Blame, blame_gradient
+from reprokit.locate.gradient import Blame, GradientWatch, blame_gradient
 from reprokit.locate.hidden import explains_gradient
 from reprokit.locate.notes import Found, Notes
 from reprokit.locate.raised import bad_operand
@@ -25,7 +25,7 @@ from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name, is_
 from reprokit.program.ir import OPAQUE, Call, Program, Scope, iter_refs
 from reprokit.program.run import Outcome, Tensors
 
-__all__ = ["Failure", "exception_failure", "last_bad", "locate", "locate_exception"]
+__all__ = ["Failure", "exception_failure", "last_bad", "locate", "locate_exception", "locate_with_losses"]
 
 GRAD_SCALER = Scope("<GradScaler>", "GradScaler")
 
@@ -37,9 +37,25 @@ def locate(program: Program, tensors: Tensors) -> Failure | None:
     inputs; parameters after the optimizer; the program's outputs. Raises `UnknownFunction` for a program that names
     a function it may not name.
     """
-    notes = Notes(program, watch=_watch)
+    return _located(program, tensors, Notes(program, watch=_watch))
+
+
+def locate_with_losses(
+    program: Program, tensors: Tensors, losses: Set[int]
+) -> tuple[Failure | None, dict[int, torch.Tensor]]:
+    """The same and the ``losses`` (value numbers) that backward calls start from, in one run where one is enough.
+
+    One is enough where the program has a single backward call and nothing hides behind an infinity.
+    """
+    backward = [index for index, call in enumerate(program.calls) if call.is_differentiation]
+    inner = GradientWatch(program, backward[-1]) if backward else None
+    notes = Notes(program, watch=_watch, wanted=losses, inner=inner)
+    return _located(program, tensors, notes), notes.losses
+
+
+def _located(program: Program, tensors: Tensors, notes: Notes) -> Failure | None:
     outcome = notes.run(tensors)
-    if outcome.error is not None:
+    if outcome.error is not None and notes.found is None:
         return _with_cause(exception_failure(program, outcome), program, tensors, notes)
     found = notes.found or _at_end(program, notes, outcome)
     if found is None:
@@ -167,7 +183,7 @@ def _at_end(program: Program, notes: Notes, outcome: Outcome) -> Found | None:
 
 def _blame_gradient(program: Program, tensors: Tensors, notes: Notes, found: Found) -> Failure:
     """Blame a bad gradient on a node, or on the forward when the node only passed on a NaN that was there before."""
-    blame = blame_gradient(program, tensors, found)
+    blame = blame_gradient(program, tensors, found, notes.inner)
     walk = _Walk(program, tensors, notes)
     given = _bad_given(program, notes, found.index) if blame.was_given else None
     if given is not None:

@@ -36,11 +36,12 @@ class _Stop(Exception):
 
 
 @dataclass
-class _GradientWatch:
-    """An observer that looks into one differentiation call."""
+class GradientWatch:
+    """An observer that looks into one differentiation call; the run ends there if it ``stops``."""
 
     program: Program
     index: int
+    stops: bool = False
     owners: NodeOwners = field(default_factory=NodeOwners)
     passages: dict[Node, _Passage] = field(default_factory=dict)
     edges: dict[int, dict[int, Edge]] = field(default_factory=dict)
@@ -63,7 +64,10 @@ class _GradientWatch:
         if index == self.index:
             for handle in self._handles:
                 handle.remove()
-            raise _Stop
+            self._handles.clear()
+            if self.stops:
+                raise _Stop
+            return
         self.owners.own_outputs(index, call, values)
 
     def _recorder(self, node: Node) -> Callable[..., None]:
@@ -81,7 +85,7 @@ class Blame:
 
     failure: Failure
     was_given: bool
-    _watch: _GradientWatch
+    _watch: GradientWatch
 
     @property
     def differentiated(self) -> frozenset[int]:
@@ -99,14 +103,18 @@ class Blame:
         return None
 
 
-def blame_gradient(program: Program, tensors: Tensors, found: Found) -> Blame:
+def blame_gradient(program: Program, tensors: Tensors, found: Found, seen: object = None) -> Blame:
     """The origin of a bad gradient that was seen after differentiation call ``found.index``.
 
-    ``found.value`` is the leaf with the bad ``.grad``, or the result of ``torch.autograd.grad`` that is bad.
+    ``found.value`` is the leaf with the bad ``.grad``, or the result of ``torch.autograd.grad`` that is bad. Runs the
+    program, unless ``seen`` is a `GradientWatch` of that call in an earlier run.
     """
-    watch = _GradientWatch(program, found.index)
-    with contextlib.suppress(_Stop):
-        run(program, tensors, observer=watch)
+    if isinstance(seen, GradientWatch) and seen.index == found.index:
+        watch = seen
+    else:
+        watch = GradientWatch(program, found.index, stops=True)
+        with contextlib.suppress(_Stop):
+            run(program, tensors, observer=watch)
     target = _target_edge(program, watch, found)
     crossing = _follow(watch, target) if target is not None else None
     if crossing is None:
@@ -115,7 +123,7 @@ def blame_gradient(program: Program, tensors: Tensors, found: Found) -> Blame:
     return Blame(_failure(program, watch, origin, node, slot), watch.passages[origin].incoming, watch)
 
 
-def _target_edge(program: Program, watch: _GradientWatch, found: Found) -> Edge | None:
+def _target_edge(program: Program, watch: GradientWatch, found: Found) -> Edge | None:
     """The edge whose gradient was seen to be bad."""
     call = program.calls[found.index]
     wanted = found.value
@@ -130,7 +138,7 @@ def _target_edge(program: Program, watch: _GradientWatch, found: Found) -> Edge 
     return None
 
 
-def _follow(watch: _GradientWatch, target: Edge) -> tuple[Node, int, Node] | None:
+def _follow(watch: GradientWatch, target: Edge) -> tuple[Node, int, Node] | None:
     """From a bad edge back to the origin: (node and slot where the origin's call was left, the origin node)."""
     senders: dict[Edge, list[tuple[Node, int]]] = {}
     for node, passage in watch.passages.items():
@@ -142,7 +150,7 @@ def _follow(watch: _GradientWatch, target: Edge) -> tuple[Node, int, Node] | Non
 
 
 def _origins(
-    watch: _GradientWatch, senders: Mapping[Edge, list[tuple[Node, int]]], target: Edge
+    watch: GradientWatch, senders: Mapping[Edge, list[tuple[Node, int]]], target: Edge
 ) -> list[tuple[Node, int, Node]]:
     found: list[tuple[Node, int, Node]] = []
     seen: set[Node] = set()
@@ -168,7 +176,7 @@ def _num_inputs(node: Node) -> int:
     return len(metadata) if metadata is not None else 16
 
 
-def _failure(program: Program, watch: _GradientWatch, origin: Node, node: Node, slot: int) -> Failure:
+def _failure(program: Program, watch: GradientWatch, origin: Node, node: Node, slot: int) -> Failure:
     badness = watch.passages[node].outgoing[slot]
     ways = badness.ways if badness is not None else frozenset()
     way = NAN if NAN in ways else min(ways)
@@ -194,7 +202,7 @@ def _failure(program: Program, watch: _GradientWatch, origin: Node, node: Node, 
     )
 
 
-def _unexplained(program: Program, watch: _GradientWatch, found: Found) -> Failure:
+def _unexplained(program: Program, watch: GradientWatch, found: Found) -> Failure:
     """No node made it: finite contributions overflowed where they were added up, or the gradient was given bad."""
     for index, edges in watch.edges.items():
         call = program.calls[index]

@@ -5,7 +5,7 @@ The notes are small (sets of words, and places for bad values only); no tensor i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from reprokit.locate.ways import NAN, Badness, examine, ways_of
 from reprokit.program.functions import GRAD_READ, hidden_writes, is_in_place
 from reprokit.program.ir import Call, Program, iter_refs
-from reprokit.program.run import Outcome, Tensors, run
+from reprokit.program.run import Observer, Outcome, Tensors, run
 
 Ways = frozenset[str]
 
@@ -34,10 +34,17 @@ class _Stop(Exception):
 
 @dataclass
 class Notes:
-    """An observer. ``watch`` is asked around every call; the first thing it finds ends the run."""
+    """An observer. ``watch`` is asked around every call; the first thing it finds ends the run.
+
+    The run goes on, without notes, until each loss in ``wanted`` (value numbers) has started a backward call; copies
+    of them are in ``losses``. ``inner`` observes the same run.
+    """
 
     program: Program
     watch: Callable[..., Found | None]
+    wanted: Set[int] = frozenset()
+    inner: Observer | None = None
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
     reads: dict[int, dict[int, Ways]] = field(default_factory=dict)
     writes: dict[int, dict[int, Ways]] = field(default_factory=dict)
     places: dict[tuple[int | None, int], Badness] = field(default_factory=dict)
@@ -66,6 +73,14 @@ class Notes:
 
     def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Note the ways of the inputs, and ask the watch."""
+        if call.is_differentiation:
+            wanted = (value for value in call.input_refs() if value in self.wanted and value in values)
+            self.losses.update((value, values[value].detach().clone()) for value in wanted)
+        if self.found is not None:
+            self._end()
+            return
+        if self.inner is not None:
+            self.inner.before(index, call, values)
         flags = {}
         for value in call.input_refs():
             tensor = values.get(value)
@@ -84,6 +99,10 @@ class Notes:
 
     def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Note the ways of what the call wrote, and ask the watch."""
+        if self.found is not None:
+            return
+        if self.inner is not None:
+            self.inner.after(index, call, values)
         flags = {}
         may_be_origin = not any(NAN in ways for ways in self.reads[index].values())  # a NaN is followed further back
         for value in self._written(call, values):
@@ -103,6 +122,10 @@ class Notes:
     def _ask(self, index: int, call: Call, values: Mapping[int, torch.Tensor], *, after: bool) -> None:
         self.found = self.watch(self, index, call, values, after=after)
         if self.found is not None:
+            self._end()
+
+    def _end(self) -> None:
+        if self.wanted <= self.losses.keys():
             raise _Stop
 
     def _written(self, call: Call, values: Mapping[int, torch.Tensor]) -> list[int]:

@@ -17,9 +17,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from reprokit.capture import failures, saving
+from reprokit.capture.fidelity import checked
 from reprokit.capture.rescue import Made
 from reprokit.capture.session import Session
+from reprokit.program import run as program_run
+from reprokit.program.ir import Call
 from reprokit.program.memory import same_bits
+from reprokit.program.run import execute
 from reprokit.snapshot.format import Snapshot, load, save
 from tests.capture.traps_checks import (
     BAD_STEP,
@@ -429,6 +433,43 @@ def test_a_file_with_another_loss_is_not_exact(factor: float, kind: str, tmp_pat
             loop()
     snapshot = load(session.snapshots[0])
     assert snapshot.fidelity == kind and "the program's loss was" in str(snapshot.fidelity_note)
+
+
+def gradient_fails() -> list[torch.Tensor]:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        update(optimizer, rooted_loss(model(x), y, step == 3))
+    return ending(model)
+
+
+def rate_is_infinite() -> list[torch.Tensor]:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        optimizer.param_groups[0]["lr"] = math.inf if step == 3 else 0.1
+        update(optimizer, classify(model, x, y))
+    return ending(model)
+
+
+@pytest.mark.parametrize("loop", [failing_training, gradient_fails, rate_is_infinite], ids=lambda loop: loop.__name__)
+def test_the_file_is_run_once(loop: Loop, tmp_path: Path) -> None:
+    executed: list[str] = []
+
+    def counted(call: Call, args: Any, kwargs: Any) -> Any:
+        executed.append(call.target)
+        return execute(call, args, kwargs)
+
+    def counting(*given: Any) -> Snapshot:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(program_run, "execute", counted)
+            return checked(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "checked", counting)
+        snapshot = check_caught(loop, tmp_path, watch="every-step")
+    assert fidelity(snapshot) == EXACT
+    assert 0 < len(executed) <= len(snapshot.program.calls)
 
 
 def test_the_file_is_run_without_the_modes_around_the_failure(tmp_path: Path) -> None:

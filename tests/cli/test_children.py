@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import reprokit
+from reprokit.capture import failures
 from reprokit.capture.options import After
 from reprokit.capture.session import Session
 from reprokit.cli.capture import Capture
@@ -246,6 +248,18 @@ def test_a_rank_that_is_terminated_while_it_saves_saves(
     assert load(tmp_path / "x.pt").failure.call == "torch.log"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert (raised, len(steps)) == (([], 3) if after == "stop" else ([signal.SIGTERM], 6))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="terminating a process is no signal there")
+def test_a_terminated_rank_does_not_save_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = threading.Event()
+    monkeypatch.setattr(failures, "_GRACE", 0.01)
+    monkeypatch.setattr(failures, "_kill", killed.set)
+    with failures._termination_deferred() as arrived:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert killed.wait(10)
+    assert arrived == [signal.SIGTERM]
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_the_rank_is_known_when_the_step_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
