@@ -93,12 +93,21 @@ def is_inside_step(entries: list[Entry]) -> bool:
 
 
 def bad_value(entries: list[Entry]) -> Entry | None:
-    """A backward pass from the last bad scalar that the loop computed with gradients, as if it had come to one."""
+    """A backward pass from the last bad scalar that the loop computed with gradients, as if it had come to one; without
+    a scalar, from the bad tensor that its last call was a test of."""
+    outputs = iter_tensors(entries[-1].output) if entries else ()
+    tested = {id(tensor) for tensor in outputs if tensor.dtype is torch.bool}
+    last_tested = None
     for entry in reversed(entries):
         for tensor in iter_tensors(entry.output):
-            if tensor.requires_grad and tensor.numel() == 1 and is_bad(tensor.detach()):
-                return backward_from(tensor, entry)
-    return None
+            is_tested = last_tested is None and id(tensor) in tested
+            if tensor.requires_grad and (tensor.numel() == 1 or is_tested) and is_bad(tensor.detach()):
+                if tensor.numel() == 1:
+                    return backward_from(tensor, entry)
+                last_tested = backward_from(tensor, entry)
+            if is_tested:
+                tested.update(id(given) for given, _ in entry.versions)
+    return last_tested
 
 
 def backward_from(loss: torch.Tensor, maker: Entry) -> Entry:

@@ -265,7 +265,8 @@ class Failures:
         elif len(starts) == 1 and starts[0].numel() == 1:
             what = f"{'the loss' if noticed.observed_at == 'loss' else 'a value'} is {starts[0].item()}"
         else:
-            what = f"a {'buffer' if noticed.observed_at == 'output' else noticed.observed_at} is nan or inf"
+            named = "value" if noticed.pending is not None else "buffer"
+            what = f"a {named if noticed.observed_at == 'output' else noticed.observed_at} is nan or inf"
         doing = "going back to find the step that made it" if noticed.is_late else "replaying the step"
         return f"{what} at step {self._training.iterations.completed}; {doing}"
 

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -599,6 +600,38 @@ def test_the_exception_behind_an_exit(
     assert where(snapshot) == (BAD_STEP, "forward", call)
     assert snapshot.failure.exception is not None and snapshot.failure.exception[0] == name
     assert fidelity(snapshot) == (EXACT if call is not None else ("unfaithful", NOT_OF_TORCH))
+
+
+TESTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "isnan": lambda out: torch.isnan(out).any(),
+    "isfinite": lambda out: not out.detach().isfinite().all(),
+    "sum": lambda out: torch.isnan(out).sum() > 0,
+}
+
+
+def exits_over(test: Callable[[torch.Tensor], Any], *, is_bad: bool) -> None:
+    """Exits before there is a loss, over a bad tensor or for another reason."""
+    model, optimizer = plain_training()
+    for step, x, y in batches():
+        count = torch.full((), 0.0 if is_bad and step == BAD_STEP else 1.0)
+        out = model(x) * (count / count)
+        if test(out) or (step == BAD_STEP and not is_bad):
+            raise SystemExit(1)
+        update(optimizer, torch.nn.functional.cross_entropy(out, y))
+
+
+@pytest.mark.parametrize("test", TESTS)
+def test_an_exit_over_a_bad_tensor_that_is_no_loss(test: str, tmp_path: Path) -> None:
+    snapshot = capture_raising(lambda: exits_over(TESTS[test], is_bad=True), SystemExit, tmp_path)
+    assert where(snapshot) == (BAD_STEP, "forward", "torch.Tensor.div")
+    assert (snapshot.observed_at, fidelity(snapshot)) == ("output", EXACT)
+
+
+@pytest.mark.parametrize("test", TESTS)
+def test_an_exit_after_a_test_of_good_values(test: str, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit), Session(directory=tmp_path) as session:
+        exits_over(TESTS[test], is_bad=False)
+    assert session.snapshots == []
 
 
 def recovers_and_exits() -> None:
