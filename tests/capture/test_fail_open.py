@@ -79,7 +79,7 @@ GUARDS = {
 }
 # The guards, their callers, and what runs before or without a loop.
 WITHOUT_FAULTS = {"session", "hooks", "stack", "whole_calls", "options", "launch", "block", "structure", "rank_name"}
-NOT_IN_THESE_RUNS = {"closing", "exceptions", "warned", "words"}
+NOT_IN_THESE_RUNS = {"closing", "exceptions", "transformed", "warned", "words"}
 PARTS = [part.name for part in pkgutil.iter_modules(reprokit.capture.__path__) if part.name not in WITHOUT_FAULTS]
 
 
