@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from reprokit.errors import OutputError, ReprokitError
+from reprokit.visible import visible
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -70,15 +71,15 @@ def common_options(command: Command) -> Command:
 def say(text: str, verbosity: Verbosity = Verbosity.NORMAL) -> None:
     """One line of the tool on stderr."""
     if verbosity is not Verbosity.QUIET:
-        print(f"reprokit: {text}", file=sys.stderr, flush=True)
+        print(f"reprokit: {visible(text)}", file=sys.stderr, flush=True)
 
 
 def say_error(error: ReprokitError) -> None:
     """An error with its hint and note, in cargo's manner."""
-    print(f"reprokit: error: {error.message}", file=sys.stderr)
+    print(f"reprokit: error: {visible(error.message)}", file=sys.stderr)
     for label, text in (("hint", error.hint), ("note", error.note)):
         if text:
-            print(f"{label}: {text}", file=sys.stderr)
+            print(f"{label}: {visible(text)}", file=sys.stderr)
     sys.stderr.flush()
 
 

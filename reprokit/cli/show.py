@@ -11,7 +11,9 @@ import click
 
 from reprokit.capture.block import can_be_shrunk
 from reprokit.capture.words import growth, what
-from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, shown_command
+from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, shown_command
+from reprokit.cli.deadline import deadline
+from reprokit.errors import ReprokitError
 from reprokit.words import counted
 
 if TYPE_CHECKING:
@@ -32,18 +34,21 @@ class Show:
     snapshot: Path
     json: bool
     verbosity: Verbosity
+    seconds: float
 
     def execute(self) -> int:
         """Print the summary."""
         from reprokit.snapshot.format import load
 
+        hint = f"--max-time {2 * self.seconds:g} waits longer; --json does not run it"
         snapshot = load(self.snapshot)
         summary = snapshot.summary()
         if self.json:
             print_json(summary)
         else:
             words = ("reprokit", "shrink", str(self.snapshot)) if can_be_shrunk(summary) else ()
-            print_screen(snapshot, f"{what(summary)} at step {snapshot.step}", next_command=shown_command(*words))
+            with deadline(self.seconds, ReprokitError(f"the step takes over {self.seconds:g} s to run", hint=hint)):
+                print_screen(snapshot, f"{what(summary)} at step {snapshot.step}", next_command=shown_command(*words))
             if self.verbosity is Verbosity.VERBOSE:
                 click.echo(f"\n{snapshot.environment.get('collect_env', '')}", err=True)
         return 0
@@ -51,10 +56,11 @@ class Show:
 
 @click.command("show", short_help="Show what a snapshot holds.")
 @click.argument("snapshot", type=FilePath(), metavar="FILE")
+@click.option("--max-time", type=Seconds(), default=30, show_default=True, metavar="S", help="Give up after S seconds.")
 @common_options
-def command(snapshot: Path, verbosity: str | None, json: bool) -> Show:
+def command(snapshot: Path, max_time: float, verbosity: str | None, json: bool) -> Show:
     """Show what a snapshot holds: the failure, where it began, and what surrounded it."""
-    return Show(snapshot, json, Verbosity(verbosity or "normal"))
+    return Show(snapshot, json, Verbosity(verbosity or "normal"), max_time)
 
 
 def print_screen(snapshot: Snapshot, headline: str, next_command: str) -> None:
@@ -142,6 +148,6 @@ def _capture(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     if "rank" in settings:
         yield "process", f"rank {settings['rank']} of {settings['world_size']}"
     if "watch" in settings:
-        earlier = counted(settings["history_steps"], "earlier optimizer step")
+        earlier = counted(settings.get("history_steps", 0), "earlier optimizer step")
         size = f"{settings['history_bytes'] / 2**20:,.1f} MiB of state"
         yield "capture", f"{settings['watch']}, with {earlier} and {size}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 from typing import Any
 
-from reprokit.program import plain as plains
 from reprokit.program.ir import Call, Program, Site
 
 EXCEPTION = "exception"  # the kind of a failure that is not a bad value
@@ -116,19 +116,11 @@ def to_plain(failure: Failure) -> dict[str, Any]:
     return plain
 
 
-def from_plain(plain: dict[str, Any]) -> Failure:
-    """The inverse of `to_plain`; raises `TypeError` or `ValueError` on anything else."""
+def from_plain(plain: Mapping[str, Any]) -> Failure:
+    """The inverse of `to_plain` for fields that conform to the grammar of a file."""
     fields = dict(plain)
-    site = fields.get("site")
-    if site is not None:
-        file, line, code, function, library = site
-        fields["site"] = Site(file, line, code, function, tuple(library) if library else None)
-    for name in ("element", "exception"):
-        fields[name] = tuple(fields[name]) if fields.get(name) is not None else None
-    if fields.get("drop") is not None:
-        fields["drop"] = Drop(*fields["drop"])
-        plains.require_types(Drop, asdict(fields["drop"]))
-    if fields.get("cause") is not None:
-        fields["cause"] = from_plain({**fields["cause"], "cause": None})
-    plains.require_types(Failure, fields)
+    fields["site"] = Site(*fields["site"]) if fields["site"] is not None else None
+    fields["element"] = tuple(fields["element"]) if fields["element"] is not None else None
+    fields["drop"] = Drop(*fields["drop"]) if fields.get("drop") is not None else None
+    fields["cause"] = from_plain(fields["cause"]) if fields.get("cause") is not None else None
     return Failure(**fields)

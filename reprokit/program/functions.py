@@ -1,20 +1,20 @@
 """Which torch functions a program may name: the security boundary of the whole tool.
 
-A name is allowed when torch itself lists the function as overridable (`torch.overrides`) or when it creates a
-tensor from numbers, less everything that touches files, processes, raw memory, callbacks or Python objects. Names map
-to functions through one table built from torch's own namespaces; nothing is ever imported or evaluated by name.
+A name is allowed when it stands in a list that is checked in (``allowed/torch-<version>.txt``). Nothing on a list
+touches files, processes, raw memory, callbacks or Python objects; a function of a later torch is not allowed before
+somebody has read what it does (``tests/program/allow_list.py``). Names are never imported or evaluated.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
 from typing import Any
 
 import torch
 import torch.nn.functional
-from torch import overrides
 
 _FACTORIES = frozenset(
     [
@@ -46,82 +46,9 @@ _FACTORIES = frozenset(
         "polar",
     ]
 )
-_TENSOR_ATTRIBUTES = ("data", "grad", "real", "imag", "T", "mT", "H", "mH")
-_WRITABLE_ATTRIBUTES = ("data", "grad")
 GRAD_READ = "torch.Tensor.grad.__get__"
 GRAD_WRITES = frozenset({"torch.Tensor.grad.__set__"})
 DATA_WRITES = frozenset({"torch.Tensor.data.__set__"})
-
-# Overridable in fact, but missing from torch's own list.
-_UNLISTED_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "unflatten")
-_UNLISTED_FUNCTIONALS = ("elu_", "hardsigmoid", "hardswish", "hardtanh_", "leaky_relu_", "sigmoid", "tanh")
-
-# Last name components that never belong into a program: files, processes, raw memory, callbacks, Python objects.
-_FORBIDDEN = frozenset(
-    [
-        "__array__",
-        "__array_wrap__",
-        "__cuda_array_interface__",
-        "__deepcopy__",
-        "__dir__",
-        "__dlpack__",
-        "__dlpack_device__",
-        "__hash__",
-        "__iter__",
-        "__reduce__",
-        "__reduce_ex__",
-        "__repr__",
-        "__setstate__",
-        "__format__",
-        "__torch_dispatch__",
-        "__new__",
-        "__init__",
-        "__init_subclass__",
-        "_make_subclass",
-        "_make_wrapper_subclass",
-        "_reduce_ex_internal",
-        "_rev_view_func_unsafe",
-        "_view_func",
-        "_view_func_unsafe",
-        "apply_",
-        "as_subclass",
-        "data_ptr",
-        "from_file",
-        "frombuffer",
-        "_from_blob",
-        "from_numpy",
-        "map2_",
-        "map_",
-        "module_load",
-        "numpy",
-        "register_hook",
-        "register_post_accumulate_grad_hook",
-        "reinforce",
-        "resize_as_sparse_",
-        "set_",
-        "share_memory_",
-        "is_shared",
-        "storage",
-        "storage_type",
-        "untyped_storage",
-        "_typed_storage",
-        "tolist",
-        "save",
-        "load",
-        "compile",
-        "vmap",
-        "_sobol_engine_draw",
-        "_sobol_engine_ff_",
-        "_sobol_engine_initialize_state_",
-        "_sobol_engine_scramble_",
-        "_cufft_set_plan_cache_max_size",
-        "_unpack_dual",
-        "_register_hook_dict",
-        "_backward_hooks",
-        "_post_accumulate_grad_hooks",
-        "_use_cudnn_rnn_flatten_weight",
-    ]
-)
 
 RANDOM = frozenset(
     [
@@ -222,6 +149,14 @@ def function_named(name: str) -> Callable[..., Any]:
         raise UnknownFunction(f"`{name}` is not a torch function that a program may call") from None
 
 
+def symbol_named(name: str) -> Any:
+    """The dtype, layout or memory format with this name; raises `UnknownFunction` for anything else."""
+    found = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
+        raise UnknownFunction(f"`{name}` is not a torch constant")
+    return found
+
+
 def is_torch_function(name: str) -> bool:
     """True if a program may name this function."""
     return name in _by_name()
@@ -316,10 +251,27 @@ def _place_of_inplace(name: str) -> int | None:
 
 
 @functools.cache
+def allowed_names() -> frozenset[str]:
+    """Every name that a program may hold: the union of the checked-in lists, one for each version of torch."""
+    lists = resources.files(__package__).joinpath("allowed").iterdir()
+    return frozenset(name for file in lists for name in file.read_text(encoding="ascii").split())
+
+
+@functools.cache
+def optimizer_named(target: str) -> type[torch.optim.Optimizer]:
+    """The class whose step this call is; raises `UnknownFunction` unless the class is on the list and in this torch."""
+    name = target.removeprefix("torch.optim.").removesuffix(".step")
+    found: type[torch.optim.Optimizer] | None = getattr(torch.optim, name, None) if target in allowed_names() else None
+    if found is None:
+        raise UnknownFunction(f"`{target}` is not the step of one of torch's optimizers")
+    return found
+
+
+@functools.cache
 def _by_function() -> dict[Callable[..., Any], str]:
     """The canonical name of every function: of several names the one that torch's documentation has."""
     table: dict[Callable[..., Any], tuple[tuple[bool, ...], str]] = {}
-    for name, function in _allowed():
+    for name, function in _by_name().items():
         entry = (_obscurity(name, function), name)
         known = table.setdefault(function, entry)
         if entry[0] < known[0]:
@@ -329,19 +281,21 @@ def _by_function() -> dict[Callable[..., Any], str]:
 
 @functools.cache
 def _by_name() -> dict[str, Callable[..., Any]]:
-    """Every name, aliases included: a snapshot of another version may hold one."""
-    table: dict[str, Callable[..., Any]] = {}
-    for name, function in _allowed():
-        table.setdefault(name, function)
-    return table
+    """Every listed function that this torch has, aliases included: a snapshot of another version may hold one."""
+    names = sorted(name for name in allowed_names() if not name.startswith("torch.optim."))
+    found = ((name, _member(name)) for name in names)
+    return {name: function for name, function in found if function is not None}
 
 
-def _allowed() -> Iterator[tuple[str, Callable[..., Any]]]:
-    for name, function in _candidates():
-        last = name.rpartition(".")[2]
-        attribute = name.split(".")[-2] if last in ("__get__", "__set__", "__delete__") else last
-        if attribute not in _FORBIDDEN and last not in _FORBIDDEN and callable(function):
-            yield name, function
+def _member(name: str) -> Any:
+    """The object with a name from the list, such as ``torch.linalg.norm``; ``None`` where this torch does not have it.
+
+    An attribute's reader is ``torch.Tensor.grad.__get__``.
+    """
+    found: Any = torch
+    for part in name.split(".")[1:]:
+        found = getattr(found, part, None)
+    return found
 
 
 def _obscurity(name: str, function: Callable[..., Any]) -> tuple[bool, ...]:
@@ -349,46 +303,3 @@ def _obscurity(name: str, function: Callable[..., Any]) -> tuple[bool, ...]:
     `torch.nn.functional` shares with `torch` is documented there alone."""
     last = name.rpartition(".")[2]
     return last.startswith("_"), not function.__doc__, not name.startswith("torch.nn.functional.")
-
-
-def _candidates() -> Iterator[tuple[str, Callable[..., Any]]]:
-    for name in _TENSOR_ATTRIBUTES:
-        yield f"torch.Tensor.{name}.__get__", getattr(torch.Tensor, name).__get__
-    for name in _WRITABLE_ATTRIBUTES:
-        yield f"torch.Tensor.{name}.__set__", getattr(torch.Tensor, name).__set__
-    for name in sorted(_FACTORIES):
-        yield f"torch.{name}", getattr(torch, name)
-    for name in _UNLISTED_METHODS:
-        yield f"torch.Tensor.{name}", getattr(torch.Tensor, name)
-    for name in _UNLISTED_FUNCTIONALS:
-        yield f"torch.nn.functional.{name}", getattr(torch.nn.functional, name)
-    yield "torch.autograd.grad", torch.autograd.grad
-    for name in dir(torch._C._VariableFunctions):
-        if not name.startswith("__") and hasattr(torch, name) and name not in _FACTORIES:
-            yield f"torch.{name}", getattr(torch, name)
-    for function in overrides.get_testing_overrides():
-        public = _public_name(function)
-        if public is not None:
-            yield public, function
-
-
-def _public_name(function: Any) -> str | None:
-    name = overrides.resolve_name(function) or _search(function)
-    if name is None or name.endswith((".__get__", ".__set__", ".__delete__")):
-        return None
-    if name.startswith("torch.functional."):
-        short = name[len("torch.functional.") :]
-        return f"torch.{short}" if getattr(torch, short, None) is function else name
-    return name
-
-
-def _search(function: Any) -> str | None:
-    last = getattr(function, "__name__", "")
-    for namespace, prefix in (
-        (torch, "torch"),
-        (torch.nn.functional, "torch.nn.functional"),
-        (torch.nn.init, "torch.nn.init"),
-    ):
-        if getattr(namespace, last, None) is function:
-            return f"{prefix}.{last}"
-    return None

@@ -1,19 +1,46 @@
 """Programs as plain data: dicts, lists, strings and numbers that a restricted unpickler accepts.
 
-``to_plain`` and ``from_plain`` are inverse to each other. ``from_plain`` checks everything it reads, because the
-file may come from a stranger; what it cannot understand raises `ValueError`.
+``to_plain`` and ``from_plain`` are inverse to each other. ``from_plain`` is a closed grammar, because the file may come
+from a stranger and a program is printed as source code: what calls name is on the allow-list, keywords are
+identifiers, constants, devices, roles and phases are among those that exist. Everything else raises `ValueError`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+import keyword
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
-from reprokit.program.ir import Call, Device, Input, Mode, ModuleNote, Program, Ref, Scope, Site, Slice, Symbol
+from reprokit.program.functions import allowed_names, symbol_named
+from reprokit.program.ir import (
+    AUTOGRAD_BACKWARD,
+    BACKWARD,
+    OPAQUE,
+    ZERO_GRAD,
+    Call,
+    Device,
+    Input,
+    Mode,
+    ModuleNote,
+    Program,
+    Ref,
+    Scope,
+    Site,
+    Slice,
+    Symbol,
+)
+from reprokit.visible import visible, visible_line, visible_name
 
 T = TypeVar("T")
+PHASES = ("forward", "backward", "optimizer")
+ROLES = ("parameter", "buffer", "batch", "random", "state", "gradient", "rng", "opaque")
+_SPECIAL = frozenset({BACKWARD, AUTOGRAD_BACKWARD, ZERO_GRAD, OPAQUE})
 _SCALARS = (bool, int, float, str, type(None))
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
+_DEVICE_TYPE = re.compile(r"cpu|cuda|hpu|ipu|maia|meta|mps|mtia|privateuseone|vulkan|xla|xpu")
+_DEVICE = re.compile(rf"(?:{_DEVICE_TYPE.pattern})(?::[0-9]{{1,4}})?")
+_LARGEST_INT = 2**127  # what an argument of a torch function can hold, with room
 
 
 def to_plain(program: Program) -> dict[str, Any]:
@@ -31,9 +58,9 @@ def from_plain(plain: Mapping[str, Any]) -> Program:
     try:
         program = Program(
             calls=tuple(_call_from_plain(item) for item in plain["calls"]),
-            inputs=tuple(Input(_int(v), _str(n), _str(r), bool(g)) for v, n, r, g in plain["inputs"]),
+            inputs=tuple(Input(_int(v), _name(n), _one_of(ROLES, r), _bool(g)) for v, n, r, g in plain["inputs"]),
             outputs=tuple(Ref(_int(value)) for value in plain["outputs"]),
-            modules={_str(path): _note_from_plain(note) for path, note in plain["modules"].items()},
+            modules={_name(path): _note_from_plain(note) for path, note in plain["modules"].items()},
         )
         check(program)
     except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
@@ -50,16 +77,11 @@ def check(program: Program) -> None:
         unknown = [value for value in call.input_refs() if value not in known]
         if unknown:
             raise ValueError(f"malformed program: call {number} reads value {unknown[0]} before it is defined")
-        known.update(call.output_refs())
-
-
-def require_types(kind: type, fields: Mapping[str, Any]) -> None:
-    """Raise `ValueError` unless each value fits the annotation of its field in a dataclass; what a container holds is
-    not checked."""
-    for name, hint in get_type_hints(kind).items():
-        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        if name in fields and not isinstance(fields[name], tuple(get_origin(item) or item for item in kinds)):
-            raise ValueError(f"`{name}` is a `{type(fields[name]).__name__}`")
+        if call.target != OPAQUE:
+            known.update(call.output_refs())
+    lost = [ref.value for ref in program.outputs if ref.value not in known]
+    if lost:
+        raise ValueError(f"malformed program: it returns value {lost[0]}, which is not defined")
 
 
 def argument_to_plain(value: Any) -> Any:
@@ -90,7 +112,7 @@ def argument_to_plain(value: Any) -> Any:
 def argument_from_plain(plain: Any) -> Any:
     """The inverse of `argument_to_plain`."""
     if isinstance(plain, _SCALARS):
-        return plain
+        return _scalar(plain)
     if isinstance(plain, list):
         return [argument_from_plain(item) for item in plain]
     if isinstance(plain, dict) and len(plain) == 1:
@@ -105,11 +127,11 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "tuple": lambda content: tuple(argument_from_plain(item) for item in content),
     "dict": lambda content: {_scalar(key): argument_from_plain(item) for key, item in content},
     "ref": lambda content: Ref(_int(content)),
-    "symbol": lambda content: Symbol(_str(content)),
-    "device": lambda content: Device(_str(content)),
+    "symbol": lambda content: Symbol(_symbol(content)),
+    "device": lambda content: Device(_matching(_DEVICE, content, "device")),
     "slice": lambda content: Slice(*(argument_from_plain(item) for item in content)),
     "ellipsis": lambda content: Ellipsis,
-    "complex": lambda content: complex(*content),
+    "complex": lambda content: complex(*(_of(float, part) for part in content)),
 }
 
 
@@ -129,21 +151,98 @@ def _call_to_plain(call: Call) -> dict[str, Any]:
 
 def _call_from_plain(plain: Mapping[str, Any]) -> Call:
     grad, autocast, inference, rng = plain["mode"]
-    return Call(
-        target=_str(plain["target"]),
+    call = Call(
+        target=_target(plain["target"]),
         args=_of(tuple, argument_from_plain(plain["args"])),
-        kwargs=_of(dict, argument_from_plain(plain["kwargs"])),
-        outputs=argument_from_plain(plain["outputs"]),
+        kwargs=_keywords(argument_from_plain(plain["kwargs"]), is_text=plain["target"] == OPAQUE),
+        outputs=_outputs(argument_from_plain(plain["outputs"])),
         scope=tuple(_scope_from_plain(*level) for level in plain["scope"]),
         site=_site_from_plain(plain["site"]),
         mode=Mode(
-            bool(grad),
-            tuple((_str(d), _str(t)) for d, t in autocast),
-            bool(inference),
+            _bool(grad),
+            tuple((_matching(_DEVICE_TYPE, device, "device"), _symbol(dtype)) for device, dtype in autocast),
+            _bool(inference),
             _of(Ref, argument_from_plain(rng)) if rng is not None else None,
         ),
-        phase=_str(plain["phase"]),
+        phase=_one_of(PHASES, plain["phase"]),
     )
+    _require_shape(call)
+    return call
+
+
+def _target(value: Any) -> str:
+    name = _str(value)
+    if name not in allowed_names() and name not in _SPECIAL:
+        raise ValueError(f"`{name:.60}` is not a torch function that a program may call")
+    return name
+
+
+def _require_shape(call: Call) -> None:
+    """Raise `ValueError` unless a call that is no function of torch has the arguments that its target asks for."""
+    if call.is_optimizer_step:
+        _require_step(call)
+    elif call.target == ZERO_GRAD:
+        (given,) = call.args
+        if call.kwargs or not isinstance(given, list) or not all(isinstance(item, Ref) for item in given):
+            raise ValueError("malformed program: `zero_grad` takes a list of tensors")
+    elif call.target == OPAQUE:
+        kinds = {"name": str, "source": str, "is_compiled": bool}
+        if call.args or not all(isinstance(item, kinds.get(name, ())) for name, item in call.kwargs.items()):
+            raise ValueError("malformed program: an opaque call has a name and a source")
+        if not {"name", "source"} <= call.kwargs.keys():
+            raise ValueError("malformed program: an opaque call has no name or no source")
+
+
+def _require_step(call: Call) -> None:
+    """The parameters, gradients, options and state of an optimizer's groups, all of one length."""
+    groups = list(zip(*(_of(list, call.kwargs[name]) for name in _GROUPS), strict=True))
+    if call.args or len(call.kwargs) != len(_GROUPS):
+        raise ValueError("malformed program: an optimizer's step has other arguments than its groups")
+    for params, grads, options, state in groups:
+        for param, grad, values in zip(_of(list, params), _of(list, grads), _of(list, state), strict=True):
+            _of(Ref, param)
+            if grad is not None:
+                _of(Ref, grad)
+            _of(dict, values)
+        _keywords(options)
+
+
+_GROUPS = ("params", "grads", "options", "state")
+
+
+def _outputs(value: Any) -> Any:
+    """The structure of a result: values, ``None``, and containers of them."""
+    if any(not isinstance(leaf, Ref) and leaf is not None for leaf in _leaves(value)):
+        raise ValueError("malformed program: the result of a call is no tensor")
+    return value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _keywords(value: Any, *, is_text: bool = False) -> dict[str, Any]:
+    """Arguments by name, all of them names that Python accepts; those of an opaque call are for people to read."""
+    given: dict[str, Any] = _of(dict, value)
+    if is_text:
+        given = {key: visible(item) if isinstance(item, str) else item for key, item in given.items()}
+    for name in given:
+        if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name) or keyword.iskeyword(name):
+            raise ValueError(f"malformed program: `{name!r:.60}` is not the name of an argument")
+    return given
+
+
+def _symbol(value: Any) -> str:
+    name = _str(value)
+    symbol_named(name)
+    return name
 
 
 def _scope_to_plain(level: Scope) -> list[Any]:
@@ -151,7 +250,7 @@ def _scope_to_plain(level: Scope) -> list[Any]:
 
 
 def _scope_from_plain(path: Any, cls: Any, count: Any, root: Any = "") -> Scope:
-    return Scope(_str(path), _str(cls), _int(count), _str(root))
+    return Scope(_name(path), _name(cls), _count(count), _name(root))
 
 
 def _site_to_plain(site: Site | None) -> Any:
@@ -164,9 +263,8 @@ def _site_from_plain(plain: Any) -> Site | None:
     if plain is None:
         return None
     file, line, code, function, library = plain
-    return Site(
-        _str(file), _int(line), _str(code), _str(function), (_str(library[0]), _int(library[1])) if library else None
-    )
+    inside = (_line(library[0]), _count(library[1])) if library else None
+    return Site(_line(file), _count(line), _line(code), _name(function), inside)
 
 
 def _note_to_plain(note: ModuleNote) -> list[Any]:
@@ -175,14 +273,46 @@ def _note_to_plain(note: ModuleNote) -> list[Any]:
 
 def _note_from_plain(plain: Any) -> ModuleNote:
     cls, training, arguments, file, line, source = plain
-    given = _of(dict, argument_from_plain(arguments))
-    return ModuleNote(_str(cls), bool(training), given, _str(file), _int(line), _str(source))
+    given = _keywords(argument_from_plain(arguments))
+    return ModuleNote(_name(cls), _bool(training), given, _line(file), _count(line), visible(_str(source)))
 
 
 def _int(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
+    if not isinstance(value, int) or isinstance(value, bool) or abs(value) > _LARGEST_INT:
         raise ValueError(f"malformed program: `{value!r:.60}` is not a number")
     return value
+
+
+def _bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"malformed program: `{value!r:.60}` is neither true nor false")
+    return value
+
+
+def _one_of(known: tuple[str, ...], value: Any) -> str:
+    if value not in known:
+        raise ValueError(f"malformed program: `{value!r:.60}` is none of {', '.join(known)}")
+    return str(value)
+
+
+def _matching(pattern: re.Pattern[str], value: Any, noun: str) -> str:
+    if not pattern.fullmatch(_str(value)):
+        raise ValueError(f"malformed program: `{value:.60}` is not a {noun}")
+    return str(value)
+
+
+def _count(value: Any) -> int:
+    if _int(value) < 0:
+        raise ValueError(f"malformed program: {value} is negative")
+    return int(value)
+
+
+def _name(value: Any) -> str:
+    return visible_name(_str(value))
+
+
+def _line(value: Any) -> str:
+    return visible_line(_str(value))
 
 
 def _str(value: Any) -> str:
@@ -192,8 +322,8 @@ def _str(value: Any) -> str:
 
 
 def _scalar(key: Any) -> Any:
-    if not isinstance(key, _SCALARS):
-        raise ValueError(f"malformed program: `{key!r:.60}` is no key")
+    if not isinstance(key, _SCALARS) or (isinstance(key, int) and abs(key) > _LARGEST_INT):
+        raise ValueError("malformed program: a constant is no text and no number")
     return key
 
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from reprokit.program.functions import UnknownFunction, all_written, function_named
+from reprokit.program.functions import UnknownFunction, all_written, function_named, optimizer_named, symbol_named
 from reprokit.program.ir import (
     AUTOGRAD_BACKWARD,
     OPAQUE,
@@ -127,14 +127,6 @@ def bind_arguments(call: Call, values: Mapping[int, torch.Tensor]) -> tuple[tupl
 
     args, kwargs = map_leaves((call.args, dict(call.kwargs)), resolve)
     return _real_slices(args), _real_slices(kwargs)
-
-
-def symbol_named(name: str) -> Any:
-    """The dtype, layout or memory format with this name; raises `UnknownFunction` for anything else."""
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
-        raise UnknownFunction(f"`{name}` is not a torch constant")
-    return found
 
 
 def assign(outputs: Any, result: Any, values: dict[int, torch.Tensor]) -> None:
@@ -308,10 +300,7 @@ def _real_slices(value: Any) -> Any:
 
 
 def _step_optimizer(target: str, kwargs: Mapping[str, Any]) -> None:
-    cls: Any = getattr(torch.optim, target.split(".")[2], None)
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise UnknownFunction(f"`{target}` is not one of torch's optimizers")
-    make: Any = cls
+    make: Any = optimizer_named(target)
     optimizer = make([{"params": list(group)} for group in kwargs["params"]])
     for group, options, grads, states in zip(
         optimizer.param_groups, kwargs["options"], kwargs["grads"], kwargs["state"], strict=True

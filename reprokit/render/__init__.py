@@ -158,12 +158,17 @@ def prepare_issue(
 def write_test(subject: Reduction | Snapshot) -> str:
     """A pytest file that runs the ``repro.py`` beside it."""
     from reprokit.render.environment import render_template
+    from reprokit.render.gate import require_test
     from reprokit.render.wording import headline
     from reprokit.snapshot.paths import REPRO_FILE
+    from reprokit.visible import visible_line
 
-    words = headline(subject.failure)
+    words = visible_line(headline(subject.failure))
     name = re.sub(r"\W+", "_", words.lower(), flags=re.ASCII).strip("_") or "repro"
-    return render_template("test_repro.py.j2", headline=words, repro=REPRO_FILE, name=name)
+    said = words.replace("\\", "\\\\").replace('"', "'")
+    text = render_template("test_repro.py.j2", headline=said, repro=REPRO_FILE, name=name)
+    require_test(text)
+    return text
 
 
 def _write_repro(script: Script, source: Path, out: Path | None) -> Path | str:

@@ -11,6 +11,7 @@ import jinja2.sandbox
 
 from reprokit.errors import UsageError
 from reprokit.snapshot.redact import redact_text
+from reprokit.visible import visible_line
 
 
 @functools.cache
@@ -41,6 +42,7 @@ def jinja_environment(folder: Path | None = None) -> jinja2.Environment:
         autoescape=jinja2.select_autoescape(("html", "html.j2")),
     )
     environment.filters["redact"] = redact_text
+    environment.filters["in_comment"] = lambda text: visible_line(str(text)).replace("--", "- -").replace(">", "\u203a")
     return environment
 
 

@@ -20,10 +20,11 @@ from reprokit.render.check import Subject, find_subject, outcome_words, write_ch
 from reprokit.render.code import Code, write_program
 from reprokit.render.environment import render_template
 from reprokit.render.expression import Expr
+from reprokit.render.gate import require_closed
 from reprokit.render.layout import WIDTH, fold
 from reprokit.render.literals import Literal, is_same, literal, number_text
 from reprokit.render.modes import needed_mode
-from reprokit.render.module_names import ROOT_KEY, ModuleNames, class_name
+from reprokit.render.module_names import ROOT_KEY, ModuleNames, class_name, function_name
 from reprokit.render.spelling import input_words, operand_words, result_words
 from reprokit.render.wording import headline, phase_words
 from reprokit.shrink.context.blocks import Block, Key, Tree, calls_of
@@ -33,6 +34,7 @@ from reprokit.shrink.context.piece import Context
 from reprokit.shrink.context.step import is_container
 from reprokit.shrink.plainness import constant_of, seed_of
 from reprokit.snapshot.redact import redact_text
+from reprokit.visible import visible_line
 from reprokit.words import counted
 
 MODULE_FILE = "repro_module.py"
@@ -89,7 +91,8 @@ class _Writer:
             return None
         for block in self._tree.root.items:
             if isinstance(block, Block) and block.is_function:
-                self._texts.setdefault(block.scope.cls, self._body(block, block.scope.cls, ()))
+                name = function_name(block.scope.cls)
+                self._texts.setdefault(name, self._body(block, name, ()))
         setup = self._setup()
         code = self._script_code(subject)
         if setup is None or code.side:
@@ -99,13 +102,19 @@ class _Writer:
         lines = [line for block in (*classes, setup, code.inputs, code.body) for line in block]
         text = render_template(
             "repro_module.py.j2",
-            header=list(self._header(num_calls_before, version, outcome_words(subject, code, self._context.failure))),
+            header=list(
+                map(
+                    visible_line,
+                    self._header(num_calls_before, version, outcome_words(subject, code, self._context.failure)),
+                )
+            ),
             imports=_imports(lines),
             classes=classes,
             setup=[*setup, *code.inputs, *start],
             body=code.body,
             check=check,
         )
+        require_closed(text)
         return ModuleScript(text, self._tree.num_modules, self._context.program.num_calls)
 
     # -- the script ----------------------------------------------------------------------------------------------
@@ -119,7 +128,7 @@ class _Writer:
         return find_subject(program, self._context.tensors, failure)
 
     def _header(self, num_calls_before: int | None, version: str, outcome: str) -> Iterator[str]:
-        what = redact_text(headline(self._context.failure)).replace("\n", " ")
+        what = redact_text(headline(self._context.failure))
         yield f"{what} {phase_words(self._context.failure)}{outcome} (torch {version})."
         was = f"{counted(num_calls_before, 'torch call')} of " if num_calls_before is not None else ""
         yield f"The part of the model that shows how: cut mechanically by reprokit from {was}a training step."

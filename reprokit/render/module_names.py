@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import keyword
 import re
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from reprokit.shrink.context.blocks import ROOT, Block, Key, Tree
 from reprokit.shrink.context.defaults import modules_in_order, own_values
 from reprokit.shrink.context.step import is_container
 
-_RESERVED_CLASSES = frozenset({"torch", "nn", "F", "Module"})
+_RESERVED = frozenset({"torch", "nn", "F", "Module", "Path", *dir(builtins)})
 
 
 @dataclass
@@ -46,7 +47,7 @@ class ModuleNames:
         """How a module is reached from the forward of another one (or from the script); ``None`` from elsewhere."""
         steps: list[str] = []
         if key[0].endswith("()"):
-            return key[1]
+            return function_name(key[1])
         while key != inside:
             if key not in self.parents:
                 return None
@@ -77,9 +78,20 @@ ROOT_KEY: Key = (ROOT.path, ROOT.cls)
 
 def class_name(cls: str) -> str:
     """A class's name as it may stand in Python."""
-    last = re.sub(r"\W", "_", cls.rpartition(".")[2], flags=re.ASCII) or "Piece"
-    is_taken = keyword.iskeyword(last) or last in _RESERVED_CLASSES or last[0].isdigit()
-    return f"{last}Module" if is_taken else last
+    return _as_word(cls, "Piece", "Module")
+
+
+def function_name(name: str) -> str:
+    """A function's name as it may stand in Python."""
+    return _as_word(name, "piece", "_")
+
+
+def _as_word(text: str, instead: str, ending: str) -> str:
+    """An identifier that is no keyword, nothing of Python's or torch's own, and does not begin with two underscores."""
+    last = re.sub(r"\W", "_", text.rpartition(".")[2], flags=re.ASCII)
+    word = last.strip("_") if last.startswith("__") else last
+    is_taken = keyword.iskeyword(word) or word in _RESERVED or word[:1].isdigit()
+    return f"{word.lstrip('0123456789')}{ending}" if is_taken else word or instead
 
 
 def snake_case(cls: str) -> str:

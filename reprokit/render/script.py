@@ -19,9 +19,11 @@ from reprokit.render.check import find_subject, write_check
 from reprokit.render.code import SIDE_FILE, write_program
 from reprokit.render.comparison import FUNCTION, MISMATCH, Parts, function_parts, mismatch_parts
 from reprokit.render.environment import render_template
+from reprokit.render.gate import require_closed
 from reprokit.render.wording import headline, phase_words
 from reprokit.snapshot.paths import REPRO_FILE
 from reprokit.snapshot.redact import redact_text
+from reprokit.visible import visible_line
 from reprokit.words import counted
 
 
@@ -104,6 +106,7 @@ def write_script(
         body=parts.body,
         check=parts.check,
     )
+    require_closed(text, check=_check_of(failure) if parts.beside is not None else None)
     names = {item.name: parts.code.names[item.value] for item in program.inputs if item.value in parts.code.names}
     return Script(text, parts.code.side, names, parts.beside, bool(withheld))
 
@@ -120,6 +123,12 @@ def _parts(program: Program, tensors: Tensors, failure: Failure, aside: Collecti
     return Parts(code, code.body, check)
 
 
+def _check_of(failure: Failure) -> tuple[str, str]:
+    """The file and the function of a check of the user's own."""
+    file, _, function = failure.way.rpartition(":")
+    return file, function
+
+
 def _withheld_lines(program: Program, tensors: Tensors, parts: Parts, withheld: Collection[int]) -> list[str]:
     names = parts.code.names
     found = [item.value for item in program.inputs if item.value in withheld and item.value in names]
@@ -130,10 +139,10 @@ def _withheld_lines(program: Program, tensors: Tensors, parts: Parts, withheld: 
 
 
 def _header(program: Program, failure: Failure, num_calls_before: int | None, version: str) -> list[str]:
-    what = redact_text(headline(failure)).replace("\n", " ")
+    what = redact_text(headline(failure))
     lines = [f"{what} {phase_words(failure)} (torch {version})."]
     if num_calls_before is not None:
         was, now = counted(num_calls_before, "torch call"), program.num_calls
         lines.append(f"Reduced mechanically by reprokit from {was} of a training step to {now:,}.")
     lines.append("Ends with exit code 1 while the failure is there, and with 0 once it is gone.")
-    return lines
+    return list(map(visible_line, lines))

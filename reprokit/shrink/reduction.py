@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from reprokit.program.ir import Program
 from reprokit.shrink.context import piece as pieces
 from reprokit.shrink.context.piece import Context
 from reprokit.shrink.plainness import contents
-from reprokit.snapshot.format import count_elements, read_file, require_call, require_tensors, storable, write_file
+from reprokit.snapshot import grammar
+from reprokit.snapshot.format import checked, count_elements, read_file, require_call, storable, write_file
 
 KIND = "reduction"
 
@@ -108,14 +109,15 @@ def load(path: Path | str) -> Reduction:
     What a file of an earlier version does not hold has its default.
     """
     content = read_file(path, KIND)
+    defaults = {item.name: item.default_factory() for item in fields(Reduction) if callable(item.default_factory)}
+    defaults |= {item.name: item.default for item in fields(Reduction) if item.default is not MISSING}
     try:
-        content["program"] = plain.from_plain(content["program"])
-        content["failure"] = failures.from_plain(content["failure"])
-        require_tensors(content["program"], content["tensors"])
-        require_call(content["program"], content["failure"])
-        content["context"] = pieces.from_plain(content.get("context"))
-        return Reduction(**{name: content[name] for name in Reduction.__dataclass_fields__ if name in content})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        found = {**defaults, **content}
+        context = found.pop("context")
+        made = Reduction(**checked(found, grammar.REDUCTION), context=pieces.from_plain(context))
+        require_call(made.program, made.failure)
+        return made
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"`{path}` is damaged: {error}", hint="shrink the snapshot again") from error
 
 

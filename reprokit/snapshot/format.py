@@ -24,7 +24,10 @@ from reprokit.errors import NewerFormat, NotASnapshot, SnapshotError, TruncatedS
 from reprokit.locate import failure as failures
 from reprokit.locate.failure import Failure, is_vacuous, root_of
 from reprokit.program import plain
+from reprokit.program.functions import display_name
 from reprokit.program.ir import Program, Site
+from reprokit.snapshot import grammar
+from reprokit.snapshot.limits import require_bounded, require_stored
 from reprokit.snapshot.paths import require_file
 
 FORMAT = "reprokit"
@@ -107,12 +110,6 @@ def _describe_cause(cause: Failure, program: Program) -> dict[str, Any]:
     return {**plain, "root": root_of(cause, program), "input": cause.input_name, "site": _describe_site(cause.site)}
 
 
-_SWITCHES = {
-    "num_threads": int,
-    "deterministic_algorithms": bool,
-    "history_steps": int,
-    "history_bytes": int,
-}
 _CAPTURE_SETTINGS = ("watch", "history_steps", "history_bytes", "rank", "world_size")
 
 
@@ -134,40 +131,49 @@ def load(path: Path | str) -> Snapshot:
     """Read a snapshot without executing anything from it; raises `SnapshotError`, or `UsageError` without a file."""
     content = read_file(path, "snapshot")
     try:
-        content["program"] = plain.from_plain(content["program"])
-        content["failure"] = failures.from_plain(content["failure"])
-        require_tensors(content["program"], content["tensors"])
-        require_call(content["program"], content["failure"])
-        _require_settings(content["settings"])
-        fields = {name: content[name] for name in Snapshot.__dataclass_fields__}
-        plain.require_types(Snapshot, fields)
+        fields = checked(content, grammar.SNAPSHOT)
+        require_call(fields["program"], fields["failure"])
         return Snapshot(**fields)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"`{path}` is damaged: {error}", hint="capture it again") from error
 
 
-def require_tensors(program: Program, tensors: Any) -> None:
-    """Raise `ValueError` unless every input of a program has a tensor."""
-    lacking = [item.name for item in program.inputs if not isinstance(tensors.get(item.value), torch.Tensor)]
+def checked(content: Mapping[str, Any], kinds: Mapping[str, grammar.Kind]) -> dict[str, Any]:
+    """The fields of a file: program, tensors and failure, and the others by their kinds; raises `ValueError`."""
+    rest = {name: value for name, value in content.items() if name not in _OWN_READER}
+    fields = grammar.conform(rest, kinds)
+    program = plain.from_plain(content["program"])
+    return {
+        **fields,
+        "program": program,
+        "tensors": _tensors(program, content["tensors"]),
+        "failure": failures.from_plain(fields["failure"]),
+    }
+
+
+_OWN_READER = frozenset({"format", "kind", "version", "program", "tensors"})
+
+
+def _tensors(program: Program, tensors: Any) -> dict[int, torch.Tensor]:
+    """The tensors of a file, one for each input of its program."""
+    found: dict[int, torch.Tensor] = grammar.map_of(grammar.integer, grammar.tensor)(tensors)
+    lacking = [item.name for item in program.inputs if item.value not in found]
     if lacking:
         raise ValueError(f"the input `{lacking[0]}` has no tensor")
+    return found
 
 
 def require_call(program: Program, failure: Failure) -> None:
     """Raise `ValueError` unless the calls that a failure names are calls of the program."""
     for origin in (failure, failure.drop, failure.cause):
         index = origin.call_index if origin is not None else None
-        if index is not None and index not in range(len(program.calls)):
+        if origin is None or (index is None and origin.call is None):
+            continue
+        if index is None or index not in range(len(program.calls)):
             raise ValueError(f"the failure comes from call {index} of {len(program.calls)}")
-
-
-def _require_settings(settings: Mapping[str, Any]) -> None:
-    """Raise `ValueError` unless the switches for a replay are of their kinds; absent ones are left as they are."""
-    for name, kind in _SWITCHES.items():
-        if name in settings and not isinstance(settings[name], kind):
-            raise ValueError(f"`{name}` is a `{type(settings[name]).__name__}`")
-    if settings.get("num_threads", 1) < 1:
-        raise ValueError(f"`num_threads` is {settings['num_threads']}")
+        target = program.calls[index].target
+        if origin.call not in (None, target, display_name(target), program.calls[index].kwargs.get("name")):
+            raise ValueError(f"the failure names `{origin.call:.60}` for a call of `{target}`")
 
 
 def storable_together(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -249,16 +255,21 @@ def _unpickle(target: Path, kind: str) -> Any:
             raise TruncatedSnapshot(f"`{target}` is cut off", hint=f"copy it again, or {_again(kind)}")
         raise NotASnapshot(f"`{target}` was not written by reprokit", hint=f"give the {kind} file that reprokit wrote")
     try:
-        return torch.load(target, weights_only=True, map_location="cpu")
+        require_stored(target)
+        content = torch.load(target, weights_only=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         raise NotASnapshot(
             f"`{target}` holds more than plain data and tensors, so it was not opened",
             hint="reprokit never executes code from a file",
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # torch's unpickler meets damage with whatever its parts raise
         raise TruncatedSnapshot(
             f"`{target}` is damaged", hint=f"copy it again, or {_again(kind)}", note=str(error).split("\n")[0]
         ) from error
+    require_bounded(content, target)
+    return content
 
 
 def _as_plain(value: Any) -> Any:

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from reprokit.program.functions import symbol_named
 from reprokit.program.ir import Call, Input, ModuleNote, Ref, Scope, iter_refs
 from reprokit.program.memory import same_bits
-from reprokit.program.run import Modes, symbol_named
+from reprokit.program.run import Modes
 from reprokit.shrink.context.constructors import RECURRENT, constructor, split
 
 _COMPOSITE = ("Sequential", "ModuleList", "ModuleDict", "Transformer", "ParametrizationList")

@@ -15,7 +15,8 @@ from reprokit.program.ir import Program
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.context.blocks import Tree
 from reprokit.shrink.context.tree import tree_of
-from reprokit.snapshot.format import storable
+from reprokit.snapshot import grammar
+from reprokit.snapshot.format import checked, require_call, storable
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,6 @@ def from_plain(content: Mapping[str, Any] | None) -> Context | None:
     """The inverse of `to_plain`; raises `KeyError`, `TypeError` or `ValueError` on anything else."""
     if content is None:
         return None
-    fields = {name: content[name] for name in Context.__dataclass_fields__}
-    fields["program"] = plain.from_plain(content["program"])
-    fields["failure"] = failures.from_plain(content["failure"])
-    fields["drawn"] = tuple(content["drawn"])
-    return Context(**fields)
+    fields = checked(content, grammar.CONTEXT)
+    require_call(fields["program"], fields["failure"])
+    return Context(**{**fields, "drawn": tuple(fields["drawn"])})

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from reprokit.program.functions import is_random
+from reprokit.program.functions import is_random, symbol_named
 from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Mode, Program, Ref
-from reprokit.program.run import symbol_named
 from reprokit.shrink.arguments import leaves, lists_of_tensors, with_leaf
 from reprokit.shrink.candidate import Candidate, round_number
 from reprokit.shrink.plainness import NUM_SEEDS, seed_of
