@@ -6,7 +6,6 @@ its calls; the comment above tells whether what is shown can stand in the place 
 
 from __future__ import annotations
 
-import ast
 import itertools
 import re
 from collections.abc import Container, Mapping, Sequence
@@ -17,6 +16,7 @@ import torch
 from reprokit.program.ir import Call, Mode, Program, Site
 from reprokit.program.run import Tensors
 from reprokit.render.code import write_program
+from reprokit.render.gate import is_line
 from reprokit.render.labels import labels
 from reprokit.render.modes import OFF
 from reprokit.render.own_line import own_line, stands_for
@@ -46,7 +46,7 @@ def fix_code(before: Program, after: Program, tensors: Tensors) -> str:
         if site is None or (site.file, site.line) in shown or after.calls[index].is_optimizer_step:
             continue
         text, place = _Piece(before, after, tensors, frozenset(changed), index).shown(site)
-        shown[site.file, site.line] = f"# {place}\n{text}" if _is_python(text) else ""
+        shown[site.file, site.line] = f"# {place}\n{text}" if text and is_line(text) else ""
     return "\n".join(filter(None, shown.values()))
 
 
@@ -169,10 +169,3 @@ def _needed(calls: Sequence[Call], read: set[int]) -> list[Call]:
 def _in_words(code: str) -> str:
     """Code in which the limits of dtypes go by their names."""
     return _NUMBER.sub(lambda number: _LIMITS.get(number[0], number[0]), code)
-
-
-def _is_python(text: str) -> bool:
-    try:
-        return bool(ast.parse(text).body)
-    except SyntaxError:  # a name that is none in Python, say a layer called `class`
-        return False

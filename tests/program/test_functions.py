@@ -7,7 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from reprokit.program.functions import UnknownFunction, _by_name, display_name, function_named, is_in_place, name_of
+from reprokit.program.functions import (
+    UnknownFunction,
+    _by_name,
+    allowed_names,
+    display_name,
+    function_named,
+    is_in_place,
+    name_of,
+)
 from reprokit.program.ir import Call, Input, Program, Ref, Symbol
 from reprokit.program.run import run
 
@@ -70,3 +78,20 @@ def test_operators_are_displayed_by_their_function() -> None:
 def test_in_place_names() -> None:
     assert is_in_place("torch.Tensor.add_") and is_in_place("torch.Tensor.__setitem__")
     assert not is_in_place("torch.Tensor.__getitem__") and not is_in_place("torch.Tensor.add")
+
+
+def test_every_function_of_this_torch_has_been_decided_about() -> None:
+    """A new torch has new functions; `python tests/program/allow_list.py` prints them and files what you decide."""
+    from tests.program.allow_list import REFUSED, undecided
+
+    assert not undecided()
+    assert not allowed_names().intersection(REFUSED.read_text().split())
+
+
+def test_the_lists_are_sorted_and_name_what_this_torch_has() -> None:
+    from tests.program.allow_list import LISTS, is_here
+
+    for file in LISTS.iterdir():
+        names = file.read_text().splitlines()
+        assert names == sorted(set(names))
+    assert all(map(is_here, (LISTS / "torch-2.13.txt").read_text().split()))

@@ -32,7 +32,7 @@ def test_a_field_that_is_missing_or_something_else(content: dict[str, Any], name
 def test_an_input_without_a_tensor(content: dict[str, Any], tmp_path: Path) -> None:
     for tensors in ({}, {0: "text"}):
         write_file(tmp_path / "broken.pt", "snapshot", {**content, "tensors": tensors})
-        with pytest.raises(SnapshotError, match="has no tensor"):
+        with pytest.raises(SnapshotError, match="is damaged: (the input .* has no tensor|it is a `str`|it is not a plain tensor)"):
             load(tmp_path / "broken.pt")
 
 
@@ -42,7 +42,7 @@ def test_an_input_without_a_tensor(content: dict[str, Any], tmp_path: Path) -> N
 )
 def test_a_switch_of_another_kind(content: dict[str, Any], name: str, value: Any, tmp_path: Path) -> None:
     write_file(tmp_path / "broken.pt", "snapshot", {**content, "settings": {**content["settings"], name: value}})
-    with pytest.raises(SnapshotError, match=f"is damaged: `{name}` is"):
+    with pytest.raises(SnapshotError, match=f"is damaged: `settings`: `{name}`: it is"):
         load(tmp_path / "broken.pt")
 
 
@@ -58,7 +58,7 @@ def test_a_failure_of_a_call_that_is_not_there(
     }
     failure = {**content["failure"], **fields[place]}
     write_file(tmp_path / "broken.pt", "snapshot", {**content, "failure": failure})
-    with pytest.raises(SnapshotError, match=f"is damaged: the failure comes from call {index} of"):
+    with pytest.raises(SnapshotError, match=f"is damaged: .*(call {index} of|it is {index})"):
         load(tmp_path / "broken.pt")
 
 
