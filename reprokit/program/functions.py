@@ -268,6 +268,13 @@ def optimizer_named(target: str) -> type[torch.optim.Optimizer]:
 
 
 @functools.cache
+def layer_class(name: str) -> type[torch.nn.Module] | None:
+    """One of torch's layers by its name in `torch.nn`; ``None`` for anything else there."""
+    found = getattr(torch.nn, name, None) if name in torch.nn.modules.__all__ else None
+    return found if isinstance(found, type) and issubclass(found, torch.nn.Module) else None
+
+
+@functools.cache
 def _by_function() -> dict[Callable[..., Any], str]:
     """The canonical name of every function: of several names the one that torch's documentation has."""
     table: dict[Callable[..., Any], tuple[tuple[bool, ...], str]] = {}

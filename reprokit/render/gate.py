@@ -14,10 +14,8 @@ import builtins
 import re
 from collections.abc import Iterator
 
-import torch
-
 from reprokit.errors import SnapshotError
-from reprokit.program.functions import UnknownFunction, allowed_names, symbol_named
+from reprokit.program.functions import UnknownFunction, allowed_names, layer_class, symbol_named
 
 _IMPORTS = frozenset(
     {"import torch", "import torch.nn.functional as F", "from torch import nn", "from pathlib import Path"}
@@ -279,17 +277,11 @@ def _is_of_torch(name: str) -> bool:
     if owner == "torch.optim":
         return f"{name}.step" in allowed_names()
     if owner == "torch.nn":
-        return is_layer_class(last)
+        return layer_class(last) is not None
     try:
         return owner == "torch" and symbol_named(name) is not None
     except UnknownFunction:
         return False
-
-
-def is_layer_class(name: str) -> bool:
-    """True for a class of `torch.nn`'s modules."""
-    found = getattr(torch.nn, name, None) if name in torch.nn.modules.__all__ else None
-    return isinstance(found, type) and issubclass(found, torch.nn.Module)
 
 
 def _is_method(name: str) -> bool:

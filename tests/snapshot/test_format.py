@@ -32,7 +32,7 @@ def test_a_field_that_is_missing_or_something_else(content: dict[str, Any], name
 def test_an_input_without_a_tensor(content: dict[str, Any], tmp_path: Path) -> None:
     for tensors in ({}, {0: "text"}):
         write_file(tmp_path / "broken.pt", "snapshot", {**content, "tensors": tensors})
-        with pytest.raises(SnapshotError, match="is damaged: (the input .* has no tensor|it is a `str`|it is not a plain tensor)"):
+        with pytest.raises(SnapshotError, match=r"is damaged: .*(has no tensor|is not a plain tensor)"):
             load(tmp_path / "broken.pt")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from reprokit.program.functions import layer_class
 from reprokit.program.ir import Call
 
 Arguments = dict[str, Any]
@@ -143,7 +144,8 @@ def _defaults(cls: str) -> Arguments:
     """The defaults of the constructor."""
     if cls in RECURRENT:
         return _RECURRENT_DEFAULTS
-    parameters = inspect.signature(getattr(torch.nn, cls)).parameters.values()
+    made: Any = layer_class(cls)
+    parameters = inspect.signature(made).parameters.values()
     return {p.name: p.default for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from reprokit.program.functions import symbol_named
+from reprokit.program.functions import layer_class, symbol_named
 from reprokit.program.ir import Call, Input, ModuleNote, Ref, Scope, iter_refs
 from reprokit.program.memory import same_bits
 from reprokit.program.run import Modes
@@ -23,6 +23,7 @@ _COMPOSITE = ("Sequential", "ModuleList", "ModuleDict", "Transformer", "Parametr
 _SUFFIXES = {torch.float16: ".half()", torch.bfloat16: ".bfloat16()", torch.float64: ".double()"}
 
 Values = Mapping[int, torch.Tensor]
+_MOST_OF_ITS_OWN = 2**20  # elements that a layer may have beyond those that the calls read
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Layer:
         arguments, options = _real(self.arguments), _real(dict(self.options))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            layer: torch.nn.Module = getattr(torch.nn, self.cls)(*arguments, **options)
+            layer: torch.nn.Module = _class_of(self.cls)(*arguments, **options)
         if self.suffix:
             layer = getattr(layer, self.suffix[1:-2])()
         return layer.train(self.training)
@@ -72,8 +73,14 @@ def is_layer(scope: Scope, modules: Mapping[str, ModuleNote]) -> bool:
     """True if a module is one of torch's layers that do something themselves."""
     note = modules.get(scope.label)
     is_users = note is not None and bool(note.file) and note.cls.rpartition(".")[2] == scope.cls
-    is_torchs = isinstance(getattr(torch.nn, scope.cls, None), type)
-    return is_torchs and not is_users and not scope.cls.startswith(_COMPOSITE)
+    return layer_class(scope.cls) is not None and not is_users and not scope.cls.startswith(_COMPOSITE)
+
+
+def _class_of(name: str) -> Any:
+    found = layer_class(name)
+    if found is None:
+        raise ValueError(f"torch has no layer `{name}`")
+    return found
 
 
 def layer_of(
@@ -176,6 +183,10 @@ def _agrees(layer: Layer, run: Run) -> bool:
     """True if the layer really returns what was recorded."""
     values = run.before
     try:
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in layer.build().parameters())
+        if size > _MOST_OF_ITS_OWN + sum(values[value].numel() for value in layer.state.values()):
+            return False
         module = layer.build()
         given = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         if not layer.state.keys() <= given.keys():
