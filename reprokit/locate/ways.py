@@ -30,24 +30,33 @@ class Badness:
 def ways_of(tensor: torch.Tensor) -> frozenset[str]:
     """The ways in which ``tensor`` is not finite; empty for finite, integer and empty tensors."""
     values = _real_values(tensor)
-    if values is None or is_finite_sum(values):
+    if values is None or is_finite_sum(values := _once(values)):
         return CLEAN
     return frozenset(way for way in (NAN, PLUS, MINUS) if bool(bad_mask(values, way).any()))
 
 
 def examine(tensor: torch.Tensor) -> Badness:
     """Like `ways_of`, with places and counts."""
-    values = _real_values(tensor)
-    if values is None or is_finite_sum(values):
+    whole = _real_values(tensor)
+    if whole is None or is_finite_sum(values := _once(whole)):
         return Badness(CLEAN, {}, {}, tensor.numel())
     first: dict[str, tuple[int, ...]] = {}
     count: dict[str, int] = {}
+    times = whole.numel() // values.numel()
     for way in (NAN, PLUS, MINUS):
         places = bad_mask(values, way).nonzero()
         if len(places):
             first[way] = tuple(int(i) for i in places[0][: tensor.dim()])
-            count[way] = len(places)
+            count[way] = len(places) * times
     return Badness(frozenset(first), first, count, tensor.numel())
+
+
+def _once(values: torch.Tensor) -> torch.Tensor:
+    """Every element once: an expanded view may have 2**51 elements of which one is stored."""
+    for dim, stride in enumerate(values.stride()):
+        if stride == 0:
+            values = values.narrow(dim, 0, 1)
+    return values
 
 
 def bad_mask(values: torch.Tensor, way: str) -> torch.Tensor:

@@ -147,8 +147,9 @@ class _Reader:
 
     def read(self) -> None:
         """Raise `RefusedScript` at the first thing that does not belong."""
+        taken = {*_PREFIXES, *_BUILTINS, "Path", *(("runpy", "SimpleNamespace") if self._check is not None else ())}
         for name in sorted(self._made | self._members):
-            if name.startswith("__") or name in {*_PREFIXES, *_BUILTINS, "Path", "runpy", "SimpleNamespace"}:
+            if name.startswith("__") or name in taken:
                 raise _refused(f"it defines `{name}`")
         for statement in self._tree.body:
             self._top(statement)

@@ -199,7 +199,7 @@ def test_a_long_line_is_cut_before_its_number_and_its_mark(
 def test_one_earlier_step_is_no_plural(
     count: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {"watch": "light", "history_steps": count, "history_bytes": 1000}
+    settings = {"watch": "sampled", "history_steps": count, "history_bytes": 1000}
     save(replace(failing.masked_softmax(), settings=settings), tmp_path / "x.pt")
     assert main(["show", str(tmp_path / "x.pt")]) == 0
     assert words in re.sub(r"\s+", " ", capsys.readouterr().err)

@@ -82,7 +82,6 @@ BY_HAND: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
      {"window": lambda: torch.ones(4)}),
     ("torch.stft", (make_float(16), 4), {"window": make_float(4), "return_complex": True}),
     ("torch.Tensor.stft", (make_float(16), 4), {"window": make_float(4), "return_complex": True}),
-    ("torch._compute_linear_combination", (make_float(4, 2), make_float(3, 4)), {}),
     ("torch.nn.functional.conv3d", (make_float(1, 2, 3, 3, 3), make_float(2, 2, 2, 2, 2), None, (1, 1, 1), (0, 0, 0)),
      {}),
     ("torch.nn.functional.conv_tbc", (make_float(4, 1, 2), make_float(2, 2, 2), make_float(2)), {"pad": 1}),
