@@ -69,9 +69,11 @@ class Loop:
         if self.fault in _BACKWARD:
             is_skipped = self.fault != "raise_backward" and (self.scaler or self.skip == "gradient")
             return None if is_skipped else "backward"
+        if self.fault in _BAD_LOSS and (self.skip == "loss" or (self.skip == "gradient" and not self.scaler)):
+            return None
         if self.fault in ("rate", "eps"):
             return "optimizer"
-        return None if self.fault == "none" or (self.skip == "loss" and self.fault in _BAD_LOSS) else "forward"
+        return None if self.fault == "none" else "forward"
 
     @property
     def healthy(self) -> Loop:
@@ -89,6 +91,8 @@ class Loop:
         changes = {}
         if loop.style != "supervised":
             changes |= {"update": "step", "scaler": False, "convert": "none"}
+        if loop.style in ("adversarial", "actor_critic") and loop.skip == "loss":
+            changes["skip"] = "none"  # these loops update whatever the loss is
         if loop.fault in ("forward", "buffer"):
             changes["style"] = "adversarial" if loop.style == "recurrent" else loop.style  # the cell leaves no zeros
         if loop.convert == "reloaded" and loop.fault in ("rate", "eps", "write"):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from reprokit.capture.entry import Entry
 from reprokit.capture.structure import ATOMS
 
 _OF_TORCH = frozenset(vars(torch.nn.Module())) - {"training"}
@@ -154,6 +155,16 @@ class AttributeWatch:
             self._noted[id(root)] = Noted(noted.layout, values)
         self._spent += time.thread_time() - started
         return self._noted.get(id(root))
+
+
+def put_first_back(entries: Iterable[Entry]) -> None:
+    """Give the root modules the attributes that they had in their first calls among ``entries``."""
+    first: dict[int, Noted] = {}
+    for entry in entries:
+        if entry.kind == "module" and entry.settings is not None:
+            first.setdefault(id(entry.target), entry.settings)
+    for noted in first.values():
+        noted.put_back()
 
 
 @contextlib.contextmanager

@@ -19,7 +19,8 @@ class Entry:
     ``unscale`` or ``optimizer``.
 
     ``versions`` pairs the tensors it was given with their version counters. ``rng`` holds the states of the CPU and,
-    where used, the CUDA generator before a call that may draw. ``outcome`` is what a random in-place function left.
+    where used, the CUDA generator before a call that may draw; ``generators`` those of Python and NumPy, if a module is
+    not the first one of its step. ``outcome`` is what a random in-place function left.
     ``settings`` is what else a replay needs: an optimizer's options of that step, a grad scaler's scale, the
     attributes that a root module had when it was called (`attributes.Noted`), the ids of the parameters whose gradients
     `zero_grad` set to zero, the places of the variables that the function of a transform reads.
@@ -49,6 +50,7 @@ class Entry:
     has_stepped: bool = False
     is_training: bool = False
     is_skipped: bool = False
+    generators: dict[str, Any] | None = None
     forward: Any = None
     library: tuple[str, int] | None = None
 

@@ -23,7 +23,7 @@ from reprokit.capture import exceptions
 from reprokit.capture.entry import Entry
 from reprokit.capture.judge import Judge
 from reprokit.capture.rescue import Made
-from reprokit.capture.saving import Noticed, Place, snapshot_of
+from reprokit.capture.saving import Noticed, Place, SkippedLoss, snapshot_of
 from reprokit.capture.suspects import Suspect, Suspects, Verdict
 from reprokit.capture.training import Training
 from reprokit.snapshot.format import Snapshot
@@ -147,10 +147,14 @@ class Failures:
             self.suspects.leave_out(suspect)
             self._training.ranks.withdraw(step)
             self._judge.forget_flags()
-            self.num_skipped += 1
-            if self.num_skipped == 1:
-                what = f"a bad {suspect.observed_at} was seen at step {step}, and the loop skipped it"
-                self._session.say(f"{what}; training goes on (`--on skipped` saves such a step)")
+            self.count_skipped(suspect.observed_at, step)
+
+    def count_skipped(self, observed_at: str, step: int) -> None:
+        """The loop has skipped a step; say so at the first one."""
+        self.num_skipped += 1
+        if self.num_skipped == 1:
+            what = f"a bad {observed_at} was seen at step {step}, and the loop skipped it"
+            self._session.say(f"{what}; training goes on (`--on skipped` saves such a step)")
 
     def _noticed(self, suspect: Suspect, frame: FrameType | None) -> Noticed:
         """The `Noticed` of the time when the suspect was seen."""
@@ -271,7 +275,8 @@ class Failures:
         return f"{what} at step {self._training.iterations.completed}; {doing}"
 
     def _save(self, noticed: Noticed, is_wanted: Callable[[Snapshot], bool] | None = None) -> Path | None:
-        """Write a snapshot of the failing step, if it ``is_wanted``; the session is over then in any case."""
+        """Write a snapshot of the failing step, if it ``is_wanted``; the session is over then, unless it turns out
+        that the loop has skipped the step."""
         with _termination_deferred() as terminated:
             path = self._write(noticed, is_wanted)
         self._is_terminated = bool(terminated)
@@ -287,6 +292,8 @@ class Failures:
                 if is_wanted is not None and not is_wanted(made.snapshot):
                     return None
                 path, snapshot = self._place.write(made)
+            except SkippedLoss:
+                raise
             except Exception as error:
                 self._session.complain("could not save the failing step", error)
                 return None

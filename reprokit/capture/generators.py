@@ -26,10 +26,15 @@ class GeneratorWatch:
         """True if the next forward matters."""
         return self._is_drawn or self._looks_left > 0
 
-    def before_module(self) -> None:
-        """A root module is about to run."""
-        if self.states is None and self.is_looking:
-            self.states = python_generators()
+    def before_module(self) -> dict[str, Any] | None:
+        """A root module is about to run: the states of now if it is not the first one of a step that is looked at."""
+        if not self.is_looking:
+            return None
+        states = python_generators()
+        if self.states is None:
+            self.states = states
+            return None
+        return states
 
     def restart(self) -> None:
         """The step is over."""
@@ -68,13 +73,14 @@ def python_generators_restored(states: dict[str, Any] | None) -> Iterator[None]:
     """Python's and NumPy's generators as they were in ``states``; afterwards as they are now."""
     before = python_generators()
     try:
-        _set(states or before)
+        set_python_generators(states or before)
         yield
     finally:
-        _set(before)
+        set_python_generators(before)
 
 
-def _set(states: dict[str, Any]) -> None:
+def set_python_generators(states: dict[str, Any]) -> None:
+    """Put Python's and NumPy's generators into ``states``."""
     random.setstate(states["python"])
     if "numpy" in states:
         sys.modules["numpy"].random.set_state(states["numpy"])

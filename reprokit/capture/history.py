@@ -22,6 +22,7 @@ from reprokit.locate.ways import NAN, ways_of
 DEFAULT_STATE_BYTES = 2 * 2**30
 DEFAULT_STEP_BYTES = 256 * 2**20
 MOST_STEPS = 1000
+_BEGINNING = 2  # steps: a graph that a step may not use again is used again in the next one
 _STATISTICS = ("running_mean", "running_var")
 _SHORT = 0.005  # seconds: in a step that short every microsecond counts
 _SHARE = 0.003  # of the training time, for copying and checking together
@@ -203,11 +204,19 @@ class History:
 
     def is_due(self, now: float) -> bool:
         """True if it is time to check everything and to take the next copy."""
+        if self._is_beginning:
+            return False
         if self._has_grown or self._step_bytes > DEFAULT_STEP_BYTES or len(self.steps) >= MOST_STEPS:
             return True
         if self._every:
             return len(self.steps) >= self._every - 1 or not self.is_complete
         return (now - self._taken_at) * _SHARE >= self._cost
+
+    @property
+    def _is_beginning(self) -> bool:
+        """True in the first steps, which can be played from the start of the training."""
+        is_first = self.num_copies == 1 and self.is_complete and self._every != 0
+        return is_first and len(self.steps) < _BEGINNING and self._step_bytes <= DEFAULT_STEP_BYTES
 
     def take(self, started: float, unfinished: Iterable[torch.optim.Optimizer] = ()) -> None:
         """Copy the state of now and forget the steps; ``started`` is when the checks before it began.

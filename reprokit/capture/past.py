@@ -127,7 +127,7 @@ class Freezer:
             entry = Entry(kind, target, args, kwargs, mode, None, name, code, line)
             entry.rng = None if rng is None else (rng, cuda_rng)
             entry.outcome, entry.settings = outcome, settings
-            entry.writes_state, entry.writes_view, entry.has_stepped, entry.forward = marks
+            entry.writes_state, entry.writes_view, entry.has_stepped, entry.forward, entry.generators = marks
             entry.library = library
             if num_outputs >= 0:
                 entry.output = list(map(thawed, flat[ends[1] : ends[2]]))
@@ -187,6 +187,22 @@ class Freezer:
         return [*lead, *makers, *rest]
 
 
+    def first_joined(self, steps: Sequence[list[Entry]], last: list[Entry]) -> int | None:
+        """The position of the first of ``steps`` whose graphs ``last``, or a step between them, goes on with.
+
+        ``None`` if nothing goes on with a graph, or with one from before all of them.
+        """
+        made = set(map(id, self._stand_ins.values()))
+        needed, first = _graphs_from_before(last) & made, None
+        for position in range(len(steps) - 1, -1, -1):
+            outputs = {id(tensor) for entry in steps[position] for tensor in iter_tensors(entry.output)}
+            if needed & outputs:
+                first = position
+            if first is not None:
+                needed = (needed - outputs) | (_graphs_from_before(steps[position]) & made)
+        return None if needed else first
+
+
 class _Freezing:
     """One step on its way into a flat list; ``made`` are the ids of the tensors that it made.
 
@@ -224,7 +240,7 @@ class _Freezing:
             outside = self.outside
             versions = [item for pair in entry.versions if id(pair[0]) in outside for item in pair]
         rng, cuda_rng = entry.rng or _NO_RNG
-        marks = entry.writes_state, entry.writes_view, entry.has_stepped, entry.forward
+        marks = entry.writes_state, entry.writes_view, entry.has_stepped, entry.forward, entry.generators
         self.flat += (
             entry.kind,
             entry.target,
@@ -302,6 +318,15 @@ def split(entries: list[Entry]) -> tuple[list[Entry], list[Entry]]:
     return entries[:end], entries[end:]
 
 
+def _graphs_from_before(entries: list[Entry]) -> set[int]:
+    """The ids of the tensors that a step is given with their graphs and that it has not made itself."""
+    needed: set[int] = set()
+    for entry in reversed(entries):
+        needed -= {id(tensor) for tensor in iter_tensors(entry.output)}
+        needed |= _graphs_in(entry)
+    return needed
+
+
 def _graphs_in(entry: Entry) -> set[int]:
     """The ids of the tensors that an entry is given and may use with their graphs."""
     return set() if entry.reads_values else {id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs))}
@@ -310,7 +335,7 @@ def _graphs_in(entry: Entry) -> set[int]:
 _FORWARDS = ("module", "transform", "differentiate")
 _HEAD = 16  # values in a flat list before an entry's arguments
 _NAMES: dict[tuple[str, ...], tuple[str, ...]] = {}
-_NO_MARKS = (False, False, False, None)
+_NO_MARKS = (False, False, False, None, None)
 _NO_RNG = (None, None)
 _NO_ENTRIES: list[Entry] = []
 _NOTHING_SAVED: dict[int, torch.Tensor] = {}

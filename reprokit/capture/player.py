@@ -14,6 +14,7 @@ import torch
 
 from reprokit.capture import transformed
 from reprokit.capture.entry import Entry, unwrapped
+from reprokit.capture.generators import set_python_generators
 from reprokit.capture.state import owned_by, parameters_of, set_options
 from reprokit.capture.structure import is_leaf, iter_tensors, map_tensors
 from reprokit.program.functions import DATA_WRITES, written_argument
@@ -65,6 +66,8 @@ class Player:
     def _play(self, entry: Entry, args: Any, kwargs: Any) -> None:
         if entry.rng is not None:
             _set_rng(entry.rng)
+        if entry.generators is not None:
+            set_python_generators(entry.generators)
         result = getattr(self, f"_play_{entry.kind}")(entry, args, kwargs)
         for old, new in zip(iter_tensors(entry.output), iter_tensors(result), strict=False):
             self._new[id(old)] = new

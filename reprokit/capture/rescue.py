@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from reprokit.capture.attributes import attributes_kept
+from reprokit.capture.attributes import attributes_kept, put_first_back
 from reprokit.capture.entry import Entry
 from reprokit.capture.exceptions import Raised
 from reprokit.capture.generators import python_generators_restored
@@ -362,6 +362,7 @@ def _at_its_beginning(step: FailedStep) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(enabled=True))
         stack.enter_context(python_generators_restored(step.generators))
         stack.enter_context(attributes_kept(step.modules))
+        put_first_back(step.all_entries)
         first = next((entry.rng for entry in step.entries if entry.rng is not None), None)
         if first is not None:
             torch.set_rng_state(first[0])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from reprokit.capture.attributes import attributes_kept
+from reprokit.capture.attributes import attributes_kept, put_first_back
 from reprokit.capture.entry import Entry
 from reprokit.capture.generators import python_generators_restored
 from reprokit.capture.history import History
@@ -23,7 +23,7 @@ from reprokit.capture.past import PastStep, split
 from reprokit.capture.player import Player, describe_mismatch, is_same, leaves_in
 from reprokit.capture.state import State, give_gradients, parameters_of
 from reprokit.capture.structure import is_leaf, iter_tensors
-from reprokit.capture.suspects import was_skipped
+from reprokit.capture.suspects import sets_gradients, was_skipped
 from reprokit.capture.watch import bad_tensor, is_bad_start, judged
 from reprokit.locate.ways import ways_of
 from reprokit.program.memory import same_bits
@@ -52,7 +52,8 @@ class Rewind:
     """Plays the steps of a history. ``going_back`` is the context in which the live state is borrowed.
 
     Looks for the step that makes one of the ``ruined`` parts of the state nan or inf, if there are any; else for the
-    first bad loss, gradient or parameter.
+    first bad loss, gradient or parameter. ``skipped`` are the numbers of steps with a bad loss of which no bad update
+    was made.
     """
 
     def __init__(self, history: History, steps: list[PastStep], ruined: Sequence[torch.Tensor] = ()) -> None:
@@ -65,6 +66,7 @@ class Rewind:
         self._used_later = _used_later(steps)
         self._live: dict[int, torch.Tensor] = {}
         self.notes: list[str] = []
+        self.skipped: list[int] = []
 
     @contextlib.contextmanager
     def going_back(self) -> Iterator[None]:
@@ -106,6 +108,22 @@ class Rewind:
             self._carried = player.made(self._used_later)
         return None
 
+    def play_until(self, number: int) -> dict[int, torch.Tensor]:
+        """Play the steps before ``number``; returns what outside tensors hold then, and what those steps made."""
+        for position, step in enumerate(self._steps[:number]):
+            player = self._player(position)
+            put_first_back(step.entries)
+            with Modes() as modes, python_generators_restored(step.generators):
+                for entry in step.entries:
+                    modes.enter(entry.mode)
+                    if entry.kind == "differentiate":
+                        with torch.no_grad():
+                            self._compare(player, entry, step)
+                    player.play(entry)
+            self._carried = player.made(self._used_later)
+        carried = {key: tensor.detach() for key, tensor in self._carried.items()}
+        return {**carried, **self._saved[number]}
+
     def _player(self, number: int) -> Player:
         state = {id(tensor) for tensor in self._history.changing()}
         return Player(self._saved[number], carried=self._carried, state=state)
@@ -115,6 +133,9 @@ class Rewind:
     ) -> tuple[Found | None, list[Entry]]:
         """The nan or inf tensors of a step, and the entries that were not played."""
         lead, rest = split(step.entries)
+        if not rest:  # the training ended with what the loop wrote by hand
+            lead, rest = rest, lead
+        put_first_back(step.entries)
         with Modes() as modes, python_generators_restored(step.generators):
             if self._ruined:
                 self._take_start()
@@ -126,9 +147,17 @@ class Rewind:
                 self._take_start()
             made = [entry for entry in lead if keep is not None or not entry.writes_state]
             entries = [*made, *rest]
+            doubtful: int | None = None  # a bad start of which the loop may have made good gradients
             for position, entry in enumerate(rest, len(made)):
                 modes.enter(entry.mode)
                 where = self._watched(player, entry, step, entries[:position], was_skipped(entries, position))
+                if where == "loss" and sets_gradients(entries, position):
+                    doubtful = position if doubtful is None else doubtful
+                    self.skipped.append(step.completed)
+                    player.play(entry)
+                    continue
+                if where is not None and doubtful is not None:
+                    position, entry, where = doubtful, entries[doubtful], "loss"
                 if keep is None and self._has_ruined(entry):
                     keep = entry
                 if where is not None and (keep is not None or not self._ruined):
@@ -199,8 +228,10 @@ class Rewind:
             with torch.no_grad():
                 self._compare(player, entry, step)
                 starts = [player.stand_in(judged(before, start)) for start in entry.starts]
-                if not is_skipped and is_bad_start(entry, starts):
-                    return "loss"
+                if is_bad_start(entry, starts):
+                    if not is_skipped:
+                        return "loss"
+                    self.skipped.append(step.completed)
         if entry.kind == "optimizer":
             optimizer = entry.target
             grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]

@@ -150,6 +150,7 @@ class RootCalls:
         if running.is_hand_updated:
             self._listener.finish_hand_update()
         self.meet(module)
+        drawn, running.generators = running.generators, None
         user = first_user_frame(frame)
         kind, target = "module", cast("Any", module)
         if frame.f_code is _FUNCTIONAL_CALL:  # the module has other parameters until this call is over
@@ -157,7 +158,7 @@ class RootCalls:
             args, kwargs = (module, frame.f_locals["parameters_and_buffers"], args, kwargs), {}
         entry = Entry(kind, target, args, kwargs, current_mode(), None, "", user.f_code, user.f_lineno)
         entry.versions = versions = versions_of(args, kwargs)
-        entry.rng = generator_states(versions)
+        entry.rng, entry.generators = generator_states(versions), drawn
         entry.is_training = module.training
         entry.forward = vars(unwrapped(module)).get("forward")
         entry.settings = self.attributes.note(module)

@@ -54,7 +54,8 @@ class RunningStep:
     """``entries`` are what the loop did; ``memory`` knows what it made and wrote.
 
     ``raised`` is the last exception that came out of something the loop called, with its entry. ``is_hand_updated``
-    says whether the loop has changed parameters itself. ``suspect`` is a bad value that the loop may still deal with.
+    says whether the loop has changed parameters itself. ``generators`` are the states of Python's and NumPy's
+    generators for the module that is about to be called. ``suspect`` is a bad value that the loop may still deal with.
     ``on_lost(entries)`` is called with dropped entries.
     """
 
@@ -64,6 +65,7 @@ class RunningStep:
         self.raised: tuple[BaseException, Entry] | None = None
         self.is_hand_updated = False
         self.suspect: Suspect | None = None
+        self.generators: dict[str, Any] | None = None
         self.on_lost: Callable[[list[Entry]], None] = lambda entries: None
         self._budget = BUDGET
         self._bytes = 0

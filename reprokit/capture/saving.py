@@ -37,7 +37,16 @@ NOT_REPLAYED = (
     "the parameters are spread over several processes, so the step could not be replayed in one; "
     "the snapshot holds what the step was given"
 )
+_MOST_JOINED = 64  # steps: a program of more takes too long to be reduced
 NOT_SHOWN = "replaying the steps since the last copy did not show which one made the state nan or inf"
+
+
+class SkippedLoss(Exception):
+    """The loop has made no bad update of a bad loss that was noticed late; ``step`` is the step of that loss."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"the loop skipped step {step}")
+        self.step = step
 
 
 @dataclass(frozen=True)
@@ -133,7 +142,12 @@ class _Describing:
             entries = without_preparation(entries, saved)
         entries = [entry for entry in entries if not (entry.writes_state or entry.kind == "optimizer")]
         failed = self._failed(step, noticed.observed_at, entries, saved, pending)
-        made = make_snapshot(replace(failed, raised=noticed.raised, notes=notes, lead=lead), noticed.frame)
+        failed = replace(failed, raised=noticed.raised, notes=notes, lead=lead)
+        made = make_snapshot(failed, noticed.frame)
+        if made.snapshot.fidelity != "exact" and training.history.is_complete and not notes:
+            light = training.freezer.lightened(step, noticed.pending)
+            failed = replace(failed, pending=light.entries.pop() if noticed.pending is not None else None)
+            made = self._joined(made, failed, [*training.past(), light])
         if made.culprit is not None and training.history.has_worsened(made.culprit):
             past, _ = self._from_the_past(step, [made.culprit])
             return past or made
@@ -170,17 +184,68 @@ class _Describing:
                 with guarded(history.modules, rewind.leaves(), out) as hooks:
                     found = rewind.find()
                 if found is None:
+                    is_loss = self._noticed.observed_at == "loss" and self._noticed.is_late
+                    if is_loss and rewind.skipped and not rewind.notes:
+                        raise SkippedLoss(rewind.skipped[0])
                     first = rewind.first_bad_loss()
                     seen = [f"training saw the first bad loss in step {first}"] if first is not None else []
                     return None, [*rewind.notes, *seen, NOT_SHOWN], hooks.left_out.total()
-                made = make_snapshot(self._failed_before(found, steps), self._noticed.frame)
-                has_worsened = made.culprit is not None and history.has_worsened(made.culprit)
-                return made if has_worsened else replace(made, culprit=None), [], 0
+                failed = self._failed_before(found, steps)
+                made = make_snapshot(failed, self._noticed.frame)
+                made = replace(made, culprit=self._ruined_before(made))
         except CannotGoBack as reason:
             return None, [str(reason)], 0
+        except SkippedLoss:
+            raise
         except Exception as error:  # of the user's code, which the state of then may not suit
             reasons = [f"playing the steps since the last copy raised {type(error).__name__}: {error}"]
             return None, reasons, hooks.left_out.total()
+        if made.culprit is None and made.snapshot.fidelity != "exact":
+            written = [entry for entry in split(found.step.entries)[0] if entry.writes_state]
+            last = replace(found.step, entries=[*([] if found.keep is not None else written), *found.entries])
+            made = self._joined(made, failed, [*steps[: steps.index(found.step)], last])
+        return made, [], 0
+
+    def _joined(self, made: Made, failed: FailedStep, steps: list[PastStep]) -> Made:
+        """``made``, or the last of ``steps`` together with those whose graphs or gradients it goes on with.
+
+        The latter if only they fail as training did: then parameters were updated between forward and backward pass.
+        """
+        last = steps[-1].entries
+        first = self._training.freezer.first_joined([step.entries for step in steps[:-1]], last)
+        differentiates = [any(entry.kind == "differentiate" for entry in step.entries) for step in steps]
+        owner = steps[-1]
+        if failed.observed_at == "gradient" and not differentiates[-1] and any(differentiates):
+            number = max(n for n, is_made in enumerate(differentiates) if is_made)
+            owner, first = steps[number], min(number, number if first is None else first)
+        if first is None or len(steps) - first > _MOST_JOINED:
+            return made
+        rewind = Rewind(self._training.history, steps)
+        try:
+            with rewind.going_back():
+                saved = rewind.play_until(first)
+                joined = replace(
+                    failed,
+                    entries=_one_after_another(steps[first:]),
+                    saved=saved,
+                    lead=[],
+                    buffers=None,
+                    generators=steps[first].generators,
+                    completed=owner.completed,
+                    notes=rewind.notes,
+                )
+                other = make_snapshot(joined, self._noticed.frame)
+        except Exception:  # of the user's code, or because the state of then does not suit
+            return made
+        is_better = other.snapshot.fidelity == "exact" or (_is_shown(other.snapshot) and not _is_shown(made.snapshot))
+        return replace(other, culprit=None) if is_better else made
+
+    def _ruined_before(self, made: Made) -> torch.Tensor | None:
+        """The part of the state that was bad already where a played step began, if that is the failure or hides it."""
+        history = self._training.history
+        if made.culprit is not None:
+            return made.culprit if history.has_worsened(made.culprit) else None
+        return None if _is_shown(made.snapshot) else history.newly_bad()
 
     def _complete(self, steps: list[PastStep]) -> list[PastStep] | None:
         """The steps with what was made before the last copy for them; ``None`` if that is not known."""
@@ -255,6 +320,20 @@ class _Describing:
                 **training.ranks.describe(),
             },
         )
+
+
+def _is_shown(snapshot: Snapshot) -> bool:
+    """True if the replay of a step has shown where its failure comes from."""
+    return snapshot.failure.call_index is not None or snapshot.failure.input_name is not None
+
+
+def _one_after_another(steps: Sequence[PastStep]) -> list[Entry]:
+    """The entries of several steps, each with the generators that it began with."""
+    for step in steps[1:]:
+        first = next((entry for entry in step.entries if entry.kind == "module"), None)
+        if first is not None and step.generators is not None:
+            first.generators = step.generators
+    return [entry for step in steps for entry in step.entries]
 
 
 def num_backward(entries: Sequence[Entry | None]) -> int:

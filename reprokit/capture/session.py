@@ -21,7 +21,7 @@ from reprokit.capture.history import History
 from reprokit.capture.hooks import Hooks
 from reprokit.capture.judge import Judge
 from reprokit.capture.options import DEFAULT_ON, After, Source, Watch, check_options
-from reprokit.capture.saving import Place
+from reprokit.capture.saving import Place, SkippedLoss
 from reprokit.capture.stepping import Stepping
 from reprokit.capture.tape import Tape
 from reprokit.capture.training import Training
@@ -210,6 +210,9 @@ class Session:
             self._settle_watching()
             try:
                 yield
+            except SkippedLoss as skipped:
+                ends = False
+                self._failures.count_skipped("loss", skipped.step)
             finally:
                 Session._num_replaying -= 1
                 if ends:

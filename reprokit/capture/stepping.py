@@ -48,6 +48,7 @@ class Stepping:
         self._in_kernel: dict[str, Any] = _NO_SCALER
         self._scaler: torch.amp.GradScaler | None = None
         self._inside: torch.optim.Optimizer | None = None
+        training.running.memory.on_rebound_write = self._before_rebound_write
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
@@ -129,6 +130,12 @@ class Stepping:
                 bad = self._judge.state()
                 if bad is not None:
                     self._failures.fail(bad, is_late=True)
+
+    def _before_rebound_write(self) -> None:
+        """The loop writes a buffer that a forward has replaced since the last copy: judge, and begin a new past."""
+        if self._training.history.is_complete:
+            self.before_conversion()
+            self._training.history.interrupt()
 
     def before_registration(self, module: torch.nn.Module, name: str, value: Any) -> None:
         """A parameter or module is about to be replaced or added."""

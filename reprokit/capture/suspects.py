@@ -280,6 +280,13 @@ def was_skipped(entries: Sequence[Entry], position: int) -> bool:
     return any(_clears(entry, entries[position], read) and _covers(entry, optimizer) for entry in later[:update])
 
 
+def sets_gradients(entries: Sequence[Entry], position: int) -> bool:
+    """True if the loop sets gradients by hand between an `autograd.grad` at ``position`` and the update after it."""
+    later = entries[position + 1 :]
+    update = next((number for number, entry in enumerate(later) if _updates(entry)), len(later))
+    return entries[position].name == AUTOGRAD_GRAD and any(entry.name in GRAD_WRITES for entry in later[:update])
+
+
 def _parameters_behind(suspect: Suspect) -> list[torch.Tensor]:
     """The parameters that the suspect's backward call adds gradients to."""
     edges = [edge_of(start) for start in (suspect.pending or suspect.last).starts]

@@ -46,7 +46,6 @@ class Training:
         self.ranks = Ranks()
         self.running.memory.on_first_write = history.add_written
         self.running.memory.on_conversion = self.convert
-        self.running.memory.on_rebound_write = history.interrupt
         self.running.on_lost = self._lose
         self.unseen: list[str] = []  # what else the run does, in words, that is not known
         self.compiled: Call | None = None  # the first compiled function that the loop called itself
@@ -71,7 +70,7 @@ class Training:
         """A root module is about to be called: note its buffers and the generators before it changes them."""
         if self.is_converted:
             self._begin_anew()
-        self.generators.before_module()
+        self.running.generators = self.generators.before_module()
         if self.history.meet_module(module):
             self._meet_ranks()
             self.buffers.add_module(module)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import reprokit
+from reprokit.snapshot.format import load
 from tests.conftest import import_benchmark
 
 agree, generated = import_benchmark("agree"), import_benchmark("generated")
@@ -54,6 +59,11 @@ def test_a_healthy_loop_is_left_alone(loop: Any) -> None:
         {"fault": "input", "batch": "cleared", "accumulate": 3, "losses": "separate"},  # a batch is no gradient
         {"fault": "input", "losses": "penalty", "accumulate": 2, "bad_step": 1},  # bad in `autograd.grad` and backward
         {"fault": "row", "convert": "bfloat16", "zero": "kept", "bad_step": 5, "event_step": 5},  # gradients converted
+        {"fault": "overflow", "block": "random_depth", "batch": "augmented", "accumulate": 3},  # Python's generator
+        {"fault": "write", "style": "turns", "bad_step": 0},  # a ruined row that the step after it does not read
+        {"fault": "write", "bad_step": 5, "steps": 6},  # the last thing that a training does
+        {"fault": "write", "freeze": "from", "bad_step": 0, "optimizer": "own"},  # frozen between step and finding
+        {"fault": "forward", "norm": "moving", "teacher": "copied", "scaler": True, "bad_step": 0},  # a late flag
     ],
     ids=lambda features: "-".join(str(value) for value in features.values()),
 )
@@ -69,7 +79,7 @@ def test_a_late_finding_is_what_is_seen_at_once(features: dict[str, Any]) -> Non
         ({"fault": "eps", "history": 0}, "deferred/0"),
         ({"fault": "buffer", "history": 0}, "deferred/0"),
         ({"fault": "buffer", "update": "lbfgs"}, "sampled"),
-        ({"fault": "write", "update": "lbfgs", "convert": "double", "bad_step": 1, "event_step": 3}, "sampled"),
+        ({"fault": "write", "update": "lbfgs", "convert": "double", "bad_step": 1, "event_step": 3}, "deferred"),
     ],
 )
 def test_where_one_cannot_go_back_nothing_is_changed_and_the_doubt_is_said(features: dict[str, Any], way: str) -> None:
@@ -88,3 +98,26 @@ def test_a_bad_loss_that_the_loop_skips_in_its_last_step_is_not_found_late(clip:
     loop = generated.Loop(fault="loss", skip="gradient", clip=clip, bad_step=11)
     row = agree.compare_ways("loop", loop)
     assert set(row.answers.values()) == {agree.SILENT}, agree.table([row])
+
+
+@pytest.mark.parametrize("correct", ["none", "halved", "corrected", "corrected after backward"])
+@pytest.mark.parametrize("watch", ["every-step", "sampled", "deferred"])
+def test_a_corrected_gradient_is_a_skipped_step_however_it_is_watched(tmp_path: Path, watch: Any, correct: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    with reprokit.capture(tmp_path / "failed.pt", watch=watch, after="continue", quiet=True):
+        for step in range(8):
+            loss = model(torch.randn(6, 4)).square().mean() / (0 if step == 5 else 1)
+            optimizer.zero_grad()
+            if correct == "corrected after backward":
+                loss.backward()
+                gradients = [parameter.grad for parameter in model.parameters()]
+            else:
+                gradients = torch.autograd.grad(loss, list(model.parameters()))
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                corrected = torch.nan_to_num(gradient) if correct.startswith("corrected") else gradient
+                parameter.grad = corrected / 2 if correct == "halved" else corrected
+            optimizer.step()
+    saved = sorted(tmp_path.iterdir())
+    assert [load(path).step for path in saved] == ([] if correct.startswith("corrected") else [5])
