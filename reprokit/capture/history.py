@@ -223,7 +223,7 @@ class History:
 
         The optimizers that are ``unfinished`` have gradients of which they are still to make a step.
         """
-        if self.steps:
+        if self.steps and self.num_copies > 1:  # the first steps are longer than those that follow
             self.step_seconds = (started - self._taken_at) / (len(self.steps) + 1)
             is_on_gpu = any(tensor.is_cuda for tensor in self.state.copies.tensors)
             self.is_short = self.step_seconds < _SHORT and not is_on_gpu
