@@ -282,7 +282,7 @@ def test_a_step_whose_loss_training_saw_otherwise_is_never_the_answer(name: str,
     snapshot = check_caught(switched(*UNKNOWN[name], []), tmp_path, watch="deferred")
     note = str(snapshot.fidelity_note)
     assert snapshot.step == 12 and snapshot.fidelity == "unfaithful"
-    assert "the loss of step 1 was 0." in note and " in training and nan in the replay" in note
+    assert "the loss of step 3 was 0." in note and " in training and nan in the replay" in note
     assert "training saw the first bad loss in step 5" in note
 
 
@@ -306,7 +306,7 @@ def test_a_step_whose_successor_training_saw_otherwise_is_not_the_answer(tmp_pat
 
     snapshot = check_caught(loop, tmp_path, watch="deferred")
     assert snapshot.step == 12 and snapshot.fidelity == "unfaithful"
-    assert "the loss of step 2 was" in str(snapshot.fidelity_note)
+    assert "the loss of step 4 was" in str(snapshot.fidelity_note)
 
 
 class Recording(nn.Module):
