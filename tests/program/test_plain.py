@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reprokit.program.ir import Call, Device, Input, Mode, ModuleNote, Program, Ref, Scope, Site, Slice, Symbol
+from reprokit.program.ir import OPAQUE, Call, Device, Input, Mode, ModuleNote, Program, Ref, Scope, Site, Slice, Symbol
 from reprokit.program.plain import from_plain, to_plain
 
 JUNK: list[Any] = [
@@ -28,7 +28,9 @@ def everything() -> Program:
         Mode(rng=Ref(0), autocast=(("cpu", "torch.float16"),)),
     )
     notes = {"layer": ModuleNote("Linear", True, {"bias": True}, "train.py", 1, "class Net: ...")}
-    return Program((call,), (Input(0, "x"),), (Ref(1),), notes)
+    described = {"name": "vmap(f)", "source": "", "is_transform": True}
+    opaque = Call(OPAQUE, (Ref(0),), described, Ref(2))
+    return Program((call, opaque), (Input(0, "x"), Input(2, "f_output", "opaque")), (Ref(1),), notes)
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
