@@ -32,8 +32,14 @@ def cause_line(result: Mapping[str, Any]) -> str | None:
     cause = result["failure"].get("cause")
     if not cause:
         return None
-    origin = f"from `{cause['call']}`" if cause["call"] is not None else f"in `{cause['input']}`"
+    origin = f"from `{cause['call']}`" if cause["call"] is not None else f"in {input_words(cause)}"
     return f"because of {cause['kind']} {', '.join(filter(None, (origin, place_line({'failure': cause}))))}"
+
+
+def input_words(origin: Mapping[str, Any]) -> str:
+    """An input that is nan or inf: ``the parameter `weight`, bad before the first step``, or its name alone."""
+    name = f"`{origin['input']}`"
+    return f"the parameter {name}, bad before the first step" if origin.get("is_initial") else name
 
 
 def place_line(result: Mapping[str, Any]) -> str | None:

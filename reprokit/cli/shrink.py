@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +65,8 @@ class Shrink:
 
     def execute(self) -> int:
         """Shrink, render and say what came out; raises `NotReproduced`, `Flaky` or `Interrupted`."""
-        with Interrupts(self.folder) as interrupts:
+        with Interrupts(self.folder) as interrupts, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of calls in what is tried and rendered; training printed its own
             from reprokit.snapshot.format import load
 
             snapshot = load(self.snapshot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,8 @@ class WhatIf:
         opened = open_source(self.source)
         if self.keep and opened.reduction is None:
             raise UsageError("a snapshot keeps no table", hint="leave out `--keep`, or name a folder of results")
-        with contextlib.closing(open_view(self.progress, self.verbosity)) as view:
+        with contextlib.closing(open_view(self.progress, self.verbosity)) as view, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the calls in the table
             table = _table(opened, self.seconds, view)
         if self.keep and opened.reduction is not None:
             opened.reduction.whatif = table

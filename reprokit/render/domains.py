@@ -181,7 +181,8 @@ def _masked_row(given: Given) -> Edge | None:
 def _deviation(given: Given) -> Edge | None:
     if given.name not in _DEVIATIONS or not given.tensors:
         return None
-    sizes, flags = given.tensors[0].shape, [item for item in given.args[1:] if isinstance(item, bool)]
+    sizes = tuple(given.tensors[0].shape) or (1,)  # a number takes `dim=0`
+    flags = [item for item in given.args[1:] if isinstance(item, bool)]
     is_unbiased = given.kwargs.get("unbiased", flags[0] if flags else True)
     correction = given.kwargs.get("correction", int(is_unbiased))
     dims = given.option("dim", 1, None)

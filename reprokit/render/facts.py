@@ -80,9 +80,7 @@ def origin(snapshot: Snapshot, failure: Failure) -> str:
         into = f", into {wording.code_span(wording.written(failure))}" if wording.written(failure) else ""
         return f"`{failure.call}`{node}{into}"
     if failure.input_name is not None:
-        parameters = [item.value for item in snapshot.program.inputs if item.role == "parameter"]
-        is_initial = snapshot.step == 0 and failure.value in parameters
-        words = ("parameter", "step") if is_initial else ("input", "call reads it")
+        words = ("parameter", "step") if snapshot.is_initial(failure) else ("input", "call reads it")
         return f"the {words[0]} {wording.code_span(failure.input_name)}, bad before the first {words[1]}"
     return "the training loop's own code" if failure.exception is not None else "unknown"
 

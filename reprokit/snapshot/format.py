@@ -95,19 +95,24 @@ class Snapshot:
             "num_bad": failure.num_bad,
             "num_elements": failure.num_elements,
             "shows_cause": not is_vacuous(failure, self.program),
-            "cause": _describe_cause(cause, self.program) if cause is not None else None,
+            "cause": self._describe_cause(cause) if cause is not None else None,
         }
+
+    def _describe_cause(self, cause: Failure) -> dict[str, Any]:
+        """The origin of the bad value that made a call raise."""
+        names = ("phase", "kind", "call", "module")
+        plain = {name: getattr(cause, name) for name in names}
+        root, site = root_of(cause, self.program), _describe_site(cause.site)
+        return {**plain, "root": root, "input": cause.input_name, "is_initial": self.is_initial(cause), "site": site}
+
+    def is_initial(self, failure: Failure) -> bool:
+        """True if what failed, or its cause, is a parameter that was bad before the first step of training."""
+        items = (item for item in self.program.inputs if item.value == failure.value)
+        return self.step == 0 and failure.call is None and any(item.role == "parameter" for item in items)
 
 
 def _describe_site(site: Site | None) -> dict[str, Any] | None:
     return {"file": site.file, "line": site.line, "code": site.code} if site else None
-
-
-def _describe_cause(cause: Failure, program: Program) -> dict[str, Any]:
-    """The origin of the bad value that made a call raise."""
-    names = ("phase", "kind", "call", "module")
-    plain = {name: getattr(cause, name) for name in names}
-    return {**plain, "root": root_of(cause, program), "input": cause.input_name, "site": _describe_site(cause.site)}
 
 
 _CAPTURE_SETTINGS = ("watch", "history_steps", "history_bytes", "rank", "world_size")

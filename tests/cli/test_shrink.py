@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import reprokit.render.diagnosis  # noqa: F401 (the package around it is replaced below)
 from reprokit.cli import main
 from reprokit.cli.shrink import default_folder
 from reprokit.errors import Flaky, NotReproduced, ReprokitError
 from reprokit.shrink.events import Checked, Improved, Replayed
+from reprokit.snapshot.format import save
+from tests.shrink.failing import record
 
 SUMMARY = {
     "schema": 1,
@@ -248,3 +252,15 @@ def test_nothing_of_others_is_overwritten_because_there_is_nothing_to_resume(red
 )
 def test_the_default_folder(snapshot: str, folder: str) -> None:
     assert default_folder(Path(snapshot)) == Path(folder)
+
+
+@pytest.mark.parametrize("command", [["shrink", "-q", "--max-checks", "5"], ["whatif", "-q"]])
+def test_warnings_of_what_is_tried_are_not_printed(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(record(lambda x: torch.std(x, 0).sum(), x=torch.ones(1, 3)), "std.pt")
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        assert main([*command, "std.pt"]) == 0
+    assert [str(item.message) for item in shown if "degrees of freedom" in str(item.message)] == []

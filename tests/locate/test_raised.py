@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from reprokit.locate.blame import locate
 from reprokit.locate.failure import from_plain, to_plain
 from reprokit.program.ir import Program
 from reprokit.program.run import Tensors
-from reprokit.program.trace import Tracer
+from reprokit.program.trace import Origin, Tracer
 from reprokit.render.expectation import expect
 from reprokit.render.facts import of_failure
 from reprokit.shrink.reducer import shrink
@@ -78,3 +79,23 @@ def test_the_cause_is_shown_and_stays_in_the_reduction() -> None:
     assert str(cause_line(snapshot.summary())).startswith("because of nan from `torch.Tensor.div`")
     reduced = [call.name for call in shrink(snapshot).program.calls]
     assert len(reduced) == 2 and reduced[1] == "binary_cross_entropy"
+
+
+@pytest.mark.parametrize(
+    ("role", "step", "words"),
+    [
+        ("parameter", 0, "because of inf in the parameter `weight`, bad before the first step"),
+        ("parameter", 2, "because of inf in `weight`"),
+        ("batch", 0, "because of inf in `weight`"),
+    ],
+)
+def test_a_parameter_behind_an_exception_that_training_began_with_is_named_as_that(
+    role: str, step: int, words: str
+) -> None:
+    weight = torch.tensor([torch.inf, 0.0])
+    tracer = Tracer(lambda tensor: Origin("weight", role) if tensor is weight else None)
+    with tracer, contextlib.suppress(RuntimeError):
+        F.binary_cross_entropy(weight * ONES[0, :2], ONES[0, :2])
+    snapshot = replace(snapshot_of((tracer.program(), dict(tracer.tensors))), step=step)
+    assert str(cause_line(snapshot.summary())).startswith(words)
+    assert str(cause_line(snapshot.summary())).count("first step") == words.count("first step")

@@ -38,6 +38,7 @@ def edge_of(name: str, *args: Any, way: str = "nan", phase: str = "forward", **k
         (lambda: edge_of("softmin", MASKED, dim=1), "with an infinite operand", "inf - inf"),
         (lambda: edge_of("logsumexp", torch.zeros(0), way="-inf"), "for an empty tensor", "whose logarithm is -inf"),
         (lambda: edge_of("std", torch.ones(1)), "for a single element", "n - 1, which is zero"),
+        (lambda: edge_of("std", torch.tensor(1.0), 0), "for a single element", "n - 1, which is zero"),
         (lambda: edge_of("std", torch.ones(2, 1), 1, True), "for a single element", "n - 1, which is zero"),
         (lambda: edge_of("std", torch.tensor([INF]), False), "with an infinite operand", "inf - inf"),
         (lambda: edge_of("var", torch.tensor([INF]), correction=0), "with an infinite operand", "inf - inf"),

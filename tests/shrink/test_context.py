@@ -302,6 +302,14 @@ def test_a_layer_that_returned_something_else_is_not_one() -> None:
     assert layer_of(Scope("fc", "Linear"), Run([call], (2,), given, {2: x @ weight.t() + 1}), inputs, None) is None
 
 
+@pytest.mark.parametrize("cls", ["BatchNorm1d", "Conv2d", "GRU", "MultiheadAttention"])
+def test_calls_left_of_a_layer_are_no_layer(cls: str) -> None:
+    call = Call("torch.Tensor.add_", (Ref(0), 1), outputs=Ref(0))
+    count = torch.tensor(0)
+    inputs = {0: Input(0, "norm.num_batches_tracked", "buffer")}
+    assert layer_of(Scope("norm", cls), Run([call], (0,), {0: count}, {0: count + 1}), inputs, None) is None
+
+
 @pytest.mark.parametrize(
     ("small", "noted", "given"),
     [

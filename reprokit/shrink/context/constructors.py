@@ -29,8 +29,8 @@ _RECURRENT_DEFAULTS: Arguments = {
 def constructor(cls: str, noted: Arguments, calls: Sequence[Call], state: Values, shapes: Shapes) -> Arguments:
     """All constructor arguments by name, sizes as they are now.
 
-    ``noted`` are those at capture, ``state`` the parameters and buffers by name, ``shapes`` tells those of what the
-    calls made.
+    ``noted`` are those at capture, ``state`` the parameters and buffers by name, ``shapes`` returns the shapes of what
+    the calls made. Raises `ValueError` or `LookupError` for calls that are not, or no longer all, those of the layer.
     """
     arguments = dict(noted)
     find = _SIZES.get(cls.rstrip("123d")) or _SIZES.get(cls)
@@ -49,7 +49,7 @@ def _linear(calls: Sequence[Call], state: Values) -> Arguments:
 
 
 def _conv(calls: Sequence[Call], state: Values) -> Arguments:
-    call = next(call for call in calls if call.name.startswith("conv"))
+    call, *_ = (call for call in calls if call.name.startswith("conv"))
     channels, per_group, *kernel = state["weight"].shape
     stride, padding, dilation, groups = call.args[3:7]
     found = {"stride": stride, "dilation": dilation, "groups": groups, "kernel_size": tuple(kernel)}
@@ -83,7 +83,7 @@ def _shape_norm(calls: Sequence[Call], state: Values) -> Arguments:
 
 
 def _batch_norm(calls: Sequence[Call], state: Values) -> Arguments:
-    sized = next(state[name] for name in ("running_mean", "weight") if name in state)
+    sized, *_ = (state[name] for name in ("running_mean", "weight") if name in state)
     return {"num_features": len(sized), "affine": "weight" in state, "track_running_stats": "running_mean" in state}
 
 
@@ -93,7 +93,7 @@ def _group_norm(calls: Sequence[Call], state: Values) -> Arguments:
 
 def _recurrent(calls: Sequence[Call], state: Values) -> Arguments:
     call = calls[-1]
-    place = next(index for index in (2, 3) if isinstance(call.args[index], list))
+    place, *_ = (index for index in (2, 3) if isinstance(call.args[index], list))
     has_biases, num_layers, dropout, _, is_bidirectional = call.args[place + 1 : place + 6]
     first = state["weight_ih_l0"]
     found = {"input_size": first.shape[1], "hidden_size": state["weight_hh_l0"].shape[1], "num_layers": num_layers}
@@ -105,7 +105,7 @@ def _recurrent(calls: Sequence[Call], state: Values) -> Arguments:
 
 def _attention(calls: Sequence[Call], state: Values, shapes: Shapes) -> Arguments:
     width = state["in_proj_weight"].shape[1]
-    split = next(call for call in calls if call.name == "view" and len(call.args) == 4)
+    split, *_ = (call for call in calls if call.name == "view" and len(call.args) == 4)
     num_heads = width // shapes(split.output_refs()[0])[-1]
     return {"embed_dim": width, "num_heads": num_heads, "bias": "in_proj_bias" in state, "dropout": 0.0}
 
