@@ -231,6 +231,7 @@ class Training:
         self._keep_makers()
         self.history.take(started, [o for o in self.history.optimizers if id(o) not in self._finished])
         self.freezer.forget(self.history.makers)
+        self.running.memory.copied()
         self._know_state()
         self.tape.roots.met.clear()
         self.tape.roots.attributes.begin_anew(self.history.modules, self.history.step_seconds)

@@ -64,10 +64,13 @@ class WrittenMemory:
     def know_state(self, copied: Iterable[torch.Tensor], untouched: Iterable[torch.Tensor]) -> None:
         """These tensors are all the state: a capture holds copies of the ones, and of the others once they are
         written."""
-        self._rebound = set()
         self._untouched = {p: tensor for tensor in untouched if (p := address_of(tensor)) is not None}
         state = [*self._untouched.values(), *copied]
         self._state = {p: weakref.ref(tensor) for tensor in state if (p := address_of(tensor)) is not None}
+
+    def copied(self) -> None:
+        """A copy of the state has been taken, of the buffers that forwards have put in place as well."""
+        self._rebound = set()
 
     def rebind(self, old: Any, new: Any) -> None:
         """A forward puts a new tensor in the place of a buffer, whose memory may be used for something else then."""

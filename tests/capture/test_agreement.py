@@ -41,6 +41,8 @@ def test_a_healthy_loop_is_left_alone(loop: Any) -> None:
         {"fault": "row", "update": "by_data", "convert": "grown", "event_step": 3},
         {"fault": "gate", "norm": "moving", "teacher": "average"},  # buffers are replaced by every forward
         {"fault": "rate", "norm": "moving", "history": 7},
+        {"fault": "loss", "style": "actor_critic", "norm": "moving", "teacher": "average", "bad_step": 1},
+        {"fault": "gate", "style": "turns", "norm": "moving", "teacher": "average", "bad_step": 3, "history": 7},
         {"fault": "loss", "update": "by_data", "convert": "bfloat16", "bad_step": 1},  # converted before it is seen
         {"fault": "overflow", "update": "lbfgs", "history": 1},
         {"fault": "fake", "style": "adversarial"},  # a graph from before the critic's update
