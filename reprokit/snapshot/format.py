@@ -34,7 +34,7 @@ FORMAT = "reprokit"
 VERSION = 1
 
 
-@dataclass
+@dataclass(frozen=True)
 class Snapshot:
     """One failed step: its program and tensors, the failure, and what surrounded it.
 

@@ -129,7 +129,7 @@ def test_the_lines_of_other_functions_are_not_context() -> None:
 def test_a_program_that_cannot_run_here_has_no_ranges() -> None:
     snapshot = failing.masked_softmax()
     assert steps(snapshot)
-    snapshot.tensors = {}
+    snapshot = replace(snapshot, tensors={})
     assert steps(snapshot) == []
 
 

@@ -362,7 +362,7 @@ def test_a_fix_that_leaves_a_loss_out_of_all_proportion_says_so() -> None:
     snapshot = record(step, x=torch.tensor([200.0]).requires_grad_())
     outcomes = []
     for losses in ([2.0, 1.0, 3.0, NAN], [1e-7, 2e-7]):
-        snapshot.timeline = [{"step": number, "loss": loss} for number, loss in enumerate(losses)]
+        snapshot = replace(snapshot, timeline=[{"step": number, "loss": loss} for number, loss in enumerate(losses)])
         fix = diagnose(snapshot).fix
         assert fix is not None and fix.helped and not fix.is_plausible
         outcomes.append(fix.outcome)
@@ -393,7 +393,7 @@ def test_a_loss_is_compared_with_the_usual_ones_also_where_these_are_small(
         (x[:1].log() + x[1:]).sum().backward()
 
     snapshot = record(step, x=torch.tensor([-1.0, 500.0]).requires_grad_())
-    snapshot.timeline = [{"step": number, "loss": loss} for number, loss in enumerate(losses)]
+    snapshot = replace(snapshot, timeline=[{"step": number, "loss": loss} for number, loss in enumerate(losses)])
     fix = diagnose(snapshot).fix
     assert fix is not None and fix.helped and "loss 486.2" in fix.outcome
     assert fix.is_plausible is is_plausible
@@ -405,7 +405,7 @@ def test_a_later_fix_with_a_plausible_loss_goes_before_one_without() -> None:
         x.exp().sum().backward()
 
     snapshot = record(step, x=torch.tensor([200.0]).requires_grad_())
-    snapshot.timeline = [{"step": 0, "loss": 1e8}]
+    snapshot = replace(snapshot, timeline=[{"step": 0, "loss": 1e8}])
     found = diagnose(snapshot)
     assert found.fix is not None and found.fix.is_plausible and "at 20" in found.fix.text[0]
     assert found.tried[0].helped and not found.tried[0].is_plausible

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,7 @@ def test_the_number_of_threads_is_named_when_it_matters(tmp_path: Path) -> None:
     file = tmp_path / "flaky.py"
     file.write_text(SOMETIMES.format(period=2, sign="!=", place=0))
     snapshot = snapshot_of_growth()
-    snapshot.settings = {"num_threads": 2}
+    snapshot = replace(snapshot, settings={"num_threads": 2})
     reduction = shrink(snapshot, check=f"{file}:threads")
     assert reduction.reproduces == "5/5"
     assert "with 1 thread it does not fail (0/1 runs)" in reduction.notes
