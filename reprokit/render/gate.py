@@ -102,7 +102,7 @@ def is_line(code: str) -> bool:
         nodes = list(ast.walk(ast.parse(code)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    known = (*_EXPRESSIONS, ast.Module, ast.Assign, ast.AugAssign, ast.Expr, ast.Return, ast.AnnAssign)
+    known = (*_EXPRESSIONS, *_STATEMENTS, ast.expr, ast.comprehension, ast.AnnAssign, ast.With, ast.Module)
     return all(isinstance(node, known) and _is_users(node) for node in nodes)
 
 
