@@ -39,7 +39,7 @@ _REFUSING = ("RuntimeError", "ValueError", "IndexError", "TypeError")
 # How functions word what they want of their arguments. What a kernel or a device cannot do is another matter.
 _WANTED = re.compile(
     r"\bsizes?\b|batch_size|shape|dimension|\bdims?\b|\bind(ex|ices)\b|\bexpect|\bmust\b|\bshould\b|mismatch|dtype"
-    r"|range|out of bounds|cast|convert|ambiguous|requires? grad|second time|in-?place",
+    r"|\bha(s|ve) to be\b|range|out of bounds|cast|convert|ambiguous|requires? grad|second time|in-?place",
     re.IGNORECASE,
 )
 _UNABLE = re.compile(

@@ -33,13 +33,14 @@ from tests.locate.mechanisms import (
     NAN,
     adam,
     attention,
+    bad_input,
     half,
     mismatch,
     near_miss,
     unknown,
     with_bystanders,
 )
-from tests.shrink.failing import INF, record
+from tests.shrink.failing import INF, record, snapshot_of
 
 ENTRIES = {entry.id: entry for entry in entries()}
 WITH_REMEDIES = [entry.id for entry in entries() if entry.remedies]
@@ -633,3 +634,26 @@ def test_a_derivative_overflows_far_from_zero_too() -> None:
     found = diagnose(record(lambda x: (x**1000).sum().backward(), x=torch.tensor([1.0925]).requires_grad_()))
     assert found.id == "derivative-overflow" and found.fix is None
     assert "divi" not in found.title + found.mechanism + found.advice
+
+
+@pytest.mark.parametrize(
+    ("temperature", "divide", "words"),
+    [
+        (0.0, lambda x, t: x / t, "the number 0.0 (`t`)"),
+        (0.0, lambda x, t: (x / (t * 2)).exp(), "the number 0.0 (`t * 2`)"),
+        (0, lambda x, t: torch.div(x, t), "the number 0"),
+        (0.0, lambda x, t: x / 3 / t, "the number 0.0"),
+    ],
+)
+def test_a_divisor_that_is_no_tensor_is_named_as_on_the_line(temperature: float, divide: Any, words: str) -> None:
+    found = diagnose(record(lambda x: divide(x, temperature), x=torch.ones(4)))
+    assert (found.id, found.evidence) == ("division-by-the-number-zero", (f"{words} is the divisor of all 4 elements",))
+
+
+@pytest.mark.parametrize(("name", "variable"), [("r", "r"), ("0.inputs", "x"), ("lambda", "x")])
+def test_the_code_of_a_fix_has_the_users_name_of_bad_data(name: str, variable: str) -> None:
+    snapshot = bad_input("batch")()
+    inputs = (replace(snapshot.program.inputs[0], name=name), *snapshot.program.inputs[1:])
+    named = snapshot_of(replace(snapshot.program, inputs=inputs), snapshot.tensors)
+    fix = diagnose(named).fix
+    assert fix is not None and fix.code == f"{variable} = {variable}.nan_to_num(0.0, 0.0, 0.0)"

@@ -367,6 +367,7 @@ REFUSED = ("RuntimeError", "Input batch size 10 doesn't match hidden0 batch size
         (REFUSED, True),
         (("IndexError", "index out of range in self"), True),
         (("RuntimeError", "stack expects each tensor to be equal size, but got [11] at entry 0"), True),
+        (("RuntimeError", "Length of all samples has to be greater than 0, but found an element that is <= 0"), True),
         (("RuntimeError", "expected scalar type INTERNAL ASSERT FAILED, Please report"), False),
         (("NotImplementedError", "\"gamma\" not implemented for shape 'Half'"), False),
         (("RuntimeError", "\"gamma\" not implemented for dtype 'Half'"), False),

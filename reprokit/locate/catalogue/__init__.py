@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import keyword
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -36,7 +37,8 @@ class Remedy:
     """A rewrite to try, its parameters, and how to say it in a sentence.
 
     ``code`` says it in Python where no line of the user's does, as with the options of an optimizer. ``{call}`` is the
-    origin, ``{optimizer}`` its class where it is an optimizer's step, ``{line}`` the user's line that it comes from.
+    origin, ``{optimizer}`` its class where it is an optimizer's step, ``{line}`` the user's line that it comes from, and
+    ``{input}`` the variable of an input that was bad already, ``x`` if its name is no identifier.
     """
 
     rewrite: str
@@ -50,7 +52,9 @@ class Remedy:
         optimizer = scene.call.target.split(".")[-2] if scene.call is not None else ""
         line = _statement(scene.call.site) if scene.call is not None else ""
         code = self.code if line or "{line}" not in self.code else ""
-        return self.text.format(call=name), code.format(call=name, optimizer=optimizer, line=line)
+        given = scene.failure.input_name or ""
+        variable = given if given.isidentifier() and not keyword.iskeyword(given) else "x"
+        return self.text.format(call=name), code.format(call=name, optimizer=optimizer, line=line, input=variable)
 
 
 @dataclass(frozen=True, slots=True)

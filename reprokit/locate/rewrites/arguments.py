@@ -10,6 +10,7 @@ from reprokit.locate.domains import DOMAINS
 from reprokit.locate.edits import Chain, Edited, Editor, guarded, with_argument
 from reprokit.locate.rewrites.registry import everywhere, guard, number_for, rewrite
 from reprokit.locate.scene import Scene
+from reprokit.locate.signs.training import negative_squares
 from reprokit.program.ir import Call, Device, Ref, Symbol, substitute
 
 _TESTS_FOR_NAN = ("isnan", "isfinite", "eq", "ne", "gt", "ge", "lt", "le")
@@ -200,3 +201,10 @@ def zeros_for_bad_input(scene: Scene) -> Edited | None:
     value = failure.value
     changed = scene.tensors[value].detach().nan_to_num(0.0, 0.0, 0.0)
     return Edited(scene.program, {**scene.tensors, value: changed}, is_local=False)
+
+
+@rewrite
+def squares_from_zero(scene: Scene) -> Edited | None:
+    """Zeros in place of negative averages of squares in the state of the optimizer."""
+    changed = {state: scene.tensors[state].detach().clamp(min=0.0) for _, state in negative_squares(scene)}
+    return Edited(scene.program, {**scene.tensors, **changed}, is_local=False) if changed else None

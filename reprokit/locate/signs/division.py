@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable, Sequence
 
@@ -34,6 +35,34 @@ def _division(scene: Scene, numerators: Callable[[torch.Tensor], torch.Tensor]) 
     if numerator is None:
         return None
     return places(numerators(numerator) & (denominator == 0), operand=scene.name("denominator"))
+
+
+@sign
+def divides_by_number_zero(scene: Scene) -> Numbers | None:
+    """True if the divisor is a Python number that is zero; ``divisor`` calls it as the user's line does."""
+    call, result = scene.call, scene.tensor("result")
+    if call is None or result is None:
+        return None
+    try:
+        number = scene.operand("denominator")
+    except KeyError:
+        return None
+    if not isinstance(number, (int, float)) or number != 0:
+        return None
+    name = _written_divisor(call.site.code) if call.site is not None else None
+    words = f"the number {number}"
+    return places(torch.ones_like(result, dtype=torch.bool), divisor=f"{words} (`{name}`)" if name else words)
+
+
+def _written_divisor(line: str) -> str | None:
+    """What the only division of a line divides by; ``None`` for a literal, and for a line that cannot be parsed."""
+    try:
+        nodes = list(ast.walk(ast.parse(line.strip())))
+    except SyntaxError:
+        return None
+    divisors = [node.right for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)]
+    divisors += [node.value for node in nodes if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div)]
+    return ast.unparse(divisors[0]) if len(divisors) == 1 and not isinstance(divisors[0], ast.Constant) else None
 
 
 @sign

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,11 @@ import torch
 from reprokit.locate.calls import short_name
 from reprokit.locate.domains import WEIGHTED
 from reprokit.locate.scene import Scene
-from reprokit.locate.signs.registry import Numbers, is_wanted, sign
+from reprokit.locate.signs.registry import Numbers, is_wanted, places, sign
+from reprokit.program.ir import Ref
 
+# State of torch's optimizers, by name: averages and sums of squares.
+_SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "row_var", "col_var", "variance"})
 _TAIL = 20  # steps before the failure that are looked at
 
 
@@ -41,6 +44,30 @@ def has_bad_number(scene: Scene) -> Numbers | None:
     named = [*((f"argument {n}", value) for n, value in enumerate(call.args)), *call.kwargs.items()]
     bad = ({"name": name, "value": value} for name, value in named if isinstance(value, float) and value != value)
     return next(bad, None)
+
+
+@sign
+def averages_negative_squares(scene: Scene) -> Numbers | None:
+    """True if an average of squares that the optimizer keeps for the parameter which became bad is negative."""
+    for value, state in negative_squares(scene):
+        squares = scene.tensors[state]
+        if value == scene.failure.value:
+            name = next(item.name for item in scene.program.inputs if item.value == state)
+            return places(squares < 0, state=f"`{name}`", lowest=float(squares.min()))
+    return None
+
+
+def negative_squares(scene: Scene) -> Iterator[tuple[int, int]]:
+    """The parameters of an optimizer's step with the inputs that are averages of their squares and partly negative."""
+    call = scene.call
+    if call is None or not call.is_optimizer_step:
+        return
+    for parameters, states in zip(call.kwargs["params"], call.kwargs["state"], strict=True):
+        for parameter, state in zip(parameters, states, strict=True):
+            for name, ref in state.items():
+                if name in _SQUARES and isinstance(ref, Ref) and ref.value in scene.tensors:
+                    if bool((scene.tensors[ref.value] < 0).any()):
+                        yield parameter.value, ref.value
 
 
 def _groups(scene: Scene) -> Sequence[Mapping[str, Any]]:
