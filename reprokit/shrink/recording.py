@@ -18,6 +18,7 @@ class Recording:
 
     ``inputs`` holds what a call read, right before it, by (call, value); ``outputs`` and ``gradients`` are by value,
     gradients in the order of the backward passes. ``grads`` are the ``.grad`` of the parameters of an optimizer step.
+    ``error`` is what call number ``error_call`` raised, which ended the run.
     """
 
     wanted: frozenset[int]
@@ -26,6 +27,8 @@ class Recording:
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
     grads: dict[int, torch.Tensor] = field(default_factory=dict)
     gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    error: Exception | None = None
+    error_call: int | None = None
 
     def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Copy what a wanted call reads."""
@@ -59,7 +62,8 @@ class Recording:
 def record(candidate: Candidate, wanted: frozenset[int]) -> Recording:
     """Run a candidate and record around the ``wanted`` calls."""
     recording = Recording(wanted)
-    run(candidate.program, candidate.tensors, observer=recording, keep=frozenset())
+    outcome = run(candidate.program, candidate.tensors, observer=recording, keep=frozenset())
+    recording.error, recording.error_call = outcome.error, outcome.error_call
     return recording
 
 

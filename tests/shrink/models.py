@@ -25,7 +25,7 @@ def record_model(model: nn.Module, step: Callable[..., Any], **tensors: torch.Te
     with recording(tracer):
         try:
             result = step(**tensors)
-        except RuntimeError:
+        except (RuntimeError, IndexError, ValueError):
             result = None
     value = tracer.value_of(result) if isinstance(result, torch.Tensor) else None
     return snapshot_of(tracer.program(() if value is None else (value,)), dict(tracer.tensors))

@@ -302,6 +302,22 @@ def test_a_layer_that_returned_something_else_is_not_one() -> None:
     assert layer_of(Scope("fc", "Linear"), Run([call], (2,), given, {2: x @ weight.t() + 1}), inputs, None) is None
 
 
+@pytest.mark.parametrize(
+    ("layer", "batch"),
+    [
+        (nn.Embedding(4, 3), torch.tensor([1, 7])),
+        (nn.BatchNorm1d(3), torch.ones(1, 3)),
+        (nn.Conv1d(2, 4, 3), torch.ones(1, 5, 9)),
+        (nn.Linear(4, 3), torch.ones(2, 5)),
+    ],
+)
+def test_a_layer_that_raises_is_shown_as_that_layer(layer: nn.Module, batch: torch.Tensor) -> None:
+    model = nn.Sequential(nn.Identity(), layer)
+    tree = context_of(models.record_model(model, lambda x: model(x), x=batch)).tree
+    assert [block.scope.cls for block in tree.layers()] == [type(layer).__name__]
+    assert all(call.scope for call in tree.program.calls)
+
+
 @pytest.mark.parametrize("cls", ["BatchNorm1d", "Conv2d", "GRU", "MultiheadAttention"])
 def test_calls_left_of_a_layer_are_no_layer(cls: str) -> None:
     call = Call("torch.Tensor.add_", (Ref(0), 1), outputs=Ref(0))

@@ -60,13 +60,14 @@ class Run:
     """What was recorded of one run of a layer.
 
     ``outputs`` are the values that somebody needs of it; ``before`` and ``after`` are what values were when they were
-    first read, and what the calls left.
+    first read, and what the calls left. ``error`` is the exception of the last call.
     """
 
     calls: Sequence[Call]
     outputs: Sequence[int]
     before: Values
     after: Values
+    error: Exception | None = None
 
 
 def is_layer(scope: Scope, modules: Mapping[str, ModuleNote]) -> bool:
@@ -108,7 +109,7 @@ def _fitting(cls: str, run: Run, inputs: Mapping[int, Input], note: ModuleNote) 
     dtypes = {values[v].dtype for v in state.values() if values[v].is_floating_point()}
     suffix = _SUFFIXES.get(next(iter(dtypes)), "") if len(dtypes) == 1 else ""
     for positional, keywords in _ways_to_call(cls, given):
-        for shape in _output_shapes(cls, run.outputs):
+        for shape in _output_shapes(cls, run.outputs) if run.error is None else [None]:
             required, options = split(cls, arguments)
             layer = Layer(cls, required, options, state, positional, keywords, shape, suffix, note.training)
             if _agrees(layer, run):
@@ -180,7 +181,7 @@ def _output_shapes(cls: str, outputs: Sequence[int]) -> Iterator[Any]:
 
 
 def _agrees(layer: Layer, run: Run) -> bool:
-    """True if the layer really returns what was recorded."""
+    """True if the layer really returns, or raises, what was recorded."""
     values = run.before
     try:
         with torch.device("meta"):
@@ -203,9 +204,9 @@ def _agrees(layer: Layer, run: Run) -> bool:
             mode = run.calls[-1].mode
             modes.enter(mode, values[mode.rng.value] if mode.rng is not None else None)
             result = module(*arguments, **{name: values[value] for name, value in layer.keywords.items()})
-    except Exception:  # a layer that does not fit may fail in as many ways as there are layers
-        return False
-    return _matches(layer.outputs, result, run.after)
+    except Exception as error:  # a layer that does not fit may fail in as many ways as there are layers
+        return type(error) is type(run.error) and str(error) == str(run.error)
+    return run.error is None and _matches(layer.outputs, result, run.after)
 
 
 def _matches(outputs: Any, result: Any, values: Values) -> bool:

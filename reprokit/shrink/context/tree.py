@@ -127,7 +127,9 @@ class _Normaliser:
                     before.setdefault(value, recording.inputs[index, value])
                 made = (value for value in call.output_refs() if value in recording.outputs)
                 after.update({value: recording.outputs[value] for value in made})
-        return Run(calls, block.makes or calls[-1].output_refs(), before, after)
+        raised = recording.error_call
+        error = recording.error if raised is not None and self.program.calls[raised] is calls[-1] else None
+        return Run(calls, block.makes or calls[-1].output_refs(), before, after, error)
 
     def _is_chain(self, block: Block) -> bool:
         """True if each item is a module that takes what the one before it returned, and nothing else."""
