@@ -37,7 +37,7 @@ class Remedy:
     """A rewrite to try, its parameters, and how to say it in a sentence.
 
     ``code`` says it in Python where no line of the user's does, as with the options of an optimizer. ``{call}`` is the
-    origin, ``{optimizer}`` its class where it is an optimizer's step, ``{line}`` the user's line that it comes from, and
+    origin, ``{optimizer}`` its class where it is an optimizer's step, ``{line}`` the user's line that it comes from,
     ``{input}`` the variable of an input that was bad already, ``x`` if its name is no identifier.
     """
 

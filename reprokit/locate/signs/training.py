@@ -17,7 +17,7 @@ from reprokit.locate.signs.registry import Numbers, is_wanted, places, sign
 from reprokit.program.ir import Ref
 
 # State of torch's optimizers, by name: averages and sums of squares.
-_SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "row_var", "col_var", "variance"})
+_SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "row_var", "col_var"})
 _TAIL = 20  # steps before the failure that are looked at
 
 
@@ -64,10 +64,10 @@ def negative_squares(scene: Scene) -> Iterator[tuple[int, int]]:
         return
     for parameters, states in zip(call.kwargs["params"], call.kwargs["state"], strict=True):
         for parameter, state in zip(parameters, states, strict=True):
-            for name, ref in state.items():
-                if name in _SQUARES and isinstance(ref, Ref) and ref.value in scene.tensors:
-                    if bool((scene.tensors[ref.value] < 0).any()):
-                        yield parameter.value, ref.value
+            kept = (ref.value for name, ref in state.items() if name in _SQUARES and isinstance(ref, Ref))
+            for value in kept:
+                if value in scene.tensors and bool((scene.tensors[value] < 0).any()):
+                    yield parameter.value, value
 
 
 def _groups(scene: Scene) -> Sequence[Mapping[str, Any]]:
