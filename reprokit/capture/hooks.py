@@ -25,6 +25,7 @@ from reprokit.capture.transformed import MAKES, RUNS, TransformCalls
 from reprokit.capture.warned import redirect_warnings
 from reprokit.capture.whole_calls import WholeCalls
 from reprokit.program.functions import name_of
+from reprokit.program.scripted import SCRIPTED
 
 
 class Hooks:
@@ -55,6 +56,8 @@ class Hooks:
         transforms = TransformCalls(self._tape)
         for owner, name in RUNS:
             self._wrap(owner, name, transforms.run)
+        for compiled in SCRIPTED:
+            self._wrap(compiled, "__call__", transforms.run_scripted)
         for name in MAKES:
             self._wrap(eager_transforms, name, transforms.make)
         self._wrap_backward()

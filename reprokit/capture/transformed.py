@@ -1,4 +1,4 @@
-"""Calls of `torch.func` transforms by the loop, each noted as one call of the step.
+"""Calls of `torch.func` transforms and of scripted functions by the loop, each noted as one call of the step.
 
 What runs inside is not noted: its tensors are transformed ones. A replay calls the transform again, with the variables
 that its function reads (of enclosing functions and of modules of Python) as they were.
@@ -22,6 +22,8 @@ from reprokit.capture.tape import Tape
 from reprokit.program.sites import kind_of_file
 from reprokit.program.trace import current_mode
 
+_peek_transforms = torch._C._functorch.peek_interpreter_stack
+_tracing_state = torch._C._get_tracing_state  # of `torch.jit.trace`
 RUNS = (
     (apis, "vmap_impl"),
     (eager_transforms, "grad_impl"),
@@ -40,6 +42,7 @@ class TransformCalls:
 
     def run(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what runs a transform: torch's ``target``, given a function and its arguments."""
+        self._tape.has_transform = True
         owner = eager_transforms if hasattr(eager_transforms, target.__name__) else apis
         return self._perform(functools.partial(_latest, owner, target.__name__), target, args, kwargs)
 
@@ -49,15 +52,21 @@ class TransformCalls:
 
         @functools.wraps(made)
         def transformed(*args: Any, **kwargs: Any) -> Any:
+            self._tape.has_transform = True
             return self._perform(made, made, args, kwargs)
 
         return transformed
 
+    def run_scripted(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call what `torch.jit` has compiled: torch's ``target``, given a function or method and its arguments."""
+        function, *given = args
+        again = functools.partial(_latest, type(function), "__call__", function)
+        return self._perform(again, functools.partial(target, function), tuple(given), kwargs)
+
     def _perform(self, again: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tape = self._tape
-        if not tape.is_outermost or torch._C._functorch.peek_interpreter_stack() is not None:
+        if not tape.is_outermost or _peek_transforms() is not None or _tracing_state() is not None:
             return target(*args, **kwargs)
-        tape.has_transform = True
         entry = tape.guard(self._begin, again, target, args, kwargs, sys._getframe(2))
         popped = tape.step_aside()
         try:

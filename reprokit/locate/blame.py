@@ -272,6 +272,10 @@ class _Walk:
         """The origin of ``value`` being bad in this way when call number ``at`` reads it."""
         while True:
             index = self.notes.writer(value, at)
+            given = self._given_to_maker(value) if index is None else None
+            if given is not None:
+                value, way, at = given
+                continue
             if index is None:
                 return self._blame_input(value, way, at)
             step = self._culprit(index, way)
@@ -339,10 +343,28 @@ class _Walk:
         """The differentiation that left what is read from a ``.grad``."""
         return max(i for i, call in enumerate(self._program.calls[:before]) if call.is_differentiation)
 
+    def _maker(self, value: int) -> int | None:
+        """The call that made an input and was not followed."""
+        calls = enumerate(self._program.calls)
+        return next((n for n, call in calls if call.target == OPAQUE and value in call.output_refs()), None)
+
+    def _given_to_maker(self, value: int) -> tuple[int, str, int] | None:
+        """A bad value that the call which made an input was given, and that nobody asked for."""
+        maker = self._maker(value)
+        if maker is None:
+            return None
+        for given in self._program.calls[maker].input_refs():
+            writer = self.notes.writer(given, maker)
+            is_input = writer is None and given in self._tensors
+            ways = ways_of(self._tensors[given]) if is_input else self.notes.writes.get(writer or 0, {}).get(given, ())
+            for way in sorted(ways):
+                if given != value and not self.is_wanted(given, way, maker):
+                    return given, way, maker
+        return None
+
     def _blame_input(self, value: int, way: str, at: int) -> Failure:
-        calls = self._program.calls
-        opaque = (call for call in calls if call.target == OPAQUE and value in call.output_refs())
-        reader = next(opaque, calls[at] if at < len(calls) else None)
+        calls, maker = self._program.calls, self._maker(value)
+        reader = calls[maker] if maker is not None else calls[at] if at < len(calls) else None
         failure = Failure(
             reader.phase if reader is not None and not reader.is_differentiation else "forward",
             kind_of(way),

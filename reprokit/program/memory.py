@@ -86,3 +86,10 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach()
     dense = (plain if plain.layout is torch.strided else plain.to_dense()).resolve_conj().resolve_neg().contiguous()
     return (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(-1)
+
+
+def is_bad(tensor: torch.Tensor) -> bool:
+    """True if an element is nan or inf."""
+    with torch._C.DisableTorchFunction():
+        has_bad_values = tensor.is_floating_point() or tensor.is_complex()
+        return has_bad_values and not bool(tensor.detach().isfinite().all())

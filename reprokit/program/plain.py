@@ -186,7 +186,7 @@ def _require_shape(call: Call) -> None:
         if call.kwargs or not isinstance(given, list) or not all(isinstance(item, Ref) for item in given):
             raise ValueError("malformed program: `zero_grad` takes a list of tensors")
     elif call.target == OPAQUE:
-        kinds = {"name": str, "source": str, "is_compiled": bool, "is_transform": bool}
+        kinds = {"name": str, "source": str, "is_compiled": bool, "is_transform": bool, "is_scripted": bool}
         is_described = all(isinstance(item, kinds.get(name, ())) for name, item in call.kwargs.items())
         if not is_described or not all(isinstance(item, Ref) for item in call.args):
             raise ValueError("malformed program: an opaque call has a name and a source")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from reprokit.program.ir import (
     AUTOGRAD_BACKWARD,
     AUTOGRAD_GRAD,
     BACKWARD,
+    OPAQUE,
     Call,
     Input,
     Mode,
@@ -35,7 +36,7 @@ from reprokit.program.ir import (
     Scope,
     Site,
 )
-from reprokit.program.memory import copies_of, copy_of
+from reprokit.program.memory import copies_of, copy_of, is_bad
 from reprokit.program.notes import note_of
 from reprokit.program.sites import current_site, library_line
 from reprokit.program.transforms import Transforms
@@ -215,10 +216,47 @@ class Tracer(TorchFunctionMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], written: Any = None
     ) -> Any:
         """A function that a program may not hold: what it returns, or has ``written`` into, is an input of the rest."""
+        given = list(_tensors((args, kwargs)))
+        name = getattr(func, "__name__", type(func).__name__).replace(".", "_")
         result = func(*args, **kwargs)
-        if isinstance(written, torch.Tensor):
-            self._record_write(written, self.make_call("torch.Tensor.copy_"))
-        return self.make_outcome(result, "opaque" if _requires_grad(result) else "batch")
+        changed = [written] if isinstance(written, torch.Tensor) else ()
+        return self.adopt_opaque({"name": name}, name, given, result, changed)
+
+    def perform_opaque(
+        self, described: dict[str, Any], name: str, func: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Perform a call that is not followed: what it returns or writes into its arguments is an input of the rest."""
+        given = list(_tensors((args, kwargs)))
+        versions = self.versions_of(given)
+        result = func(*args, **kwargs)
+        written = [item for item, version in zip(given, versions, strict=True) if item._version != version]
+        return self.adopt_opaque(described, name, given, result, written)
+
+    def versions_of(self, given: Sequence[torch.Tensor]) -> list[int]:
+        """The version counters of tensors, which the program knows as they are now."""
+        for item in given:
+            self.value(item)
+        return [item._version for item in given]
+
+    def adopt_opaque(
+        self,
+        described: dict[str, Any],
+        name: str,
+        given: Sequence[torch.Tensor],
+        result: Any,
+        written: Sequence[torch.Tensor] = (),
+    ) -> Any:
+        """Make the ``result`` of a call that was not followed an input, and record who made it if that may matter."""
+        for item in written:
+            self._record_write(item, self.make_call("torch.Tensor.copy_"))
+        made = [item for item in _tensors(result) if id(item) not in self._values]
+        if not given or not any(item.requires_grad or is_bad(item) for item in made):
+            return self.make_outcome(result, "batch")
+        refs = tuple(Ref(self.value(item)) for item in given)
+        self.make_outcome(result, "opaque", f"{name}_output")
+        call = self.make_call(OPAQUE, (), {"source": "", **described})
+        self.record(replace(call, args=refs, outputs=tuple(Ref(self.value(item)) for item in made)))
+        return result
 
     def _expand(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a Python functional with its own override check answered ``no`` once, so that its inside is recorded."""

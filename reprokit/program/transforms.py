@@ -2,14 +2,15 @@
 
 A program knows no user code and no transformed tensors. So the transformed function runs once more on plain tensors,
 and its calls are recorded. The results must be those of the transform itself; where they are not, or where there would
-be too many calls, the transform is one opaque call whose results are inputs of the program.
+be too many calls, the transform is one opaque call whose results are inputs of the program. The same goes for functions
+and modules that `torch.jit` has compiled, and the Python functions that they were made from.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,8 @@ from torch._functorch import apis, eager_transforms
 from torch._functorch import vmap as batching
 from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from reprokit.program.ir import OPAQUE, Ref
-from reprokit.program.memory import same_bits
+from reprokit.program.memory import is_bad, same_bits
+from reprokit.program.scripted import calls_replaced, name_of_scripted
 
 if TYPE_CHECKING:
     from reprokit.program.trace import Tracer
@@ -58,7 +59,8 @@ class Transforms:
             for owner, name, function in plain:
                 setattr(owner, name, self._performing(getattr(owner, name), function))
             eager_transforms._vjp_with_argnums = _outside_of_transforms(pull, _vjp)
-            yield
+            with calls_replaced(self._scripted):
+                yield
         finally:
             eager_transforms._vjp_with_argnums = pull
             for owner, name, function in before:
@@ -70,33 +72,71 @@ class Transforms:
                 return transform(function, *args, **kwargs)
             if self._is_written_out:
                 return plain(function, *args, **kwargs)
-            return self._perform(transform, plain, (function, *args), kwargs)
+            name = name_of(function)
+            described = {"name": f"{transform.__name__.removesuffix('_impl')}({name})", "is_transform": True}
+            run, again = partial(transform, function), partial(plain, function)
+            return self._perform(name, described, run, again, args, kwargs)
 
         return perform
 
-    def _perform(self, transform: Callable[..., Any], plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The results of a transform, from calls that are recorded if a gradient or a failure may depend on them."""
-        state, error, result = torch.get_rng_state(), None, None
+    def _scripted(self, call: Any, function: Any, python: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+        """A call of what `torch.jit` has compiled."""
+        if _peek_transforms() is not None:
+            return call(function, *args, **kwargs)
+        name = name_of_scripted(function)
+        described = {"name": name, "is_scripted": True}
+        run = partial(call, function)
+        if python is None:
+            return self._tracer.perform_opaque(described, name, run, args, kwargs)
+        if self._is_written_out:
+            return python(*args, **kwargs)
+        module = getattr(python, "__self__", None)
+        buffers = list(module.buffers()) if isinstance(module, torch.nn.Module) else []
+        return self._perform(name, described, run, python, args, kwargs, buffers)
+
+    def _perform(
+        self,
+        name: str,
+        described: dict[str, Any],
+        run: Callable[..., Any],
+        plain: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        buffers: Sequence[torch.Tensor] = (),
+    ) -> Any:
+        """The results of ``run``, from calls of ``plain`` that are recorded if a gradient or a failure may need them.
+
+        ``buffers`` are what a run may write besides its arguments.
+        """
+        tracer = self._tracer
+        state, error, result, given = torch.get_rng_state(), None, None, _tensors((args, kwargs))
+        versions, before = tracer.versions_of(given), _contents(buffers)
         try:
-            result = transform(*args, **kwargs)
+            result = run(*args, **kwargs)
         except Exception as raised:
             error = raised
         results = _tensors(result)
-        if error is None and not any(item.requires_grad or _is_bad(item) for item in results):
+        written = [item for item, version in zip(given, versions, strict=True) if item._version != version]
+        if written:  # a second run would write again
+            if error is not None:
+                raise error
+            return tracer.adopt_opaque(described, name, given, result, written)
+        if error is None and not any(item.requires_grad or is_bad(item) for item in results):
             return self._tracer.make_outcome(result, "batch")
-        after, first = torch.get_rng_state(), len(self._tracer.calls)
+        after, first, left = torch.get_rng_state(), len(tracer.calls), _contents(buffers)
         torch.set_rng_state(state)
-        written, raised_again = self._write_out(plain, args, kwargs)
+        _put_contents(buffers, before)
+        again, raised_again = self._write_out(plain, args, kwargs)
         torch.set_rng_state(after)
         if error is not None and type(raised_again) is type(error):
             raise raised_again
-        if error is None and raised_again is None and self._are_alike(args[0], results, _tensors(written)):
-            return written
-        del self._tracer.calls[first:]
+        if error is None and raised_again is None and self._are_alike(name, results, _tensors(again)):
+            return again
+        del tracer.calls[first:]
+        _put_contents(buffers, left)
         if error is not None:
             raise error
-        self._make_opaque(transform, args, kwargs, results)
-        return result
+        return tracer.adopt_opaque(described, name, given, result)
 
     def _write_out(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Exception | None]:
         """What the function's own calls lead to, and what they raised."""
@@ -109,22 +149,14 @@ class Transforms:
         finally:
             self._is_written_out = False
 
-    def _are_alike(self, function: Any, results: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
+    def _are_alike(self, name: str, results: list[torch.Tensor], written: list[torch.Tensor]) -> bool:
         """True if the calls gave the results of the transform, but for rounding."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if len(results) != len(written) or not all(map(_is_near, results, written)):
                 return False
             if not all(map(same_bits, results, written)):
-                self.rounded.append(name_of(function))
+                self.rounded.append(name)
         return True
-
-    def _make_opaque(self, transform: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
-        tracer = self._tracer
-        name = f"{transform.__name__.removesuffix('_impl')}({name_of(args[0])})"
-        given = tuple(Ref(tracer.value(item)) for item in _tensors((args, kwargs)))
-        tracer.make_outcome(results, "opaque", f"{name_of(args[0])}_output")
-        call = tracer.make_call(OPAQUE, (), {"name": name, "source": "", "is_transform": True})
-        tracer.record(replace(call, args=given, outputs=tuple(Ref(tracer.value(item)) for item in results)))
 
     def _rows(
         self,
@@ -291,10 +323,15 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [item for item in tree_leaves(value) if isinstance(item, torch.Tensor)]
 
 
-def _is_bad(tensor: torch.Tensor) -> bool:
+def _contents(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     with torch._C.DisableTorchFunction():
-        has_bad_values = tensor.is_floating_point() or tensor.is_complex()
-        return has_bad_values and not bool(tensor.detach().isfinite().all())
+        return [item.detach().clone() for item in tensors]
+
+
+def _put_contents(tensors: Sequence[torch.Tensor], contents: Sequence[torch.Tensor]) -> None:
+    with torch._C.DisableTorchFunction():
+        for item, content in zip(tensors, contents, strict=True):
+            item.data.copy_(content)
 
 
 def _is_near(first: torch.Tensor, second: torch.Tensor) -> bool:

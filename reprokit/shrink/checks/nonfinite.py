@@ -83,6 +83,11 @@ def _hint(failure: Failure, program: Program) -> str:
     maker = next(makers, None)
     if maker is None:
         return "it comes from code that is not followed; if that is compiled, capture with `TORCH_COMPILE_DISABLE=1`"
+    name = maker.kwargs["name"]
+    if "is_scripted" in maker.kwargs:
+        return f"`{name}` is compiled by `torch.jit`: capture again with `PYTORCH_JIT=0` in the environment"
     if "is_transform" in maker.kwargs:
-        return f"the calls of `{maker.kwargs['name']}` are too many to record: capture with fewer rows"
-    return f"capture again with `TORCH_COMPILE_DISABLE=1` in the environment: `{maker.kwargs['name']}` is compiled"
+        return f"the calls of `{name}` are too many to record: capture with fewer rows"
+    if "is_compiled" in maker.kwargs or maker.kwargs["source"]:
+        return f"capture again with `TORCH_COMPILE_DISABLE=1` in the environment: `{name}` is compiled"
+    return f"`{name}` computes it by other means than torch calls"
