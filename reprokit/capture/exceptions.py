@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from reprokit.arrivals import chain
 from reprokit.capture.entry import Entry
 from reprokit.capture.structure import iter_tensors
 from reprokit.capture.watch import is_bad
@@ -74,15 +75,6 @@ def describe(error: BaseException, entry: Entry | None, roots: Iterable[torch.nn
     found = site, _module(error, roots), phase, entry is not None, all(map(_is_raised_by_user, chain(error)))
     causes = tuple((type(cause).__name__, str(cause)) for cause in chain(error))
     return Raised(type(error).__name__, str(error), *found, causes)
-
-
-def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and those it came from."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def is_inside_step(entries: list[Entry]) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from reprokit.arrivals import chain, has_arrived
 from reprokit.capture import exceptions
 from reprokit.capture.entry import Entry
 from reprokit.capture.judge import Judge
@@ -234,8 +235,8 @@ class Failures:
 
     def _take_exception(self, error: Exception, frame: FrameType | None) -> Path | None:
         raised, entries = self._training.running.raised, self._training.running.entries
-        known = next((e for e in exceptions.chain(error) if raised is not None and e is raised[0]), None)
-        if known is None and not exceptions.is_inside_step(self._training.running.current):
+        known = next((e for e in chain(error) if raised is not None and e is raised[0]), None)
+        if has_arrived(error) or (known is None and not exceptions.is_inside_step(self._training.running.current)):
             return None
         entry = raised[1] if raised is not None and known is not None else None
         described = exceptions.describe(known or error, entry, self._training.history.modules)
@@ -292,15 +293,16 @@ class Failures:
                 if is_wanted is not None and not is_wanted(made.snapshot):
                     return None
                 path, snapshot = self._place.write(made)
+                is_exception = noticed.raised is not None and snapshot.observed_at == "exception"
+                self.is_deliberate = is_exception and noticed.raised.is_deliberate  # type: ignore[union-attr]
+                result = {**snapshot.summary(), "path": str(path)}
             except SkippedLoss:
                 raise
             except Exception as error:
                 self._session.complain("could not save the failing step", error)
                 return None
-            is_exception = noticed.raised is not None and snapshot.observed_at == "exception"
-            self.is_deliberate = is_exception and noticed.raised.is_deliberate  # type: ignore[union-attr]
             self.snapshots.append(path)
-            self.results.append({**snapshot.summary(), "path": str(path)})
+            self.results.append(result)
             return path
 
 

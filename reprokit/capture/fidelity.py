@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from reprokit.arrivals import pass_on
 from reprokit.capture.player import describe_mismatch, is_close
 from reprokit.locate.blame import exception_failure, locate_with_losses
 from reprokit.locate.failure import EXCEPTION, Failure
@@ -37,6 +38,7 @@ def checked(path: Path, losses: Mapping[int, torch.Tensor], devices: Mapping[int
         try:
             differences = dict(_differences(replace(snapshot, tensors=placed), losses))
         except Exception as error:  # whatever a device or a kernel may object to
+            pass_on(error)
             differences = {f"running the file raised {type(error).__name__}: {error}": False}
     return _noted(snapshot, path, differences) if differences else snapshot
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from reprokit.arrivals import pass_on
 from reprokit.program.sites import kind_of_file
 
 FORWARD, BACKWARD, ACCUMULATED = "forward", "backward", "accumulated"  # when hooks are called
@@ -120,6 +121,7 @@ def _quiet(hook: Callable[..., Any], ignored: list[Exception]) -> Callable[..., 
         try:
             return hook(*args, **kwargs)
         except Exception as error:
+            pass_on(error)
             ignored.append(error)
             return None
 

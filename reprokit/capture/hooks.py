@@ -72,16 +72,15 @@ class Hooks:
         self._undo.append(redirect_warnings())
 
     def removals(self) -> list[Callable[[], None]]:
-        """The functions that remove the hooks: each is called once, even if another one fails."""
-        undo, self._undo = self._undo[::-1], []
-        return undo
+        """The functions that remove the hooks, even if another one fails; they may be called twice."""
+        return [*reversed(self._undo), self._undo.clear]
 
     def _replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         """Put a wrapper in the place of a function, to be taken for it."""
         original = getattr(owner, name)
         functools.update_wrapper(wrapper, original)
+        self._undo.append(functools.partial(_put_back, owner, name, wrapper, original))
         setattr(owner, name, wrapper)
-        self._undo.append(functools.partial(setattr, owner, name, original))
 
     def _wrap(self, owner: Any, name: str, perform: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
         """Have a function performed by ``perform(function, args, kwargs)``."""
@@ -114,7 +113,7 @@ class Hooks:
 
     def _watch_compiler(self) -> None:
         """Register a callback for the start of a compilation, as soon as the compiler is loaded."""
-        told, original = self._stepping.before_compiling, torch.compile
+        told, original, tape = self._stepping.before_compiling, torch.compile, self._tape
 
         def register() -> None:
             handler = _callback_handler()
@@ -128,7 +127,8 @@ class Hooks:
 
         def compile(*args: Any, **kwargs: Any) -> Any:
             compiled = original(*args, **kwargs)
-            register()
+            if tape.enabled:
+                register()
             return compiled
 
         self._replace(torch, "compile", compile)
@@ -227,6 +227,12 @@ _PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})  # whic
 _PLAIN_OPTIONS = frozenset({"retain_graph", "create_graph"})
 _STEP_MARK = "Optimizer.step#"
 _MARK_LENGTH = len(_STEP_MARK)
+
+
+def _put_back(owner: Any, name: str, wrapper: Any, original: Any) -> None:
+    """Undo a replacement, unless somebody else has put something on top of it: then it passes calls on for good."""
+    if vars(owner).get(name) is wrapper:
+        setattr(owner, name, original)
 
 
 def _callback_handler() -> Any:

@@ -17,12 +17,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
+from reprokit.arrivals import ignored_errors, is_own, tb_entries
 from reprokit.errors import UsageError
 
-_OWN_FOLDER = str(Path(__file__).resolve().parent.parent) + os.sep
 _DISPATCH = os.path.join("torch", "overrides.py")
 _launcher = ModuleType("__main__")  # what was `__main__` before; kept alive, as its frames still run
 
@@ -89,9 +89,9 @@ def hide_from_formatting(format_init: Callable[..., None]) -> Callable[..., None
 
     @functools.wraps(format_init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        with contextlib.suppress(Exception):
+        with ignored_errors():
             kind, error, traceback, *others = args  # as `traceback` itself and `logging` call it
-            if error is not None and not _is_own_error(list(_entries(traceback))):
+            if error is not None and not _is_own_error(list(tb_entries(traceback))):
                 peel(error)
                 args = (kind, error, _without_own_frames(traceback), *others)
         format_init(self, *args, **kwargs)
@@ -241,11 +241,11 @@ def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None
     """The same traceback without reprokit and without what led torch to it."""
     kept: list[TracebackType] = []
     has_detour = False
-    entries = list(_entries(traceback))
-    if not any(_is_own(entry.tb_frame) for entry in entries):
+    entries = list(tb_entries(traceback))
+    if not any(is_own(entry.tb_frame) for entry in entries):
         return traceback
     for entry in entries[_num_leading(entries) :]:
-        if _is_own(entry.tb_frame):
+        if is_own(entry.tb_frame):
             has_detour = True
             while kept and kept[-1].tb_frame.f_code.co_filename.endswith(_DISPATCH):
                 kept.pop()
@@ -255,12 +255,6 @@ def _without_own_frames(traceback: TracebackType | None) -> TracebackType | None
         has_detour = False
         kept.append(entry)
     return _linked(kept)
-
-
-def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
-    while traceback is not None:
-        yield traceback
-        traceback = traceback.tb_next
 
 
 def _num_leading(entries: list[TracebackType]) -> int:
@@ -274,11 +268,7 @@ def _num_leading(entries: list[TracebackType]) -> int:
 
 def _is_own_error(entries: list[TracebackType]) -> bool:
     """True for an exception that reprokit's code has caught itself: it never was one of the script."""
-    return bool(entries) and _is_own(entries[0].tb_frame) and not _num_leading(entries)
-
-
-def _is_own(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_OWN_FOLDER)
+    return bool(entries) and is_own(entries[0].tb_frame) and not _num_leading(entries)
 
 
 def _linked(entries: list[TracebackType]) -> TracebackType | None:

@@ -5,7 +5,6 @@ A name is looked for only where there are several and a reader has to tell them 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from types import FrameType, ModuleType
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from reprokit.arrivals import ignored_errors
 from reprokit.program.sites import kind_of_file
 
 _MAX_FRAMES = 30
@@ -53,7 +53,7 @@ def names_of(owners: Sequence[object], frame: FrameType | None) -> dict[int, str
 
 def _as_far_as_it_goes(named: Iterator[Named]) -> Iterator[Named]:
     """The items up to the first error that an object of the user's raises: a missing name loses no snapshot."""
-    with contextlib.suppress(Exception):
+    with ignored_errors():
         yield from named
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from reprokit.arrivals import pass_on
 from reprokit.capture.entry import Entry, gradients_read, starts_of
 from reprokit.capture.player import Player, describe_mismatch, is_close, is_same, step_without_hooks
 from reprokit.capture.state import owned_by
@@ -82,6 +83,7 @@ def replay(
             try:
                 recorder.record(entry, perform=perform_last or position < len(needed) - 1)
             except Exception as raised:
+                pass_on(raised)
                 if not raises:
                     raise
                 error = raised

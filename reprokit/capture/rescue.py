@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from reprokit.arrivals import ignored_errors
 from reprokit.capture.attributes import attributes_kept, put_first_back
 from reprokit.capture.entry import Entry
 from reprokit.capture.exceptions import Raised
@@ -151,7 +152,7 @@ class _Played:
 def _replay(step: FailedStep, frame: FrameType | None) -> _Played:
     """Replay the step without the user's hooks; with those of forward if that is not what training did."""
     played: _Played | None = None
-    with contextlib.suppress(Exception):  # of a model that relies on its hooks
+    with ignored_errors():  # of a model that relies on its hooks
         played = _replay_without(EVERY, step, frame)
     if played is not None:
         is_other = step.raised is None and (played.failure is None or bool(played.replayed.mismatches))

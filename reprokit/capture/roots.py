@@ -37,8 +37,9 @@ class RootCalls:
         self._mode = mode
         self._running = running
         self._listener: Listener
-        self._patched: dict[type[torch.nn.Module], Any] = {}
+        self._patched: dict[type[torch.nn.Module], tuple[Any, Any]] = {}  # each class's own `__call__`, and ours
         self._original: Any = None
+        self._watcher: Any = None
         self._known: list[type[torch.nn.Module]] = []
         self._has_settled = False
 
@@ -55,11 +56,12 @@ class RootCalls:
         self._original = original
 
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not roots.is_root_call():
+            if is_compiling() or not roots._is_noted():
                 return original(self, *args, **kwargs)
             mode.guard(roots._meet, type(self), original)
             return roots.call(original, self, args, kwargs)
 
+        self._watcher = __call__
         torch.nn.Module.__call__ = __call__  # type: ignore[method-assign]
 
     def settle(self) -> None:
@@ -69,37 +71,48 @@ class RootCalls:
 
     def uninstall(self) -> None:
         """Give every class its own ``__call__`` back; `install` finds the ones known so far again."""
-        self._stop_watching()
-        for cls, own in self._patched.items():
-            if own is None:
-                del cls.__call__
-            else:
-                cls.__call__ = own  # type: ignore[method-assign]
+        try:
+            self._stop_watching()
+        finally:
+            for cls, (own, ours) in self._patched.items():
+                if cls.__dict__.get("__call__") is not ours:
+                    continue  # somebody has put something on top of it
+                if own is None:
+                    del cls.__call__
+                else:
+                    cls.__call__ = own  # type: ignore[method-assign]
         self._patched.clear()
 
     def _stop_watching(self) -> None:
-        if self._original is not None:
+        if self._original is not None and torch.nn.Module.__call__ is self._watcher:
             torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
-            self._original = None
+        self._original = None
 
     def _meet(self, cls: type[torch.nn.Module], original: Callable[..., Any]) -> None:
         """Give a root's class a ``__call__`` of its own."""
         if cls in self._patched:
             return
         roots, own = self, cls.__dict__.get("__call__")
-        self._patched[cls] = own
         if cls not in self._known:
             self._known.append(cls)
         inner = own or original
 
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not roots.is_root_call():
+            if is_compiling() or not roots._is_noted():
                 return inner(self, *args, **kwargs)
             return roots.call(inner, self, args, kwargs)
 
+        self._patched[cls] = own, __call__
         cls.__call__ = __call__  # type: ignore[method-assign]
 
     # -- calls ---------------------------------------------------------------------------------------------------
+
+    def _is_noted(self) -> bool:
+        try:
+            return self.is_root_call()
+        except Exception as error:
+            self._mode.switch_off(error)
+            return False
 
     def is_root_call(self) -> bool:
         """True if a module called now is called by the loop itself; the first thread that trains is the one watched."""
@@ -126,7 +139,8 @@ class RootCalls:
                 mode.switch_off(error)
                 return original(module, *args, **kwargs)
             watching = None
-            if self._original is not None:  # the modules inside are called as if nobody watched
+            if self._original is not None and torch.nn.Module.__call__ is self._watcher:
+                # the modules inside are called as if nobody watched
                 watching = torch.nn.Module.__call__
                 torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
             try:
@@ -135,7 +149,7 @@ class RootCalls:
                 self._running.raised = (error, entry)
                 raise
             finally:
-                if watching is not None:
+                if watching is not None and torch.nn.Module.__call__ is self._original:
                     torch.nn.Module.__call__ = watching  # type: ignore[method-assign]
             try:
                 self._running.finish_module(entry, output)

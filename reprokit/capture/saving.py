@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from reprokit.arrivals import pass_on
 from reprokit.capture.entry import Entry
 from reprokit.capture.exceptions import Raised
 from reprokit.capture.fidelity import checked, unchecked
@@ -98,6 +99,7 @@ class Place:
         try:
             return path, checked(path, made.losses, made.devices)
         except Exception as error:
+            pass_on(error)
             return path, unchecked(path, error)
 
 
@@ -198,6 +200,7 @@ class _Describing:
         except SkippedLoss:
             raise
         except Exception as error:  # of the user's code, which the state of then may not suit
+            pass_on(error)
             reasons = [f"playing the steps since the last copy raised {type(error).__name__}: {error}"]
             return None, reasons, hooks.left_out.total()
         if made.culprit is None and made.snapshot.fidelity != "exact":
@@ -235,7 +238,8 @@ class _Describing:
                     notes=rewind.notes,
                 )
                 other = make_snapshot(joined, self._noticed.frame)
-        except Exception:  # of the user's code, or because the state of then does not suit
+        except Exception as error:  # of the user's code, or because the state of then does not suit
+            pass_on(error)
             return made
         is_better = other.snapshot.fidelity == "exact" or (_is_shown(other.snapshot) and not _is_shown(made.snapshot))
         return replace(other, culprit=None) if is_better else made

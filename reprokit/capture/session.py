@@ -15,6 +15,7 @@ from pathlib import Path
 from traceback import print_exception
 from typing import ClassVar
 
+from reprokit.arrivals import ignored_errors, pass_on
 from reprokit.capture.closing import Seen, closing_line
 from reprokit.capture.failures import Failures
 from reprokit.capture.history import History
@@ -59,7 +60,7 @@ class Session:
     """
 
     _watchers: ClassVar[list[Session]] = []
-    _num_replaying: ClassVar[int] = 0
+    _replaying: ClassVar[set[Session]] = set()
 
     def __init__(
         self,
@@ -108,25 +109,39 @@ class Session:
         try:
             self.resume()
         except Exception as error:
+            self.take_away()
+            pass_on(error)
             self._has_complained = True
             _print(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
             self._print_traceback(error)
-            self.leave()
-            self._tape.leave_stack()
+        except BaseException:
+            self.take_away()
+            raise
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: object) -> None:
         path = None
-        if self._tape.enabled and not isinstance(exc, CaptureStop):
-            try:
-                path = self._failures.look_back(exc)
-                self.closing = None if self.snapshots or self._has_complained else closing_line(self._seen(), exc)
-            except Exception as error:
-                self.switch_off(error)
-        self.leave()
-        self._tape.leave_stack()
+        try:
+            if self._tape.enabled and not isinstance(exc, CaptureStop):
+                try:
+                    path = self._failures.look_back(exc)
+                    self.closing = None if self.snapshots or self._has_complained else closing_line(self._seen(), exc)
+                except Exception as error:
+                    self.switch_off(error)
+        finally:
+            self.take_away()
         if path is not None and exc is None:
             self.stop()
+
+    def take_away(self) -> None:
+        """Take everything away, the mode on torch's stack included, also if an exception arrives meanwhile."""
+        try:
+            self.leave()
+            self._tape.leave_stack()
+        except BaseException:
+            self.leave()
+            self._tape.leave_stack()
+            raise
 
     @property
     def has_failed(self) -> bool:
@@ -172,14 +187,18 @@ class Session:
         """Take every hook away and keep what is known of the training; what happens until `resume` is not seen."""
         if not self.is_watching:
             return
-        self._do_all(*self._unhooking())
+        self._do_all(*self._unhooking)
         self._tape.leave_stack()
         self._paused_at = time.perf_counter()
 
-    def _unhooking(self) -> list[Callable[[], None]]:
+    @property
+    def _unhooking(self) -> tuple[Callable[[], None], ...]:
         self.is_watching = self._tape.enabled = False
-        leaving = (self._make_way, self._stepping.leave, *self._hooks.removals(), self._tape.uninstall)
-        return [*leaving, self._training.running.restart]
+        leaving = (self._make_way, self._stepping.leave, self._unhook, self._tape.uninstall)
+        return (*leaving, self._training.running.restart)
+
+    def _unhook(self) -> None:
+        self._do_all(*self._hooks.removals())
 
     def _make_way(self) -> None:
         """The capture that this one was entered in watches again."""
@@ -190,10 +209,14 @@ class Session:
                 self._watchers[-1]._wake()
 
     def leave(self) -> None:
-        """Take everything away, whatever breaks on the way; the mode itself leaves torch's stack in ``__exit__``."""
+        """Take everything away, whatever breaks on the way; the mode itself leaves torch's stack in ``__exit__``.
+
+        Does it once more if it was interrupted.
+        """
         self._is_over = True
+        self._replaying.discard(self)
         parts = (self._stepping, self._failures, self._training, self._judge)
-        self._do_all(*self._unhooking(), *(part.forget for part in parts))
+        self._do_all(*self._unhooking, *(part.forget for part in parts))
 
     def stop(self) -> None:
         """Stop the loop, if it is to."""
@@ -206,15 +229,15 @@ class Session:
         ``ends``."""
         self.is_watching = False
         with self._tape.paused():
-            Session._num_replaying += 1
-            self._settle_watching()
             try:
+                self._replaying.add(self)
+                self._settle_watching()
                 yield
             except SkippedLoss as skipped:
                 ends = False
                 self._failures.count_skipped("loss", skipped.step)
             finally:
-                Session._num_replaying -= 1
+                self._replaying.discard(self)
                 if ends:
                     self.leave()
                 else:
@@ -230,7 +253,8 @@ class Session:
                 self.complain("an error of its own while ending", error)
 
     def complain(self, what: str, error: Exception) -> None:
-        """Say what broke; one line for everything that may come of it."""
+        """Say what broke; one line for everything that may come of it. Raises an exception that is the user's."""
+        pass_on(error)
         if not self._has_complained:
             self._has_complained = True
             _print(f"{what} ({type(error).__name__}: {error}); training goes on")
@@ -251,14 +275,15 @@ class Session:
     def _settle_watching(cls) -> None:
         """Who watches: the innermost session that is on, unless a session is just replaying a step."""
         for session in cls._watchers:
-            session._tape.enabled = session.is_watching and cls._watchers[-1] is session and not cls._num_replaying
+            session._tape.enabled = session.is_watching and cls._watchers[-1] is session and not cls._replaying
 
     def switch_off(self, error: Exception) -> None:
-        """Fail open: say it once, stop watching, let the training go on."""
+        """Fail open: say it once, stop watching, let the training go on. Raises an exception that is the user's."""
+        pass_on(error)
         if self.is_watching:
             self.complain("switched off after an error of its own", error)
             self.leave()
-            with contextlib.suppress(Exception):
+            with ignored_errors():
                 self._training.ranks.leave()
 
     def say(self, text: str) -> None:

@@ -43,10 +43,17 @@ class StackedMode(TorchFunctionMode):
     def leave_stack(self) -> None:
         """Take the mode off torch's stack, wherever on it the loop's own modes have left it."""
         self._is_lifted = False
-        modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
-        for mode in reversed(modes):
-            if mode is not self:
-                _push_mode(mode)
+        modes = [torch._C._get_function_stack_at(level) for level in range(torch._C._len_torch_function_stack())]
+        lowest = next((level for level, mode in enumerate(modes) if mode is self), None)
+        if lowest is None:
+            return
+        try:
+            _cut_stack(lowest)
+        finally:
+            _cut_stack(lowest)  # again, in case that an exception has arrived meanwhile
+            for mode in modes[lowest:]:
+                if mode is not self:
+                    _push_mode(mode)
 
     def take_thread(self) -> bool:
         """Watch the thread that runs now, unless another one has differentiated; whether it is watched from now on."""
@@ -139,6 +146,11 @@ class Paused:
 
     def __exit__(self, *exc_info: object) -> None:
         self._mode.step_back(self._popped)
+
+
+def _cut_stack(length: int) -> None:
+    while torch._C._len_torch_function_stack() > length:
+        _pop_mode()
 
 
 _pop_mode = torch._C._pop_torch_function_stack

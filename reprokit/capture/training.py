@@ -9,6 +9,7 @@ import time
 
 import torch
 
+from reprokit.arrivals import pass_on
 from reprokit.capture.closing import COMPILED
 from reprokit.capture.counting import Iterations
 from reprokit.capture.entry import Entry
@@ -151,7 +152,8 @@ class Training:
                     self.history.interrupt()
                     return
                 self._may_wait = 1 if holds_graph else min(_MOST_WAITING, _WAITING_BYTES // (step.made_bytes + 1) + 1)
-        except Exception:  # an argument that cannot be copied: then there is no going back behind this step
+        except Exception as error:  # an argument that cannot be copied: then there is no going back behind this step
+            pass_on(error)
             self.history.interrupt()
 
     def past(self) -> list[PastStep]:
@@ -246,7 +248,8 @@ class Training:
                 if step.flat is None:
                     self.freezer.freeze(step)
             history.makers = self.freezer.living(steps)[-_MOST_MAKERS:]
-        except Exception:  # an argument that cannot be copied
+        except Exception as error:  # an argument that cannot be copied
+            pass_on(error)
             history.makers = []
 
     def _know_state(self) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reprokit.arrivals import pass_on
 from reprokit.capture import launch, options
 from reprokit.capture.block import captured_lines, shown_path
 from reprokit.capture.closing import Seen, closing_line
@@ -186,6 +187,7 @@ class Watch:
             )
             self._session = stack.enter_context(session)
         except Exception as error:
+            pass_on(error)
             self._has_failed = True
             say(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
             if plan.verbosity is Verbosity.VERBOSE:

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reprokit.arrivals import ignored_errors
 from reprokit.capture import launch
 from reprokit.words import counted
 
@@ -117,7 +118,7 @@ class Children:
         def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
             found, words = None, args[0] if args else kwargs.get("args")
             if len(args) <= 1 and not kwargs.get("shell") and kwargs.get("executable") is None:
-                with contextlib.suppress(Exception):
+                with ignored_errors():
                     found = children.command(words, kwargs.get("env"))
             if found is None:
                 original(self, *args, **kwargs)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from reprokit.arrivals import pass_on
 from reprokit.locate.notes import Notes
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
 from reprokit.program.ir import Call, Program
@@ -71,7 +72,8 @@ class _Trial:
         try:
             with torch.no_grad():
                 execute(call, *bind_arguments(call, operands))
-        except Exception:  # functions refuse in as many ways as there are functions
+        except Exception as error:  # functions refuse in as many ways as there are functions
+            pass_on(error)
             return False
         return True
 

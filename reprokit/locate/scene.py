@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from reprokit.arrivals import pass_on
 from reprokit.locate.calls import VIEWS, Slot, argument_at, default_of, short_name, slot_of
 from reprokit.locate.failure import Failure
 from reprokit.program.functions import function_named
@@ -235,7 +236,8 @@ def recompute(seen: Seen) -> torch.Tensor | None:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             result = function_named(seen.call.target)(*args, **kwargs)
-    except Exception:  # kernels refuse in as many ways as there are functions
+    except Exception as error:  # kernels refuse in as many ways as there are functions
+        pass_on(error)
         return None
     while isinstance(result, (list, tuple)) and result:
         result = result[0]

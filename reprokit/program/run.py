@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from reprokit.arrivals import pass_on
 from reprokit.program.functions import UnknownFunction, all_written, function_named, optimizer_named, symbol_named
 from reprokit.program.ir import (
     AUTOGRAD_BACKWARD,
@@ -86,6 +87,7 @@ def run(
             except UnknownFunction:
                 raise
             except Exception as error:
+                pass_on(error)
                 outcome.error, outcome.error_call = error, index
                 break
             del args, kwargs, result

@@ -18,6 +18,7 @@ from torch._functorch import apis, eager_transforms
 from torch._functorch import vmap as batching
 from torch.utils._pytree import _broadcast_to_and_flatten, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from reprokit.arrivals import pass_on
 from reprokit.program.memory import is_bad, same_bits
 from reprokit.program.scripted import calls_replaced, name_of_scripted
 
@@ -114,6 +115,7 @@ class Transforms:
         try:
             result = run(*args, **kwargs)
         except Exception as raised:
+            pass_on(raised)
             error = raised
         results = _tensors(result)
         written = [item for item, version in zip(given, versions, strict=True) if item._version != version]
@@ -145,6 +147,7 @@ class Transforms:
         try:
             return plain(*args, **kwargs), None
         except Exception as error:
+            pass_on(error)
             return None, error
         finally:
             self._is_written_out = False

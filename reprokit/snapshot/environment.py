@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from reprokit.arrivals import ignored_errors
 from reprokit.snapshot.redact import redact_text, select_variables
 
 COLLECT_SECONDS = 30.0
@@ -50,7 +51,7 @@ def collect_switches() -> dict[str, Any]:
     """
     answers: dict[str, Any] = {}
     for name, question in _SWITCHES.items():
-        with contextlib.suppress(Exception):
+        with ignored_errors():
             answers[name] = question()
     return answers
 
@@ -64,7 +65,7 @@ def _library_versions() -> dict[str, str]:
 def _cudnn_version() -> int | None:
     if torch.version.cuda is None:
         return None
-    with contextlib.suppress(Exception):
+    with ignored_errors():
         version: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
         return version
     return None
@@ -74,7 +75,7 @@ def _device_names() -> list[str]:
     """The accelerators in use; a device that the program never started is not started for this."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
-    with contextlib.suppress(Exception):
+    with ignored_errors():
         return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return []
 
@@ -100,7 +101,7 @@ def _collect_env_text(timeout: float) -> str:
 
 
 def _collect_env_here(found: list[str]) -> None:
-    with contextlib.suppress(Exception):
+    with ignored_errors():
         from torch.utils.collect_env import get_pretty_env_info
 
         found.append(get_pretty_env_info())  # type: ignore[no-untyped-call]

@@ -6,11 +6,11 @@ still shown. Credentials are taken out before anything is stored.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from reprokit.arrivals import ignored_errors, pass_on
 from reprokit.snapshot.redact import redact_argv, redact_remote, redact_text
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def describe_source(path: Path | None, argv: Sequence[str]) -> dict[str, Any]:
 
 def _open_repository(folder: Path) -> git.Repo | None:
     """The repository around ``folder``; ``None`` without one, or without git (GitPython then fails on import)."""
-    with contextlib.suppress(Exception):
+    with ignored_errors():
         import git
 
         return git.Repo(folder, search_parent_directories=True)
@@ -80,5 +80,6 @@ def _attempt(question: Callable[[], T]) -> T | None:
     """The answer, or ``None`` when the repository has none."""
     try:
         return question()
-    except Exception:
+    except Exception as error:
+        pass_on(error)
         return None

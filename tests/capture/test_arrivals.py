@@ -1,0 +1,202 @@
+"""Exceptions of the user's that arrive while code of reprokit runs end the training as they would without it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import reprokit
+from reprokit.capture import attributes, history, judge, past, running, saving, session, tape
+from reprokit.capture.session import Session
+from reprokit.snapshot import environment, format
+from tests.capture.test_fail_open import failing_at_once, failing_late
+from tests.capture.traps_checks import described_once, same_bits
+
+
+class TimeLimit(Exception):
+    """As a training script may define it."""
+
+
+def limit(number: int, frame: object) -> None:
+    raise TimeLimit("time is up")
+
+
+def limit_by_standard_class(*_: Any) -> None:
+    raise TimeoutError
+
+
+def limit_with_more(words: str, number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    raise TimeLimit(words)
+
+
+class Limits:
+    """A handler that is a method."""
+
+    def end(self, number: int, frame: object) -> None:
+        self.again()
+
+    def again(self) -> None:
+        raise TimeLimit("time is up")
+
+
+HANDLERS: dict[str, Callable[..., None]] = {
+    "function": limit,
+    "standard": limit_by_standard_class,
+    "partial": functools.partial(limit_with_more, "time is up"),
+    "method": Limits().end,
+}
+PLACES: list[tuple[Any, str]] = [
+    (judge.Judge, "start"),
+    (tape.Tape, "_prepare"),
+    (running.RunningStep, "finish_module"),
+    (history.History, "is_due"),
+    (past.Freezer, "freeze"),
+    (attributes.AttributeWatch, "note"),
+    (saving._Describing, "snapshot"),
+    (environment, "redact_text"),
+    (format, "write_file"),
+]
+HOOKED = [
+    (torch.Tensor, "backward"),
+    (torch.nn.Module, "__call__"),
+    (torch.autograd, "backward"),
+    (torch.optim.Optimizer, "zero_grad"),
+    (threading.Thread, "start"),
+    (threading, "excepthook"),
+    (sys, "excepthook"),
+]
+
+
+def _hooked() -> list[Any]:
+    return [getattr(owner, name) for owner, name in HOOKED]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays() -> Iterator[None]:
+    before = _hooked()
+    yield
+    assert all(now is then for now, then in zip(_hooked(), before, strict=True))
+    assert torch._C._len_torch_function_stack() == 0 and not Session._watchers and not Session._replaying
+
+
+def _arriving_in(original: Callable[..., Any], arrive: Callable[[], None], nth: int = 2) -> Callable[..., Any]:
+    """The function, in which an exception arrives at its ``nth`` call or its only one; a function of reprokit."""
+    made: dict[str, Any] = {"__name__": "reprokit.made", "original": original, "arrive": arrive, "calls": []}
+    lines = (
+        "def faulty(*args, **kwargs):",
+        "    calls.append(0)",
+        f"    if len(calls) == {nth}:",
+        "        arrive()",
+        "    return original(*args, **kwargs)",
+    )
+    exec(compile("\n".join(lines), str(Path(session.__file__).with_name("made.py")), "exec"), made)
+    faulty: Callable[..., Any] = functools.wraps(original)(made["faulty"])
+    return faulty
+
+
+def _nth(owner: Any) -> int:
+    return 1 if owner in (saving._Describing, environment, format) else 2
+
+
+@pytest.mark.parametrize("name", HANDLERS)
+@pytest.mark.parametrize(("owner", "attribute"), PLACES, ids=lambda value: getattr(value, "__name__", value))
+def test_an_exception_of_a_signal_handler(
+    owner: Any, attribute: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arrive = functools.partial(signal.raise_signal, signal.SIGALRM)
+    monkeypatch.setattr(owner, attribute, _arriving_in(getattr(owner, attribute), arrive, _nth(owner)))
+    before = signal.signal(signal.SIGALRM, HANDLERS[name])
+    try:
+        with pytest.raises((TimeLimit, TimeoutError)), Session(directory=tmp_path, history=3):
+            failing_late()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Late(Exception):
+    """Raised by another thread."""
+
+    __module__ = "__main__"
+
+    def __init__(self) -> None:
+        super().__init__("time is up")
+
+
+@pytest.mark.parametrize("kind", [Late, TimeoutError, RuntimeError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize(("owner", "attribute"), PLACES[:5], ids=lambda value: getattr(value, "__name__", value))
+def test_an_exception_that_another_thread_raises(
+    owner: Any, attribute: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    arrive = functools.partial(raise_in, ctypes.c_ulong(threading.get_ident()), ctypes.py_object(kind))
+    monkeypatch.setattr(owner, attribute, _arriving_in(getattr(owner, attribute), arrive, _nth(owner)))
+    with pytest.raises(kind), Session(directory=tmp_path, history=3):
+        failing_late()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), TimeoutError(110, "network"), MemoryError(), KeyError()])
+def test_an_error_of_our_own_is_no_arrival(error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(judge.Judge, "start", broken)
+    with described_once(), Session(directory=tmp_path):
+        watched = failing_at_once()
+    assert same_bits(watched, failing_at_once())
+
+
+def test_an_interrupt_while_hooks_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("_make_way", "_unhook"):
+        with monkeypatch.context() as patch:
+            interrupted = _arriving_in(getattr(Session, place), lambda: signal.raise_signal(signal.SIGINT), 1)
+            patch.setattr(Session, place, interrupted)
+            with pytest.raises(KeyboardInterrupt), reprokit.capture(quiet=True):
+                pass
+
+
+def test_a_patch_on_top_stays() -> None:
+    """Undoing a hook does not undo the patch that somebody else has put on it meanwhile."""
+    layer = type("Layer", (torch.nn.Linear,), {})
+    places = [(torch.Tensor, "backward"), (torch.optim.Optimizer, "zero_grad"), (layer, "__call__")]
+    originals = [(owner, name, getattr(owner, name)) for owner, name in places]
+    seen: list[str] = []
+
+    def patched(name: str, inner: Any) -> Any:
+        return lambda *args, **kwargs: (seen.append(name), inner(*args, **kwargs))[1]
+
+    def step() -> None:
+        loss = model(torch.ones(1, 2)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    model = layer(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        with reprokit.capture(quiet=True) as watched:
+            for _ in range(4):
+                step()
+            tops = [patched(name, getattr(owner, name)) for owner, name in places]
+            for (owner, name), top in zip(places, tops, strict=True):
+                setattr(owner, name, top)
+            step()
+        assert watched.has_judged
+        assert [vars(owner)[name] for owner, name in places] == tops
+        del seen[:]
+        step()
+        assert sorted(seen) == ["__call__", "backward", "zero_grad"]
+    finally:
+        for owner, name, original in originals[:2]:
+            setattr(owner, name, original)
