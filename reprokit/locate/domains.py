@@ -146,3 +146,22 @@ DOMAINS = {
     "div": Domain((Point("equal", 0.0),), operand="denominator"),
     "pow": Domain((Point("below", 0.0),), (Point("equal", 0.0),), operand="base"),
 }
+
+
+SPECTRA = {
+    "eigh": ("eigenvalues", torch.linalg.eigvalsh),
+    "eig": ("eigenvalues", torch.linalg.eigvals),
+    **dict.fromkeys(("svd", "svd_lowrank"), ("singular values", torch.linalg.svdvals)),
+}
+
+
+def spectrum_of(name: str, matrix: torch.Tensor) -> str:
+    """What the derivative of a decomposition divides by zero for: values that are ``zero`` or ``repeated``, or ``""``."""
+    if name not in SPECTRA or matrix.dim() < 2:
+        return ""
+    values = SPECTRA[name][1](matrix)
+    if matrix.shape[-1] != matrix.shape[-2] and bool((values == 0).any()):
+        return "zero"
+    gaps = (values.unsqueeze(-1) - values.unsqueeze(-2)).abs()
+    gaps.diagonal(dim1=-2, dim2=-1).fill_(float("inf"))
+    return "repeated" if bool((gaps <= 1e-5 * values.abs().max().clamp(min=1e-30)).any()) else ""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from reprokit.locate.domains import DOMAINS, INFINITE, SLOPE_AT_ZERO
+from reprokit.locate.domains import DOMAINS, INFINITE, SLOPE_AT_ZERO, SPECTRA, spectrum_of
 from reprokit.locate.failure import Failure
 from reprokit.locate.signs.labels import too_long_target
 from reprokit.program.ir import Call, Ref, iter_refs
@@ -235,26 +235,14 @@ def _weight_norm(given: Given) -> Edge | None:
     return Edge("for a row of zeros", fact, "a weight without rows of zeros", given.value(0))
 
 
-_SPECTRA = {
-    "eigh": ("eigenvalues", torch.linalg.eigvalsh),
-    "eig": ("eigenvalues", torch.linalg.eigvals),
-    **dict.fromkeys(("svd", "svd_lowrank"), ("singular values", torch.linalg.svdvals)),
-}
-
-
 def _repeated_eigenvalues(given: Given) -> Edge | None:
-    if given.name not in _SPECTRA or not given.tensors:
-        return None
-    what, spectrum = _SPECTRA[given.name]
-    values = spectrum(given.tensors[0])
-    is_square = given.tensors[0].shape[-1] == given.tensors[0].shape[-2]
-    if not is_square and bool((values == 0).any()):
+    spectrum = spectrum_of(given.name, given.tensors[0]) if given.tensors else ""
+    if spectrum == "zero":
         fact = "its derivative divides by the singular values of a matrix that is not square"
         return Edge("for a singular value of zero", fact, "a matrix of full rank", given.value(0))
-    gaps = (values.unsqueeze(-1) - values.unsqueeze(-2)).abs()
-    gaps.diagonal(dim1=-2, dim2=-1).fill_(float("inf"))
-    if not bool((gaps <= 1e-5 * values.abs().max().clamp(min=1e-30)).any()):
+    if spectrum != "repeated":
         return None
+    what = SPECTRA[given.name][0]
     fact = f"its derivative divides by the differences of {what}, and is documented to be unstable when two agree"
     return Edge(f"for repeated {what}", fact, f"a matrix with distinct {what}", given.value(0))
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from reprokit.locate.calls import short_name
+from reprokit.locate.domains import spectrum_of
 from reprokit.locate.failure import Failure
 from reprokit.locate.ways import bad_mask, ways_of
 from reprokit.program.functions import UnknownFunction, all_written, hidden_writes
@@ -91,6 +93,13 @@ class Origin:
         elif failure.kind == "inf":
             exact = self.exact(failure.way)
         return exact is not None and tensor is not None and exact > torch.finfo(tensor.dtype).max
+
+    @property
+    def spectrum(self) -> str:
+        """`spectrum_of` the matrix that the call decomposes; empty for other calls."""
+        with contextlib.suppress(RuntimeError):  # a dtype without decompositions
+            return spectrum_of(short_name(self.call), next(iter(self.given.values()), torch.zeros(())))
+        return ""
 
     def is_finite_with(self, tensors: Mapping[int, torch.Tensor]) -> bool:
         """True if the call, with other contents for some of its operands, makes nothing that is not finite."""

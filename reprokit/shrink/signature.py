@@ -29,7 +29,7 @@ class Signature:
     ``position`` is where in the origin's arguments the input with the bad gradient stands, or the one it wrote into.
     ``drop`` is ``given`` or ``made`` if the forward pass drops NaN values: they came with the data, or the origin made
     them. The node that multiplies zero with a NaN that the origin made may be another one in a smaller program.
-    ``cause`` is kind and call of the bad value behind an exception.
+    ``cause`` is kind and call of the bad value behind an exception, ``spectrum`` as in `Failure`.
     """
 
     phase: str
@@ -41,6 +41,7 @@ class Signature:
     exception: tuple[str, str] | None = None
     drop: str | None = None
     is_overflow: bool = False
+    spectrum: str = ""
     cause: tuple[str, str | None] | None = None
 
     @classmethod
@@ -57,6 +58,7 @@ class Signature:
             _wording(*failure.exception) if failure.exception else None,
             drop,
             failure.is_overflow,
+            failure.spectrum,
             (failure.cause.kind, failure.cause.call) if failure.cause is not None else None,
         )
 

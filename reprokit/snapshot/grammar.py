@@ -198,8 +198,9 @@ _FAILURE = {
     "exception": optional(tuple_of(name, text)),
 }
 _DROP = optional(tuple_of(count, name, integer, boolean))
-_CAUSE = record(_FAILURE, drop=_DROP, is_overflow=boolean, cause=nothing)
-FAILURE = record(_FAILURE, drop=_DROP, is_overflow=boolean, cause=optional(_CAUSE))
+_SPECTRUM = one_of("", "zero", "repeated")
+_CAUSE = record(_FAILURE, drop=_DROP, is_overflow=boolean, spectrum=_SPECTRUM, cause=nothing)
+FAILURE = record(_FAILURE, drop=_DROP, is_overflow=boolean, spectrum=_SPECTRUM, cause=optional(_CAUSE))
 SNAPSHOT: Mapping[str, Kind] = {
     "failure": FAILURE,
     "step": count,

@@ -437,3 +437,26 @@ def stacked() -> Snapshot:
         return out
 
     return record_model(nn.Identity(), step, a=torch.zeros(2), b=torch.zeros(2), c=torch.zeros(2))
+
+
+class Causal(nn.Module):
+    """Scores by hand under a causal mask that the model keeps, and the padding of a batch."""
+
+    def __init__(self, is_hidden: bool) -> None:
+        super().__init__()
+        allowed = torch.ones(6, 6).tril()
+        self.is_hidden = is_hidden
+        self.register_buffer("mask", allowed == 0 if is_hidden else allowed)
+
+    def forward(self, x: torch.Tensor, pad: torch.Tensor) -> torch.Tensor:
+        scores = x @ x.transpose(1, 2)
+        scores = scores.masked_fill(self.mask if self.is_hidden else self.mask == 0, float("-inf"))
+        return scores.masked_fill(pad[:, None], float("-inf")).softmax(-1)
+
+
+def causal(*, is_hidden: bool) -> Snapshot:
+    """A sample padded on its left, where a causal mask shows nothing else; the mask holds 0 and 1, or flags."""
+    model = Causal(is_hidden)
+    pad = torch.zeros(3, 6, dtype=torch.bool)
+    pad[1, :2] = True
+    return record_model(model, lambda x, pad: model(x, pad), x=seeded(3, 6, 4), pad=pad)

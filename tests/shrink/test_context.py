@@ -302,6 +302,14 @@ def test_a_layer_that_returned_something_else_is_not_one() -> None:
     assert layer_of(Scope("fc", "Linear"), Run([call], (2,), given, {2: x @ weight.t() + 1}), inputs, None) is None
 
 
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_the_masks_of_a_model_do_not_become_the_cause(is_hidden: bool) -> None:
+    context = context_of(models.causal(is_hidden=is_hidden))
+    values = {item.name: context.tensors[item.value] for item in context.program.inputs}
+    assert not (values["mask"] == float(is_hidden)).all(-1).any(), "no row is hidden by the causal mask alone"
+    assert values["pad"].any() and values["x"].numel() < 20
+
+
 @pytest.mark.parametrize(
     ("layer", "batch"),
     [

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from reprokit.locate.blame import locate
+from reprokit.locate.domains import spectrum_of
 from reprokit.shrink.exact import origin_of
 from reprokit.shrink.reducer import shrink
 from reprokit.snapshot.format import Snapshot
 from tests.render.programs import record, snapshot_of
+from tests.shrink import failing
 
 F = torch.nn.functional
 
@@ -59,3 +61,21 @@ def test_overflow_is_a_matter_of_the_exact_result(program: Any, is_overflow: boo
     assert failure is not None
     origin = origin_of(calls, tensors, failure)
     assert origin is not None and origin.is_overflow(failure) is is_overflow
+
+
+@pytest.mark.parametrize(
+    ("matrix", "name", "spectrum"),
+    [
+        (torch.eye(3).expand(2, 3, 3), "svd", "repeated"),
+        (torch.zeros(4, 2), "svd", "zero"),
+        (torch.eye(4), "eigh", "repeated"),
+    ],
+)
+def test_a_smaller_matrix_fails_for_the_reason_of_the_larger_one(
+    matrix: torch.Tensor, name: str, spectrum: str
+) -> None:
+    def step(x: torch.Tensor) -> None:
+        sum(part.sum() for part in getattr(torch.linalg, name)(x)).backward()
+
+    smaller = reduced(failing.record(step, x=matrix.clone().requires_grad_()))[0]
+    assert smaller.numel() < matrix.numel() and spectrum_of(name, smaller) == spectrum

@@ -67,6 +67,7 @@ def test_a_failure_of_a_call_that_is_not_there(
     [
         {"call": 7},
         {"is_overflow": "yes"},
+        {"spectrum": "none"},
         {"drop": 5},
         {"drop": [0, 7, 0, True]},
         {"drop": [0, "torch.where"]},
@@ -84,7 +85,7 @@ def test_a_failure_with_a_field_of_another_kind(
 
 
 def test_a_failure_of_an_earlier_version_is_read(content: dict[str, Any], tmp_path: Path) -> None:
-    new = ("drop", "is_overflow", "cause")
+    new = ("drop", "is_overflow", "spectrum", "cause")
     failure = {name: value for name, value in content["failure"].items() if name not in new}
     write_file(tmp_path / "old.pt", "snapshot", {**content, "failure": failure})
     assert load(tmp_path / "old.pt").failure == load(tmp_path / "whole.pt").failure

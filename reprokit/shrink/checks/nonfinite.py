@@ -39,12 +39,14 @@ class NonfiniteCheck(SignatureCheck):
     def observe(self, candidate: Candidate) -> Failure | None:
         """Follow what is bad to its origin; a program that is only given a bad value to start from shows nothing.
 
-        A result that is too large for its dtype stays one, and does not become a sum that overflows on the way.
+        A result that is too large for its dtype stays one, and does not become a sum that overflows on the way. A matrix
+        with repeated singular values does not become one of lower rank.
         """
         found = locate(candidate.program, candidate.tensors)
         if found is None or is_vacuous(found, candidate.program):
             return None
-        return _compared(found, candidate) if self.wanted is not None and self.wanted.is_overflow else found
+        is_compared = self.wanted is not None and (self.wanted.is_overflow or self.wanted.spectrum)
+        return _compared(found, candidate) if is_compared else found
 
     def adopted(self, failure: Failure, whole: Candidate) -> Self:
         """This check for the failure of a whole program; raises `NotReproduced` if no call of it computes that."""
@@ -70,11 +72,14 @@ class NonfiniteCheck(SignatureCheck):
 
 
 def _compared(failure: Failure, candidate: Candidate) -> Failure:
-    """The failure with its `Failure.is_overflow` filled in."""
+    """The failure with its `Failure.is_overflow` and `Failure.spectrum` filled in."""
     if failure.phase != "forward" and not failure.is_derivative:
         return failure
     origin = origin_of(candidate.program, candidate.tensors, failure)
-    return replace(failure, is_overflow=origin is not None and origin.is_overflow(failure))
+    if origin is None:
+        return failure
+    spectrum = origin.spectrum if failure.is_derivative else ""
+    return replace(failure, is_overflow=origin.is_overflow(failure), spectrum=spectrum)
 
 
 def _hint(failure: Failure, program: Program) -> str:

@@ -1,7 +1,7 @@
 """The search for the context: a slice that explains itself (`choice`), made small.
 
 Every step is confirmed by an oracle with the signature of the snapshot. Unlike the minimum, a context keeps all calls
-of the module where the failure was born, and never takes an input that is not ordinary for one that is.
+of the module where the failure was born, never takes an input that is not ordinary for one that is, and keeps masks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from reprokit.shrink.context.edits import (
 )
 from reprokit.shrink.context.identity import module_runs, without_call, without_module
 from reprokit.shrink.context.layers import is_layer
-from reprokit.shrink.context.ordinary import extraordinary
+from reprokit.shrink.context.ordinary import extraordinary, keeps_masks, uniform_rows
 from reprokit.shrink.context.piece import Context
 from reprokit.shrink.context.step import Step
 from reprokit.shrink.context.tree import tree_of
@@ -64,9 +64,9 @@ def find_context(
     start = _chosen(Step(whole, words or {}), failure, oracle)
     if start is None:
         return None
-    limit = len(extraordinary(start))
+    limit, rows = len(extraordinary(start)), uniform_rows(start)
     problem = Problem(start, oracle, max_stretches=_STRETCHES)
-    problem.accepts = lambda candidate: len(extraordinary(candidate)) <= limit
+    problem.accepts = lambda piece: len(extraordinary(piece)) <= limit and keeps_masks(piece, rows)
     problem.keeps = is_written
     modules = start.program.modules
     problem.renumbers = lambda call: not any(is_layer(scope, modules) for scope in call.scope)
