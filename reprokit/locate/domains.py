@@ -156,7 +156,7 @@ SPECTRA = {
 
 
 def spectrum_of(name: str, matrix: torch.Tensor) -> str:
-    """What the derivative of a decomposition divides by zero for: values that are ``zero`` or ``repeated``, or ``""``."""
+    """Why the derivative of a decomposition divides by zero: values are ``zero`` or ``repeated``; else ``""``."""
     if name not in SPECTRA or matrix.dim() < 2:
         return ""
     values = SPECTRA[name][1](matrix)

@@ -35,8 +35,8 @@ class Failure:
     ``call`` and ``call_index`` name the origin, ``None`` when an input of the program was bad already, or when only the
     whole step shows the failure. ``input_name`` is the input that was bad already, or the one that the origin wrote the
     bad value into besides its results (``running_var``). ``is_overflow``: the result, or the derivative, in float64 is
-    a number that the dtype cannot hold. ``spectrum``: the matrix whose decomposition was differentiated has ``repeated``
-    or ``zero`` values. Only a check that asks for these two looks.
+    a number that the dtype cannot hold. ``spectrum``: the matrix whose decomposition was differentiated has values that
+    are ``repeated`` or ``zero``. Only a check that asks for these two looks.
     ``value`` is, for forward, the origin's bad output; for backward, the input of the forward call whose gradient is
     bad; for optimizer, the parameter that turned bad. ``element`` is the index of its first bad element.
     ``cause`` is the origin of the NaN or infinity without which the call would not have raised its exception.

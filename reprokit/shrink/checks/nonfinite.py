@@ -39,8 +39,8 @@ class NonfiniteCheck(SignatureCheck):
     def observe(self, candidate: Candidate) -> Failure | None:
         """Follow what is bad to its origin; a program that is only given a bad value to start from shows nothing.
 
-        A result that is too large for its dtype stays one, and does not become a sum that overflows on the way. A matrix
-        with repeated singular values does not become one of lower rank.
+        A result that is too large for its dtype stays one, and does not become a sum that overflows on the way. A
+        matrix with repeated singular values does not become one of lower rank.
         """
         found = locate(candidate.program, candidate.tensors)
         if found is None or is_vacuous(found, candidate.program):
