@@ -33,11 +33,19 @@ Hooks = MutableMapping[int, Callable[..., Any]]
 @dataclass
 class UserHooks:
     """``ignored`` are exceptions that hooks raised in the replay. ``left_out`` counts hooks that were left out, by
-    kind; ``may_change``: one of them may change what a module computes."""
+    kind; ``may_change`` are the kinds of those that may change what training computed. ``keeps_of_gradients``: hooks
+    on gradients were not left out."""
 
     ignored: list[Exception] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
-    may_change: bool = False
+    may_change: set[str] = field(default_factory=set)
+    keeps_of_gradients: bool = False
+
+    def leave_out(self, kind: str, hook: Callable[..., Any]) -> None:
+        """A hook is not called in the replay."""
+        self.left_out[kind] += 1
+        if _may_change(kind, hook):
+            self.may_change.add(kind)
 
 
 @contextlib.contextmanager
@@ -50,8 +58,9 @@ def guarded(
 
     def register_hook(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
         if BACKWARD not in out or not _is_users(hook):
+            found.keeps_of_gradients |= _is_users(hook)
             return register(tensor, _quiet(hook, found.ignored))
-        found.left_out[BACKWARD] += 1
+        found.leave_out(BACKWARD, hook)
         return RemovableHandle(OrderedDict())
 
     tables = list(_tables(modules, leaves))
@@ -61,11 +70,11 @@ def guarded(
         for kind, table in tables:
             for key, hook in list(table.items()):
                 if kind not in out or not _is_users(hook):
+                    found.keeps_of_gradients |= kind != FORWARD and _is_users(hook)
                     table[key] = _quiet(hook, found.ignored)
                 else:
                     del table[key]
-                    found.left_out[kind] += 1
-                    found.may_change |= kind == FORWARD and _may_change(hook)
+                    found.leave_out(kind, hook)
         yield found
     finally:
         torch.Tensor.register_hook = register  # type: ignore[method-assign]
@@ -101,13 +110,20 @@ def _is_users(hook: Any) -> bool:
     return code is None or kind_of_file(code.co_filename) not in ("torch", "own")
 
 
-def _may_change(hook: Any) -> bool:
-    """True unless the code of a hook returns nothing but ``None`` and calls nothing that writes in place."""
+def _may_change(kind: str, hook: Any) -> bool:
+    """True unless the code of a hook returns nothing but ``None`` and calls nothing that writes in place.
+
+    What a hook returns that is called with an accumulated gradient is not used; it may set that gradient.
+    """
     code = _code_of(hook)
     if code is None or any(name.endswith("_") and not name.endswith("__") for name in code.co_names):
         return True
     last: Any = None
     for instruction in dis.get_instructions(code):
+        if kind == ACCUMULATED:
+            if (instruction.opname, instruction.argval) == ("STORE_ATTR", "grad"):
+                return True
+            continue
         returned = {"RETURN_VALUE": last, "RETURN_CONST": instruction}.get(instruction.opname)
         if returned is not None and (returned.argval is not None or "CONST" not in returned.opname):
             return True

@@ -44,8 +44,12 @@ from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.rng import get_rng_state
 from reprokit.snapshot.source import describe_source
 
+GRADIENTS_NOT_KEPT = (
+    "hooks that may change gradients were left out of the replay, and the gradients of that step were not kept"
+)
 HOOKS_LEFT_OUT = "hooks of modules were left out of the replay, and no finite loss shows whether they change values"
 OTHER_GRADIENTS = "gradients differ between training and the replay, where no hook changes them"
+Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 NOT_OF_TORCH = "the exception was raised by code that is no torch call, so running the file does not raise it"
 
 
@@ -59,7 +63,8 @@ class FailedStep:
     there to name tensors by. ``lead`` is what the loop did by hand before, which parameters hold already and
     ``buffers`` do not.
     ``keep`` is an entry that belongs to the failure even if no backward pass depends on it.
-    ``compiled`` is a call of the loop that was not followed. ``notes`` say what is known to differ from training.
+    ``compiled`` is a call of the loop that was not followed. ``gradients`` are those of training, if they are not the
+    live ones and known all the same. ``notes`` say what is known to differ from training.
     """
 
     observed_at: str
@@ -81,6 +86,7 @@ class FailedStep:
     notes: list[str] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     compiled: Call | None = None
+    gradients: Gradients | None = None
 
     @property
     def all_entries(self) -> list[Entry]:
@@ -127,7 +133,7 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
     elif step.raised is not None and failure.exception is not None and not step.raised.is_same(*failure.exception):
         notes.append(f"training raised {step.raised.type}: {step.raised.message.partition(chr(10))[0]}")
         replayed.is_close = False
-    elif played.hooks.may_change and replayed.losses and not any(map(_has_finite, replayed.losses.values())):
+    elif FORWARD in played.hooks.may_change and replayed.losses and not any(map(_has_finite, replayed.losses.values())):
         notes.append(HOOKS_LEFT_OUT)
     notes += [*played.notes, *replayed.mismatches]
     replayed.is_close = replayed.is_close and not step.notes
@@ -168,7 +174,9 @@ def _replay_without(out: Set[str], step: FailedStep, frame: FrameType | None) ->
     raises = step.raised is not None and step.raised.is_call
     with contextlib.ExitStack() as stack:
         leaves = _leaves(step)
-        seen = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
+        seen = step.gradients
+        if step.observed_at == "gradient" and step.buffers is not None:
+            seen = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
         stack.enter_context(_at_its_beginning(step))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -189,7 +197,7 @@ def _replay_without(out: Set[str], step: FailedStep, frame: FrameType | None) ->
         )
         if step.observed_at == "output" and step.pending is not None:
             replayed.program = _without_last(replayed.program)
-        notes = list(_other_gradients(step, seen))
+        notes = list(_other_gradients(step, seen, hooks))
         failure = locate(replayed.program, replayed.tensors)
         result = _bad_result(failure, replayed.program)
         if result is not None and step.compiled is not None:
@@ -200,16 +208,20 @@ def _replay_without(out: Set[str], step: FailedStep, frame: FrameType | None) ->
     return _Played(replayed, failure, rng, hooks, notes)
 
 
-def _other_gradients(step: FailedStep, seen: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[str]:
-    """A note if gradients that the loop cleared in this step are others in training than in the replay."""
+def _other_gradients(step: FailedStep, seen: Gradients | None, hooks: UserHooks) -> Iterator[str]:
+    """A note if gradients that the loop cleared in this step are others in training than in the replay, or may be."""
     first = next((n for n, entry in enumerate(step.entries) if entry.kind == "differentiate"), 0)
     cleared = [entry.args[0] for entry in step.entries[:first] if entry.kind == "zero_grad"]
     fresh = {id(parameter) for owner in cleared for parameter in owned_by(owner)}
     is_alone = not any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in step.modules)
-    if step.observed_at == "gradient" and step.buffers is not None and is_alone:
+    if step.observed_at not in ("gradient", "parameter") or not is_alone:
+        return
+    if seen is not None:
         pairs = [(old, leaf.grad) for leaf, old in seen if id(leaf) in fresh]
         if not all(new is not None and same_bits(old, new) for old, new in pairs):
             yield OTHER_GRADIENTS
+    elif hooks.may_change - {FORWARD}:
+        yield GRADIENTS_NOT_KEPT
 
 
 def _seen_by_check(replayed: Replayed, failure: Failure | None, *, is_hook: bool) -> tuple[Program, Failure | None]:

@@ -18,6 +18,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from reprokit.capture.attributes import attributes_kept, put_first_back
 from reprokit.capture.entry import Entry
 from reprokit.capture.generators import python_generators_restored
+from reprokit.capture.guards import UserHooks
 from reprokit.capture.history import History
 from reprokit.capture.past import PastStep, split
 from reprokit.capture.player import Player, describe_mismatch, is_same, leaves_in
@@ -36,7 +37,8 @@ class Found:
 
     ``pending`` is the backward call whose start was bad, which is not to be performed. ``keep`` is the entry that
     ruined a part of the state that was watched. ``saved`` holds outside tensors as they were, and what earlier steps
-    made. ``notes`` say what differed from training on the way.
+    made. ``notes`` say what differed from training on the way. ``gradients`` are those of training when it was
+    observed, if they are known.
     """
 
     step: PastStep
@@ -46,6 +48,7 @@ class Found:
     pending: Entry | None
     keep: Entry | None = None
     notes: list[str] = field(default_factory=list)
+    gradients: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 class Rewind:
@@ -65,6 +68,7 @@ class Rewind:
         self._carried: dict[int, torch.Tensor] = {}
         self._used_later = _used_later(steps)
         self._live: dict[int, torch.Tensor] = {}
+        self._live_gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.notes: list[str] = []
         self.skipped: list[int] = []
 
@@ -83,19 +87,23 @@ class Rewind:
             live = self._history.state.put_back()
             stack.callback(live.give_back)
             self._live = live.copies.contents()
-            grads = [(leaf, leaf.grad) for leaf in leaves]
-            stack.callback(give_gradients, grads)
+            self._live_gradients = [(leaf, leaf.grad) for leaf in leaves]
+            stack.callback(give_gradients, self._live_gradients)
             give_gradients([(leaf, None) for leaf in leaves])
             give_gradients([(leaf, torch.zeros_like(leaf)) for leaf in self._history.state.with_gradient])
             give_gradients([(leaf, grad.clone()) for leaf, grad in self._history.state.gradients])
             yield
 
-    def find(self) -> Found | None:
-        """Play until something is bad, then go back to where that step began; ``None`` also if training contradicts."""
+    def find(self, hooks: UserHooks) -> Found | None:
+        """Play until something is bad, then go back to where that step began; ``None`` also if training contradicts.
+
+        With the user's ``hooks`` on gradients these are as they were in training.
+        """
         for number, step in enumerate(self._steps):
             player, carried, num_notes = self._player(number), self._carried, len(self.notes)
             found, rest = self._play(step, player, self._saved[number])
             if found is not None:
+                found.gradients = self._gradients_of_training(found, hooks)
                 if len(self.notes) > num_notes or not self._agrees_afterwards(found, number, player, rest):
                     self.notes += self._other_attributes()
                     return None
@@ -107,6 +115,16 @@ class Rewind:
             self.notes += [note for note in player.mismatches if note not in self.notes]
             self._carried = player.made(self._used_later)
         return None
+
+    def _gradients_of_training(
+        self, found: Found, hooks: UserHooks
+    ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """The gradients that training had, if the user has hooks on gradients and they are known."""
+        if found.step is self._steps[-1] and found.observed_at == "gradient":
+            return [(leaf, grad) for leaf, grad in self._live_gradients if grad is not None]
+        if found.observed_at not in ("gradient", "parameter") or not hooks.keeps_of_gradients:
+            return None
+        return [(leaf, leaf.grad.clone()) for leaf in self.leaves() if leaf.grad is not None]
 
     def play_until(self, number: int) -> dict[int, torch.Tensor]:
         """Play the steps before ``number``; returns what outside tensors hold then, and what those steps made."""

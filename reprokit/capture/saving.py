@@ -184,7 +184,7 @@ class _Describing:
         try:
             with rewind.going_back():
                 with guarded(history.modules, rewind.leaves(), out) as hooks:
-                    found = rewind.find()
+                    found = rewind.find(hooks)
                 if found is None:
                     is_loss = self._noticed.observed_at == "loss" and self._noticed.is_late
                     if is_loss and rewind.skipped and not rewind.notes:
@@ -278,6 +278,7 @@ class _Describing:
             failed,
             buffers=None,
             notes=found.notes,
+            gradients=found.gradients,
             likewise=likewise,
             keep=found.keep,
             micro_step=micro_step,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from reprokit.capture.rescue import HOOKS_LEFT_OUT, OTHER_GRADIENTS
+from reprokit.capture.rescue import GRADIENTS_NOT_KEPT, HOOKS_LEFT_OUT, OTHER_GRADIENTS
 from reprokit.capture.session import Session
 from reprokit.snapshot.format import Snapshot, load
 from tests.capture.traps_checks import (
@@ -272,8 +272,9 @@ def late_root(logits: torch.Tensor, first: nn.Linear, bad: bool) -> torch.Tensor
     return logits.pow(2).mean() + silent_root(first.weight, bad)
 
 
+@pytest.mark.parametrize("watch", WATCHES)
 @pytest.mark.parametrize("change", CHANGES)
-def test_gradients_that_hooks_change_are_not_exact(change: str, tmp_path: Path) -> None:
+def test_gradients_that_hooks_change_are_not_exact(change: str, watch: str, tmp_path: Path) -> None:
     def loop() -> list[torch.Tensor]:
         model = Net()
         CHANGES[change](model)
@@ -284,9 +285,45 @@ def test_gradients_that_hooks_change_are_not_exact(change: str, tmp_path: Path) 
             optimizer.step()
         return ending(model)
 
-    snapshot = check_caught(loop, tmp_path)
+    snapshot = check_caught(loop, tmp_path, watch=watch)
     assert where(snapshot) == (BAD_STEP, "backward", "torch.Tensor.sqrt")
+    assert snapshot.fidelity == "close"
+    assert snapshot.fidelity_note in (OTHER_GRADIENTS, *([GRADIENTS_NOT_KEPT] if watch == "deferred" else []))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_gradients_that_hooks_change_are_compared_also_when_found_late(change: str, tmp_path: Path) -> None:
+    """Losses between copy and failure show that the hooks change values, so they are called when steps are played."""
+
+    def loop() -> list[torch.Tensor]:
+        model = Net()
+        CHANGES[change](model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step, x, _ in batches(9):
+            optimizer.zero_grad()
+            late_root(model(x, torch.ones(())), model.first, step == 7).backward()
+            optimizer.step()
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path, watch="deferred", history=50)
+    assert where(snapshot) == (7, "backward", "torch.Tensor.sqrt")
     assert (snapshot.fidelity, snapshot.fidelity_note) == ("close", OTHER_GRADIENTS)
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+def test_hooks_that_only_look_at_gradients_leave_no_doubt(watch: str, tmp_path: Path) -> None:
+    def setup(model: Net) -> None:
+        norms: dict[str, list[float]] = {"grad": []}
+
+        def note(tensor: torch.Tensor) -> None:
+            norms["grad"].append(float((tensor if tensor.grad is None else tensor.grad).norm()))
+
+        model.second.weight.register_hook(note)
+        model.second.weight.register_post_accumulate_grad_hook(note)
+
+    snapshot = check_caught(lambda: run(setup, forward_bad=False), tmp_path, watch=watch)
+    assert where(snapshot) == (BAD_STEP, "backward", "torch.Tensor.sqrt")
+    assert fidelity(snapshot) == EXACT
 
 
 def test_a_failure_that_a_backward_hook_makes(tmp_path: Path) -> None:
