@@ -171,7 +171,7 @@ class _Describing:
         made, reasons, num_left_out = self._played(steps, ruined, EVERY - {ACCUMULATED} if has_stepped else EVERY)
         if made is None and num_left_out:  # hooks may have changed what training computed
             made, reasons, _ = self._played(steps, ruined, frozenset())
-        if made is None or made.culprit is None or ruined:
+        if made is None or made.culprit is None or ruined or not training.history.has_worsened(made.culprit):
             return made, reasons
         return self._from_the_past(step, [made.culprit])[0] or made, []
 
@@ -194,7 +194,8 @@ class _Describing:
                     return None, [*rewind.notes, *seen, NOT_SHOWN], hooks.left_out.total()
                 failed = self._failed_before(found, steps)
                 made = make_snapshot(failed, self._noticed.frame)
-                made = replace(made, culprit=self._ruined_before(made))
+                if made.culprit is None and not _is_shown(made.snapshot):
+                    made = replace(made, culprit=history.newly_bad())
         except CannotGoBack as reason:
             return None, [str(reason)], 0
         except SkippedLoss:
@@ -243,13 +244,6 @@ class _Describing:
             return made
         is_better = other.snapshot.fidelity == "exact" or (_is_shown(other.snapshot) and not _is_shown(made.snapshot))
         return replace(other, culprit=None) if is_better else made
-
-    def _ruined_before(self, made: Made) -> torch.Tensor | None:
-        """The part of the state that was bad already where a played step began, if that is the failure or hides it."""
-        history = self._training.history
-        if made.culprit is not None:
-            return made.culprit if history.has_worsened(made.culprit) else None
-        return None if _is_shown(made.snapshot) else history.newly_bad()
 
     def _complete(self, steps: list[PastStep]) -> list[PastStep] | None:
         """The steps with what was made before the last copy for them; ``None`` if that is not known."""
