@@ -8,10 +8,12 @@ from __future__ import annotations
 import functools
 import linecache
 import os
+import re
 import sys
 import sysconfig
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
@@ -20,6 +22,7 @@ from reprokit.program.ir import Site
 _OWN = str(Path(__file__).resolve().parent.parent) + os.sep
 _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
 _STDLIB = tuple(str(Path(sysconfig.get_path(key)).resolve()) + os.sep for key in ("stdlib", "platstdlib"))
+_CELL = re.compile(r"^<ipython-input|[\\/]ipykernel_\d+[\\/]\d+\.py$")
 _LIBRARY_PARTS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
@@ -85,9 +88,24 @@ def make_site(code: CodeType, line: int, library: tuple[str, int] | None = None)
     return Site(relative_path(filename), line, text, code.co_qualname, library)
 
 
-@functools.cache
 def relative_path(filename: str) -> str:
-    """The path below the current folder or below the library folder; else only the file's name."""
+    """The path below the current folder or below the library folder, ``In[3]`` for a cell of a notebook; else only the
+    file's name."""
+    return (_cell(filename) if _CELL.search(filename) else None) or _relative_path(filename)
+
+
+def _cell(filename: str) -> str | None:
+    """The cell as IPython's tracebacks call it: with the number of its latest run, so nothing here is remembered."""
+    try:
+        shell: Any = sys.modules["IPython"].get_ipython()
+        kind_and_name = shell.compile.format_code_name(filename)
+    except (KeyError, AttributeError):
+        return None
+    return str(kind_and_name[1]) if kind_and_name else None
+
+
+@functools.cache
+def _relative_path(filename: str) -> str:
     path = os.path.realpath(filename)
     for part in _LIBRARY_PARTS:
         if part in path:

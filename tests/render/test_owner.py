@@ -83,6 +83,30 @@ def test_the_owner_is_whose_line_computed_the_bad_value(
 
 
 @pytest.mark.parametrize(
+    ("file", "place"),
+    [
+        ("<ipython-input-7-a95786>", "In[7]"),
+        ("/tmp/ipykernel_4711/596703346.py", "In[7]"),
+        ("<ipython-input-8-a95786>", "<ipython-input-8-a95786>"),
+        ("<cell 3>", "<cell 3>"),
+    ],
+)
+def test_a_line_of_a_notebook_is_named_by_its_cell(
+    file: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = {"<ipython-input-7-a95786>": 7, "/tmp/ipykernel_4711/596703346.py": 7}
+    compiler = types.SimpleNamespace(format_code_name=lambda n: ("Cell", f"In[{cells[n]}]") if n in cells else None)
+    shell = types.SimpleNamespace(compile=compiler)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+    code = "import torch\nx = torch.zeros(2, requires_grad=True)\n(x.log() * 2).sum().backward()"
+    with reprokit.capture(tmp_path / "snap.pt") as session:
+        exec(compile(code, file, "exec"), {"__name__": "__main__"})
+    snapshot = load(session.snapshots[0])
+    assert snapshot.failure.site is not None and expect(snapshot).owner == "own"
+    assert (snapshot.failure.site.file, snapshot.failure.site.line) == (place, 3)
+
+
+@pytest.mark.parametrize(
     ("main", "spec", "file", "kind"),
     [
         ("site-packages/mine/train.py", None, "site-packages/mine/train.py", "user"),
