@@ -1,22 +1,26 @@
 """Taking secrets and personal names out of what is stored or printed: text, command lines, remotes, variables.
 
-A value is a secret when its own shape says so (a known key format), or when the word before it names a secret *and* the
-value could be one: ``--max-tokens 512``, ``pad_token_id`` and a git hash look like one only at a glance. In source code
-only literals and comments can be secrets, so a variable may be called ``token``, ``key`` or ``secret``.
-An e-mail address has a domain whose end exists: ``q@k.T`` is a product. ``git@`` is nobody's.
+A value is a secret if it has the shape of a key (`reprokit.snapshot.keys`), if its place is one of passwords only, or
+if the word or flag before it names a secret *and* the value could be one: ``--max-tokens 512``, ``pad_token_id`` and a
+git hash are none. In source code only literals and comments are secrets: a variable may be called ``token`` or ``key``.
+The domain of an e-mail address ends in an existing name: ``q@k.T`` is a product. ``git@`` is no person.
 Home folders become ``~``. Redacting twice gives the same as once.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import fnmatch
 import functools
 import getpass
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
+
+from reprokit.snapshot.keys import hide_keys, is_words
 
 REDACTED = "***"
 
@@ -28,30 +32,34 @@ ALLOWED_VARIABLES = (
     *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE"),
 )
 
-_KNOWN_SECRET = re.compile(
-    r"""
-      \bhf_[A-Za-z0-9]{16,}                                  # Hugging Face
-    | \b(?:sk|rk|pk)-(?=[A-Za-z_-]*[0-9])[A-Za-z0-9_-]{20,}  # OpenAI, Anthropic and alike
-    | \b(?:sk|rk)_(?:live|test)_[A-Za-z0-9]{16,}             # Stripe
-    | \bgh[pousr]_[A-Za-z0-9]{20,} | \bgithub_pat_[A-Za-z0-9_]{20,}
-    | \bgl(?:pat|dt|rt|cbt)-[A-Za-z0-9_.-]{16,}              # GitLab
-    | \b(?:AKIA|ASIA)[0-9A-Z]{16}\b                          # AWS
-    | \bAIza[0-9A-Za-z_-]{30,}                               # Google
-    | \bxox[abeoprs]-[A-Za-z0-9-]{10,}                       # Slack
-    | \b(?:npm|pypi|dop_v1|nvapi|r8|gsk)[_-][A-Za-z0-9_-]{20,}
-    | \beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*  # JSON web token
-    | \bya29\.[A-Za-z0-9_-]{20,} | \bGOCSPX-[A-Za-z0-9_-]{20,}  # Google's OAuth
-    | \bSG\.[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_-]{16,}             # SendGrid
-    | (?<![0-9])[0-9]{8,10}:AA[A-Za-z0-9_-]{30,}                # Telegram
-    | (?<=hooks\.slack\.com/services/)[A-Za-z0-9/]+            # webhooks, with which anybody can write
-    | (?<=discord\.com/api/webhooks/)[A-Za-z0-9_/-]+
-    """,
-    re.VERBOSE,
+_ADDRESS_VARIABLES = re.compile(r"COMM_ID|HOST_?(?:ID|NAME|HASH)|ADDR|ENDPOINT|RDZV|_(?:IP|URL|USER|PROXY)(?:_|$)")
+_ADDRESS = re.compile(r"(?<![\w.:-])(?:\d{1,3}(?:\.\d{1,3}){3}(?![\w.])|[A-Za-z][A-Za-z0-9.-]*(?=:\d{4,5}(?!\d)))")
+_PEER = re.compile(r"\b(?:NCCL_COMM_ID|NCCL_HOSTID|MASTER_ADDR)=(?!localhost|127\.)(?P<value>[^\s\"',;]+)")
+
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN ([A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?)-----.*?(?:-----END \1-----|\Z)", re.DOTALL
 )
-_PRIVATE_KEY = re.compile(r"-----BEGIN ([A-Z ]*PRIVATE KEY)-----.*?(?:-----END \1-----|\Z)", re.DOTALL)
-_BEARER = re.compile(r"\b(Bearer|Basic|(?i:Authorization[\"']?\s*[:=]\s*[\"']?token))\s+([A-Za-z0-9._~+/=-]{16,})")
-_LOGIN = re.compile(r"""(\blogin\(\s*["'])((?=[^0-9"']*[0-9])(?=[^A-Za-z"']*[A-Za-z])[A-Za-z0-9_-]{20,})""")
-_USERINFO = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*://)[^\s/@'\"]*:?[^\s/@'\"]*@")
+_USERINFO = re.compile(
+    r"(?<=://)(?:[^\s/:@'\"<>]{0,64}:"  # a password may have @ and / in it, but a number there is a port
+    r"(?!\d{1,5}(?:[/,?#]|$))[^\s'\"<>]{1,256}@(?=[\w.-]+(?::\d+)?(?:[^\w.:@-]|$))|[^\s/@'\"]{0,256}@)"
+)
+_COOKIE = re.compile(
+    r"(?i)(?:\b(?:set-)?cookie2?\\*[\"']?\s*:\s*|(?<!\S)(?:--cookie[= ]|-b )\s*)(?P<quote>\\*[\"'])?"
+    r"(?P<value>[^\s=;\"']{1,128}=(?(quote)(?:(?!(?P=quote))[^\n])+|[^\n\"']+))"
+)
+_AUTHORIZATION = re.compile(
+    r"(?i)(?:\b(?P<named>authorization)\\*[\"']?\s*[:=,]\s*\\*[\"']?(?:(?:basic|bearer|token|digest|(?:api)?key)\s+)?|\bbearer\s+)"
+    r"(?P<value>[A-Za-z0-9._~+/=:-]{6,})"
+)
+_BASIC = re.compile(r"(?i)\bbasic\s+(?P<value>[A-Za-z0-9+/]{8,}={0,2})")
+_LOGIN = re.compile(r"""\blogin\(\s*["'](?P<value>(?=[^0-9"']*[0-9])(?=[^A-Za-z"']*[A-Za-z])[\w-]{20,})""")
+_NETRC = re.compile(
+    r"\b(?:machine\s+\S+|default|login\s+\S+)\s+(?:account\s+\S+\s+)?password\s+(?P<value>[^\s\"']+)"
+)
+_PROGRAMS = re.compile(  # whose option takes nothing but a password
+    r"\b(?:(?:(?:mysql|mariadb|mongo)[\w-]*|(?:docker|podman)\s+login|sshpass|7z\w?)\b[^\n|;&]{0,200}?\s-p|redis-cli\b[^\n|;&]{0,200}?\s-a)"
+    r"\s?(?P<quote>[\"'])?(?P<value>(?(quote)(?:(?!(?P=quote))[^\n])+|[^\s\"'-][^\s\"']*))"
+)
 
 # Domains that mail ends in, and that of private networks. Code reads attributes called `net` or `to` as well, so there
 # what follows counts too; the sure ones are no attributes of anything.
@@ -82,43 +90,75 @@ _MAIL = re.compile(
 )
 _NOBODYS_MAIL = frozenset(("git", "hg", "svn"))
 
-_KEY_OWNERS = r"api|access|account|auth|private|secret|signing|encryption|license|wandb"
-_PASS_OWNERS = r"admin|db|ftp|http|login|mongo|mysql|pg|postgres|proxy|redis|smtp|ssh|sudo|user"
+_KEY_OWNERS = (
+    "access|account|api|auth|consumer|deploy|encryption|license|master|private|secret|service|shared|signing|ssh"
+    "|storage|subscription|wandb"
+)
+_PASS_OWNERS = "admin|db|ftp|http|login|mongo|mysql|pg|postgres|proxy|redis|smtp|ssh|sudo|user"
 _STRONG_WORDS = (
-    rf"password|passwd|passphrase|secret|credentials?|(?:{_KEY_OWNERS})[_-]?key|(?:{_PASS_OWNERS})[_-]?pass(?![A-Za-z])"
-    r"|(?<![A-Za-z])pwd"
+    rf"password|passwd|passphrase|passcode|secret|credentials?|(?:{_KEY_OWNERS})[_-]?key"
+    rf"|(?:{_PASS_OWNERS})[_-]?pass(?![A-Za-z])|(?<![A-Za-z])(?:pwd|pswd|pw)"
 )
-_WEAK_WORDS = r"token|auth|authorization|signature|sig|pat"
-_BARE_WORD = r"key"  # of a dictionary as often as of a service
+_WEAK_WORDS = "token|authorization|auth|signature|sig|pat|pass|jwt|bearer|dsn|cookie|session(?:[_-]?id)?|sid"
+_BARE_WORD = "key"  # of a dictionary as often as of a service
 _KEY = (
-    rf"(?<![A-Za-z0-9])(?P<key>[A-Za-z0-9_.\-]{{0,80}}?"  # without a limit the search would take time by the square
-    rf"(?:(?P<strong>{_STRONG_WORDS})|(?<![A-Za-z])(?:{_WEAK_WORDS}|(?P<bare>{_BARE_WORD}))))"
+    rf"(?:(?P<strong>{_STRONG_WORDS})|(?<![A-Za-z])(?:{_WEAK_WORDS}|(?P<bare>{_BARE_WORD}))"
+    r"|(?-i:(?<=[a-z])(?:Token|Auth|Signature)))"
 )
+_QUOTED = r"[rbfu]{0,2}(?P<quote>\\*[\"'])(?P<quoted>(?:(?!(?P=quote))(?:\\.|[^\n\\]))+)"
+_UNQUOTED = r"(?P<value>(?:[^\s\"',;&)}\]\\]|[,;&)}\]\\](?![\s\"',;&)}\]]|$|[\w.-]+[=:]))+)"
+_SEPARATOR = r"\\*[\"']?\]?[ \t]*(?:[:=]?=>?|:|%3[AD])[ \t]*"
 _ASSIGNED = re.compile(
-    rf"{_KEY}(?P<between>[\"']?\]?\s*(?:=|:)\s*|[\"']\s*,\s*)(?P<quote>[\"']?)(?P<value>[^\s\"',;&)}}\]]+)",
-    re.IGNORECASE,
+    rf"{_KEY}(?:(?:{_SEPARATOR}|\\*[\"'][ \t]*,[ \t]*|[ \t]*:[ \t]*[A-Za-z_][\w.\[\]| ]{{0,40}}=[ \t]*){_QUOTED}"
+    rf"|(?::[ \t]*[|>][+-]?[ \t]*\n[ \t]+|{_SEPARATOR}){_UNQUOTED})",
+    re.IGNORECASE | re.MULTILINE,
 )
-_FLAGGED = re.compile(rf"(?<!\S)--?{_KEY}(?P<between>\s+)(?P<quote>[\"']?)(?P<value>[^\s\"'-][^\s\"']*)", re.IGNORECASE)
-_FLAG = re.compile(rf"--?{_KEY}", re.IGNORECASE)
+_SAID = re.compile(
+    r"(?i)\b(?:(?P<strong>password|passwd|passphrase|pwd?)|token|(?:api|access|secret)[ _-]?key|secret)[ \t]+"
+    r"(?:(?:is|was|of)[ \t]+)?[\"'`]?(?P<value>[^\s\"'`]{6,})"
+)
+_FLAG = re.compile(rf"--?[\w.-]{{0,80}}?{_KEY}", re.IGNORECASE)
+_FLAGGED = re.compile(
+    r"(?<!\S)(?<!mkdir )(?P<flag>--?[A-Za-z][\w.-]{0,80})(?:[ \t]+|=)"
+    r"(?P<quote>[\"'])?(?P<value>(?(quote)(?:(?!(?P=quote))[^\n])+|[^\s\"'-][^\s\"']*))"
+)
+_USER_FLAG = re.compile(r"-[uU]|--(?:proxy-)?(?:user|userpwd|auth|basic-auth|login)")
 _NOT_SECRET = re.compile(
-    r"(?i)none|null|true|false|yes|no|auto|\*+|[-+]?[0-9.]{1,5}(?:e[-+]?[0-9]+)?|<[^>]*>|\[[^\]]*\]?|\$.*"
-    r"|(?:self|torch|np|os|F|nn)\..*|[A-Za-z_][\w.]*[(\[].*"  # an expression: `tensor(nan`, `q[:`
+    r"(?i)none|null|true|false|yes|no|auto|required|optional|missing|\*+|[-+]?[0-9.]{1,5}(?:e[-+]?[0-9]+)?"
+    r"|<[^>]*>|\[[^\]]*\]?|\{[^}]*\}?|\$\{?[A-Z_][A-Z0-9_]*\}?|\$\(.*|%[sdr]|%\(\w+\)s|--?[a-z][a-z_-]*"
 )
-_TOKEN_SHAPE = re.compile(r"(?=[^0-9]*[0-9])(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9_\-+/=.~%]{12,}")
-_KEY_SHAPE = re.compile(r"(?=[^0-9]*[0-9])(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9]{20,}")
+_EXPRESSION = re.compile(  # `tensor(nan`, `q[:`, a type
+    r"(?i)(?:self|torch|np|os|F|nn)(?:\.[a-z_]\w*)+.*|[a-z_][\w.]*[(\[].*|str|bytes|int|float|bool"
+)
+_PLAIN_ARGUMENT = re.compile(
+    r"(?i)[-+\d.,:x/%e]+|[a-z]+:\d+|b?float\d+|u?int\d+|[\w/.-]*\.[a-z]{1,5}\d?|[~.]{0,2}/[\w/.-]*|\w+://.*"
+)
+_TOKEN_SHAPE = re.compile(r"(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9_\-+/=.~%:]{12,}")
+_KEY_SHAPE = re.compile(r"(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9_\-+/=]{20,}")
+_SHORT = 5  # characters of a literal that holds no secret, quotes among them
 _LITERAL = re.compile(
     r"""(?P<ticks>\"{3}|'{3}).*?(?:(?P=ticks)|\Z) | "(?:\\.|[^"\\\n])*"? | '(?:\\.|[^'\\\n])*'? | \#[^\n]*""",
     re.DOTALL | re.VERBOSE,
 )
-_QUOTED_CODE = re.compile(r"(?m)^(?P<place>\s*File \"[^\"\n]*\", line [0-9]+.*\n)(?P<code>[ \t]+\S.*)$")
+_QUOTED_CODE = re.compile(r"(?m)^(?P<place>[ \t]*File \"[^\"\n]*\", line [0-9]+.*\n)(?P<code>[ \t]+\S.*)$")
 
-_LIBRARIES = re.compile(r"(?<![\w.~-])(?:[A-Za-z]:)?[/\\][^\s\"':;,)>\]]*[/\\](?:site|dist)-packages[/\\]")
+_LIBRARIES = re.compile(r"(?<![\w.~/\\-])(?:[A-Za-z]:)?[/\\][^\s\"':;,)>\]]*[/\\](?:site|dist)-packages[/\\]")
 _ABSOLUTE = re.compile(r"(?<![\w.~:/*%<)\]-])/(?:[\w.+@-]+/)+(?P<last>[\w.+@-]+)")
 _PUBLIC_FOLDERS = ("/usr/", "/lib/", "/lib64/", "/bin/", "/opt/", "/proc/", "/sys/", "/etc/", "/dev/")
 _COMPILER_CACHE = re.compile(r"(?<=[/\\]torchinductor)_[\w.@-]+")  # torch names it after the user
-_FOLDERS = re.compile(r"(?<![\w~.:/-])(?:/[\w.+@-]+)+")
+_FOLDERS = re.compile(r"(?:(?<![\w~./-])|(?<=file://))(?:/[\w.+@-]+)+")
+_OF_PEOPLE = re.compile(r"(?<=/)(?P<root>homes?|users|l?scratch)/(?:[a-z]/)?(?P<name>[\w.+@-]{2,})(?=/|$)")
 _NOBODY = frozenset(("admin", "jovyan", "nobody", "root", "runner", "ubuntu", "user", "vscode"))
-_HOMES = re.compile(r"(?<![\w.~-])(?:/home/|/Users/|[A-Za-z]:\\+Users\\+)(?!\.)[^/\\\s\"':;,)>\]]+")
+_NO_PEOPLE = """
+cache checkpoint checkpoints ckpt conda data dataset datasets envs experiments imagenet job jobs log logs models output
+outputs project projects public results runs shared slurm src tmp train users wandb work workspace
+"""
+_NO_PERSON = _NOBODY.union(_NO_PEOPLE.split())
+_HOMES = re.compile(  # a name may have spaces, with a backslash before them in a shell
+    r"(?<![\w.~-])(?:(?:/home/|/Users/)(?!\.)[^/\\\s\"':;,)>\]]+(?:(?:\\? [A-Z][\w.'-]*|\\ [\w.'-]+){1,3}(?=[/\"']|$))?"
+    r"|[A-Za-z]:[/\\]+Users[/\\]+(?!\.)[^/\\\s\"':;,)>\]]+(?:(?: [\w.'-]+){1,3}(?=[/\\]))?)"
+)
+_QUOTED_HOMES = re.compile(r"(?<=[\"'`])(?:/home/|/Users/)(?!\.)[^/\\\n\"'`:;,]+(?=/)")
 
 
 def redact_text(text: str) -> str:
@@ -132,8 +172,8 @@ def redact_text(text: str) -> str:
 
 def redact_source(code: str) -> str:
     """Python source without credentials: names stay whatever they are, literals and comments are redacted."""
-    code = _ASSIGNED.sub(lambda match: _hide_value(match) if match["quote"] else match[0], _hide_known(code))
-    return _hide_places(_LITERAL.sub(lambda match: _redact_words(match[0]), code))
+    code = _ASSIGNED.sub(lambda match: _hide_assigned(match) if match["quote"] else match[0], _hide_known(code))
+    return _hide_places(_LITERAL.sub(_redact_literal, hide_keys(code, REDACTED)))
 
 
 def shorten_paths(text: str) -> str:
@@ -145,36 +185,40 @@ def shorten_paths(text: str) -> str:
     return _ABSOLUTE.sub(short, text)
 
 
+def _redact_literal(match: re.Match[str]) -> str:
+    return _redact_words(match[0]) if len(match[0]) > _SHORT else match[0]
+
+
 def _redact_words(text: str) -> str:
-    text = _ASSIGNED.sub(_hide_value, _MAIL.sub(_hide_mail, _hide_known(text)))
-    return _hide_places(_FLAGGED.sub(_hide_value, text))
+    text = hide_keys(_ASSIGNED.sub(_hide_assigned, _hide_known(text)), REDACTED)
+    text = _MAIL.sub(_hide_mail, text)
+    text = _hide(_SAID, text, lambda match: _is_said(match["value"], match["strong"]))
+    return _hide_places(_FLAGGED.sub(_hide_flagged, text))
 
 
 def _hide_known(text: str) -> str:
-    """Hide what its own shape gives away."""
-    text = _PRIVATE_KEY.sub(REDACTED, text)
-    text = _USERINFO.sub(rf"\g<1>{REDACTED}@", text)
-    text = _KNOWN_SECRET.sub(REDACTED, text)
-    text = _LOGIN.sub(rf"\g<1>{REDACTED}", text)
-    return _BEARER.sub(rf"\g<1> {REDACTED}", text)
+    """Hide what its place gives away."""
+    text = _USERINFO.sub(f"{REDACTED}@", _PRIVATE_KEY.sub(REDACTED, text))
+    for place in (_PEER, _COOKIE, _LOGIN, _NETRC, _PROGRAMS):
+        text = _hide(place, text, lambda match: not _NOT_SECRET.fullmatch(match["value"]))
+    text = _hide(_AUTHORIZATION, text, _is_authorization)
+    return _hide(_BASIC, text, lambda match: _is_login(match["value"]))
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:
     """A command line without credentials: ``--token VALUE``, ``--token=VALUE`` and ``hub.token=VALUE`` alike."""
     clean: list[str] = []
-    flag: re.Match[str] | None = None
+    flag = ""
     for argument in argv:
-        if flag is not None and not argument.startswith("-") and _could_be_secret(argument, flag):
-            clean.append(REDACTED)
-        else:
-            clean.append(redact_text(argument))
-        flag = _FLAG.fullmatch(argument)
+        hidden = flag and not argument.startswith("-") and _is_secret_argument(flag, argument)
+        clean.append(REDACTED if hidden else redact_text(argument))
+        flag = argument if argument.startswith("-") else ""
     return clean
 
 
 def redact_remote(url: str) -> str:
     """A remote's address without user name, password and query; a local folder becomes its last part."""
-    parts = urlsplit(url)
+    parts = urlsplit(_USERINFO.sub("", url))
     if not parts.scheme:
         login, _, place = url.rpartition("@") if ":" in url else ("", "", Path(url).name)
         who = f"{login if login in _NOBODYS_MAIL else REDACTED}@" if login else ""
@@ -188,7 +232,7 @@ def redact_remote(url: str) -> str:
 def select_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that may matter to a run and hold nothing private, sorted by name."""
     return {
-        name: redact_text(value)
+        name: REDACTED if _ADDRESS_VARIABLES.search(name) else _without_addresses(name, redact_text(value))
         for name, value in sorted(environment.items())
         if any(fnmatch.fnmatchcase(name, allowed) for allowed in ALLOWED_VARIABLES) and not _FLAG.fullmatch(f"--{name}")
     }
@@ -206,20 +250,89 @@ def _hide_mail(match: re.Match[str]) -> str:
     return REDACTED + (match["as_code"] or "")
 
 
-def _hide_value(match: re.Match[str]) -> str:
-    if not _could_be_secret(match["value"], match):
-        return match[0]
-    return match[0][: match.start("value") - match.start()] + REDACTED
+def _without_addresses(name: str, value: str) -> str:
+    """The value of a variable without addresses of machines; versions have four numbers as well."""
+    return value if name.endswith("VERSION") else _ADDRESS.sub(REDACTED, value)
+
+
+def _hide(
+    pattern: re.Pattern[str], text: str, is_secret: Callable[[re.Match[str]], bool] = lambda match: True
+) -> str:
+    """The text with the group ``value`` of each match that is secret hidden."""
+
+    def hidden(match: re.Match[str]) -> str:
+        if not is_secret(match):
+            return match[0]
+        start, end = (position - match.start() for position in match.span("value"))
+        return match[0][:start] + REDACTED + match[0][end:]
+
+    return pattern.sub(hidden, text)
+
+
+def _hide_assigned(match: re.Match[str]) -> str:
+    if match["quote"] is None:
+        secret, value = _could_be_secret(match["value"], match), match["value"]
+        return match[0][: -len(value)] + REDACTED if secret else match[0]
+    value = match["quoted"]
+    if match["strong"]:
+        clean = REDACTED if _could_be_secret(value, match) else value
+    else:  # words such as `Bearer` may stand before a token
+        clean = re.sub(r"\S+", lambda word: REDACTED if _could_be_secret(word[0], match) else word[0], value)
+    return match[0][: -len(value)] + clean
+
+
+def _hide_flagged(match: re.Match[str]) -> str:
+    value = match["value"]
+    return match[0][: -len(value)] + REDACTED if _is_secret_argument(match["flag"], value) else match[0]
+
+
+def _is_secret_argument(flag: str, value: str) -> bool:
+    """True if ``value`` after ``flag`` may be a secret: after one that names it, a password, or ``user:password``."""
+    if _USER_FLAG.fullmatch(flag):
+        password = value.partition(":")[2]
+        return bool(password) and not password.isdigit() and "//" not in value
+    if (flag == "-p" and _is_password(value)) or (flag == "--cookie" and "=" in value):
+        return True
+    name = _FLAG.fullmatch(flag)
+    return name is not None and _could_be_secret(value, name)
+
+
+def _is_password(value: str) -> bool:
+    """True if ``value`` looks like a password and not like a number, a file, a port, a dtype or words."""
+    if len(value) < 6 or _NOT_SECRET.fullmatch(value) or _PLAIN_ARGUMENT.fullmatch(value):
+        return False
+    return not is_words(value, readable=0.75) or (value.isalnum() and not value.isalpha())
+
+
+def _is_said(value: str, is_strong: str | None) -> bool:
+    """True if ``value`` in a sentence, after `password` or `token`, may be one."""
+    value = value.rstrip(".,;:!?)]}")
+    return _is_password(value) if is_strong else bool(_TOKEN_SHAPE.fullmatch(value)) and not is_words(value)
+
+
+def _is_authorization(match: re.Match[str]) -> bool:
+    """True for anything but a word in a header, and for anything but words after `bearer` alone."""
+    is_word = match["value"].isalpha() or match["named"] is None
+    return not (is_word and is_words(match["value"]))
+
+
+def _is_login(value: str) -> bool:
+    """True if ``value`` is ``user:password`` in base64."""
+    try:
+        return b":" in base64.b64decode(value, validate=True)
+    except binascii.Error:
+        return False
 
 
 def _could_be_secret(value: str, name: re.Match[str]) -> bool:
     """True if ``value`` may be what its name promises; after a weak word such as ``token`` it must look like a key."""
-    if _NOT_SECRET.fullmatch(value) or value.startswith(REDACTED):
+    if _NOT_SECRET.fullmatch(value) or (not name.groupdict().get("quote") and _EXPRESSION.fullmatch(value)):
         return False
-    if (name["strong"] or "").lower() == "pwd" and re.match(r"[~.]?[/\\]|[A-Za-z]:\\", value):
+    strong = (name["strong"] or "").lower()
+    if strong == "pwd" and re.match(r"[~.]?[/\\]|[A-Za-z]:\\", value):
         return False  # the shell's working folder
     shape = _KEY_SHAPE if name["bare"] else _TOKEN_SHAPE
-    return bool(name["strong"]) or shape.fullmatch(value) is not None
+    return bool(strong) or (shape.fullmatch(value) is not None and not is_words(value))
 
 
 def _hide_places(text: str) -> str:
@@ -228,11 +341,18 @@ def _hide_places(text: str) -> str:
     home = str(Path.home())
     if len(home) > 1:
         text = re.sub(rf"(?<![\w.~/\\-]){re.escape(home)}(?![\w.-])", "~", text)
-    text = _COMPILER_CACHE.sub("", _HOMES.sub("~", text))
+    text = _COMPILER_CACHE.sub("", _HOMES.sub("~", _QUOTED_HOMES.sub("~", text)))
+    text = _FOLDERS.sub(lambda match: _OF_PEOPLE.sub(_anybody, match[0]), text)
     if user := _user():
-        text = _FOLDERS.sub(lambda match: re.sub(rf"(?<=/){re.escape(user)}(?=/|$)", "user", match[0]), text)
+        folder = rf"(?<=[/\\]){re.escape(user)}(?=[/\\]|$)"
+        text = _FOLDERS.sub(lambda match: re.sub(folder, "user", match[0]), text)
+        text = re.sub(folder, "user", text) if " " in user else text
     host = _distinctive_host()
     return re.sub(rf"(?<![\w-]){re.escape(host)}(?![\w-])", "localhost", text) if host else text
+
+
+def _anybody(match: re.Match[str]) -> str:
+    return match[0] if match["name"] in _NO_PERSON else f"{match['root']}/user"
 
 
 @functools.cache

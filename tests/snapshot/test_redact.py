@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import string
+import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import given
@@ -18,11 +21,17 @@ from reprokit.snapshot.redact import (
     redact_text,
     select_variables,
 )
+from tests.conftest import import_benchmark
 
 ALPHANUMERIC = string.ascii_letters + string.digits
 HEX_KEY = "0123456789abcdef0123456789abcdef01234567"
 HF_TOKEN = "hf_" + "aB3dE6gH9jK2mN5pQ8sT"
 PASSWORD_FLAGS = ["--password", "--db-password", "--api-key", "--wandb_api_key", "--client-secret", "-password"]
+
+
+@pytest.fixture(scope="module")
+def secrets_corpus() -> ModuleType:
+    return import_benchmark("secrets_corpus")
 
 
 @pytest.mark.parametrize(
@@ -358,3 +367,104 @@ def test_a_secret_behind_a_long_chain_of_words_goes(prefix: str) -> None:
     chain = prefix * 10_000  # a search that takes time by the square would not come back
     assert redact_text(chain) == chain
     assert redact_text(f"{chain}password=hunter2x") == f"{chain}password={REDACTED}"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_no_secret_survives_in_any_place(secrets_corpus: ModuleType, seed: int) -> None:
+    checks = list(secrets_corpus.checks(seed))
+    assert len(checks) >= 1000 and len({check.kind for check in checks}) >= 40
+    assert [(check.kind, check.place, check.text, check.clean) for check in checks if check.is_leak] == []
+
+
+def test_harmless_lines_stay(secrets_corpus: ModuleType) -> None:
+    assert len(secrets_corpus.HARMLESS) >= 100
+    assert len(secrets_corpus.changed_lines()) <= 1
+
+
+def test_the_corpus_finds_leaks(secrets_corpus: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(secrets_corpus.REDACTIONS, "text", lambda text: text)
+    assert {check.place for check in secrets_corpus.checks() if check.is_leak} >= {"netrc", "JSON", "diff", "colored"}
+
+
+def test_redacting_the_corpus_twice_is_redacting_it_once(secrets_corpus: ModuleType) -> None:
+    for check in secrets_corpus.checks(2):
+        once = redact_text(check.text)
+        assert redact_text(once) == once
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("postgres://ada:p@ss/w@db.org/x", "postgres://***@db.org/x"),
+        ("redis://:pa/s@h:6379/0", "redis://***@h:6379/0"),
+        ("http://host:8080/a@v2/x", None),
+        ("mysql -u root -pS3cret db", "mysql -u root -p*** db"),
+        ("mysql -P 3306 -h db", None),
+        ("sshpass -p hunter ssh gpu17", "sshpass -p *** ssh gpu17"),
+        ("redis-cli -h db -a pass", "redis-cli -h db -a ***"),
+        ("machine h login u password p", "machine h login u password ***"),
+        ("curl -b 'sid=abc' --user ada:pw", "curl -b '***' --user ***"),
+        ("Set-Cookie: a=b; Path=/", "Set-Cookie: ***"),
+        ("Authorization: ApiKey abc-12_3x!", "Authorization: ApiKey ***!"),
+        ("NCCL_COMM_ID=10.0.0.1:29500", "NCCL_COMM_ID=***"),
+        ('password="a, b; c)", x=1', 'password="***", x=1'),
+        ("password=${PW} --api-key $KEY", None),
+        ("password: str = 'abc'", "password: str = '***'"),
+        ("mkdir -p exp12345", None),
+        ("-p 0.5 -p 8080 -p bfloat16 -p vit_b_16 -u 1000:1000", None),
+        ("hf_hub_download_with_retries npm_config_registry_mirror", None),
+        ("sk-learn-compatible-estimators-2023", None),
+    ],
+)
+def test_places_of_passwords(text: str, expected: str | None) -> None:
+    assert redact_text(text) == (expected or text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("/scratch/grace/runs", "/scratch/user/runs"),
+        ("gpu:/cluster/home/grace", "gpu:/cluster/home/user"),
+        ("file:///gpfs/scratch/g/grace/x", "file:///gpfs/scratch/user/x"),
+        ("/scratch/datasets/imagenet /data/imagenet /work/run", None),
+        ("https://example.org/users/grace", None),
+        ("/home/Ada Lovelace/x.py", "~/x.py"),
+        ("'/Users/ada lovelace/x.py'", "'~/x.py'"),
+        (r"C:\Users\ada lovelace\x.py", r"~\x.py"),
+        (r"/Users/ada\ lovelace/x.py", "~/x.py"),
+        ("ls /home/ada && ls", "ls ~ && ls"),
+    ],
+)
+def test_names_in_folders(text: str, expected: str | None) -> None:
+    assert redact_text(text) == (expected or text)
+
+
+def test_a_user_name_with_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redact.getpass, "getuser", lambda: "Ada Lovelace")
+    redact._user.cache_clear()
+    assert redact_text("/mnt/runs/Ada Lovelace/x.pt") == "/mnt/runs/user/x.pt"
+    redact._user.cache_clear()
+
+
+def test_variables_hide_addresses() -> None:
+    environment = {
+        "NCCL_COMM_ID": "10.0.0.1:29500",
+        "NCCL_HOSTID": "node17",
+        "TORCH_STORE": "node17:29500",
+        "CUDNN_VERSION": "8.9.7.29",
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:1024",
+        "CUDAHOSTCXX": "g++",
+    }
+    hidden = {"NCCL_COMM_ID": "***", "NCCL_HOSTID": "***", "TORCH_STORE": "***:29500"}
+    assert select_variables(environment) == dict(sorted((environment | hidden).items()))
+
+
+@pytest.mark.parametrize(
+    "unit", ["a.", "/", "\\", "\n", "eyJ", "xoxb-", "sk-a", "ATBB", "://a:", "token=", "/home/", '"', "-a ", "mysql "]
+)
+@pytest.mark.parametrize("redacted", [redact_text, redact_source])
+def test_a_long_line_takes_linear_time(unit: str, redacted: Callable[[str], str]) -> None:
+    redacted(unit)  # reads the shapes of keys
+    start = time.process_time()
+    redacted((unit * 100_000)[:100_000])
+    assert time.process_time() - start < 3  # half a second on an idle machine, minutes by the square
