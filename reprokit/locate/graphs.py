@@ -44,6 +44,38 @@ def _tried(scene: Scene) -> Iterator[tuple[Call, Program]]:
             yield program.calls[index], together
 
 
+def find_update(scene: Scene) -> tuple[Call, Program] | None:
+    """The update of parameters, an optimizer's step or a write without gradients, without which the failing backward
+    pass does not raise, and the step with the update behind that pass.
+
+    Updates by hand, one call for each parameter, are moved together.
+    """
+    if "update" not in scene.found_out:
+        scene.found_out["update"] = next(_moved(scene), None)
+    found: tuple[Call, Program] | None = scene.found_out["update"]
+    return found
+
+
+def _moved(scene: Scene) -> Iterator[tuple[Call, Program]]:
+    program, end = scene.program, scene.failure.call_index
+    leaves = {item.value for item in program.inputs if item.requires_grad}
+    before = list(enumerate(program.calls[:end])) if end is not None else []
+    by_hand = [n for n, call in before if not call.mode.grad and is_in_place(call.target) and _target(call) in leaves]
+    steps = [[n] for n, call in reversed(before) if call.is_optimizer_step]
+    for indexes in [*steps[:_MAX_WRITES], *([by_hand] if by_hand else [])]:
+        assert end is not None
+        first = [call for n, call in enumerate(program.calls[: end + 1]) if n not in indexes]
+        calls = (*first, *(program.calls[n] for n in indexes), *program.calls[end + 1 :])
+        moved = replace(program, calls=calls)
+        if run(moved, scene.tensors).error is None:
+            yield program.calls[indexes[-1]], moved
+
+
+def _target(call: Call) -> int | None:
+    ref = next(iter_refs(call.args), None)
+    return ref.value if ref is not None else None
+
+
 def written_leaf(scene: Scene) -> tuple[int, int] | None:
     """The value that no call computed and that the origin, an in-place call, writes into, and the call that takes the
     first view for that or is the origin itself; ``None`` if a call computed it."""

@@ -157,6 +157,15 @@ def attention(mask: torch.Tensor | None = None) -> Snapshot:
     return record(run, **dict(zip(("query", "key", "value"), tensors, strict=True)))
 
 
+def updated(x: torch.Tensor, w: torch.Tensor) -> None:
+    loss = (w * w * x).sum()
+    loss.backward(retain_graph=True)
+    with torch.no_grad():
+        w -= 0.1 * w.detach()
+        x.sub_(0.1)
+    loss.backward()
+
+
 def written_leaf(x: torch.Tensor) -> None:
     x[0] = 0.0
     x.sum().backward()
@@ -254,6 +263,7 @@ CASES: dict[str, Make] = {
     "weight-norm-of-zero": step(
         lambda v, g: torch._weight_norm(v, g, 0), v=torch.tensor([[0.0, 0.0], [1.0, 1.0]]), g=torch.ones(2, 1)),
     "in-place-on-saved": raising(lambda x: (torch.sigmoid(x).add_(1.0) ** 2).sum().backward(), x=leaf(1.0, 2.0)),
+    "update-before-backward": raising(updated, x=leaf(1.0, 2.0), w=leaf(3.0, 4.0)),
     "in-place-on-leaf": raising(written_leaf, x=leaf(1.0, 2.0)),
     "backward-twice": raising(
         lambda x: ((h := x.exp()).sum().backward(), (h * x).sum().backward())[1], x=leaf(1.0, 2.0)),
@@ -399,6 +409,7 @@ MISSES: dict[str, str | Make] = {
     "division-by-zero": "zero-by-zero",
     "weight-norm-of-zero": "normalise-zero-vector",
     "in-place-on-saved": "backward-twice",
+    "update-before-backward": "in-place-on-saved",
     "in-place-on-leaf": raising(lambda x: x.unbind()[0].add_(1.0), x=leaf(1.0, 2.0)),
     "backward-twice": "in-place-on-saved",
     "std-of-one": "spread-or-median-of-nothing",

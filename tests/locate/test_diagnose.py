@@ -6,6 +6,7 @@ import ast
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import reprokit
 from reprokit.locate import trials
 from reprokit.locate.blame import locate
 from reprokit.locate.catalogue import CONFIDENCES, TIERS, Remedy, entries
@@ -27,6 +29,7 @@ from reprokit.render.diagnosis import markdown, one_line, page
 from reprokit.render.expectation import expect
 from reprokit.render.fix_code import fix_code
 from reprokit.render.wording import headline, phase_words
+from reprokit.snapshot.format import load
 from tests.locate.mechanisms import (
     CASES,
     MISSES,
@@ -657,3 +660,21 @@ def test_the_code_of_a_fix_has_the_users_name_of_bad_data(name: str, variable: s
     named = snapshot_of(replace(snapshot.program, inputs=inputs), snapshot.tensors)
     fix = diagnose(named).fix
     assert fix is not None and fix.code == f"{variable} = {variable}.nan_to_num(0.0, 0.0, 0.0)"
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.SGD])
+def test_an_optimizer_that_stepped_before_a_backward_pass_is_named(optimizer: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    made = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    critic = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    steps = [optimizer(model.parameters(), lr=0.01) for model in (made, critic)]
+    with pytest.raises(RuntimeError, match="inplace"), reprokit.capture(tmp_path / "snap.pt") as session:
+        for _ in range(2):
+            score = critic(made(torch.randn(5, 4)))
+            score.mean().backward(retain_graph=True)
+            steps[1].step()
+            (-score).mean().backward()
+            steps[0].step()
+    found = diagnose(load(session.snapshots[0]))
+    assert found.id == "update-before-backward" and f"`{optimizer.__name__}.step` at" in found.mechanism
+    assert found.fix is not None and found.fix.helped

@@ -9,6 +9,7 @@ from reprokit.locate.domains import number_named
 from reprokit.locate.edits import Edited, Editor
 from reprokit.locate.graphs import (
     depends_on_gradients,
+    find_update,
     find_write,
     with_graphs_cut,
     with_graphs_kept,
@@ -140,6 +141,13 @@ def out_of_place(scene: Scene) -> Edited | None:
     """The write that a backward pass objects to, into a new tensor."""
     found = find_write(scene)
     return Edited(found[1], scene.tensors, site=found[0].site) if found is not None else None
+
+
+@rewrite
+def update_after_backward(scene: Scene) -> Edited | None:
+    """The update that a backward pass objects to, behind that pass."""
+    found = find_update(scene)
+    return Edited(found[1], scene.tensors, is_local=False) if found is not None else None
 
 
 @rewrite

@@ -10,7 +10,7 @@ import torch
 
 from reprokit.locate.calls import short_name
 from reprokit.locate.failure import EXCEPTION
-from reprokit.locate.graphs import find_write, written_leaf
+from reprokit.locate.graphs import find_update, find_write, written_leaf
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs.arguments import dimension
 from reprokit.locate.signs.registry import Numbers, dtype_name, places, sign
@@ -45,6 +45,13 @@ def writes_what_backward_needs(scene: Scene) -> Numbers | None:
 
 
 @sign
+def updates_before_backward(scene: Scene) -> Numbers | None:
+    """The update of parameters that has to come after the backward pass for it not to raise."""
+    found = find_update(scene)
+    return {"writer": _placed(found[0])} if found is not None else None
+
+
+@sign
 def writes_into_leaf(scene: Scene) -> Numbers | None:
     """The leaf that the origin writes into in place, by itself or through a view."""
     call, found = scene.call, written_leaf(scene)
@@ -58,7 +65,8 @@ def writes_into_leaf(scene: Scene) -> Numbers | None:
 
 def _placed(call: Call) -> str:
     place = f" at {call.site.file}:{call.site.line}" if call.site is not None else ""
-    return f"`{short_name(call)}`{place}"
+    name = call.target.removeprefix("torch.optim.") if call.is_optimizer_step else short_name(call)
+    return f"`{name}`{place}"
 
 
 @sign
