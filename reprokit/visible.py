@@ -4,6 +4,9 @@ a comment is shown as its escape."""
 from __future__ import annotations
 
 import re
+import sys
+
+from reprokit.arrivals import ignored_errors
 
 # Control characters but tab and line feed, separators of lines and paragraphs, and the marks that turn the direction of
 # text around (https://trojansource.codes). Surrogates that stand alone cannot be written to any file.
@@ -12,6 +15,13 @@ _HIDDEN = re.compile(
 )
 _NOT_IN_A_LINE = re.compile(f"{_HIDDEN.pattern[:-1]}\\t\\n]")
 _NOT_IN_A_NAME = re.compile(f"{_HIDDEN.pattern[:-1]}\\t\\n`]")
+
+
+def tell(text: str) -> None:
+    """Print one line of the tool on stderr; the script that runs may have closed it or set it to ``None``."""
+    if sys.stderr is not None:
+        with ignored_errors():
+            print(f"reprokit: {visible(text)}", file=sys.stderr, flush=True)
 
 
 def visible(text: str) -> str:

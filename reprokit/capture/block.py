@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprokit.capture.options import DEFAULT_ON, After, Source, Watch
+from reprokit.capture.rank_name import check_name, current_folder
 from reprokit.capture.words import cause_line, growth, place_line, what
 from reprokit.errors import UsageError
+from reprokit.visible import tell
 from reprokit.words import replay_words
 
 if TYPE_CHECKING:
@@ -48,7 +50,9 @@ def capture(
     from reprokit.capture.session import CaptureStop, Session
     from reprokit.snapshot.redact import redact_argv
 
-    path = Path(output).absolute() if output is not None else None
+    path = current_folder() / output if output is not None and not os.path.isabs(output) else output
+    path = Path(path) if path is not None else None
+    check_name(path, None, name)
     if path is not None and path.exists() and not overwrite:
         raise UsageError(f"`{path}` exists already", hint="choose another name, or pass overwrite=True")
     session = Session(
@@ -73,15 +77,16 @@ def capture(
         peel(error)
         raise
     finally:
+        session.take_away()  # also if an exception has arrived just before it could
         if not quiet:
             if session.closing is not None:
-                print(f"reprokit: {session.closing}", file=sys.stderr, flush=True)
+                tell(session.closing)
             for written, result in zip(session.snapshots, session.results, strict=True):
-                for line in captured_lines(written, result, Path.cwd()):
-                    print(f"reprokit: {line}", file=sys.stderr, flush=True)
+                for line in captured_lines(written, result, None):
+                    tell(line)
 
 
-def captured_lines(path: Path, result: Mapping[str, Any], start: Path) -> list[str]:
+def captured_lines(path: Path, result: Mapping[str, Any], start: Path | None) -> list[str]:
     """The failure, its file, and the next command; paths as seen from the folder ``start``."""
     shown = shown_path(path, start)
     place = place_line(result)
@@ -109,5 +114,8 @@ def can_be_shrunk(result: Mapping[str, Any]) -> bool:
 
 def shown_path(path: Path, start: Path | None = None) -> str:
     """A path as a person would type it in ``start`` (the current folder): relative when it lies inside."""
-    relative = os.path.relpath(path, start)
+    try:
+        relative = os.path.relpath(path, start)
+    except FileNotFoundError:  # the folder is gone
+        return str(path)
     return relative if not relative.startswith("..") else str(path)

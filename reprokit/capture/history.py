@@ -202,6 +202,11 @@ class History:
         self._num_frozen += 1
         self._step_bytes += step.num_bytes
 
+    @property
+    def room(self) -> int:
+        """Bytes that steps may still hold before the next copy comes early."""
+        return max(DEFAULT_STEP_BYTES - self._step_bytes, 0)
+
     def is_due(self, now: float) -> bool:
         """True if it is time to check everything and to take the next copy."""
         if self._is_beginning:

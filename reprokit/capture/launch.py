@@ -30,7 +30,7 @@ _launcher = ModuleType("__main__")  # what was `__main__` before; kept alive, as
 def run_script(path: str, argv: Sequence[str]) -> None:
     """Run ``python path *argv``; returns when the script ends and raises what it raises, `SystemExit` included."""
     source = read_script(path)
-    filename = os.path.join(os.getcwd(), path)
+    filename = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
     sys.argv[:] = [path, *argv]
     _set_first_path(os.path.dirname(os.path.realpath(path)))
     module = _new_main(filename, SourceFileLoader("__main__", filename), spec=None, package=None)

@@ -6,6 +6,7 @@ gradient flows through when the step holds too much: they are used by value then
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,7 +14,7 @@ import torch
 
 from reprokit.capture.entry import Entry, is_among, new_tensors
 from reprokit.capture.state import num_bytes
-from reprokit.capture.structure import iter_tensors
+from reprokit.capture.structure import is_leaf, iter_tensors
 from reprokit.capture.sweep import still_useful
 from reprokit.capture.written import WrittenMemory
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 BUDGET = 256 * 2**20  # bytes of loop-level results kept alive per step
 _MODULE_LOAD = 16  # how much more than a function's a root module's results weigh
 _SWEEP_AT = 32
+_GIVEN_BYTES = 8  # for each element of a call's first tensor: 4 of its own, and as much again for a second one
 
 
 class Listener(Protocol):
@@ -57,6 +59,7 @@ class RunningStep:
     says whether the loop has changed parameters itself. ``generators`` are the states of Python's and NumPy's
     generators for the module that is about to be called. ``suspect`` is a bad value that the loop may still deal with.
     ``on_lost(entries)`` is called with dropped entries.
+    ``num_bytes`` is an estimate of what the entries keep alive.
     """
 
     def __init__(self) -> None:
@@ -68,7 +71,7 @@ class RunningStep:
         self.generators: dict[str, Any] | None = None
         self.on_lost: Callable[[list[Entry]], None] = lambda entries: None
         self._budget = BUDGET
-        self._bytes = 0
+        self.num_bytes = 0
         self._load = 0
         self._load_limit = _SWEEP_AT
 
@@ -85,7 +88,7 @@ class RunningStep:
         self.suspect = None
         self.is_hand_updated = False
         self._budget = BUDGET
-        self._bytes = 0
+        self.num_bytes = 0
         self._load = 0
 
     def add(self, entry: Entry) -> None:
@@ -97,8 +100,10 @@ class RunningStep:
         made = self.memory.made
         for tensor in new_tensors(entry, made):
             made.add(id(tensor))
-            self._bytes += tensor.numel() * tensor.element_size()
-        if self._bytes > self._budget:
+            self.num_bytes += tensor.numel() * tensor.element_size()
+        if entry.versions:
+            self.num_bytes += _GIVEN_BYTES * entry.versions[0][0].numel()
+        if self.num_bytes > self._budget:
             self._make_room()
 
     def add_result(self, entry: Entry, result: torch.Tensor) -> None:
@@ -110,8 +115,8 @@ class RunningStep:
         made = self.memory.made
         if id(result) in made or not is_among(result, entry.versions):
             made.add(id(result))
-            self._bytes += result.numel() * result.element_size()
-            if self._bytes > self._budget:
+            self.num_bytes += result.numel() * result.element_size() + _GIVEN_BYTES * entry.versions[0][0].numel()
+            if self.num_bytes > self._budget:
                 self._make_room()
 
     def begin_module(self, entry: Entry) -> None:
@@ -120,6 +125,10 @@ class RunningStep:
         self._load += _MODULE_LOAD
         if self._load > self._load_limit:
             self._sweep()
+        if entry.versions:
+            self.num_bytes += _GIVEN_BYTES * entry.versions[0][0].numel()
+            if self.num_bytes > self._budget:
+                self._make_room()
 
     def finish_module(self, entry: Entry, output: Any) -> None:
         """A root module has returned."""
@@ -131,21 +140,29 @@ class RunningStep:
             made.update(map(id, new_tensors(entry, made)))
 
     def _make_room(self) -> None:
-        while self._bytes > self._budget:
-            if not self._drop_oldest():
-                self._budget *= 2  # nothing can go: gradients need all of it anyway
-                return
-
-    def _drop_oldest(self) -> bool:
-        """Drop the oldest function entry that no gradient flows through; what it made is then used by value."""
-        for position, entry in enumerate(self.entries):
-            outputs = _outputs(entry)
-            if entry.kind == "function" and outputs and not any(tensor.requires_grad for tensor in outputs):
-                del self.entries[position]
-                self.memory.made.difference_update(map(id, outputs))
-                self._bytes -= num_bytes(outputs)
-                return True
-        return False
+        """Let go of what nobody can use, then of the oldest calls that no gradient flows through: their results are
+        used by value then. ``num_bytes`` is estimated call by call, and counted here."""
+        self._sweep()
+        users = Counter(id(tensor) for entry in self.entries for tensor in _held(entry))
+        sizes = {id(tensor): num_bytes([tensor]) for entry in self.entries for tensor in _held(entry)}
+        self.num_bytes = sum(sizes.values())
+        if self.num_bytes <= self._budget // 2:
+            return
+        kept: list[Entry] = []
+        lost: list[Entry] = []
+        for entry in self.entries:
+            if self.num_bytes <= self._budget // 2 or not _is_by_value(entry):
+                kept.append(entry)
+                continue
+            lost.append(entry)
+            self.memory.made.difference_update(map(id, iter_tensors(entry.output)))
+            for tensor in _held(entry):
+                users[id(tensor)] -= 1
+                self.num_bytes -= 0 if users[id(tensor)] else sizes[id(tensor)]
+        self.entries = kept
+        self.on_lost(lost)
+        while self.num_bytes > self._budget // 2:
+            self._budget *= 2  # nothing more can go: gradients need all of it anyway
 
     def _sweep(self) -> None:
         """Let go of what nobody can use any more; the less that is, the longer until the next look."""
@@ -156,10 +173,19 @@ class RunningStep:
             self.on_lost([entry for entry in self.entries if id(entry) in gone])
             self.entries = useful
             self.memory.keep_only(useful)
-            self._bytes = sum(num_bytes(_outputs(entry)) for entry in useful if entry.kind == "function")
         self._load = sum(_MODULE_LOAD if entry.kind == "module" else 1 for entry in self.entries)
         self._load_limit = max(_SWEEP_AT, 2 * (self._load if 2 * self._load < before else before))
 
 
-def _outputs(entry: Entry) -> list[torch.Tensor]:
-    return list(iter_tensors(entry.output))
+def _held(entry: Entry) -> list[torch.Tensor]:
+    """The tensors that an entry keeps alive, without parameters."""
+    tensors = (*(tensor for tensor, _ in entry.versions or ()), *iter_tensors(entry.output))
+    return list({id(tensor): tensor for tensor in tensors if not is_leaf(tensor)}.values())
+
+
+def _is_by_value(entry: Entry) -> bool:
+    """True if what a call returned can be used by value: no gradient flows through it, and it has changed nothing."""
+    if entry.kind not in ("function", "module", "transform") or entry.writes_state or entry.writes_view:
+        return False
+    outputs = list(iter_tensors(entry.output))
+    return bool(outputs) and not any(tensor.requires_grad for tensor in outputs)

@@ -22,11 +22,13 @@ from reprokit.capture.history import History
 from reprokit.capture.hooks import Hooks
 from reprokit.capture.judge import Judge
 from reprokit.capture.options import DEFAULT_ON, After, Source, Watch, check_options
+from reprokit.capture.rank_name import check_name, current_folder
 from reprokit.capture.saving import Place, SkippedLoss
 from reprokit.capture.stepping import Stepping
 from reprokit.capture.tape import Tape
 from reprokit.capture.training import Training
 from reprokit.capture.whole_calls import WholeCalls
+from reprokit.visible import tell
 
 
 class CaptureStop(SystemExit):
@@ -80,6 +82,7 @@ class Session:
         source: Source = "traceback",
     ) -> None:
         check_options(after, history, watch, on, source)
+        check_name(output, directory, name)
         self.stops = after == "stop"
         self.is_watching = False
         self._is_over = False
@@ -90,13 +93,14 @@ class Session:
         self._has_complained = False
         self._paused_at: float | None = None
         self._tape = Tape(self.switch_off)
+        self._tape.on_other_thread = lambda: self.say("a second thread trains; only the first one is watched")
         self._training = Training(self._tape, History(1 if watch == "every-step" and history is None else history))
         self._judge = Judge(self._training, watch, matter=not {"nonfinite", "skipped"}.isdisjoint(on))
         self._failures = Failures(
             self,
             self._training,
             self._judge,
-            Place(output, directory or Path.cwd(), name, overwrite, source, part),
+            Place(output, directory or current_folder(), name, overwrite, source, part),
             command,
             takes_exceptions="exception" in on,
             takes_skipped="skipped" in on,
@@ -112,7 +116,7 @@ class Session:
             self.take_away()
             pass_on(error)
             self._has_complained = True
-            _print(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
+            tell(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
             self._print_traceback(error)
         except BaseException:
             self.take_away()
@@ -257,13 +261,13 @@ class Session:
         pass_on(error)
         if not self._has_complained:
             self._has_complained = True
-            _print(f"{what} ({type(error).__name__}: {error}); training goes on")
+            tell(f"{what} ({type(error).__name__}: {error}); training goes on")
             self._print_traceback(error)
 
     def _print_traceback(self, error: Exception) -> None:
         """With ``-v`` an error of reprokit's own is shown in full."""
-        if self._verbose:
-            with contextlib.suppress(OSError, ValueError):
+        if self._verbose and sys.stderr is not None:
+            with ignored_errors():
                 print_exception(error)
 
     def _wake(self) -> None:
@@ -289,12 +293,7 @@ class Session:
     def say(self, text: str) -> None:
         """Tell the user, unless all is to be quiet."""
         if not self._quiet:
-            _print(text)
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the script may have closed its streams
-        print(f"reprokit: {text}", file=sys.stderr, flush=True)
+            tell(text)
 
 
 def _abandon_in_child() -> None:

@@ -18,7 +18,8 @@ class StackedMode(TorchFunctionMode):
 
     ``enabled`` is set by the session; ``switch_off(error)`` is called with an internal error. Invariant: while
     ``depth`` is above 0 the loop is inside something that is noted as a whole. ``thread`` is the watched one; it
-    ``is_claimed`` once it has differentiated. ``has_other_thread``: another thread has called backward.
+    ``is_claimed`` once it has differentiated. ``has_other_thread``: another thread has called backward;
+    ``on_other_thread`` is called the first time.
     """
 
     def __init__(self, switch_off: Callable[[Exception], None]) -> None:
@@ -29,6 +30,7 @@ class StackedMode(TorchFunctionMode):
         self.thread = get_ident()
         self.is_claimed = False
         self.has_other_thread = False
+        self.on_other_thread: Callable[[], None] = lambda: None
         self._is_lifted = False
 
     @property
@@ -65,17 +67,23 @@ class StackedMode(TorchFunctionMode):
 
     def miss_backward(self) -> None:
         """A backward call is not noted; remember it if that is because of its thread."""
-        if self.enabled and get_ident() != self.thread and torch._C._current_graph_task_id() == -1:
+        is_other = self.enabled and get_ident() != self.thread and torch._C._current_graph_task_id() == -1
+        if is_other and not self.has_other_thread:
             self.has_other_thread = True
+            self.on_other_thread()
 
     def run_in_thread(self, run: Callable[[], None]) -> None:
         """Run the body of a new thread, which may be the one that trains, with the mode on the stack of that thread."""
         if not self.enabled:
             run()
             return
+        from reprokit.capture.session import CaptureStop
+
         _push_mode(self)
         try:
             run()
+        except CaptureStop:  # a thread that exits prints nothing; `threading` knows only `SystemExit` itself
+            pass
         finally:
             self.leave_stack()
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from reprokit.arrivals import pass_on
+
 _MAX_DEPTH = 6
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})  # by exact type
 _ATOMS = (str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
@@ -95,7 +97,21 @@ def repeatable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
 
 
 def _as_list(value: Any) -> Any:
-    return list(value) if isinstance(value, Iterator) else value
+    """A list of an iterator's items, or the iterator again if it raises: an error of the user's is torch's to meet."""
+    if not isinstance(value, Iterator):
+        return value
+    items: list[Any] = []
+    try:
+        items.extend(value)
+    except Exception as error:
+        pass_on(error)
+        return _again(items, error)
+    return items
+
+
+def _again(items: list[Any], error: Exception) -> Iterator[Any]:
+    yield from items
+    raise error
 
 
 def with_own_index(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -52,6 +52,7 @@ class Training:
         self.compiled: Call | None = None  # the first compiled function that the loop called itself
         self.is_converted = False
         self._may_wait = 1  # steps
+        self._waiting_bytes = 0  # an estimate of what they hold
         self._finished: set[int] = set()  # optimizers that have stepped since the last backward call
 
     def meet_compiled(self, call: Call | None) -> None:
@@ -137,11 +138,13 @@ class Training:
         """Let the step become the past."""
         history, running = self.history, self.running
         history.steps.append(self.step_of(running.entries, running.memory.saved))
-        if len(history.waiting()) >= self._may_wait:
+        self._waiting_bytes += running.num_bytes
+        if len(history.waiting()) >= self._may_wait or self._waiting_bytes > history.room:
             self.freeze_past()
 
     def freeze_past(self) -> None:
         """Let go of what past steps made and nobody needs any more."""
+        self._waiting_bytes = 0
         try:
             self.history.makers = self.freezer.living(self.history.makers)
             for step in self.history.waiting():

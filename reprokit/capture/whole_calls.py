@@ -96,7 +96,10 @@ class WholeCalls:
     ) -> tuple[Any, Entry | None]:
         """The result, and its entry if it is recorded."""
         tape = self._tape
-        args, kwargs = repeatable(args, kwargs)
+        try:
+            args, kwargs = repeatable(args, kwargs)
+        except Exception as error:
+            tape.switch_off(error)
         is_outermost = tape.is_outermost
         try:
             with tape.paused():

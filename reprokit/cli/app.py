@@ -6,18 +6,18 @@ import errno
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 import click
 
 import reprokit
+from reprokit.capture.rank_name import current_folder
 from reprokit.cli import capture, demo, render, show, shrink, verify, whatif
 from reprokit.cli.console import say, say_error
 from reprokit.cli.settings import read_settings
 from reprokit.errors import Interrupted, ReprokitError, UsageError
 
-_REFUSALS = frozenset((errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.EPERM, errno.EROFS))
+_REFUSALS = frozenset((errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.ENOSPC, errno.EPERM, errno.EROFS))
 ISSUES = "https://github.com/reprokit/reprokit/issues"
 
 
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: list[str]) -> Plan | None:
     """The plan that a command line asks for; ``None`` when click has answered it already, as for ``--help``."""
     try:
-        settings = read_settings(app, Path.cwd())
+        settings = read_settings(app, current_folder())
         plan = app.main(argv, prog_name="reprokit", standalone_mode=False, default_map=settings)
     except click.UsageError as error:
         raise _usage_error(error, argv) from None

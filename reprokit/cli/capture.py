@@ -24,7 +24,7 @@ from reprokit.arrivals import pass_on
 from reprokit.capture import launch, options
 from reprokit.capture.block import captured_lines, shown_path
 from reprokit.capture.closing import Seen, closing_line
-from reprokit.capture.rank_name import rank_suffix, with_part
+from reprokit.capture.rank_name import check_name, rank_suffix, with_part
 from reprokit.cli.children import REPORTS, Children
 from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, say
 from reprokit.cli.outputs import check_file, check_folder
@@ -125,6 +125,7 @@ class Capture:
         if not self.is_module:
             launch.read_script(self.target)
         output = self.file()
+        check_name(self.output, None, self.stem)
         if output is not None:
             check_file(output, overwrite=self.overwrite)
         else:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from reprokit.errors import OutputError, ReprokitError
-from reprokit.visible import visible
+from reprokit.visible import tell, visible
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -71,7 +71,7 @@ def common_options(command: Command) -> Command:
 def say(text: str, verbosity: Verbosity = Verbosity.NORMAL) -> None:
     """One line of the tool on stderr."""
     if verbosity is not Verbosity.QUIET:
-        print(f"reprokit: {visible(text)}", file=sys.stderr, flush=True)
+        tell(text)
 
 
 def say_error(error: ReprokitError) -> None:

@@ -83,10 +83,7 @@ class Interrupts:
 
     def _end(self) -> None:
         """End now: no cleaning up but of unfinished files and of the terminal."""
-        with contextlib.suppress(OSError):
-            for unfinished in (*self._folder.glob(".reduction.pt.*.tmp"), *self._folder.glob(f"{STAGING}*")):
-                shutil.rmtree(unfinished, ignore_errors=True)
-                unfinished.unlink(missing_ok=True)
+        remove_unfinished(self._folder)
         with contextlib.suppress(OSError):
             os.write(2, _SHOW_CURSOR + _LINE if os.isatty(2) else _LINE)
         processes = sys.modules.get("multiprocessing")
@@ -94,3 +91,11 @@ class Interrupts:
             for child in processes.active_children() if processes is not None else ():
                 child.kill()
         os._exit(EXIT_CODE)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove files and folders of results that were not finished, such as those of a run that was killed."""
+    with contextlib.suppress(OSError):
+        for unfinished in (*folder.glob(".reduction.pt.*.tmp"), *folder.glob(f"{STAGING}*")):
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.unlink(missing_ok=True)

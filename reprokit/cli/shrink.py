@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, say
-from reprokit.cli.interrupts import STAGING, Interrupts
+from reprokit.cli.interrupts import STAGING, Interrupts, remove_unfinished
 from reprokit.cli.outputs import make_folder, put_in_place
 from reprokit.cli.result import print_result
 from reprokit.cli.views import View, open_view, progress_option
@@ -77,6 +77,7 @@ class Shrink:
     def _made_folder(self) -> Iterator[None]:
         """The folder for the results; after an error what of its path was made here is taken away again if empty."""
         missing = [folder for folder in (self.folder, *self.folder.parents) if not os.path.exists(folder)]
+        remove_unfinished(self.folder)
         goes_on = self.resume and os.path.isfile(self.folder / REDUCTION_FILE)
         make_folder(self.folder, overwrite=self.overwrite or goes_on)
         try:

@@ -205,7 +205,7 @@ def storable(tensor: torch.Tensor) -> torch.Tensor:
 def write_file(path: Path | str, kind: str, content: Mapping[str, Any]) -> None:
     """Write plain data and tensors atomically, with the format's header."""
     target = Path(path)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name[:40]}.", suffix=".tmp", dir=target.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             torch.save({"format": FORMAT, "kind": kind, "version": VERSION, **_as_plain(dict(content))}, file)

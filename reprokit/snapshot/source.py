@@ -25,8 +25,7 @@ GIT_SECONDS = 10.0
 def describe_source(path: Path | None, argv: Sequence[str]) -> dict[str, Any]:
     """The command line and, when ``path`` (or the current folder) lies in a repository, its state; never raises."""
     described: dict[str, Any] = {"command": redact_argv(argv)}
-    start = path.resolve().parent if path is not None and path.exists() else Path.cwd()
-    repository = _open_repository(start)
+    repository = _open_repository(path.parent if path is not None and path.exists() else Path())
     if repository is not None:
         with repository:
             described.update(_describe_repository(repository, path))
@@ -38,7 +37,7 @@ def _open_repository(folder: Path) -> git.Repo | None:
     with ignored_errors():
         import git
 
-        return git.Repo(folder, search_parent_directories=True)
+        return git.Repo(folder.resolve(), search_parent_directories=True)
     return None
 
 
