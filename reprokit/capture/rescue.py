@@ -65,6 +65,8 @@ class FailedStep:
     ``keep`` is an entry that belongs to the failure even if no backward pass depends on it.
     ``compiled`` is a call of the loop that was not followed. ``gradients`` are those of training, if they are not the
     live ones and known all the same. ``notes`` say what is known to differ from training.
+    ``compiled`` is a call of the loop that was not followed. ``put_back`` are the ids of the state that going back has
+    put back. ``notes`` say what is known to differ from training.
     """
 
     observed_at: str
@@ -87,6 +89,7 @@ class FailedStep:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     compiled: Call | None = None
     gradients: Gradients | None = None
+    put_back: Set[int] = frozenset()
 
     @property
     def all_entries(self) -> list[Entry]:
@@ -191,7 +194,7 @@ def _replay_without(out: Set[str], step: FailedStep, frame: FrameType | None) ->
             _names(step, frame).describe,
             perform_last=step.pending is None,
             raises=raises,
-            state={id(buffer) for module in step.modules for buffer in module.buffers()},
+            state=step.put_back | {id(buffer) for module in step.modules for buffer in module.buffers()},
             root_names=root_names(step.modules, frame),
             keep=step.keep,
         )

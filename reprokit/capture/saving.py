@@ -234,6 +234,7 @@ class _Describing:
                     saved=saved,
                     lead=[],
                     buffers=None,
+                    put_back=self._state(),
                     generators=steps[first].generators,
                     completed=owner.completed,
                     notes=rewind.notes,
@@ -271,12 +272,17 @@ class _Describing:
         return replace(
             failed,
             buffers=None,
+            put_back=self._state(),
             notes=found.notes,
             gradients=found.gradients,
             likewise=likewise,
             keep=found.keep,
             micro_step=micro_step,
         )
+
+    def _state(self) -> Set[int]:
+        """The ids of the state that going back puts back."""
+        return {id(tensor) for tensor in self._training.history.changing()}
 
     def _with_graphs_from_before(self, step: PastStep) -> tuple[list[Entry], dict[int, torch.Tensor], Entry | None]:
         """The running step, begun with what earlier steps made with a graph that it goes on with."""

@@ -49,6 +49,7 @@ class Stepping:
         self._scaler: torch.amp.GradScaler | None = None
         self._inside: torch.optim.Optimizer | None = None
         training.running.memory.on_rebound_write = self._before_rebound_write
+        training.before_interrupt = self.before_conversion
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""

@@ -6,6 +6,7 @@ No decisions are made here, and nothing is hooked.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -48,6 +49,7 @@ class Training:
         self.running.memory.on_first_write = history.add_written
         self.running.memory.on_conversion = self.convert
         self.running.on_lost = self._lose
+        self.before_interrupt: Callable[[], None] = lambda: None
         self.unseen: list[str] = []  # what else the run does, in words, that is not known
         self.compiled: Call | None = None  # the first compiled function that the loop called itself
         self.is_converted = False
@@ -219,7 +221,8 @@ class Training:
     def _lose(self, entries: list[Entry]) -> None:
         """Calls that nothing depends on were taken off the tape; they may have changed statistics all the same."""
         trained = [entry.target for entry in entries if entry.kind == "module" and entry.is_training]
-        if any(next(module.buffers(), None) is not None for module in trained):
+        if self.history.is_complete and any(next(module.buffers(), None) is not None for module in trained):
+            self.before_interrupt()
             self.history.interrupt()
 
     def _begin_anew(self) -> None:

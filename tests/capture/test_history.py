@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import nn
 
 from reprokit.capture.history import History
 from tests.capture.traps_checks import (
+    BAD_STEP,
     EXACT,
     WATCHES,
     Gated,
@@ -25,6 +27,7 @@ from tests.capture.traps_checks import (
     check_caught,
     check_silent,
     classify,
+    divided_loss,
     ending,
     fidelity,
     plain_net,
@@ -378,3 +381,47 @@ def test_the_timeline_is_bounded(tmp_path: Path) -> None:
 
     timeline = check_caught(loop, tmp_path).timeline
     assert timeline[-1]["step"] == 399 and 50 <= len(timeline) <= 200
+
+
+# -- the ends of deferred runs --------------------------------------------------------------------------------------
+
+
+def averaged() -> list[torch.Tensor]:
+    """After the last step a model in training mode runs often, without gradients, for the statistics of its copy."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    for step, x, y in batches():
+        optimizer.param_groups[0]["lr"] = 1e38 if step == BAD_STEP - 1 else 0.01
+        update(optimizer, classify(model, x, y))
+        average.update_parameters(model)
+    torch.optim.swa_utils.update_bn([x for _, x, _ in batches(200)], average)
+    return ending(model, average)
+
+
+def with_temperature() -> list[torch.Tensor]:
+    """A tensor of no module has an optimizer of its own; a target network is written through ``data``."""
+    model, target = plain_net(), plain_net(1).requires_grad_(False)
+    temperature = torch.zeros(1, requires_grad=True)
+    optimizers = [torch.optim.Adam(model.parameters()), torch.optim.Adam([temperature])]
+    for step, x, y in batches():
+        logits = model(x) + target(x)
+        loss = divided_loss(logits, y, step == BAD_STEP) * temperature.exp()
+        update(optimizers[0], loss.mean())
+        update(optimizers[1], -(temperature * (x.mean() - 1)).mean())
+        for old, new in zip(target.parameters(), model.parameters(), strict=True):
+            old.data.mul_(0.9).add_(0.1 * new.data)
+    return ending(model, target, temperature)
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+@pytest.mark.parametrize("loop", [averaged, with_temperature])
+def test_what_comes_behind_the_failing_step_does_not_hide_it(loop: Loop, watch: str, tmp_path: Path) -> None:
+    snapshot = check_caught(functools.partial(seeded, loop), tmp_path, watch=watch, history=1000)
+    assert snapshot.step == BAD_STEP
+    assert fidelity(snapshot) == EXACT
+
+
+def seeded(loop: Loop) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return loop()
