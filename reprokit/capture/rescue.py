@@ -64,9 +64,8 @@ class FailedStep:
     ``buffers`` do not.
     ``keep`` is an entry that belongs to the failure even if no backward pass depends on it.
     ``compiled`` is a call of the loop that was not followed. ``gradients`` are those of training, if they are not the
-    live ones and known all the same. ``notes`` say what is known to differ from training.
-    ``compiled`` is a call of the loop that was not followed. ``put_back`` are the ids of the state that going back has
-    put back. ``notes`` say what is known to differ from training.
+    live ones and known all the same. ``put_back`` are the ids of the state that going back has put back.
+    ``notes`` say what is known to differ from training.
     """
 
     observed_at: str

@@ -80,7 +80,7 @@ GUARDS = {
 }
 # The guards, their callers, and what runs before or without a loop.
 WITHOUT_FAULTS = {"session", "hooks", "stack", "whole_calls", "options", "launch", "block", "structure", "rank_name"}
-NOT_IN_THESE_RUNS = {"closing", "exceptions", "transformed", "warned", "words"}
+NOT_IN_THESE_RUNS = {"closing", "exceptions", "warned", "words"}
 PARTS = [part.name for part in pkgutil.iter_modules(reprokit.capture.__path__) if part.name not in WITHOUT_FAULTS]
 
 
@@ -122,7 +122,22 @@ def scaled_and_failing() -> list[torch.Tensor]:
     return ending(model, scaler)
 
 
-RUNS: dict[Loop, int | None] = {failing_late: 3, failing_at_once: None, scaled_and_failing: None}
+def transformed_and_failing() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step, x, y in batches():
+        weight = torch.full((4,), 0.0 if step == BAD_STEP else 1.0)
+        shares = torch.vmap(lambda row, weight=weight: (row * weight).sum() / weight.sum())(x)
+        update(optimizer, classify(model, x, y) * shares.mean())
+    return ending(model)
+
+
+RUNS: dict[Loop, int | None] = {
+    failing_late: 3,
+    failing_at_once: None,
+    scaled_and_failing: None,
+    transformed_and_failing: None,
+}
 
 
 # -- faults in every function ---------------------------------------------------------------------------------------
