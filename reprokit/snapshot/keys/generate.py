@@ -58,6 +58,8 @@ def shapes_of(rules: list[dict[str, Any]]) -> list[tuple[str, list[str], str]]:
 
 def _pattern(pattern: str, contains: list[str]) -> str:
     pattern = _BEFORE.sub(lambda _: BEFORE, pattern)
+    if pattern.startswith("(?P<value>eyJ"):  # base64 of `{"`, which a long text in base64 may repeat
+        pattern = BEFORE + pattern
     if all(len(text) >= 4 or text == "eyJ" or (text[-1] in "_-" and len(text) > 2) for text in contains):
         pattern = _LENGTH.sub(_relaxed, _AFTER.sub("", pattern))
     return re.sub(r",\d{3,}\}", f",{LONGEST}}}", pattern)
