@@ -257,6 +257,7 @@ class Failures:
         """The failing step; the step that made a buffer nan or inf before, if the failure comes from that buffer."""
         if noticed.observed_at == "output" and noticed.pending is None and self._kept is not None:
             return self._kept
+        noticed = replace(noticed, takes_skipped=self._takes_skipped)
         made = snapshot_of(self._training, noticed, self._command, {"watch": self._judge.watch})
         if self._kept is not None and id(made.culprit) in self._kept_for:
             return self._kept

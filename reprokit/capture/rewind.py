@@ -56,13 +56,21 @@ class Rewind:
 
     Looks for the step that makes one of the ``ruined`` parts of the state nan or inf, if there are any; else for the
     first bad loss, gradient or parameter. ``skipped`` are the numbers of steps with a bad loss of which no bad update
-    was made.
+    was made; with ``takes_skipped`` they are failures like any other.
     """
 
-    def __init__(self, history: History, steps: list[PastStep], ruined: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        history: History,
+        steps: list[PastStep],
+        ruined: Sequence[torch.Tensor] = (),
+        *,
+        takes_skipped: bool = False,
+    ) -> None:
         self._history = history
         self._steps = steps
         self._ruined = ruined
+        self._takes_skipped = takes_skipped
         self._saved = _saved_by_step(steps)
         self._start = State()
         self._carried: dict[int, torch.Tensor] = {}
@@ -168,8 +176,9 @@ class Rewind:
             doubtful: int | None = None  # a bad start of which the loop may have made good gradients
             for position, entry in enumerate(rest, len(made)):
                 modes.enter(entry.mode)
-                where = self._watched(player, entry, step, entries[:position], was_skipped(entries, position))
-                if where == "loss" and sets_gradients(entries, position):
+                is_skipped = not self._takes_skipped and was_skipped(entries, position)
+                where = self._watched(player, entry, step, entries[:position], is_skipped)
+                if where == "loss" and not self._takes_skipped and sets_gradients(entries, position):
                     doubtful = position if doubtful is None else doubtful
                     self.skipped.append(step.completed)
                     player.play(entry)

@@ -56,7 +56,7 @@ class Noticed:
 
     ``is_late``: it has happened some steps ago. An ``output`` with a pending backward call is the start of that: the
     loop gave up over a value, and nothing says that it is a loss. ``last`` is the last entry of the
-    step, if the loop has gone on since.
+    step, if the loop has gone on since. ``takes_skipped``: a step that the loop skipped is a failure too.
     """
 
     observed_at: str
@@ -65,6 +65,7 @@ class Noticed:
     is_late: bool = False
     raised: Raised | None = None
     last: Entry | None = None
+    takes_skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ class _Describing:
     ) -> tuple[Made | None, list[str], int]:
         """The snapshot or why there is none, played without the user's hooks of the kinds ``out``, and their number."""
         history = self._training.history
-        rewind, hooks = Rewind(history, steps, ruined), UserHooks()
+        rewind, hooks = Rewind(history, steps, ruined, takes_skipped=self._noticed.takes_skipped), UserHooks()
         try:
             with rewind.going_back():
                 with guarded(history.modules, rewind.leaves(), out) as hooks:

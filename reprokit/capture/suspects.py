@@ -29,6 +29,7 @@ Verdict = Literal["failed", "skipped", "harmless"]
 
 _GRADIENT = "torch.Tensor.grad.__get__"
 _ZERO = "torch.Tensor.zero_"
+_CORRECTIONS = frozenset({"nan_to_num_", "masked_fill_", "copy_", "__setitem__"})
 
 
 @dataclass(slots=True, eq=False)
@@ -281,10 +282,16 @@ def was_skipped(entries: Sequence[Entry], position: int) -> bool:
 
 
 def sets_gradients(entries: Sequence[Entry], position: int) -> bool:
-    """True if the loop sets gradients by hand between an `autograd.grad` at ``position`` and the update after it."""
+    """True if the loop sets the gradients that a backward call at ``position`` gave before the update after it.
+
+    What it sets may be finite, also where they were not. Gradients of `autograd.grad` are set in any case.
+    """
     later = entries[position + 1 :]
     update = next((number for number, entry in enumerate(later) if _updates(entry)), len(later))
-    return entries[position].name == AUTOGRAD_GRAD and any(entry.name in GRAD_WRITES for entry in later[:update])
+    if entries[position].name == AUTOGRAD_GRAD:
+        return any(entry.name in GRAD_WRITES for entry in later[:update])
+    read = gradients_read(entries)
+    return any(_corrects(entry, read) for entry in later[:update])
 
 
 def _parameters_behind(suspect: Suspect) -> list[torch.Tensor]:
@@ -321,6 +328,11 @@ def _clears(entry: Entry, differentiation: Entry, read: Set[int]) -> bool:
     return _drops(entry, read)
 
 
+def _corrects(entry: Entry, read: Set[int]) -> bool:
+    """True if an entry may write finite values into a gradient that is not finite."""
+    return _last(entry) in _CORRECTIONS and bool(entry.args) and id(entry.args[0]) in read
+
+
 def _drops(entry: Entry, read: Set[int]) -> bool:
     if entry.name == _ZERO:
         return id(entry.args[0]) in read
@@ -330,7 +342,7 @@ def _drops(entry: Entry, read: Set[int]) -> bool:
 def _drops_in(entries: Sequence[Entry]) -> set[int]:
     """The ids of the entries that drop gradients."""
     read = gradients_read(entries)
-    return {id(entry) for entry in entries if _drops(entry, read)}
+    return {id(entry) for entry in entries if _drops(entry, read) or _corrects(entry, read)}
 
 
 def _builds_graph(entry: Entry) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import reprokit
 from reprokit.snapshot.format import load
+from tests.capture.traps_checks import described_once
 from tests.conftest import import_benchmark
 
 agree, generated = import_benchmark("agree"), import_benchmark("generated")
@@ -100,6 +102,45 @@ def test_a_bad_loss_that_the_loop_skips_in_its_last_step_is_not_found_late(clip:
     loop = generated.Loop(fault="loss", skip="gradient", clip=clip, bad_step=11)
     row = agree.compare_ways("loop", loop)
     assert set(row.answers.values()) == {agree.SILENT}, agree.table([row])
+
+
+CORRECTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "method": lambda grad: grad.nan_to_num_(),
+    "function": lambda grad: torch.nan_to_num_(grad, 0.0, 0.0, 0.0),
+    "data": lambda grad: grad.data.copy_(grad.nan_to_num()),
+    "filled": lambda grad: grad.masked_fill_(~grad.isfinite(), 0.0),
+    "index": lambda grad: grad.__setitem__(~grad.isfinite(), 0.0),
+}
+
+
+@pytest.mark.parametrize("watch", ["every-step", "sampled", "deferred"])
+@pytest.mark.parametrize(
+    ("correct", "parts", "on"),
+    [
+        *((correct, "all", ["nonfinite"]) for correct in CORRECTIONS),
+        ("method", "all", ["nonfinite", "skipped"]),
+        ("method", "the bias", ["nonfinite"]),
+    ],
+)
+def test_gradients_that_are_corrected_in_place(
+    tmp_path: Path, watch: Any, correct: str, parts: str, on: list[str]
+) -> None:
+    """A skipped step if every gradient is finite afterwards, saved on demand; else the step fails."""
+    torch.manual_seed(0)
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.Adam(model.parameters())
+    with described_once(), reprokit.capture(tmp_path / "f.pt", watch=watch, on=on, after="continue", quiet=True):
+        for step in range(8):
+            loss = model(torch.randn(2, 300)).square().mean() / (0 if step == 5 else 1)
+            optimizer.zero_grad()
+            loss.backward()
+            for parameter in model.parameters() if parts == "all" else [model.bias]:
+                CORRECTIONS[correct](parameter.grad)
+            optimizer.step()
+    saved = [load(path) for path in tmp_path.iterdir()]
+    is_skipped = parts == "all" and "skipped" not in on
+    expected = [] if is_skipped else [(5, "loss", "exact")]
+    assert [(one.step, one.observed_at, one.fidelity) for one in saved] == expected
 
 
 @pytest.mark.parametrize("correct", ["none", "halved", "corrected", "corrected after backward"])
