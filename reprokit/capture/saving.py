@@ -151,6 +151,9 @@ class _Describing:
             light = training.freezer.lightened(step, noticed.pending)
             failed = replace(failed, pending=light.entries.pop() if noticed.pending is not None else None)
             made = self._joined(made, failed, [*training.past(), light])
+        if made.snapshot.fidelity != "exact" and BEGUN_BEFORE not in notes and self._is_begun_before(step):
+            note = "; ".join(filter(None, [BEGUN_BEFORE, made.snapshot.fidelity_note]))
+            made = replace(made, snapshot=replace(made.snapshot, fidelity_note=note))
         if made.culprit is not None and training.history.has_worsened(made.culprit):
             past, _ = self._from_the_past(step, [made.culprit])
             return past or made
@@ -295,6 +298,13 @@ class _Describing:
             if entries is not None and len(entries) > len(light.entries):
                 return (entries[:-1], light.saved, entries[-1]) if pending else (entries, light.saved, None)
         return step.entries, step.saved, pending
+
+    def _is_begun_before(self, step: PastStep) -> bool:
+        """True if the running step goes on with a graph that no step since the last copy has made."""
+        freezer, pending = self._training.freezer, self._noticed.pending
+        light = freezer.lightened(step, pending)
+        past = [earlier.entries for earlier in self._training.past()]
+        return freezer.with_makers(light.entries, past) is None
 
     def _failed(
         self,

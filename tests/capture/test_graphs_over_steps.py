@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 import reprokit
+from reprokit.capture.saving import BEGUN_BEFORE
 from reprokit.snapshot.format import Snapshot, load
+from tests.capture.traps_checks import described_once
 
 
 def recurrent(cell: nn.Module) -> None:
@@ -74,6 +76,23 @@ def test_an_error_of_a_graph_that_crosses_an_update_is_exact(tmp_path: Path, nam
     assert any(call.is_optimizer_step for call in snapshot.program.calls)
 
 
+@pytest.mark.parametrize("watch", ["every-step", "sampled", "deferred"])
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.RNNCell])
+def test_a_graph_from_before_the_last_copy_is_named(tmp_path: Path, watch: str, cell: type[nn.RNNCellBase]) -> None:
+    def loop() -> None:
+        model, head = cell(4, 8), nn.Linear(8, 1)
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+        state = torch.zeros(3, 8)
+        for step in range(9):
+            state = model(torch.randn(3, 4), state if step == 8 else state.detach())
+            optimizer.zero_grad()
+            head(state).square().mean().backward()
+            optimizer.step()
+
+    snapshot = captured(loop, tmp_path, watch, history=1)
+    assert snapshot.fidelity != "exact" and str(snapshot.fidelity_note).startswith(BEGUN_BEFORE)
+
+
 def windows(bad_step: int) -> None:
     """Backpropagation through windows of four steps: the head is updated in each, the cell at the end of a window."""
     cell, head = nn.GRUCell(4, 8), nn.Linear(8, 1)
@@ -112,6 +131,7 @@ def captured(loop: Callable[[], None], folder: Path, watch: str, history: int | 
     torch.manual_seed(0)
     path = folder / "failed.pt"
     with (
+        described_once(),
         contextlib.suppress(RuntimeError),
         reprokit.capture(path, watch=watch, after="continue", quiet=True, history=history),  # type: ignore[arg-type]
     ):
