@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,6 +15,8 @@ import reprokit
 from reprokit.capture.rank_name import current_folder
 from reprokit.cli import capture, demo, render, show, shrink, verify, whatif
 from reprokit.cli.console import say, say_error
+from reprokit.cli.deadline import GRACE
+from reprokit.cli.interrupts import PATIENCE, end_now, stuck
 from reprokit.cli.settings import read_settings
 from reprokit.errors import Interrupted, ReprokitError, UsageError
 
@@ -80,8 +83,15 @@ def _usage_error(error: click.UsageError, argv: Sequence[str]) -> UsageError:
 
 def _execute(plan: Plan) -> int:
     """Execute a plan that runs only our own code, where anything unexpected is our fault."""
+    is_over = threading.Event()
+
+    def end(number: int) -> None:
+        if not is_over.wait(2 * GRACE if number == 1 else PATIENCE):  # a deadline interrupts as well, and waits once
+            end_now()
+
     try:
-        return plan.execute()
+        with stuck(end):
+            return plan.execute()
     except ReprokitError:
         raise
     except KeyboardInterrupt:
@@ -92,6 +102,8 @@ def _execute(plan: Plan) -> int:
         traceback.print_exc()
         say(f"this is an error in reprokit itself; please report the lines above at {ISSUES}")
         return 1
+    finally:
+        is_over.set()
 
 
 def _refusal(error: OSError) -> ReprokitError:

@@ -1,5 +1,6 @@
 """Ctrl-C while results are made: the first one asks to stop, the second one ends the process at once.
 
+While a kernel of torch runs, Python calls no handler; a thread of its own then ends the process (`stuck`).
 The first raises `KeyboardInterrupt` where the work is, and again at the next `check` in case somebody's callback
 swallowed it. Both leave only whole files: what is being put in place is finished first, unfinished files are removed.
 """
@@ -11,14 +12,53 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
 EXIT_CODE = 130
 STAGING = ".rendering-"
+PATIENCE = 0.3  # seconds for the main thread to answer
 _LINE = b"reprokit: error: interrupted\n"
 _SHOW_CURSOR = b"\x1b[?25h"
+
+
+@contextlib.contextmanager
+def stuck(end: Callable[[int], None]) -> Iterator[None]:
+    """Call ``end`` in a thread after every Ctrl-C, with their number: the main thread may be inside a kernel."""
+    try:
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    except (OSError, ValueError):  # not the main thread
+        yield
+        return
+
+    def watch() -> None:
+        count = 0
+        with contextlib.suppress(OSError):
+            while number := os.read(reader, 1):
+                if number[0] == signal.SIGINT:
+                    count += 1
+                    end(count)
+        os.close(reader)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+
+
+def end_now() -> None:
+    """End the process with the line of an interrupt."""
+    with contextlib.suppress(OSError):
+        os.write(2, _SHOW_CURSOR + _LINE if os.isatty(2) else _LINE)
+    os._exit(EXIT_CODE)
 
 
 class Interrupts:
@@ -34,16 +74,19 @@ class Interrupts:
         self._is_disposable = True
         self._is_answered = False
         self._previous: object = None
+        self._stuck = contextlib.ExitStack()
 
     def __enter__(self) -> Interrupts:
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             with contextlib.suppress(ValueError):  # not the main thread
                 self._previous = signal.signal(signal.SIGINT, self._interrupted)
+                self._stuck.enter_context(stuck(self._unanswered))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._stuck.close()
         if self._previous is not None:
             signal.signal(signal.SIGINT, self._previous)  # type: ignore[arg-type]
 
@@ -76,6 +119,12 @@ class Interrupts:
         if not self._is_held:
             self._react()
 
+    def _unanswered(self, number: int) -> None:
+        """End if a Ctrl-C that ends the process does not get to its handler."""
+        time.sleep(PATIENCE)
+        if self._count < number and (number > 1 or self._is_disposable):
+            self._end()
+
     def _react(self) -> None:
         if self._count > 1 or self._is_disposable:
             self._end()
@@ -84,13 +133,11 @@ class Interrupts:
     def _end(self) -> None:
         """End now: no cleaning up but of unfinished files and of the terminal."""
         remove_unfinished(self._folder)
-        with contextlib.suppress(OSError):
-            os.write(2, _SHOW_CURSOR + _LINE if os.isatty(2) else _LINE)
         processes = sys.modules.get("multiprocessing")
         with contextlib.suppress(Exception):
             for child in processes.active_children() if processes is not None else ():
                 child.kill()
-        os._exit(EXIT_CODE)
+        end_now()
 
 
 def remove_unfinished(folder: Path) -> None:

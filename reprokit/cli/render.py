@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reprokit.capture.block import shown_path
-from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, print_text, say, shown_command
+from reprokit.cli.console import (
+    FilePath,
+    Seconds,
+    Verbosity,
+    common_options,
+    print_json,
+    print_text,
+    say,
+    shown_command,
+)
+from reprokit.cli.deadline import SECONDS, deadline, too_long
 from reprokit.cli.outputs import check_file
 from reprokit.errors import UsageError
 from reprokit.render import KINDS, prepare_issue, render_one
@@ -41,6 +51,7 @@ class Render:
     policy: Source = "all"
     no_data: bool = False
     snapshot: Path | None = None
+    seconds: float = SECONDS
 
     def execute(self) -> int:
         """Write the text to the output, or to stdout when there is none; a repro may go into a folder."""
@@ -48,9 +59,10 @@ class Render:
             is_folder = self.kind == "repro" and os.path.isdir(self.output)
             for file in (self.output / name for name in REPRO_FILES) if is_folder else (self.output,):
                 check_file(file, overwrite=self.overwrite)
-        rendered = render_one(
-            self.source, self.kind, self.output, snapshot=self.snapshot, policy=self.policy, no_data=self.no_data
-        )
+        with deadline(self.seconds, too_long(self.seconds)):
+            rendered = render_one(
+                self.source, self.kind, self.output, snapshot=self.snapshot, policy=self.policy, no_data=self.no_data
+            )
         if isinstance(rendered, Path):
             say(f"wrote {shown_path(rendered)}", self.verbosity)
         if self.kind == "test":
@@ -93,6 +105,7 @@ class RenderIssue:
     url: bool
     repository: str | None
     snapshot: Path | None
+    seconds: float
 
     def execute(self) -> int:
         """Write it, and say how a person may send it."""
@@ -101,9 +114,10 @@ class RenderIssue:
             check_file(output, overwrite=self.overwrite)
         from reprokit.render.sharing import ISSUE_FILE, create_command, issue_url, write_zip
 
-        prepared = prepare_issue(
-            self.source, self.template, snapshot=self.snapshot, policy=self.policy, no_data=self.no_data
-        )
+        with deadline(self.seconds, too_long(self.seconds)):
+            prepared = prepare_issue(
+                self.source, self.template, snapshot=self.snapshot, policy=self.policy, no_data=self.no_data
+            )
         issue = prepared.issue
         url = issue_url(issue, self.repository) if self.url else None
         if self.zip and output is not None:
@@ -184,6 +198,9 @@ class RenderIssue:
 @click.option("--with-data", is_flag=True, help="Pack recorded values even if there are many.")
 @click.option("-o", "--output", type=FilePath(), metavar="OUT", help="Where to write; stdout without it.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite OUT if it exists.")
+@click.option(
+    "--max-time", type=Seconds(), default=SECONDS, show_default=True, metavar="S", help="Give up after S seconds."
+)
 @common_options
 def command(
     source: Path,
@@ -198,6 +215,7 @@ def command(
     with_data: bool,
     output: Path | None,
     force: bool,
+    max_time: float,
     verbosity: str | None,
     json: bool,
 ) -> Render | RenderIssue:
@@ -212,6 +230,7 @@ def command(
         raise UsageError(f"`{repository}` does not name a repository", hint="--repo OWNER/NAME, as in pytorch/pytorch")
     if kind == "issue" or is_about_issue:
         return RenderIssue(
-            source, template, output, force, json, level, policy, no_data, as_zip, with_data, url, repository, snapshot
-        )
-    return Render(source, kind or "repro", output, force, json, level, policy, no_data, snapshot)
+            source, template, output, force, json, level, policy, no_data, as_zip, with_data, url, repository, snapshot,
+            max_time,
+        )  # fmt: skip
+    return Render(source, kind or "repro", output, force, json, level, policy, no_data, snapshot, max_time)

@@ -12,8 +12,7 @@ import click
 from reprokit.capture.block import can_be_shrunk
 from reprokit.capture.words import growth, what
 from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, shown_command
-from reprokit.cli.deadline import deadline
-from reprokit.errors import ReprokitError
+from reprokit.cli.deadline import deadline, too_long
 from reprokit.words import counted
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class Show:
             print_json(summary)
         else:
             words = ("reprokit", "shrink", str(self.snapshot)) if can_be_shrunk(summary) else ()
-            with deadline(self.seconds, ReprokitError(f"the step takes over {self.seconds:g} s to run", hint=hint)):
+            with deadline(self.seconds, too_long(self.seconds, hint)):
                 print_screen(snapshot, f"{what(summary)} at step {snapshot.step}", next_command=shown_command(*words))
             if self.verbosity is Verbosity.VERBOSE:
                 click.echo(f"\n{snapshot.environment.get('collect_env', '')}", err=True)
@@ -146,8 +145,8 @@ def _capture(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     """How it was watched."""
     settings = snapshot.settings
     if "rank" in settings:
-        yield "process", f"rank {settings['rank']} of {settings['world_size']}"
+        yield "process", f"rank {settings['rank']} of {settings.get('world_size', 1)}"
     if "watch" in settings:
         earlier = counted(settings.get("history_steps", 0), "earlier optimizer step")
-        size = f"{settings['history_bytes'] / 2**20:,.1f} MiB of state"
+        size = f"{settings.get('history_bytes', 0) / 2**20:,.1f} MiB of state"
         yield "capture", f"{settings['watch']}, with {earlier} and {size}"

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, say
+from reprokit.cli.deadline import deadline, too_long
 from reprokit.cli.interrupts import STAGING, Interrupts, remove_unfinished
 from reprokit.cli.outputs import make_folder, put_in_place
 from reprokit.cli.result import print_result
 from reprokit.cli.views import View, open_view, progress_option
 from reprokit.errors import Flaky, Interrupted, NotReproduced, ReprokitError
 from reprokit.shrink.checks.spec import SYNTAX, Spec, parse
-from reprokit.shrink.events import Comparing, Event, Improved, Resumed, Writing
+from reprokit.shrink.events import Comparing, Event, Improved, Replayed, Resumed, Writing
 from reprokit.snapshot.paths import REDUCTION_FILE
 from reprokit.snapshot.privacy import SOURCES
 from reprokit.words import counted
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from reprokit.snapshot.privacy import Source as SourcePolicy
 
 WHATIF_SECONDS = 10.0
+FIRST_SECONDS = 900.0  # for the first run of the step; the others get limits that follow from it
 VERDICTS = {NotReproduced: "not_reproduced", Flaky: "flaky"}
 
 
@@ -121,25 +123,30 @@ class _Work:
         from reprokit.shrink.reducer import shrink
         from reprokit.shrink.reduction import load
 
+        plan = self._plan
+        most = max(plan.max_time or 0.0, FIRST_SECONDS)
+
         def show(event: Event) -> None:
+            if isinstance(event, Replayed):
+                has_run()
             self._has_best = self._has_best or isinstance(event, (Improved, Resumed))
             view.show(event)
             self._interrupts.check()
 
-        plan = self._plan
         self._interrupts.begin()
         try:
-            reduction = shrink(
-                self._snapshot,
-                out_dir=self._folder,
-                level=plan.level,
-                max_time=plan.max_time,
-                max_checks=plan.max_checks,
-                check=plan.check.text if plan.check is not None else None,
-                jobs=plan.jobs,
-                resume=plan.resume,
-                on_event=show,
-            )
+            with deadline(most, too_long(most)) as has_run:
+                reduction = shrink(
+                    self._snapshot,
+                    out_dir=self._folder,
+                    level=plan.level,
+                    max_time=plan.max_time,
+                    max_checks=plan.max_checks,
+                    check=plan.check.text if plan.check is not None else None,
+                    jobs=plan.jobs,
+                    resume=plan.resume,
+                    on_event=show,
+                )
             if plan.whatif:
                 self._compare(reduction, view)
         except KeyboardInterrupt:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, say
+from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, say
+from reprokit.cli.deadline import SECONDS, deadline, too_long
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +20,14 @@ class Verify:
     expect_fixed: bool
     json: bool
     verbosity: Verbosity
+    seconds: float = SECONDS
 
     def execute(self) -> int:
         """Run it; 0 when all runs agree, and end well where the failure should be gone."""
         from reprokit.render.verify import verify
 
-        result = verify(self.path, self.times)
+        with deadline(self.seconds, too_long(self.seconds)):
+            result = verify(self.path, self.times)
         if self.json:
             print_json(result.summary())
         say(f"{result.agreed} of {result.times} runs agree: {result.signature}", self.verbosity)
@@ -40,11 +43,16 @@ class Verify:
 @click.command("verify", short_help="Run a repro in clean processes and compare.")
 @click.argument("path", type=FilePath(), metavar="(FILE | DIR | repro.py)")
 @click.option("--times", type=click.IntRange(min=1), default=20, show_default=True, help="How often to run it.")
+@click.option(
+    "--max-time", type=Seconds(), default=SECONDS, show_default=True, metavar="S", help="Give up after S seconds."
+)
 @click.option("--expect-fixed", is_flag=True, help="Exit code 1 unless the failure is gone.")
 @common_options
-def command(path: Path, times: int, expect_fixed: bool, verbosity: str | None, json: bool) -> Verify:
+def command(
+    path: Path, times: int, max_time: float, expect_fixed: bool, verbosity: str | None, json: bool
+) -> Verify:
     """Run a repro in clean processes and compare what they do.
 
     Exit code 0 when all runs end in the same way.
     """
-    return Verify(path, times, expect_fixed, json, Verbosity(verbosity or "normal"))
+    return Verify(path, times, expect_fixed, json, Verbosity(verbosity or "normal"), max_time)

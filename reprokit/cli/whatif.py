@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, say
+from reprokit.cli.deadline import deadline, too_long
 from reprokit.cli.views import View, open_view, progress_option
 from reprokit.errors import UsageError
 from reprokit.shrink.events import Compared, Started
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from reprokit.whatif.variants import Variant
 
 DEFAULT_SECONDS = 60.0
+SECONDS_FOR_ALL = 60.0  # to open the file, to start processes, and for the first run
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,11 @@ class WhatIf:
         """Make the table and print it."""
         from reprokit.render.sources import open_source
 
-        opened = open_source(self.source)
+        most = 2 * self.seconds + SECONDS_FOR_ALL
+        with deadline(most, too_long(most, f"--max-time {2 * self.seconds:g} waits longer")):
+            return self._run(open_source(self.source))
+
+    def _run(self, opened: Source) -> int:
         if self.keep and opened.reduction is None:
             raise UsageError("a snapshot keeps no table", hint="leave out `--keep`, or name a folder of results")
         with contextlib.closing(open_view(self.progress, self.verbosity)) as view, warnings.catch_warnings():

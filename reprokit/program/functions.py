@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional
 
+from reprokit.visible import visible_name
+
 _FACTORIES = frozenset(
     [
         "arange",
@@ -151,9 +153,9 @@ def function_named(name: str) -> Callable[..., Any]:
 
 def symbol_named(name: str) -> Any:
     """The dtype, layout or memory format with this name; raises `UnknownFunction` for anything else."""
-    found = getattr(torch, name.removeprefix("torch."), None)
+    found = vars(torch).get(name.removeprefix("torch."))  # `getattr` would import submodules by their names
     if not isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
-        raise UnknownFunction(f"`{name}` is not a torch constant")
+        raise UnknownFunction(f"`{visible_name(name):.60}` is not a torch constant")
     return found
 
 

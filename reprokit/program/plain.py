@@ -63,7 +63,7 @@ def from_plain(plain: Mapping[str, Any]) -> Program:
             modules={_name(path): _note_from_plain(note) for path, note in plain["modules"].items()},
         )
         check(program)
-    except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"malformed program: {error}") from error
     return program
 
@@ -120,7 +120,7 @@ def argument_from_plain(plain: Any) -> Any:
         reader = _READERS.get(tag)
         if reader is not None:
             return reader(content)
-    raise ValueError(f"malformed program: unknown argument `{plain!r:.60}`")
+    raise ValueError(f"malformed program: unknown argument `{_shown(plain)}`")
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
@@ -173,7 +173,7 @@ def _call_from_plain(plain: Mapping[str, Any]) -> Call:
 def _target(value: Any) -> str:
     name = _str(value)
     if name not in allowed_names() and name not in _SPECIAL:
-        raise ValueError(f"`{name:.60}` is not a torch function that a program may call")
+        raise ValueError(f"`{_shown(name)}` is not a torch function that a program may call")
     return name
 
 
@@ -236,7 +236,7 @@ def _keywords(value: Any, *, is_text: bool = False) -> dict[str, Any]:
         given = {key: visible(item) if isinstance(item, str) else item for key, item in given.items()}
     for name in given:
         if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name) or keyword.iskeyword(name):
-            raise ValueError(f"malformed program: `{name!r:.60}` is not the name of an argument")
+            raise ValueError(f"malformed program: `{_shown(name)}` is not the name of an argument")
     return given
 
 
@@ -280,25 +280,25 @@ def _note_from_plain(plain: Any) -> ModuleNote:
 
 def _int(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or abs(value) > _LARGEST_INT:
-        raise ValueError(f"malformed program: `{value!r:.60}` is not a number")
+        raise ValueError(f"malformed program: `{_shown(value)}` is not a number")
     return value
 
 
 def _bool(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"malformed program: `{value!r:.60}` is neither true nor false")
+        raise ValueError(f"malformed program: `{_shown(value)}` is neither true nor false")
     return value
 
 
 def _one_of(known: tuple[str, ...], value: Any) -> str:
-    if value not in known:
-        raise ValueError(f"malformed program: `{value!r:.60}` is none of {', '.join(known)}")
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"malformed program: `{_shown(value)}` is none of {', '.join(known)}")
     return str(value)
 
 
 def _matching(pattern: re.Pattern[str], value: Any, noun: str) -> str:
     if not pattern.fullmatch(_str(value)):
-        raise ValueError(f"malformed program: `{value:.60}` is not a {noun}")
+        raise ValueError(f"malformed program: `{_shown(value)}` is not a {noun}")
     return str(value)
 
 
@@ -318,17 +318,23 @@ def _line(value: Any) -> str:
 
 def _str(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"malformed program: `{value!r:.60}` is not text")
+        raise ValueError(f"malformed program: `{_shown(value)}` is not text")
     return value
 
 
 def _scalar(key: Any) -> Any:
     if not isinstance(key, _SCALARS) or (isinstance(key, int) and abs(key) > _LARGEST_INT):
         raise ValueError("malformed program: a constant is no text and no number")
-    return key
+    return visible(key) if isinstance(key, str) else key
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: only texts and small numbers, because the text of nested data may take for ever."""
+    is_short = value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**64)
+    return f"{visible_name(value):.60}" if isinstance(value, str) else str(value) if is_short else type(value).__name__
 
 
 def _of(kind: type[T], value: Any) -> T:
     if not isinstance(value, kind):
-        raise ValueError(f"malformed program: `{value!r:.60}` is not a {kind.__name__}")
+        raise ValueError(f"malformed program: `{_shown(value)}` is not a {kind.__name__}")
     return value

@@ -73,7 +73,8 @@ def run(
     outcome = Outcome(inputs=_leaves(program, tensors))
     values = dict(outcome.inputs)
     last_use = _last_uses(program, kept)
-    with Modes() as modes:
+    checked: Any = torch.sparse.check_sparse_tensor_invariants  # unchecked indices write anywhere in memory
+    with checked(), Modes() as modes:
         for index, call in enumerate(program.calls):
             if call.target == OPAQUE:
                 continue

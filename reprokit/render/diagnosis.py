@@ -9,6 +9,7 @@ from typing import Any
 
 from reprokit.locate.diagnosis import Diagnosis, Fix
 from reprokit.render import wording
+from reprokit.render.gate import is_line
 from reprokit.snapshot.redact import redact_source, redact_text
 
 _SURE = {
@@ -27,15 +28,18 @@ def markdown_lines(diagnosis: Diagnosis) -> list[str]:
     """The diagnosis as lines of Markdown without a heading; empty when nothing is known."""
     if not diagnosis.is_known:
         return []
-    lines = [f"**{_safe(diagnosis.title)}** ({_SURE[diagnosis.confidence]}). {_safe(diagnosis.mechanism)}", ""]
-    lines += [f"- {_safe(line)}" for line in diagnosis.evidence]
-    lines += [f"- Also: {_safe(_sentence(item['title']))}{_because(item)}" for item in diagnosis.also]
-    lines += ["", f"What to do: {_safe(diagnosis.advice)}"]
+    title, sure = wording.prose(_safe(diagnosis.title)), _SURE.get(diagnosis.confidence, diagnosis.confidence)
+    lines = [f"**{title}** ({sure}). {wording.prose(_safe(diagnosis.mechanism))}", ""]
+    lines += [f"- {wording.prose(_safe(line))}" for line in diagnosis.evidence]
+    lines += [
+        f"- Also: {wording.prose(_safe(_sentence(item['title'])) + _because(item))}" for item in diagnosis.also
+    ]
+    lines += ["", f"What to do: {wording.prose(_safe(diagnosis.advice))}"]
     if diagnosis.fix is not None:
         lines += ["", *_fix_lines(diagnosis.fix)]
-    lines += [f"- Did not help: {_change(fix)} ({_safe(fix.outcome)})." for fix in diagnosis.tried]
+    lines += [f"- Did not help: {wording.prose(f'{_change(fix)} ({_safe(fix.outcome)}).')}" for fix in diagnosis.tried]
     if diagnosis.note is not None:
-        lines += ["", _safe(diagnosis.note)]
+        lines += ["", wording.prose(_safe(diagnosis.note))]
     if diagnosis.links:
         lines += ["", f"See also {', '.join(diagnosis.links)}."]
     return lines
@@ -76,9 +80,9 @@ def one_line(diagnosis: Diagnosis) -> str:
 
 
 def _fix_lines(fix: Fix) -> list[str]:
-    lines = [f"{_tried_words(fix)}: {_change(fix)}. Then: {_safe(fix.outcome)}."]
-    if fix.code:
-        code = redact_source(fix.code)
+    lines = [wording.prose(f"{_tried_words(fix)}: {_change(fix)}. Then: {_safe(fix.outcome)}.")]
+    code = _code(fix)
+    if code:
         ticks = "`" * max(3, wording.longest_run(code, "`") + 1)
         lines += ["", f"{ticks}python", *code.splitlines(), ticks]
     return lines
@@ -97,16 +101,21 @@ def _fix_data(fix: Fix) -> dict[str, Any]:
         "intro": _tried_words(fix),
         "change": _change(fix),
         "outcome": _safe(fix.outcome),
-        "code": redact_source(fix.code),
+        "code": _code(fix),
         "helped": fix.helped and fix.is_plausible is True,
     }
+
+
+def _code(fix: Fix) -> str:
+    """The code of a fix, which somebody will paste: nothing that does more than code of a fix does."""
+    return redact_source(fix.code) if is_line(fix.code) else ""
 
 
 def _change(fix: Fix, *, with_places: bool = True) -> str:
     """What was changed and where, one part a change, each once."""
     parts = []
-    for text, place in zip(fix.text, fix.where, strict=True):
-        parts.append(f"{_safe(text)} (`{_safe(place)}`)" if place and with_places else _safe(text))
+    for text, place in zip(fix.text, fix.where, strict=False):
+        parts.append(f"{_safe(text)} ({wording.code_span(_safe(place))})" if place and with_places else _safe(text))
     return ", then ".join(dict.fromkeys(parts))
 
 

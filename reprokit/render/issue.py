@@ -32,6 +32,7 @@ MAX_CHARACTERS = 65_536
 MAX_SCRIPT_LINES = 40
 MAX_OUTPUT_CHARACTERS = 2_000
 _CUT_ORDER = ("log", "versions", "traceback", "module", "output", "variants", "script")
+_PROSE = ("observed", "expected", "remark", "rate", "origin", "size", "matters")
 _SHORT_WITHOUT = ("log", "traceback", "diagnosis", "module")
 
 
@@ -97,8 +98,9 @@ def make_issue(
         "reduced": reduction is not None,
         "matters": _matters(reduction, script) if reduction is not None else "",
         "environment": _lines(facts.versions(snapshot.environment)),
-        "libraries": snapshot.environment.get("libraries") or {},
+        "libraries": {name: wording.prose(text) for name, text in facts.libraries(snapshot.environment)},
     }
+    parts |= {name: wording.prose(str(parts[name])) for name in _PROSE}
     text = _fitted(chosen, parts, long_texts)
     short_texts = {**long_texts, **dict.fromkeys(_SHORT_WITHOUT, ""), "versions": parts["environment"]}
     short = chosen.render({**parts, **short_texts})

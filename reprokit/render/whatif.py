@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reprokit.render.wording import renamed
+from reprokit.render.wording import prose, renamed
 from reprokit.snapshot.redact import redact_text
 from reprokit.whatif.table import MINIMUM, NOT_DONE
 
@@ -72,7 +72,7 @@ def markdown(table: Mapping[str, Any], program: str, inputs: Mapping[str, str] |
             variants.setdefault(_cell(item, inputs).text, []).append(item["name"])
     if not variants:
         return ""
-    body = (("; ".join(names), _escaped(text)) for text, names in variants.items())
+    body = ((_cell_text("; ".join(names)), _cell_text(text)) for text, names in variants.items())
     return "\n".join(f"| {run} | {result} |" for run, result in (("how it is run", "result"), ("---", "---"), *body))
 
 
@@ -91,6 +91,11 @@ def seconds_text(seconds: float | None) -> str:
     return f"{seconds / size:.3g} {unit}"
 
 
+def _cell_text(text: str) -> str:
+    """Markdown that does not end its cell; tables are split before inline code is read."""
+    return re.sub(r"(?<!\\)\|", r"\\|", prose(text))
+
+
 def _words(cell: Cell | None) -> tuple[str, str]:
     return (cell.text, cell.time) if cell is not None else ("", "")
 
@@ -98,9 +103,3 @@ def _words(cell: Cell | None) -> tuple[str, str]:
 def _cell(item: Mapping[str, Any], inputs: Mapping[str, str] | None) -> Cell:
     detail = redact_text(renamed(item["detail"], inputs or {}))
     return Cell(item["answer"], detail, seconds_text(item["seconds"]))
-
-
-def _escaped(text: str) -> str:
-    """Text that neither ends a cell nor becomes markup; code spans stay."""
-    plain = " ".join(text.split()).replace("|", "\\|")
-    return re.sub("`[^`]*`|<", lambda match: "&lt;" if match[0] == "<" else match[0], plain)

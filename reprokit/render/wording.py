@@ -259,6 +259,20 @@ def code_span(text: str) -> str:
     return f"{ticks}{padding}{' '.join(text.split())}{padding}{ticks}"
 
 
+def prose(text: str) -> str:
+    """A paragraph of Markdown in which only inline code is markup: anything else that could be is shown as it is."""
+    return _AT_START.sub(r"\1\\\2", _MARKUP.sub(lambda found: found[1] or _escaped(found[0]), " ".join(text.split())))
+
+
+# Inline code begins and ends with as many backticks; tags, links, emphasis and cells begin with one of the rest.
+_MARKUP = re.compile(r"(?<!`)((`+)(?!`).*?(?<!`)\2(?!`))|`+|[\\<>*~|\[\]]|&(?=[#\w])|(?<!\w)_|_(?!\w)")
+_AT_START = re.compile(r"^(\d*)([#+.)-]+(?=\s|$))")
+
+
+def _escaped(text: str) -> str:
+    return {"<": "&lt;", ">": "&gt;", "&": "&amp;"}.get(text) or "".join(f"\\{character}" for character in text)
+
+
 def code_of(site: Site | None) -> str:
     """``: `x = a - b` ``, redacted and shortened, or nothing."""
     code = redact_source(site.code.strip()) if site is not None else ""

@@ -117,7 +117,7 @@ def load(path: Path | str) -> Reduction:
         made = Reduction(**checked(found, grammar.REDUCTION), context=pieces.from_plain(context))
         require_call(made.program, made.failure)
         return made
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise SnapshotError(f"`{path}` is damaged: {error}", hint="shrink the snapshot again") from error
 
 

@@ -29,6 +29,7 @@ from reprokit.program.ir import Program, Site
 from reprokit.snapshot import grammar
 from reprokit.snapshot.limits import require_bounded, require_stored
 from reprokit.snapshot.paths import require_file
+from reprokit.visible import visible_name
 
 FORMAT = "reprokit"
 VERSION = 1
@@ -139,7 +140,7 @@ def load(path: Path | str) -> Snapshot:
         fields = checked(content, grammar.SNAPSHOT)
         require_call(fields["program"], fields["failure"])
         return Snapshot(**fields)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise SnapshotError(f"`{path}` is damaged: {error}", hint="capture it again") from error
 
 
@@ -226,18 +227,21 @@ def read_file(path: Path | str, kind: str) -> dict[str, Any]:
     if target.stat().st_size == 0:
         raise TruncatedSnapshot(f"`{target}` is empty", hint=_again(kind))
     content = _unpickle(target, kind)
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if type(content) is not dict or _word(content.get("format")) != FORMAT:
         raise NotASnapshot(f"`{target}` was not written by reprokit", hint=f"give the {kind} file that reprokit wrote")
+    require_bounded(content, target)
     version = content.get("version")
-    if not isinstance(version, int):
-        raise SnapshotError(f"`{target}` is damaged: its version is {version!r}", hint=_again(kind))
+    if type(version) is not int or abs(version) > VERSION + 1000:
+        shown = _word(version) or type(version).__name__
+        raise SnapshotError(f"`{target}` is damaged: its version is {shown!r}", hint=_again(kind))
     if version > VERSION:
         raise NewerFormat(
             f"`{target}` has format version {version}, this reprokit reads up to {VERSION}",
             hint="pip install -U torch-reprokit",
         )
-    if content.get("kind") != kind:
-        raise NotASnapshot(f"`{target}` is a {content.get('kind')}, not a {kind}", hint=_hint_for_kind(content, kind))
+    found = _word(content.get("kind"))
+    if found != kind:
+        raise NotASnapshot(f"`{target}` is a {found}, not a {kind}", hint=_hint_for_kind(content, kind))
     return content
 
 
@@ -248,8 +252,13 @@ def _again(kind: str) -> str:
 def _hint_for_kind(content: Mapping[str, Any], kind: str) -> str:
     """The hint for a file of another kind; a reduction may know the name of its snapshot."""
     origin = content.get("origin")
-    name = origin.get("file") if isinstance(origin, dict) else None
+    name = _word(origin.get("file")) if isinstance(origin, dict) else ""
     return f"give the {kind} that it was made from, `{name}`" if name else f"give a {kind} file"
+
+
+def _word(value: Any) -> str:
+    """A short text of a file as it may stand in a message, empty for anything else."""
+    return visible_name(value)[:80] if type(value) is str else ""
 
 
 def _unpickle(target: Path, kind: str) -> Any:
@@ -273,7 +282,6 @@ def _unpickle(target: Path, kind: str) -> Any:
         raise TruncatedSnapshot(
             f"`{target}` is damaged", hint=f"copy it again, or {_again(kind)}", note=str(error).split("\n")[0]
         ) from error
-    require_bounded(content, target)
     return content
 
 

@@ -6,6 +6,7 @@ a grammar of their own (`reprokit.program.plain`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,11 +22,15 @@ def conform(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> dict[str, A
     """The fields, each of its kind; raises `ValueError` for one that is not, is missing or is unknown."""
     unknown = [name for name in fields if name not in kinds]
     if unknown:
-        raise ValueError(f"it has an unknown field `{visible_name(str(unknown[0])):.60}`")
+        raise ValueError(f"it has an unknown field `{_shown(unknown[0])}`")
     lacking = [name for name in kinds if name not in fields]
     if lacking:
         raise ValueError(f"`{lacking[0]}` is missing")
     return {name: _conform(name, kind, fields[name]) for name, kind in kinds.items()}
+
+
+def _shown(value: Any) -> str:
+    return f"{visible_name(value):.60}" if type(value) is str else type(value).__name__
 
 
 def _conform(name: str, kind: Kind, value: Any) -> Any:
@@ -45,11 +50,16 @@ def _of(*types: type) -> Kind:
 
 
 boolean = _of(bool)
-number = _of(float, int)
 nothing = _of(type(None))
 _any_text = _of(str)
 _list = _of(list, tuple)
 _dict = _of(dict)
+
+
+def number(value: Any) -> float:
+    """A number that a float can hold, or none that it can: nan and inf."""
+    found: float = _of(float, int)(value)
+    return found if type(found) is float else integer(found)
 
 
 def integer(value: Any) -> int:
@@ -89,11 +99,18 @@ def name(value: Any) -> str:
     return visible_name(_any_text(value))
 
 
+def link(value: Any) -> str:
+    """The address of a page."""
+    if not re.fullmatch(r"https://[a-z0-9.-]+/[\w./#=-]*", found := line(value), re.ASCII):
+        raise ValueError("it is no address of a page")
+    return found
+
+
 def tensor(value: Any) -> torch.Tensor:
-    """A tensor of numbers on the CPU."""
+    """A tensor of numbers on the CPU, without hooks of its own."""
     if type(value) is not torch.Tensor or not value.is_cpu or value.requires_grad:
         raise ValueError("it is not a plain tensor")
-    return value
+    return value.detach()
 
 
 def one_of(*words: str | None) -> Kind:
@@ -101,7 +118,7 @@ def one_of(*words: str | None) -> Kind:
 
     def check(value: Any) -> Any:
         if not isinstance(value, (str, type(None))) or value not in words:
-            raise ValueError(f"`{visible_name(str(value)):.60}` is none of {', '.join(map(str, words))}")
+            raise ValueError(f"`{_shown(value)}` is none of {', '.join(map(str, words))}")
         return value
 
     return check
@@ -242,7 +259,7 @@ _FIX = record(
 )  # fmt: skip
 _DIAGNOSIS = record(
     id=name, title=line, mechanism=text, evidence=list_of(text),
-    confidence=one_of("certain", "likely", "possible", "none"), advice=text, links=list_of(line),
+    confidence=one_of("certain", "likely", "possible", "none"), advice=text, links=list_of(link),
     also=list_of(record(id=name, title=line, evidence=list_of(text))), fix=optional(_FIX), tried=list_of(_FIX),
     note=optional(text),
 )  # fmt: skip

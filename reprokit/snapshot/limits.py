@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ import torch
 from reprokit.errors import SnapshotError, UsageError
 
 VARIABLE = "REPROKIT_LIMITS"
+_TYPES = frozenset({dict, list, tuple, str, int, float, bool, type(None)})
+_DEEPEST = 200  # what the recursion of all readers has room for
+_SHARED = 8  # how often tensors may hold what is stored once
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,7 @@ class Limits:
 
     calls: float = 200_000
     tensors: float = 100_000
-    items: float = 20_000_000
+    items: float = 4_000_000
     depth: float = 64
     characters: float = 50_000_000
     elements: float = 2.0**26
@@ -45,18 +49,26 @@ def limits() -> Limits:
 
 
 def require_stored(path: Path) -> None:
-    """Raise `ValueError` for an archive that unpacks to more than it is, and `BadZipFile` for one that is none."""
+    """Raise `ValueError` for an archive that unpacks to more than it is, and `BadZipFile` for one that is none.
+
+    An archive with a comment may end differently for torch, which reads it with another library.
+    """
     with zipfile.ZipFile(path) as archive:
-        entries = archive.infolist()
+        entries, comment = archive.infolist(), archive.comment
+    if comment:
+        raise ValueError("the archive has a comment")
     if sum(entry.file_size for entry in entries) > path.stat().st_size:
         raise ValueError("it unpacks to more than it is; torch stores everything as it is")
 
 
 def require_bounded(content: Any, path: Path) -> None:
-    """Raise `SnapshotError` if nested data and tensors exceed the limits."""
+    """Raise `SnapshotError` if nested data and tensors exceed the limits, or are of other types than files hold."""
     allowed = limits()
-    measure = _Measure(int(allowed.depth))
-    items, characters = measure.size(content, 0)
+    measure = _Measure(min(allowed.depth, _DEEPEST))
+    try:
+        items, characters = measure.size(content, 0)
+    except (ValueError, RuntimeError) as error:  # what torch says of a sparse tensor that contradicts itself
+        raise SnapshotError(f"`{path}` is damaged: {str(error).splitlines()[0]}", hint="make it again") from error
     program = content.get("program") if isinstance(content, dict) else None
     calls = program.get("calls") if isinstance(program, dict) else None
     used = {
@@ -65,7 +77,7 @@ def require_bounded(content: Any, path: Path) -> None:
         "items": items,
         "depth": measure.depth,
         "characters": characters,
-        "elements": sum(map(_unstored, measure.tensors.values())),
+        "elements": _unstored(list(measure.tensors.values())),
     }
     for name, count in used.items():
         if count > getattr(allowed, name):
@@ -81,7 +93,7 @@ class _Measure:
     ``depth`` is the deepest level met, at most one more than was asked for; nothing below that is counted.
     """
 
-    def __init__(self, deepest: int) -> None:
+    def __init__(self, deepest: float) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
         self.depth = 0
         self._deepest = deepest
@@ -92,9 +104,12 @@ class _Measure:
         self.depth = max(self.depth, depth)
         if isinstance(value, str):
             return 1, len(value)
-        if isinstance(value, torch.Tensor):
+        if type(value) is torch.Tensor:
+            _require_plain(value)
             self.tensors[id(value)] = value
-        if not isinstance(value, (dict, list, tuple, set, frozenset)) or depth > self._deepest:
+        elif type(value) not in _TYPES:
+            raise ValueError(f"it holds a `{type(value).__name__}`")
+        if not isinstance(value, (dict, list, tuple)) or depth > self._deepest:
             return 1, 0
         if id(value) not in self._known:
             parts = [part for item in value.items() for part in item] if isinstance(value, dict) else value
@@ -103,8 +118,27 @@ class _Measure:
         return self._known[id(value)]
 
 
-def _unstored(tensor: torch.Tensor) -> int:
-    """Elements that a tensor has beyond those in its storage, as one that was expanded does."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return 0
-    return max(0, tensor.numel() - tensor.untyped_storage().nbytes() // max(1, tensor.element_size()))
+def _require_plain(tensor: torch.Tensor) -> None:
+    """Raise for a tensor with attributes (they may hide its methods), of no fixed shape, or with indices beyond it."""
+    if vars(tensor) or tensor.is_nested:
+        raise ValueError("it holds a tensor that is not plain")
+    if tensor.layout is torch.sparse_coo:
+        torch._validate_sparse_coo_tensor_args(tensor._indices(), tensor._values(), tensor.shape, tensor.is_coalesced())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = tensor.crow_indices(), tensor.col_indices(), tensor.values(), tensor.shape, tensor.layout
+        torch._validate_sparse_compressed_tensor_args(*parts)
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = tensor.ccol_indices(), tensor.row_indices(), tensor.values(), tensor.shape, tensor.layout
+        torch._validate_sparse_compressed_tensor_args(*parts)
+
+
+def _unstored(tensors: Sequence[torch.Tensor]) -> int:
+    """Elements that tensors have beyond those stored, because they were expanded or share storage.
+
+    Tied weights share theirs, so that all of it may be there a few times.
+    """
+    strided = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
+    size = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in strided}
+    beyond = sum(max(0, t.numel() - t.untyped_storage().nbytes() // max(1, t.element_size())) for t in strided)
+    shared = sum(tensor.numel() * tensor.element_size() for tensor in strided) - _SHARED * sum(size.values())
+    return max(beyond, shared)

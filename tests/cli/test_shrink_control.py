@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -308,7 +309,7 @@ def test_a_damaged_reduction_is_left_alone(damage: str, shrink: Any) -> None:
 def test_a_reduction_of_another_snapshot_is_left_alone(shrink: Any) -> None:
     shrink()
     other = failing.loss_scaled_twice()
-    other.tensors = {value: tensor.clone() for value, tensor in other.tensors.items()}
+    other = replace(other, tensors={value: tensor.clone() for value, tensor in other.tensors.items()})
     item = next(item for item in other.program.inputs if other.tensors[item.value].is_floating_point())
     other.tensors[item.value].view(-1)[0] += 0.25
     save(other, "snap.pt")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -82,3 +84,72 @@ def test_nothing_is_lost_on_the_way(file: Path) -> None:
     write_file(file, "snapshot", read_file(file, "snapshot"))
     again = load(file)
     assert once.summary() == again.summary() and once.program == again.program
+
+
+def shadowed() -> torch.Tensor:
+    tensor = torch.ones(2)
+    tensor.numel = torch.Size  # type: ignore[method-assign, assignment]
+    return tensor
+
+
+def outside(layout: torch.layout) -> torch.Tensor:
+    """A sparse tensor whose indices lead outside of its memory."""
+    indices = torch.tensor([0, 9]), torch.tensor([9**9])
+    make = torch.sparse_csr_tensor if layout is torch.sparse_csr else torch.sparse_csc_tensor
+    return make(*indices, torch.ones(1), (1, 1), check_invariants=False)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about kinds of tensors that are in beta
+@pytest.mark.parametrize(
+    "value",
+    [{1, 2}, OrderedDict(a=1), torch.float32, torch.Size([1]), shadowed, lambda: outside(torch.sparse_csr),
+     lambda: outside(torch.sparse_csc), lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])],
+    ids=["set", "ordered", "dtype", "size", "attributes", "csr", "csc", "nested"],
+)  # fmt: skip
+@pytest.mark.parametrize("place", ["tensors", "environment"])
+def test_what_no_file_of_ours_holds(file: Path, value: Any, place: str) -> None:
+    content = read_file(file, "snapshot")
+    made = value() if isinstance(value, FunctionType) else value
+    torch.save({**content, place: {**content[place], 0: made}}, file)
+    with pytest.raises(SnapshotError, match=r"is damaged: |holds more than plain data"):
+        load(file)
+
+
+@pytest.mark.parametrize("number", [10**5000, -(2**70)], ids=["huge", "below"])
+@pytest.mark.parametrize("place", ["step", "version", "timeline"])
+def test_numbers_too_large_to_be_printed(file: Path, number: int, place: str) -> None:
+    content = read_file(file, "snapshot")
+    torch.save({**content, place: number if place != "timeline" else [{"step": 0, "loss": number}]}, file)
+    with pytest.raises(SnapshotError, match=r"is damaged: |holds more than plain data"):
+        load(file)
+
+
+def test_tensors_that_share_what_is_stored_once(file: Path) -> None:
+    content = read_file(file, "snapshot")
+    stored = torch.zeros(2**20)
+    tied = {number: stored[:] for number in range(5)}
+    torch.save({**content, "tensors": {**content["tensors"], **tied}}, file)
+    load(file)
+    bomb = {number: stored[:] for number in range(90)}
+    torch.save({**content, "tensors": {**content["tensors"], **bomb}}, file)
+    with pytest.raises(SnapshotError, match=r"has more than .* elements"):
+        load(file)
+
+
+def test_an_archive_with_a_comment(file: Path) -> None:
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.comment = b"PK"
+    with pytest.raises(SnapshotError, match="is damaged"):
+        load(file)
+
+
+@pytest.mark.parametrize("field", ["kind", "origin"])
+def test_a_file_of_another_kind_says_nothing_but_a_short_name(file: Path, field: str) -> None:
+    content = read_file(file, "snapshot")
+    text = "\x1b[2Jx\nreprokit: error: y" * 100
+    kind = text if field == "kind" else "reduction"
+    torch.save({**content, "kind": kind, "origin": {"file": text}}, file)
+    with pytest.raises(SnapshotError) as raised:
+        load(file)
+    said = f"{raised.value.message}{raised.value.hint}"
+    assert "\x1b" not in said and "\n" not in said and len(said) < 500

@@ -1,0 +1,116 @@
+"""The benchmark of hostile files in short, what it would notice, and texts that stay in their place."""
+
+from __future__ import annotations
+
+import ast
+import os
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from reprokit.render import whatif
+from reprokit.render.environment import jinja_environment
+from reprokit.render.gate import require_closed
+from reprokit.render.script import write_script
+from reprokit.render.wording import prose
+from reprokit.snapshot import grammar
+from reprokit.visible import visible, visible_line, visible_name
+from tests.conftest import import_benchmark
+from tests.render.programs import masked_softmax, snapshot_of
+
+ANYTHING = st.text() | st.lists(
+    st.sampled_from(["`", "``", "<b>", "-->", "--", "|", "\n", "\r", "\\", '"""', "'", "#", "[a](b)", "*", "_", "&lt;",
+                     "~~~", "\x1b[2J", "\x85", "\u2028", "1.", "- ", "{{", "x", " ", "print(1)", "<!--", "```"])
+).map("".join)  # fmt: skip
+TEXT_OR_CODE = {"text", "text_special", "code_inline", "softbreak"}
+
+
+@pytest.fixture(scope="module")
+def hostile() -> ModuleType:
+    return import_benchmark("hostile")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="opens files in forked children")
+def test_files_from_strangers(hostile: ModuleType, tmp_path: Path) -> None:
+    seeds = hostile.make_seeds(tmp_path / "seeds", ("backward",), is_quick=True)
+    crafted = hostile.spread(list(hostile.crafted_files(seeds, tmp_path)), 12)
+    crafted = [replace(trial, number=1) for trial in crafted]
+    damaged = list(islice(hostile.mutations(seeds, 0), 200))
+    for trials, batch in ((crafted, 1), (damaged, 40)):
+        counts = hostile.try_all(trials, tmp_path, batch, 2)
+        assert counts.files == len(trials)
+        assert counts.accepted > 0
+        assert counts.first == {}
+
+
+def test_every_text_of_the_grammar_is_attacked(hostile: ModuleType, tmp_path: Path) -> None:
+    payloads = hostile.payloads
+    full = payloads.filled({}, grammar.REDUCTION)
+    names = {".".join(str(part) for part in path) for path in payloads.texts(full)}
+    assert {"diagnosis.links.0", "diagnosis.fix.code", "diagnosis.also.0.title", "origin.file", "log.0"} <= names
+    assert len(list(payloads.crafted(full, tmp_path))) > 300
+
+
+@pytest.mark.parametrize("text", ["<script>x</script>", "[a](https://hostile0)", "![a](hostile0)", "# hostile0", "<b>"])
+def test_markup_in_an_issue_is_noticed(hostile: ModuleType, text: str) -> None:
+    assert hostile.markdown_escapes(f"A\n\n{text}\n")
+    shown = f"A\n\n```text\n{text}\n```\n\n<details><summary>x</summary>\n\n`{text}`\n\n</details>\n"
+    assert not hostile.markdown_escapes(shown)
+
+
+@pytest.mark.parametrize("text", ["<img src=x>", "<a href='javascript:x'>", "<p onclick=x>", "<style>hostile0</style>"])
+def test_markup_in_a_report_is_noticed(hostile: ModuleType, text: str) -> None:
+    assert hostile.html_escapes(f"<p>{text}</p>")
+    assert not hostile.html_escapes("<p title='hostile0'><code>hostile0</code></p>")
+
+
+@settings(max_examples=200)
+@given(ANYTHING)
+def test_prose_is_text_and_code(text: str) -> None:
+    paragraphs = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(f"- {prose(visible(text))} end")
+    assert {token.type for token in paragraphs} <= {
+        "bullet_list_open", "list_item_open", "paragraph_open", "inline", "paragraph_close", "list_item_close",
+        "bullet_list_close",
+    }  # fmt: skip
+    assert {inner.type for token in paragraphs for inner in token.children or ()} <= TEXT_OR_CODE
+
+
+@settings(max_examples=100)
+@given(ANYTHING, ANYTHING)
+def test_a_cell_stays_a_cell(name: str, detail: str) -> None:
+    row = {"variant": "v", "name": visible_line(name), "answer": "same", "detail": visible_line(detail), "seconds": 1.0}
+    table = whatif.markdown({"tables": {"minimum": [row]}}, "minimum")
+    tokens = MarkdownIt("commonmark").enable("table").parse(f"{table}\n") if table else []
+    assert [token.type for token in tokens].count("td_open") in (0, 2)
+    assert {inner.type for token in tokens for inner in token.children or ()} <= TEXT_OR_CODE
+
+
+@settings(max_examples=100)
+@given(ANYTHING)
+def test_an_html_comment_stays_a_comment(text: str) -> None:
+    shown = jinja_environment().filters["in_comment"](text)
+    assert "-->" not in f"<!--{shown}" and "--!>" not in shown and "\n" not in shown
+
+
+@settings(max_examples=60)
+@given(ANYTHING)
+def test_any_text_leaves_the_code_of_a_repro_as_it_is(text: str) -> None:
+    snapshot = snapshot_of(masked_softmax())
+    name = visible_name(text)
+    program = replace(snapshot.program, inputs=tuple(replace(item, name=name) for item in snapshot.program.inputs))
+    script = write_script(program, snapshot.tensors, snapshot.failure, torch_version=visible_line(text)).text
+    require_closed(script)
+    calls = [node for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Call)]
+    assert len(calls) == len(_calls_of(snapshot))
+
+
+def _calls_of(snapshot: Any) -> list[ast.AST]:
+    script = write_script(snapshot.program, snapshot.tensors, snapshot.failure, torch_version="2").text
+    return [node for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Call)]
