@@ -262,7 +262,7 @@ def _word(value: Any) -> str:
 
 
 def _unpickle(target: Path, kind: str) -> Any:
-    if not zipfile.is_zipfile(target):
+    if not _is_archive(target):
         with target.open("rb") as file:
             started_as_zip = file.read(4) == b"PK\x03\x04"
         if started_as_zip:
@@ -283,6 +283,13 @@ def _unpickle(target: Path, kind: str) -> Any:
             f"`{target}` is damaged", hint=f"copy it again, or {_again(kind)}", note=str(error).split("\n")[0]
         ) from error
     return content
+
+
+def _is_archive(target: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(target)
+    except zipfile.BadZipFile:  # one that claims to be a part of several
+        return False
 
 
 def _as_plain(value: Any) -> Any:
