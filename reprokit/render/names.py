@@ -205,11 +205,11 @@ def identifier(text: str) -> str | None:
     """The last part of a dotted name as an identifier, or ``None`` when nothing readable is left."""
     last = text.rpartition(".")[2]
     word = re.sub(r"\W+", "_", last, flags=re.ASCII).strip("_")
-    word = re.sub(r"^\d+_*", "", word)
+    word = re.sub(r"^[\d_]+", "", word)
     if not word or word in _RESERVED or re.fullmatch(r"v\d+", word) or (len(word) > 24):
         return None
     base = re.sub(r"_\d+$", "", word)
-    return None if base.lower() in _ROLE_WORDS else word
+    return None if base.lower() in _ROLE_WORDS or base in _RESERVED else word
 
 
 def parameter_taking(call: Call, value: int) -> str | None:
