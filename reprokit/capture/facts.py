@@ -125,4 +125,5 @@ SILENT = frozenset(
         for name in _SILENT_ATTRIBUTES
         if hasattr(getattr(torch.Tensor, name, None), "__get__")
     ]
+    + [torch._C._set_grad_enabled]  # of `torch.no_grad`, whose end nothing may come before
 )

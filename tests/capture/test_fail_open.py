@@ -51,36 +51,9 @@ from tests.capture.traps_checks import (
     update,
     without_own_lines,
 )
-from tests.conftest import Run
+from tests.conftest import Run, import_benchmark
 
-# What guards the rest, takes capture away, or runs before the block begins has nobody behind it.
-GUARDS = {
-    "Tape.backward",
-    "Tape.install",
-    "Tape.uninstall",
-    "Tape.__torch_function__",
-    "Tape._differentiate",
-    "TransformCalls.run",
-    "TransformCalls.run_scripted",
-    "TransformCalls._perform",
-    "RootCalls.install",
-    "RootCalls.uninstall",
-    "RootCalls._is_noted",
-    "RootCalls.call",
-    "Stepping.judge_start",
-    "Stepping.finish_differentiation",
-    "Stepping.before_step",
-    "Stepping.after_step",
-    "Stepping.scaler_step",
-    "Failures.fail",
-    "Failures.settle",
-    "Stepping._settle_update",
-    "Failures._save",
-    "Copies.give_back",
-    "OptimizerNote.give_back",
-    "State.give_back",
-    "_set",
-}
+GUARDS = import_benchmark("faults").GUARDS
 # The guards, their callers, and what runs before or without a loop.
 WITHOUT_FAULTS = {"session", "hooks", "stack", "whole_calls", "options", "launch", "block", "structure", "rank_name"}
 NOT_IN_THESE_RUNS = {"closing", "exceptions", "warned", "words"}

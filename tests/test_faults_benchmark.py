@@ -1,0 +1,39 @@
+"""A short form of the benchmark of faults and kills, and what it finds when something is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reprokit.capture.history import History
+from tests.conftest import import_benchmark
+
+BENCHMARK = import_benchmark("faults")
+
+
+def test_a_few_faults_and_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = BENCHMARK.main(["--faults", "30", "--kills", "6", "--json", str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (code, found["findings"]) == (0, {})
+    assert sum(found["counts"].values()) == 36 and len(found["counts"]) == 6
+
+
+def test_a_changed_bit_and_a_mode_that_stays_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    due = History.is_due
+
+    def disturbing(self: History, now: float) -> Any:
+        torch.randn(1)
+        return due(self, now)
+
+    plain = BENCHMARK.plain_trail(True)
+    fault = BENCHMARK.Fault(History, "skip", History.skip, 1, RuntimeError, True)
+    assert BENCHMARK.findings_of(fault, plain) == []
+    monkeypatch.setattr(History, "is_due", disturbing)
+    assert BENCHMARK.findings_of(fault, plain) == ["a bit was changed"]
+    before = BENCHMARK.hooks()
+    with torch.no_grad():
+        assert BENCHMARK._differences(before, BENCHMARK.hooks())
