@@ -46,7 +46,7 @@ def test_a_stop_in_a_thread_prints_no_traceback(tmp_path: Path, capsys: pytest.C
 
 def test_a_second_training_in_a_thread_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with reprokit.capture(tmp_path / "s.pt"):
-        in_thread()
+        train()  # whose thread lives on
         in_thread()
         in_thread()
     assert capsys.readouterr().err == "reprokit: a second thread trains; only the first one is watched\n"
