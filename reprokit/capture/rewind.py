@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from reprokit.arrivals import pass_on
 from reprokit.capture.attributes import attributes_kept, put_first_back
 from reprokit.capture.entry import Entry
 from reprokit.capture.generators import python_generators_restored
@@ -220,7 +221,13 @@ class Rewind:
                     modes.enter(entry.mode)
                     if entry.kind == "differentiate" and entry.settings:
                         return self._compare(player, entry, step)
-                    player.play(entry)
+                    try:
+                        player.play(entry)
+                    except Exception as error:
+                        pass_on(error)
+                        if entry.kind != "module" or entry.output is not None:
+                            raise
+                        break  # it did not return in training either
             self._carried = player.made(self._used_later)
         changed = [t for t in self._history.changing() if t.requires_grad and id(t) in self._live]
         if all(same_bits(self._live[id(tensor)], tensor) for tensor in changed):

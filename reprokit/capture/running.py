@@ -131,8 +131,13 @@ class RunningStep:
                 self._make_room()
 
     def finish_module(self, entry: Entry, output: Any) -> None:
-        """A root module has returned."""
-        entry.output = output
+        """A root module has returned.
+
+        Of a structure its tensors are noted, because it may change later: a distribution computes attributes when they
+        are first read, and a loop adds its own to a dict.
+        """
+        is_tensor = output is None or output.__class__ is torch.Tensor
+        entry.output = output if is_tensor else list(iter_tensors(output))
         made = self.memory.made
         if output.__class__ is torch.Tensor and not is_among(output, entry.versions):
             made.add(id(output))

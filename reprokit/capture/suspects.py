@@ -98,8 +98,19 @@ class Suspects:
     def _suspect_loss(self, loss: torch.Tensor, maker: Entry) -> None:
         modules = [entry.target for entry in self._running.entries if entry.kind == "module"]
         if is_bad(loss.detach()) and (not modules or any(module.training for module in modules)):
-            pending = backward_from(loss, maker)
-            self._running.suspect = Suspect("loss", pending, maker, False, loss.detach())
+            begun = self._begun_from(loss)
+            pending = begun or backward_from(loss, maker)
+            self._running.suspect = Suspect("loss", pending, begun or maker, begun is not None, loss.detach())
+
+    def _begun_from(self, loss: torch.Tensor) -> Entry | None:
+        """The backward call that has been made already from a loss, or from what was computed of it."""
+        made = {id(loss)}
+        for entry in self._running.entries:
+            if entry.kind == "differentiate" and any(id(start) in made for start in entry.starts):
+                return entry
+            if any(id(given) in made for given, _ in entry.versions):
+                made.update(id(tensor) for tensor in iter_tensors(entry.output))
+        return None
 
     def _suspect_gradient(self) -> None:
         calls = [entry for entry in self._running.entries if entry.kind == "differentiate"]

@@ -237,6 +237,7 @@ class Tape(StackedMode):
                 running.add_result(entry, output)
             return
         outputs = list(iter_tensors(output))
+        entry.output = outputs if output is not None else None  # a list may be changed by the loop
         is_in_place = facts.is_in_place or entry.name in functions.GRAD_WRITES
         if not (outputs or is_in_place) or not self._can_repeat(entry, outputs):
             return
