@@ -106,4 +106,4 @@ def _arguments(frame: FrameType) -> Iterator[Any]:
     names = code.co_varnames[: code.co_argcount + bool(code.co_flags & CO_VARARGS)]
     for name in names:
         value = variables.get(name)
-        yield from value if isinstance(value, tuple) else (value,)
+        yield from value if type(value) is tuple else (value,)

@@ -236,6 +236,8 @@ class Failures:
     def _take_exception(self, error: Exception, frame: FrameType | None) -> Path | None:
         raised, entries = self._training.running.raised, self._training.running.entries
         known = next((e for e in chain(error) if raised is not None and e is raised[0]), None)
+        if self._training.ranks.is_of_peer(error):
+            return None
         if has_arrived(error) or (known is None and not exceptions.is_inside_step(self._training.running.current)):
             return None
         entry = raised[1] if raised is not None and known is not None else None

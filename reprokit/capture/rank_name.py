@@ -34,6 +34,8 @@ def current_folder() -> Path:
 
 def check_name(output: Path | None, folder: Path | None, name: str) -> None:
     """Raise `UsageError` for a file name that turns out to be too long when a step is saved."""
+    if output is not None and not output.name:
+        return  # a folder, which is refused elsewhere
     longest = with_part(output, _LONGEST_PART) if output is not None else Path(folder or ".", name + _LONGEST_END)
     try:
         os.lstat(longest)

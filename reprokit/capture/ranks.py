@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import re
 import sys
 from collections.abc import Collection
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+# Words of gloo, NCCL and the store about a process that is not there any more.
+_OF_PEER = re.compile(r"gloo|NCCL|Connection (?:closed|reset) by peer|Broken pipe|ProcessGroup", re.IGNORECASE)
 _PATIENCE = datetime.timedelta(minutes=10)
 
 
@@ -56,6 +59,10 @@ class Ranks:
     def is_alone(self) -> bool:
         """True if this process trains by itself."""
         return not (self.is_parallel or self.is_sharded)
+
+    def is_of_peer(self, error: BaseException) -> bool:
+        """True for an exception of a collective whose other processes have gone: it says nothing about this one."""
+        return not self.is_alone and isinstance(error, RuntimeError) and _OF_PEER.search(str(error)) is not None
 
     def accuse(self, step: int) -> None:
         """The loss of this rank is bad in this step."""

@@ -100,7 +100,12 @@ class Suspects:
         if is_bad(loss.detach()) and (not modules or any(module.training for module in modules)):
             begun = self._begun_from(loss)
             pending = begun or backward_from(loss, maker)
-            self._running.suspect = Suspect("loss", pending, begun or maker, begun is not None, loss.detach())
+            suspect = Suspect("loss", pending, begun or maker, begun is not None, loss.detach())
+            self._running.suspect = suspect
+            if begun is not None:
+                calls = [entry for entry in self._since(suspect) if entry.kind == "differentiate"]
+                suspect.num_later = 1 + sum(entry.target is not torch.autograd.grad for entry in calls)
+                self._training.iterations.micro_step -= suspect.num_later
 
     def _begun_from(self, loss: torch.Tensor) -> Entry | None:
         """The backward call that has been made already from a loss, or from what was computed of it."""

@@ -47,6 +47,13 @@ _ATTRIBUTES = frozenset(
         "zero_grad",
     )
 )  # fmt: skip
+# What lines of the user's may call besides, of Python's own.
+_HARMLESS = frozenset(
+    (
+        "abs", "append", "bool", "enumerate", "extend", "get", "int", "isinstance", "items", "keys", "len", "max",
+        "min", "reversed", "round", "sorted", "str", "sum", "values", "zip",
+    )
+)  # fmt: skip
 # Parameters and buffers of torch's layers.
 _STATE = re.compile(
     r"weight|bias|running_mean|running_var|in_proj_(weight|bias)|out_proj|(weight|bias)_(ih|hh|hr)_l[0-9]+(_reverse)?"
@@ -114,13 +121,13 @@ def _is_users(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return True
     if isinstance(node.func, ast.Name):
-        return node.func.id in _BUILTINS or not hasattr(builtins, node.func.id)
+        return node.func.id in _BUILTINS | _HARMLESS or not hasattr(builtins, node.func.id)
     if not isinstance(node.func, ast.Attribute):
         return False
     dotted, name = _dotted(node.func), node.func.attr
     if dotted is not None:
         return _is_of_torch(dotted)
-    return name in _ATTRIBUTES or _is_method(name) or _is_self(node.func.value)
+    return name in _ATTRIBUTES | _HARMLESS or _is_method(name) or _is_self(node.func.value)
 
 
 def _refused(why: str) -> RefusedScript:

@@ -265,7 +265,7 @@ def prose(text: str) -> str:
 
 
 # Inline code begins and ends with as many backticks; tags, links, emphasis and cells begin with one of the rest.
-_MARKUP = re.compile(r"(?<!`)((`+)(?!`).*?(?<!`)\2(?!`))|`+|[\\<>*~|\[\]]|&(?=[#\w])|(?<!\w)_|_(?!\w)")
+_MARKUP = re.compile(r"(?<!`)((`+)(?!`).*?(?<!`)\2(?!`))|`+|[\\<>~|\[\]]|\*(?! )|(?<! )\*|&(?=[#\w])|(?<!\w)_|_(?!\w)")
 _AT_START = re.compile(r"^(\d*)([#+.)-]+(?=\s|$))")
 
 
