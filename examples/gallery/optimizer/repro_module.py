@@ -8,7 +8,7 @@ from torch import nn
 class Ratings(nn.Module):
     def __init__(self):
         super().__init__()
-        self.users = nn.Parameter(torch.zeros(7, 1, dtype=torch.float16))
+        self.users = nn.Parameter(torch.zeros(2, 1, dtype=torch.float16))
 
     def forward(self, user):
         return self.users[user]
