@@ -75,7 +75,7 @@ def _differences(snapshot: Snapshot, losses: Mapping[int, torch.Tensor]) -> Iter
 
 
 def _run(snapshot: Snapshot, losses: Set[int]) -> tuple[Failure | None, Mapping[int, torch.Tensor]]:
-    """How the file fails, and its losses, in one run where one is enough."""
+    """Locate the failure of the file and collect its losses, in one run where one is enough."""
     program, tensors, failure = snapshot.program, snapshot.tensors, snapshot.failure
     if failure.kind != EXCEPTION and (failure.call_index is not None or failure.input_name is not None):
         return locate_with_losses(program, tensors, losses)

@@ -54,6 +54,10 @@ _HARMLESS = frozenset(
         "min", "reversed", "round", "sorted", "str", "sum", "values", "zip",
     )
 )  # fmt: skip
+# Names of Python's that variables of the user's often have.
+_SHADOWED = frozenset(
+    ("all", "any", "bin", "dir", "filter", "format", "hash", "id", "input", "iter", "next", "set", "type")
+)
 # Parameters and buffers of torch's layers.
 _STATE = re.compile(
     r"weight|bias|running_mean|running_var|in_proj_(weight|bias)|out_proj|(weight|bias)_(ih|hh|hr)_l[0-9]+(_reverse)?"
@@ -114,8 +118,9 @@ def is_line(code: str) -> bool:
 
 
 def _is_users(node: ast.AST) -> bool:
-    if isinstance(node, ast.Name):
-        return not node.id.startswith("__")
+    if isinstance(node, ast.Name):  # also one that is not called here: `max(texts, key=eval)`
+        is_known = node.id in _BUILTINS | _HARMLESS | _SHADOWED or not hasattr(builtins, node.id)
+        return is_known and not node.id.startswith("__")
     if isinstance(node, ast.Attribute):
         return not node.attr.startswith("__")
     if not isinstance(node, ast.Call):

@@ -112,7 +112,9 @@ def test_a_test_does_nothing_but_run_the_repro() -> None:
     ("code", "is_harmless"),
     [("return 2 * torch.acos(dot.clamp(min=-0.99, max=0.99))", True), ("loss = self.criterion(x, cfg.y[0])", True),
      ("out = attend(x, mask)", True),
-     ("f = lambda x: [y.sqrt() for y in x]", True), ("x = os.system('id')", False), ("x = exec('1')", False),
+     ("f = lambda x: [y.sqrt() for y in x]", True), ("x = os.system('id')", False),
+     ("x = max(['1'], key=eval)", False), ("f = exec; f('1')", False), ("x = input.sqrt()", True),
+     ("x = exec('1')", False),
      ("x = a.__class__", False), ("x = torch.load('f')", False), ("x = [open(i) for i in y]", False), ("x = (", False)],
 )  # fmt: skip
 def test_lines_of_fixes(code: str, is_harmless: bool) -> None:
