@@ -35,7 +35,7 @@ from generated import Loop, Training, draw
 import reprokit
 from reprokit.capture import rescue
 from reprokit.program import plain
-from reprokit.program.ir import Program, Ref, map_leaves
+from reprokit.program.ir import Program, Ref, Scope, map_leaves
 from reprokit.snapshot.format import Snapshot, load
 
 Way = tuple[str, int | None]  # how the loop is watched, and the steps between copies (``None``: the default)
@@ -235,10 +235,11 @@ def differences(first: Snapshot | None, second: Snapshot | None) -> list[str]:
 
 
 class _Plain:
-    """A snapshot for comparison: values numbered in the order in which they are read, inputs without names."""
+    """A snapshot for comparison: values and roots numbered in the order in which they are read, inputs nameless."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._numbers: dict[int, int] = {}
+        self._roots: dict[str, str] = {"": ""}
         program = self._renumbered(snapshot.program)
         described = plain.to_plain(program)
         described["inputs"] = sorted([value, role, grad] for value, _, role, grad in described["inputs"])
@@ -257,13 +258,21 @@ class _Plain:
         def change(leaf: Any) -> Any:
             return Ref(self._number(leaf.value)) if isinstance(leaf, Ref) else leaf
 
-        calls = []
+        calls, labels = [], {}
         for call in program.calls:
             args, kwargs = map_leaves(call.args, change), map_leaves(call.kwargs, change)
             mode = replace(call.mode, rng=change(call.mode.rng))
-            calls.append(replace(call, args=args, kwargs=kwargs, mode=mode, outputs=map_leaves(call.outputs, change)))
+            outputs, scope = map_leaves(call.outputs, change), tuple(map(self._unnamed, call.scope))
+            labels.update((old.label, new.label) for old, new in zip(call.scope, scope, strict=True))
+            calls.append(replace(call, args=args, kwargs=kwargs, mode=mode, outputs=outputs, scope=scope))
         inputs = tuple(replace(item, value=self._number(item.value)) for item in program.inputs)
-        return replace(program, calls=tuple(calls), inputs=inputs, outputs=map_leaves(program.outputs, change))
+        modules = {labels.get(label, label): note for label, note in program.modules.items()}
+        outputs = map_leaves(program.outputs, change)
+        return replace(program, calls=tuple(calls), inputs=inputs, outputs=outputs, modules=modules)
+
+    def _unnamed(self, level: Scope) -> Scope:
+        """A level of module nesting without the name of a variable, which is gone when its function has returned."""
+        return replace(level, root=self._roots.setdefault(level.root, f"root {len(self._roots)}"))
 
     def differing(self, other: _Plain) -> list[str]:
         """The names of the tensors that are not the same in another snapshot."""

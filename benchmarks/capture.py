@@ -1,10 +1,11 @@
 """What a capture takes beside the time of healthy steps: memory, and the time from a failure to the file.
 
-    python benchmarks/capture.py [--shapes mlp gpt cnn narrow] [--steps N] [--json FILE]
+    python benchmarks/capture.py [--shapes NAME ...] [--parts memory failures process] [--steps N] [--json FILE]
 
 Every measurement is a process of its own, so that its peak memory is its own. Memory: the same loop bare and watched.
 Failures: the loss goes bad in the forward pass; only a gradient does; the optimizer ruins the parameters, which is
-found by going back. The table goes to stderr, JSON to stdout. README.md in this folder says how to read them.
+found by going back. Process: a script from its start to its end, by itself and under `reprokit capture`. The table goes
+to stderr, JSON to stdout. README.md in this folder says how to read them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import functools
 import multiprocessing
 import os
 import platform
+import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +29,12 @@ from typing import Any
 
 from command import JSON, new_parser, print_json
 
-STEPS = {"mlp": 400, "gpt": 16, "cnn": 100, "narrow": 100}  # shape -> good steps
+STEPS = {"mlp": 400, "gpt": 16, "cnn": 100, "narrow": 100, "rl": 400, "many-parameters": 30, "large": 8}  # good steps
+PARTS = ("memory", "failures", "process")
+WITHOUT_FAILURES = ("rl", "large")  # a loop of its own; a file of 1.5 GiB
+PROCESS_STEPS = {"mlp": 20_000}  # shape -> steps of about 30 seconds
+RUNS = ("bare", "watched")
+SCRIPT = "import sys; sys.path.insert(0, {folder!r})\nfrom shapes import make\ntraining = make({shape!r})\n"
 FAILURES = {"loss": "forward", "gradient": "backward", "optimizer": "optimizer"}  # name -> phase expected
 STEPS_AFTER = 300  # a failure that nobody noticed after so many more steps is missed
 WRITES = 3
@@ -57,7 +65,7 @@ def measure_memory(shape: str, steps: int, is_watched: bool) -> JSON:
         copies = session._training.history.state.copies.num_bytes
         held = len(session._training.history.steps)
         peak = peak_bytes()
-    batch = sum(tensor.numel() * tensor.element_size() for tensor in training.batches[0])
+    batch = sum(tensor.numel() * tensor.element_size() for tensor in training.batches[0]) if training.batches else 0
     return {
         "peak_bytes": peak,
         "copy_bytes": copies,
@@ -227,7 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for shape in options.shapes:
             steps = options.steps or (6 if options.quick else STEPS[shape])
             repeats = 1 if options.quick else options.repeats
-            result["shapes"][shape] = measured = measure(shape, steps, repeats, run)
+            result["shapes"][shape] = measured = measure(shape, steps, repeats, run, options.parts)
+            if "process" in options.parts and shape in PROCESS_STEPS:
+                measured["process"] = measure_process(shape, steps if options.quick else PROCESS_STEPS[shape], repeats)
             print(table(shape, measured), file=sys.stderr, flush=True)
     print_json(result, options.json)
     return 0
@@ -236,6 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=STEPS, default=list(STEPS), metavar="SHAPE")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
     parser.add_argument("--steps", type=int, help="good steps in each measurement (default: by shape)")
     parser.add_argument("--repeats", type=int, default=3, help="processes for each peak of memory (default 3)")
     parser.add_argument("--quick", action="store_true", help="a few steps in one process, to see that all of it runs")
@@ -255,41 +266,68 @@ def _run_alone(measurement: Callable[..., JSON], *args: Any) -> JSON:
         return _run_in(process, measurement, *args)
 
 
-def measure(shape: str, steps: int, repeats: int, run: Callable[..., JSON]) -> JSON:
+def measure_process(shape: str, steps: int, repeats: int) -> JSON:
+    """Seconds of a script that trains ``steps`` steps, by itself and under `reprokit capture`, in turns; medians."""
+    seconds: dict[str, list[tuple[float, float]]] = {"bare": [], "watched": []}
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "train.py"
+        head = SCRIPT.format(folder=str(Path(__file__).resolve().parent), shape=shape)
+        script.write_text(f"{head}for _ in range({steps}):\n    training.step()\n", encoding="utf-8")
+        commands = {"bare": [str(script)], "watched": ["-m", "reprokit", "capture", str(script)]}
+        for _ in range(repeats):
+            for name, command in commands.items():
+                started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+                subprocess.run([sys.executable, *command], cwd=folder, check=True, capture_output=True)
+                after = resource.getrusage(resource.RUSAGE_CHILDREN)
+                cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+                seconds[name].append((time.perf_counter() - started, cpu))
+    medians = {name: map(statistics.median, zip(*runs, strict=True)) for name, runs in seconds.items()}
+    return {"steps": steps, **{name: {"wall_s": wall, "cpu_s": cpu} for name, (wall, cpu) in medians.items()}}
+
+
+def measure(shape: str, steps: int, repeats: int, run: Callable[..., JSON], parts: Sequence[str] = PARTS) -> JSON:
     """Everything about one shape; ``run`` calls in another process. Ratios are in steps of the same process."""
-    bare = [run(measure_memory, shape, steps, False) for _ in range(repeats)]
-    watched = [run(measure_memory, shape, steps, True) for _ in range(repeats)]
-    peaks = [statistics.median(run["peak_bytes"] for run in runs) for runs in (bare, watched)]
+    memory = _measure_peaks(shape, steps, repeats, run) if "memory" in parts else None
     failures = {}
-    for failure in FAILURES:
+    for failure in FAILURES if "failures" in parts and shape not in WITHOUT_FAILURES else ():
         failures[failure] = row = run(measure_failure, shape, steps, failure)
         if row["captured"]:
             row["steps_beyond_writing"] = (row["total_s"] - row["write_s"]) / row["step_s"]
             row["steps_without_environment"] = row["steps_beyond_writing"] - row["environment_s"] / row["step_s"]
             row["is_right"] = row["step"] == row["expected_step"] and row["phase"] == row["expected_phase"]
+    return {"steps": steps, "memory": memory, "failures": failures}
+
+
+def _measure_peaks(shape: str, steps: int, repeats: int, run: Callable[..., JSON]) -> JSON:
+    bare = [run(measure_memory, shape, steps, False) for _ in range(repeats)]
+    watched = [run(measure_memory, shape, steps, True) for _ in range(repeats)]
+    peaks = [statistics.median(run["peak_bytes"] for run in runs) for runs in (bare, watched)]
     return {
-        "steps": steps,
-        "memory": {
-            **{name: watched[-1][name] for name in ("copy_bytes", "held_steps", "batch_bytes", "state_bytes")},
-            "bare_peak_bytes": peaks[0],
-            "watched_peak_bytes": peaks[1],
-            "extra_bytes": peaks[1] - peaks[0],
-        },
-        "failures": failures,
+        **{name: watched[-1][name] for name in ("copy_bytes", "held_steps", "batch_bytes", "state_bytes")},
+        "bare_peak_bytes": peaks[0],
+        "watched_peak_bytes": peaks[1],
+        "extra_bytes": peaks[1] - peaks[0],
     }
 
 
 def table(shape: str, measured: JSON) -> str:
     """The results of one shape as text."""
-    memory = measured["memory"]
-    sizes = {name: f"{memory[name] / 2**20:.1f} MiB" for name in memory if name.endswith("_bytes")}
-    lines = [
-        f"{shape}: {measured['steps']} steps; peak bare {sizes['bare_peak_bytes']}, watched +{sizes['extra_bytes']}"
-        f" (copies {sizes['copy_bytes']} of a state of {sizes['state_bytes']};"
-        f" {memory['held_steps']} steps held, batch {sizes['batch_bytes']})",
-        f"  {'failure':10} {'total':>10} {'noticed':>10} {'environment':>11} {'writing':>10} {'step':>10}"
-        f" {'steps':>8} {'file':>10}  what was saved",
-    ]
+    memory, process, lines = measured["memory"], measured.get("process"), []
+    if memory is not None:
+        sizes = {name: f"{memory[name] / 2**20:.1f} MiB" for name in memory if name.endswith("_bytes")}
+        lines.append(
+            f"{shape}: {measured['steps']} steps; peak bare {sizes['bare_peak_bytes']}, watched +{sizes['extra_bytes']}"
+            f" (copies {sizes['copy_bytes']} of a state of {sizes['state_bytes']};"
+            f" {memory['held_steps']} steps held, batch {sizes['batch_bytes']})"
+        )
+    if process is not None:
+        clocks = (f"{name} {process[name]['wall_s']:.2f} s ({process[name]['cpu_s']:.2f} s of CPU)" for name in RUNS)
+        lines.append(f"{shape}: a process of {process['steps']} steps: {', '.join(clocks)}")
+    if measured["failures"]:
+        lines.append(
+            f"  {'failure':10} {'total':>10} {'noticed':>10} {'environment':>11} {'writing':>10} {'step':>10}"
+            f" {'steps':>8} {'file':>10}  what was saved"
+        )
     for failure, row in measured["failures"].items():
         if not row["captured"]:
             lines.append(f"  {failure:10} missed")

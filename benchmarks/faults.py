@@ -1,4 +1,4 @@
-"""Is a training disturbed when something breaks inside capture, or when it is interrupted or killed at any moment?
+"""Training under faults: errors inside capture, interrupts and kills at random moments.
 
     python benchmarks/faults.py [--faults N] [--kills N] [--seed N] [--json FILE]
 
@@ -41,13 +41,15 @@ from reprokit.capture.session import Session
 from reprokit.errors import ReprokitError
 from reprokit.snapshot.format import load
 
-# What guards the rest, takes capture away, or runs before the block begins has nobody behind it.
+# Functions that guard the others, take capture away, or run before the block begins: nothing catches their errors.
 GUARDS = {
     "Tape.backward",
     "Tape.install",
     "Tape.uninstall",
     "Tape.__torch_function__",
     "Tape._differentiate",
+    "Tape._perform",
+    "Tape._perform_plain",
     "TransformCalls.run",
     "TransformCalls.run_scripted",
     "TransformCalls._perform",
@@ -127,11 +129,11 @@ def plain_trail(is_late: bool) -> Trail:
     return training.trail
 
 
-# -- what may not stay or change --------------------------------------------------------------------------------------
+# -- state before and after --------------------------------------------------------------------------------------
 
 
 def hooks() -> list[Any]:
-    """Everything that a capture puts something in the place of."""
+    """The functions that a capture replaces, numbers of hooks, and modes of torch."""
     from torch.optim import optimizer as optimizers
 
     places = [
@@ -186,7 +188,7 @@ class Fault(NamedTuple):
 
 
 def functions() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Owner, attribute and function of what capture is made of, without the guards."""
+    """Owner, attribute and function of every function of capture, without the guards."""
     for package in (reprokit.capture, reprokit.program, reprokit.locate, reprokit.snapshot):
         for part in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if part.name.rpartition(".")[2] not in _WITHOUT_FAULTS:
@@ -207,7 +209,7 @@ def _functions_of(module: ModuleType) -> Iterator[tuple[Any, str, Callable[..., 
 
 
 def calls_of(is_late: bool) -> collections.Counter[CodeType]:
-    """How often every function is called while a run is captured."""
+    """Number of calls of each function in a captured run."""
     calls: collections.Counter[CodeType] = collections.Counter()
 
     def note(frame: FrameType, event: str, argument: object) -> None:
@@ -279,7 +281,7 @@ def _injected(fault: Fault) -> Iterator[list[int]]:
 
 
 def findings_of(fault: Fault, plain: Trail) -> list[str]:
-    """What a fault has done that it may not do."""
+    """Findings of one fault: a changed bit, a hook or mode that is left, a file that does not load."""
     before, ended, found = hooks(), None, []
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as sink, _injected(fault) as armed:
         training = Training(is_late=fault.is_late)
@@ -309,7 +311,7 @@ def _is_inside_update(error: BaseException) -> bool:
 
 
 def _beside(trail: Trail, now: str, plain: Trail, *, is_inside_update: bool) -> list[str]:
-    """What is wrong with a training that was interrupted: each step until then, and the parameters it was left with.
+    """Findings of an interrupted training: the steps before the interrupt, and the parameters after it.
 
     Batch normalisation has written its buffers in the middle of a step; step 3 ends with a write by hand.
     """
@@ -323,7 +325,7 @@ def _beside(trail: Trail, now: str, plain: Trail, *, is_inside_update: bool) -> 
 
 
 def kill(number: signal.Signals, delay: float, folder: Path, plain: Trail) -> list[str]:
-    """Train in a child, send it a signal after ``delay`` seconds; what was wrong with what it left."""
+    """Train in a child and send it a signal after ``delay`` seconds; the findings in its steps, files and exit code."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -346,7 +348,7 @@ def kill(number: signal.Signals, delay: float, folder: Path, plain: Trail) -> li
 
 
 def _train_as_child(folder: Path, pipe: int) -> None:
-    """Train and leave the process without returning; its exit code says if something has stayed."""
+    """Train and end the process; exit code 2 if a hook or mode is left."""
     before, code = hooks(), 0
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -362,7 +364,7 @@ def _train_as_child(folder: Path, pipe: int) -> None:
 
 
 def kills(number: int, seed: int) -> Iterator[tuple[str, list[str]]]:
-    """Signals at random moments of a run and of its saving, with what was found."""
+    """The name of each signal, sent at a random moment of a run or of its saving, with its findings."""
     plain, choose = plain_trail(True), random.Random(seed)
     with tempfile.TemporaryDirectory() as folder, _session(Path(folder)):
         started = time.perf_counter()

@@ -1,13 +1,15 @@
-"""Files from strangers: is anything of theirs run, shown as more than text, or more than reprokit can take?
+"""Files from strangers: code that runs, text that leaves its place, and files that are more than reprokit can take.
 
-    OMP_NUM_THREADS=1 python benchmarks/hostile.py [--crafted N] [--mutations N] [--seed N] [--jobs N] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/hostile.py [--fields N] [--mutations N] [--seed N] [--jobs N] [--json FILE]
 
-Real snapshots and reductions are made first. **Crafted** files have a text in one field that tries to leave its place
-(`payloads.py`: every text field of the grammar, in every context); each goes through show, verify, render and, in
-turns, shrink and whatif. **Mutations** are damaged files and files with junk in them; each goes through show. Every
-file is opened in a forked child with a time limit and 8 GiB of address space. ``verify`` runs the gated script in the
-child, but for a few files that go through the command as it is. A payload that is executed writes a marker file. What
-is printed and written is parsed as what it is. A table goes to stderr, JSON to stdout; exit code 1 on any finding.
+Real snapshots and reductions are made first. **Fields**: a file for every text field of the grammar and every context,
+with a text that tries to leave that context (`payloads.py`); `show` opens a snapshot, `render` a reduction.
+**Crafted** files join the fields that were accepted, some of one context in each file; a file goes through show,
+verify, render and, in turns, shrink and whatif. **Mutations** are damaged files and files with junk in them, opened as
+fields are. Every file is opened in a forked child with a time limit and 8 GiB of address space. ``verify`` runs the
+gated script in the child, but for a few files that go through the command as it is. A payload that is executed writes a
+marker file. Everything printed and written is parsed. A table goes to stderr, JSON to stdout; exit code 1 on any
+finding.
 """
 
 from __future__ import annotations
@@ -45,16 +47,17 @@ from torch import nn
 
 import reprokit
 from reprokit.cli.app import main as command
-from reprokit.render import verify as verifying
 from reprokit.render.gate import require_closed
+from reprokit.render.verify import CleanProcesses, Run
 from reprokit.shrink.reducer import shrink
 from reprokit.snapshot import grammar
 from reprokit.snapshot.format import load
 from reprokit.visible import visible
 
 MEMORY = 8 * 2**30
-SECONDS = 60.0  # for all commands of one crafted file, or for one mutation
+SECONDS = 60.0  # for all commands of one crafted file, or for one other file; six times that with real processes
 BATCH = 40
+JOINED = 8  # fields in one crafted file
 FAULTS = ("forward", "backward", "exception")
 FINDINGS = ("executed", "tracebacks", "hangs", "terminal", "markdown", "html", "refused scripts")
 OURS = re.compile(
@@ -64,10 +67,10 @@ OURS = re.compile(
 
 @dataclass
 class Counts:
-    """What was found. ``first`` has an example of each."""
+    """Numbers of files, accepted files, commands and findings of each kind. ``first`` has an example of each."""
 
     files: int = 0
-    accepted: int = 0
+    accepted: list[Trial] = field(default_factory=list)
     commands: int = 0
     found: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
@@ -87,18 +90,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="hostile-") as scratch:
         folder = Path(scratch)
         seeds = make_seeds(folder / "seeds")
-        crafted = try_all(spread(list(crafted_files(seeds, folder)), options.crafted), folder, 1, options.jobs)
-        halfway = time.perf_counter()
-        mutated = try_all(list(islice(mutations(seeds, options.seed), options.mutations)), folder, BATCH, options.jobs)
-    seconds = {"crafted": halfway - started, "mutations": time.perf_counter() - halfway}
-    print(table({"crafted": crafted, "mutations": mutated}, seconds), file=sys.stderr)
-    print_json(summary({"crafted": crafted, "mutations": mutated}, seconds), options.json)
-    return 1 if crafted.found or mutated.found else 0
+        parts = dict[str, Counts]()
+        seconds = dict[str, float]()
+        for name, trials, batch in (
+            ("fields", lambda: spread(list(field_trials(seeds, folder)), options.fields), BATCH),
+            ("crafted", lambda: list(joined(parts["fields"].accepted, seeds)), 1),
+            ("mutations", lambda: list(islice(mutations(seeds, options.seed), options.mutations)), BATCH),
+        ):
+            parts[name] = try_all(trials(), folder, batch, options.jobs)
+            seconds[name] = time.perf_counter() - started - sum(seconds.values())
+            print(f"{name}: {parts[name].files} files in {seconds[name]:.0f} s", file=sys.stderr)
+    print(table(parts, seconds), file=sys.stderr)
+    print_json(summary(parts, seconds), options.json)
+    return 1 if any(counts.found for counts in parts.values()) else 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
-    parser.add_argument("--crafted", type=int, default=2_000, help="crafted files at most (default 2,000)")
+    parser.add_argument("--fields", type=int, default=10**6, help="fields x contexts at most (default: all)")
     parser.add_argument("--mutations", type=int, default=10_000, help="damaged files (default 10,000)")
     parser.add_argument("--seed", type=int, default=0, help="of the mutations")
     parser.add_argument("--jobs", type=int, default=2, help="files at once (default 2)")
@@ -159,28 +168,63 @@ def make_seeds(folder: Path, faults: Sequence[str] = FAULTS, *, is_quick: bool =
 
 @dataclass(frozen=True)
 class Trial:
-    """A file, what was done to it, and what is done with it. ``beside`` is the snapshot of a reduction."""
+    """A file of the kind of ``seed``, and how it is made. ``beside`` is the snapshot of a crafted reduction.
+
+    ``places`` in the ``full`` file hold the ``text`` of a ``context``; a mutation has none.
+    """
 
     name: str
-    make: Callable[[Path], None]
-    is_crafted: bool
+    seed: str
     number: int
+    make: Callable[[Path], None]
+    is_crafted: bool = False
     beside: JSON | None = None
+    full: JSON = field(default_factory=dict)
+    places: tuple[payloads.Path_, ...] = ()
+    context: str = ""
+    text: str = ""
+
+    @property
+    def is_real(self) -> bool:
+        """True for a crafted file whose scripts run in real clean processes, 20 times each."""
+        return self.is_crafted and self.number % 211 == 0
 
 
-def crafted_files(seeds: dict[str, JSON], folder: Path) -> Iterator[Trial]:
-    """A file for every text field and context, of a snapshot and of a reduction with its snapshot."""
-    marker = folder / "EXECUTED"
+def field_trials(seeds: dict[str, JSON], folder: Path) -> Iterator[Trial]:
+    """A file for every text field and context, one of the seeds in turn for each."""
+    full = {name: _full(content) for name, content in seeds.items()}
     number = 0
-    for name, content in seeds.items():
-        kinds = grammar.SNAPSHOT if content["kind"] == "snapshot" else grammar.REDUCTION
-        full = payloads.filled(content, kinds)
-        if isinstance(full.get("origin"), dict):
-            full["origin"].pop("snapshot", None)  # so that the crafted snapshot beside it is taken for its own
-        beside = seeds.get(f"{name.split('/')[0]}.repro.pt") if "/" in name else None
-        for place, context, file in payloads.crafted(full, marker):
-            number += 1
-            yield Trial(f"{name}: {place} as {context}", _writer(file), True, number, beside)
+    for turn, (context, text) in enumerate(payloads.contexts(folder / "EXECUTED").items()):
+        seen = set[tuple[str, str]]()
+        for name in (*list(seeds)[2 * turn % len(seeds) :], *list(seeds)[: 2 * turn % len(seeds)]):
+            for place, path in payloads.fields(full[name]).items():
+                if (seeds[name]["kind"], place) not in seen:
+                    seen.add((seeds[name]["kind"], place))
+                    number += 1
+                    make = _crafter(full[name], (path,), text)
+                    title = f"{name}: {place} as {context}"
+                    yield Trial(title, name, number, make, False, None, full[name], (path,), context, text)
+
+
+def joined(trials: Sequence[Trial], seeds: dict[str, JSON]) -> Iterator[Trial]:
+    """Files with several fields each, of one seed and context; a reduction has its snapshot beside it."""
+    groups: dict[tuple[str, str], list[Trial]] = {}
+    for trial in trials:
+        groups.setdefault((trial.seed, trial.context), []).append(trial)
+    chunks = [part[start : start + JOINED] for part in groups.values() for start in range(0, len(part), JOINED)]
+    for number, chunk in enumerate(chunks):
+        first, places = chunk[0], tuple(place for trial in chunk for place in trial.places)
+        beside = seeds[f"{first.seed.split('/')[0]}.repro.pt"] if "/" in first.seed else None
+        title = "; ".join(trial.name for trial in chunk)
+        make = _crafter(first.full, places, first.text)
+        yield Trial(title, first.seed, number, make, True, beside, first.full, places, first.context, first.text)
+
+
+def _full(content: JSON) -> JSON:
+    full = payloads.filled(content, grammar.SNAPSHOT if content["kind"] == "snapshot" else grammar.REDUCTION)
+    if isinstance(full.get("origin"), dict):
+        full["origin"].pop("snapshot", None)  # so that the crafted snapshot beside it is taken for its own
+    return full
 
 
 def mutations(seeds: dict[str, JSON], seed: int) -> Iterator[Trial]:
@@ -190,11 +234,11 @@ def mutations(seeds: dict[str, JSON], seed: int) -> Iterator[Trial]:
     while True:
         for name, content in seeds.items():
             number += 1
-            yield Trial(f"{name}: mutation {number}", _damager(content, raw[name], f"{seed}-{number}"), False, number)
+            yield Trial(f"{name}: mutation {number}", name, number, _damager(content, raw[name], f"{seed}-{number}"))
 
 
-def _writer(content: JSON) -> Callable[[Path], None]:
-    return lambda path: torch.save(content, path)
+def _crafter(content: JSON, places: Sequence[payloads.Path_], text: str) -> Callable[[Path], None]:
+    return lambda path: torch.save(payloads.crafted(content, places, text), path)
 
 
 def _damager(content: JSON, raw: bytes, seed: str) -> Callable[[Path], None]:
@@ -218,7 +262,7 @@ def _bytes(content: JSON) -> bytes:
 
 
 def spread(trials: list[Trial], most: int) -> list[Trial]:
-    """At most so many, from everywhere alike."""
+    """At most ``most`` of the trials, evenly spaced."""
     if len(trials) <= most:
         return trials
     return [trials[round(index * (len(trials) - 1) / max(1, most - 1))] for index in range(most)]
@@ -262,16 +306,16 @@ class _Child:
         self._since = time.monotonic()
 
     def read(self, counts: Counts) -> bool:
-        """Take in what is reported; true at its end."""
+        """Read the reports of finished files; true at the end of the process."""
         text = os.read(self.reader, 1 << 16)
         self._text += text
         *lines, self._text = self._text.split(b"\n")
         for line in lines:
             report = json.loads(line)
+            counts.accepted += [self._trials[self._done]] if report["accepted"] else []
             self._done += 1
             self._since = time.monotonic()
             counts.files += 1
-            counts.accepted += report["accepted"]
             counts.commands += report["commands"]
             for kind, where in report["found"]:
                 counts.note(kind, where)
@@ -279,7 +323,8 @@ class _Child:
 
     def is_late(self, counts: Counts) -> bool:
         """Kill it if a file takes too long."""
-        if time.monotonic() - self._since < SECONDS:
+        is_real = any(trial.is_real for trial in self._trials)
+        if self._done == len(self._trials) or time.monotonic() - self._since < (6 * SECONDS if is_real else SECONDS):
             return False
         counts.note("hangs", self._trials[self._done].name)
         counts.files += 1
@@ -288,7 +333,7 @@ class _Child:
         return True
 
     def close(self, counts: Counts) -> list[Trial]:
-        """Wait for its end; the files that it did not come to."""
+        """Wait for the process to end; the files that it has not opened."""
         os.close(self.reader)
         _, status = os.waitpid(self._pid, 0)
         with contextlib.suppress(OSError):
@@ -332,31 +377,35 @@ class _Tried:
         self._trial, self._folder, self._marker = trial, folder, marker
         self._found: list[tuple[str, str]] = []
         self._commands = 0
-        self._file = folder / ("x.repro.pt" if trial.beside is None else "x/reduction.pt")
+        self._file = folder / ("x/reduction.pt" if "/" in trial.seed else "x.repro.pt")
         self._file.parent.mkdir(exist_ok=True)
 
     def report(self) -> JSON:
-        """What was found."""
+        """Findings, the number of commands, and ``accepted`` if the file was opened."""
         trial = self._trial
         self._file.unlink(missing_ok=True)
-        with contextlib.suppress(Exception) if not trial.is_crafted else contextlib.nullcontext():
+        with contextlib.suppress(Exception) if not trial.places else contextlib.nullcontext():
             trial.make(self._file)
         if trial.beside is not None:
             torch.save(trial.beside, self._folder / "x.repro.pt")
-        is_accepted = self._try_crafted() if trial.is_crafted else self._run("show", "--max-time", "20") == 0
+        opening = ("render",) if "/" in trial.seed else ("show", "--max-time", "20")
+        if trial.is_crafted:
+            is_accepted = self._try_crafted()
+        else:
+            is_accepted = self._run(*opening) == 0 or (bool(trial.places) and "is damaged" not in self._said())
         if self._marker.exists():
             self._note("executed", "")
             self._marker.unlink()
         return {"accepted": is_accepted, "commands": self._commands, "found": self._found}
 
     def _try_crafted(self) -> bool:
-        first = self._run("show", "--json", is_json=True) if self._trial.beside is None else self._run("render")
+        first = self._run("show", "--json") if self._trial.beside is None else self._run("render")
         if first in (1, 2) and "is damaged" in self._said():
             return False
         if self._trial.beside is None:
             self._run("show")
-        is_real = self._trial.number % 211 == 0
-        with contextlib.nullcontext() if is_real else mock.patch.object(verifying, "_run", _here):
+        patched = mock.patch.multiple(CleanProcesses, open=_not_opened, runs=_here)
+        with contextlib.nullcontext() if self._trial.is_real else patched:
             self._run("verify", "--times", "1")
             for kind in ("repro", "test", "issue", "report"):
                 self._render(kind)
@@ -392,7 +441,7 @@ class _Tried:
         else:
             require_closed(text)
 
-    def _run(self, name: str, *words: str, is_json: bool = False) -> int:
+    def _run(self, name: str, *words: str) -> int:
         """A command as `main` runs it; its output is looked at."""
         self._commands += 1
         sys.stdout.flush()
@@ -426,7 +475,11 @@ def _written(path: Path, text: str) -> str:
     return str(path)
 
 
-def _here(script: Path, times: int, seconds: float) -> Iterator[verifying.Run]:
+def _not_opened(processes: CleanProcesses) -> None:
+    """Stands for the start of clean processes."""
+
+
+def _here(processes: CleanProcesses, number: int, script: Path, times: int, seconds: float) -> list[Run]:
     """Stands for the clean processes of `verify`: the script, in this process."""
     output, errors = io.StringIO(), ""
     with contextlib.redirect_stdout(output):
@@ -434,10 +487,10 @@ def _here(script: Path, times: int, seconds: float) -> Iterator[verifying.Run]:
             runpy.run_path(str(script), run_name="__main__")
         except Exception:
             errors = traceback.format_exc()
-    yield verifying.Run(1 if errors else 0, output.getvalue(), errors)
+    return [Run(1 if errors else 0, output.getvalue(), errors)]
 
 
-# -- what texts may hold ----------------------------------------------------------------------------------------------
+# -- reading texts ------------------------------------------------------------------------------------------------
 
 
 def is_visible(text: str) -> bool:
@@ -464,7 +517,7 @@ def markdown_escapes(text: str) -> list[str]:
 
 
 def html_escapes(text: str) -> list[str]:
-    """The same of a report."""
+    """Elements, attributes and addresses of a report that hold a payload."""
     reader = _Html()
     reader.feed(text)
     return reader.found
@@ -509,7 +562,7 @@ class _Html(html.parser.HTMLParser):
             self.found.append(data[:200])
 
 
-# -- telling ----------------------------------------------------------------------------------------------------------
+# -- output -----------------------------------------------------------------------------------------------------------
 
 
 def summary(parts: dict[str, Counts], seconds: dict[str, float]) -> JSON:
@@ -517,7 +570,7 @@ def summary(parts: dict[str, Counts], seconds: dict[str, float]) -> JSON:
     return {
         name: {
             "files": counts.files,
-            "accepted": counts.accepted,
+            "accepted": len(counts.accepted),
             "commands": counts.commands,
             **{kind: counts.found[kind] for kind in FINDINGS},
             "seconds": round(seconds[name], 1),

@@ -1,6 +1,6 @@
 """What watching costs a training that is healthy: reprokit, and what people use today, against the bare loop.
 
-    python benchmarks/overhead.py [--shapes mlp gpt cnn narrow] [--variants NAME ...] [--seconds S] [--json FILE]
+    python benchmarks/overhead.py [--shapes NAME ...] [--variants NAME ...] [--seconds S] [--json FILE]
 
 One process. Every variant trains a model of its own; single steps go plain, variant, variant, plain, so that a drift of
 the machine hits both sides alike, and the ratio is taken inside each such quadruple. Variants take turns in rounds.
@@ -27,13 +27,23 @@ from typing import Any, ClassVar
 
 import torch
 from command import JSON, new_parser, print_json
-from shapes import SHAPES, Training, make
+from shapes import Training, make
 from torch import nn
 
+from reprokit.capture.budget import WINDOW
 from reprokit.capture.history import History
 from reprokit.capture.session import Session
 
-SHARES = {"mlp": 0.15, "gpt": 0.45, "cnn": 0.2, "narrow": 0.2}  # of the time, by how long a step takes
+SHARES = {  # of the time, by how long a step takes
+    "mlp": 0.1,
+    "gpt": 0.3,
+    "cnn": 0.13,
+    "narrow": 0.13,
+    "loop-calls": 0.08,
+    "data-first": 0.03,
+    "rl": 0.08,
+    "many-parameters": 0.15,
+}
 TRIM = 0.01  # of the quadruples, at either end, left out of the mean
 COLLECT_EVERY = 0.5  # seconds between garbage collections, outside of what is timed
 SETTLE_BELOW = 0.2  # seconds: after every switch, a step shorter than this is first run once without being timed
@@ -92,7 +102,7 @@ class Reprokit(Variant):
     """A session with the default settings in the middle of a long run, its copies of the state included."""
 
     is_in_every_round = True
-    settings: ClassVar[JSON] = {}
+    settings: ClassVar[JSON] = {"budget": None}
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
@@ -138,7 +148,39 @@ class ReprokitEveryStep(Reprokit):
     """A session that judges everything in every step."""
 
     is_in_every_round = False
-    settings: ClassVar[JSON] = {"watch": "every-step"}
+    settings: ClassVar[JSON] = {"watch": "every-step", "budget": None}
+
+
+class ReprokitWithin10(Reprokit):
+    """A session that has stepped down to its budget, as far as that was necessary, before it is timed."""
+
+    is_in_every_round = False
+    settings: ClassVar[JSON] = {"budget": 10}
+
+    def warm_up(self, seconds: float) -> None:
+        super().warm_up(seconds)
+        budget = self.session._training.budget
+        budget.start_measuring()
+        self.on()
+        for _ in range(4 * WINDOW):
+            self.step()
+        self.off()
+        budget.limit = None
+
+    def describe(self) -> JSON:
+        return {**super().describe(), "noted_every": self.session._training.budget.every}
+
+
+class ReprokitWithin3(ReprokitWithin10):
+    """The same with a budget of 3%."""
+
+    settings: ClassVar[JSON] = {"budget": 3}
+
+
+class ReprokitWithin1(ReprokitWithin10):
+    """The same with a budget of 1%."""
+
+    settings: ClassVar[JSON] = {"budget": 1}
 
 
 class Anomaly(Variant):
@@ -251,6 +293,9 @@ VARIANTS: dict[str, type[Variant]] = {
     "control": Control,
     "reprokit": Reprokit,
     "reprokit_every_step": ReprokitEveryStep,
+    "reprokit_within_10": ReprokitWithin10,
+    "reprokit_within_3": ReprokitWithin3,
+    "reprokit_within_1": ReprokitWithin1,
     "anomaly": Anomaly,
     "underflow_overflow": UnderflowOverflow,
     "leaf_hooks": LeafHooks,
@@ -508,7 +553,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser(__doc__)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="SHAPE")
+    parser.add_argument("--shapes", nargs="+", choices=SHARES, default=list(SHARES), metavar="SHAPE")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="VARIANT")
     parser.add_argument("--seconds", type=float, default=330.0, help="for all shapes together (default 330)")
     parser.add_argument("--rounds", type=int, help="this many rounds for each shape, however long they take")

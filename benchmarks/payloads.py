@@ -1,6 +1,6 @@
 """Files as a stranger could send them: texts that try to leave their place, in every field, and damage of every kind.
 
-`crafted` walks the grammar of the files itself (`reprokit.snapshot.grammar`), so that a field which is added there is
+`fields` walks the grammar of the files itself (`reprokit.snapshot.grammar`), so that a field which is added there is
 attacked without anybody thinking of it. A payload that is run as code writes the file `marker` and does nothing else.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,17 +114,25 @@ def with_text(value: Any, path: Path_, text: str) -> Any:
     return tuple(items) if isinstance(value, tuple) else items
 
 
-def crafted(content: Mapping[str, Any], marker: Path) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Field, context and file: every text of a file, one field of each kind, in every context."""
-    seen = set[str]()
+def fields(content: Mapping[str, Any]) -> dict[str, Path_]:
+    """Every text field of a file by its name, with the place of its first text; digests as keys are one field."""
+    found: dict[str, Path_] = {}
     for path in texts(content):
-        name = ".".join("*" if isinstance(part, int) else f"[{part[0]}]" if isinstance(part, tuple) else part
-                        for part in path)  # fmt: skip
-        if name in seen:
-            continue
-        seen.add(name)
-        for context, text in contexts(marker).items():
-            yield name, context, with_text(content, path, text)
+        words = [f"[{part[0]}]" if isinstance(part, tuple) else str(part) for part in path]
+        name = ".".join("*" if isinstance(part, int) or len(word) > _LONGEST else word
+                        for part, word in zip(path, words, strict=True))  # fmt: skip
+        found.setdefault(name, path)
+    return found
+
+
+_LONGEST = 40  # characters of a field's name
+
+
+def crafted(content: Mapping[str, Any], paths: Iterable[Path_], text: str) -> Any:
+    """The file with a text in these places; keys of dicts last, because they lead to other places."""
+    for path in sorted(paths, key=lambda path: isinstance(path[-1], tuple)):
+        content = with_text(content, path, text)
+    return content
 
 
 # -- damage -----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@
 
 Graphs of three sizes with a fault in the middle; failures that are no fault of a forward graph, which a graph minifier
 cannot be asked about; and a training step of GPT-2, in processes of their own. All snapshots are captured from loops.
+The part `answers` times the whole command, from its start with an empty interpreter: to the first `repro.py`, and to
+its end.
 The table goes to stderr, JSON to stdout. README.md in this folder says how to read them.
 """
 
@@ -14,6 +16,7 @@ import contextlib
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -39,10 +42,12 @@ from reprokit.render.verify import verify
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot, load
+from reprokit.whatif.table import NOT_DONE
 
 SIZES = (50, 200, 800)
-PARTS = ("graphs", "kinds", "large")
+PARTS = ("graphs", "kinds", "large", "answers")
 CAUSES = tuple(graphs.GPT2_FAULTS)
+ANSWERED = ("backward_only", "two_calls", "exception")  # kinds whose whole command is timed
 LARGE_THREADS = 2
 TINY = {"num_layers": 2, "width": 64, "vocabulary": 100, "length": 16}
 GIB = 2**30
@@ -50,6 +55,10 @@ GIB = 2**30
 # What a graph of any size and the large step may take; what exceeds one of these is listed under `misses`.
 GRAPH_LIMITS = {"checks": 15, "instrumented_runs": 1, "seconds": 0.5, "calls": 2, "elements": 4}
 LARGE_LIMITS = {"shrink_s": 30.0, "above_model_bytes": 4 * GIB}
+# Of the command, on an idle machine with two cores.
+SMALL_ANSWERS = {"first_repro_s": 2.0, "total_s": 8.0}
+LARGE_ANSWERS = {"first_repro_s": 5.0, "total_s": 15.0}
+SECONDS_BETWEEN_LOOKS = 0.005
 
 
 @dataclass(frozen=True)
@@ -265,6 +274,52 @@ def shrink_large(file: Path, fault: graphs.Fault) -> JSON:
     }
 
 
+# -- the command line: when there is something to look at -------------------------------------------------------------
+
+
+def measure_answer(name: str, dimensions: JSON) -> JSON:
+    """`reprokit shrink` of a kind of failure or a cause of GPT-2's: seconds to the first repro and to the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "snapshot.pt"
+        is_large = name in CAUSES
+        if is_large:
+            _in_process({"do": "capture", "cause": name, "file": str(file), **dimensions})
+        elif capture(graphs.KINDS[name](), file) is None:
+            raise RuntimeError(f"`{name}` was not captured")
+        return {"name": name, "is_large": is_large, **_timed_command(file, Path(folder) / "results")}
+
+
+def _timed_command(file: Path, results: Path) -> JSON:
+    words = [sys.executable, "-m", "reprokit", "shrink", str(file), "-o", str(results), "--json", "-q"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(reprokit.__file__).parent.parent)}
+    environment.pop("REPROKIT_SHRINK_NO_WHATIF", None)
+    first, started, used = None, time.perf_counter(), _seconds_of_children()
+    with tempfile.TemporaryFile() as said, subprocess.Popen(words, stdout=said, env=environment) as process:
+        while process.poll() is None:
+            if first is None and (results / "repro.py").exists():
+                first = time.perf_counter() - started
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+        total = time.perf_counter() - started
+        if process.returncode != 0:
+            raise RuntimeError(f"`reprokit shrink` ended with {process.returncode}")
+        said.seek(0)
+        summary = json.load(said)
+    variants = [row for table in summary["whatif"]["tables"].values() for row in table]
+    return {
+        "first_repro_s": first,
+        "total_s": total,
+        "cpu_s": _seconds_of_children() - used,
+        "verified": summary["repro"]["verified"],
+        "variants": len(variants),
+        "variants_not_reached": sum(row["detail"].startswith(NOT_DONE) for row in variants),
+    }
+
+
+def _seconds_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -316,10 +371,16 @@ def _measure_large(options: argparse.Namespace) -> list[JSON]:
     return [measure_large(cause, dimensions) for cause in options.causes]
 
 
+def _measure_answers(options: argparse.Namespace) -> list[JSON]:
+    dimensions = TINY if options.tiny else {}
+    return [measure_answer(name, dimensions) for name in (*ANSWERED, *options.causes)]
+
+
 MEASURES: dict[str, Callable[[argparse.Namespace], list[JSON]]] = {
     "graphs": _measure_graphs,
     "kinds": _measure_kinds,
     "large": _measure_large,
+    "answers": _measure_answers,
 }
 
 
@@ -332,6 +393,8 @@ def misses(result: JSON) -> list[str]:
         found += [f"{name}: {what}" for what in ("alone", "repro_fails", "is_right") if not ours[what]]
     for row in result.get("large", []):
         found += _over(f"GPT-2, {row['cause']}", row, LARGE_LIMITS)
+    for row in result.get("answers", []):
+        found += _over(f"`shrink` of {row['name']}", row, LARGE_ANSWERS if row["is_large"] else SMALL_ANSWERS)
     return found
 
 
@@ -380,10 +443,24 @@ def table_of_large(rows: Sequence[JSON]) -> str:
     return "\n".join(lines)
 
 
+def table_of_answers(rows: Sequence[JSON]) -> str:
+    """A line for each snapshot."""
+    head = f"{'first repro':>12} {'all':>8} {'CPU':>8}  {'verified':8} {'variants':>8} {'not reached':>11}"
+    lines = [f"{'reprokit shrink':20} {head}"]
+    for row in rows:
+        first = "-" if row["first_repro_s"] is None else f"{row['first_repro_s']:.2f} s"
+        lines.append(
+            f"{row['name']:20} {first:>12} {row['total_s']:6.2f} s {row['cpu_s']:6.2f} s  {row['verified']:8}"
+            f" {row['variants']:8} {row['variants_not_reached']:11}"
+        )
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[Sequence[JSON]], str]] = {
     "graphs": table_of_graphs,
     "kinds": table_of_kinds,
     "large": table_of_large,
+    "answers": table_of_answers,
 }
 _HEAD = f"{'checks':>6} {'seconds':>8} {'CPU':>8} {'left':>5} {'elements':>8}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,9 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 settings.register_profile("reprokit", deadline=None)  # how long an example takes depends on what else the machine does
 settings.load_profile("reprokit")
-os.environ["REPROKIT_SHRINK_NO_WHATIF"] = "1"  # ten seconds for every reduction; the tests of the table ask for it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a run in the background, whose children would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ["REPROKIT_SHRINK_NO_WHATIF"] = "1"  # five seconds for every reduction; the tests of the table ask for it
 
 
 def run_python_in(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from dataclasses import replace
@@ -91,6 +92,17 @@ def test_names_and_numbers_of_values_are_no_difference(agree: ModuleType, snapsh
     inputs = tuple(replace(item, name=f"input_{number}") for number, item in enumerate(snapshot.program.inputs))
     renamed = replace(snapshot, program=replace(snapshot.program, inputs=inputs[::-1]))
     assert agree.differences(snapshot, renamed) == []
+    assert agree.differences(with_roots(snapshot, "G", "D"), with_roots(snapshot, "Generator", "Critic")) == []
+    assert agree.differences(with_roots(snapshot, "G", "D"), with_roots(snapshot, "G", "G")) == ["program"]
+
+
+def with_roots(snapshot: Any, *names: str) -> Any:
+    """The snapshot with these roots for its calls inside modules, in turn."""
+    calls = [
+        replace(call, scope=tuple(replace(level, root=name) for level in call.scope))
+        for call, name in zip(snapshot.program.calls, itertools.cycle(names), strict=False)
+    ]
+    return replace(snapshot, program=replace(snapshot.program, calls=tuple(calls)))
 
 
 def test_a_sign_of_zero_is_a_difference(agree: ModuleType, snapshot: Any) -> None:

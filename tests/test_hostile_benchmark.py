@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
@@ -33,21 +35,28 @@ TEXT_OR_CODE = {"text", "text_special", "code_inline", "softbreak"}
 
 
 @pytest.fixture(scope="module")
-def hostile() -> ModuleType:
-    return import_benchmark("hostile")
+def hostile() -> Iterator[ModuleType]:
+    """The benchmark, with one thread, because it opens files in forked children."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield import_benchmark("hostile")
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="opens files in forked children")
 def test_files_from_strangers(hostile: ModuleType, tmp_path: Path) -> None:
     seeds = hostile.make_seeds(tmp_path / "seeds", ("backward",), is_quick=True)
-    crafted = hostile.spread(list(hostile.crafted_files(seeds, tmp_path)), 12)
-    crafted = [replace(trial, number=1) for trial in crafted]
-    damaged = list(islice(hostile.mutations(seeds, 0), 200))
-    for trials, batch in ((crafted, 1), (damaged, 40)):
-        counts = hostile.try_all(trials, tmp_path, batch, 2)
-        assert counts.files == len(trials)
-        assert counts.accepted > 0
+    fields = hostile.spread(list(hostile.field_trials(seeds, tmp_path)), 40)
+    crafted: list[Any] = []
+    for trials, batch in ((fields, 40), (crafted, 1), (islice(hostile.mutations(seeds, 0), 120), 40)):
+        tried = list(trials)
+        counts = hostile.try_all(tried, tmp_path, batch, 2)
+        assert counts.files == len(tried)
+        assert counts.accepted
         assert counts.first == {}
+        if trials is fields:
+            joined = list(hostile.joined(counts.accepted, seeds))
+            crafted += [replace(trial, number=1) for trial in hostile.spread(joined, 3)]
 
 
 def test_every_text_of_the_grammar_is_attacked(hostile: ModuleType, tmp_path: Path) -> None:
@@ -55,7 +64,7 @@ def test_every_text_of_the_grammar_is_attacked(hostile: ModuleType, tmp_path: Pa
     full = payloads.filled({}, grammar.REDUCTION)
     names = {".".join(str(part) for part in path) for path in payloads.texts(full)}
     assert {"diagnosis.links.0", "diagnosis.fix.code", "diagnosis.also.0.title", "origin.file", "log.0"} <= names
-    assert len(list(payloads.crafted(full, tmp_path))) > 300
+    assert len(payloads.fields(full)) * len(payloads.contexts(tmp_path)) > 1500
 
 
 @pytest.mark.parametrize("text", ["<script>x</script>", "[a](https://hostile0)", "![a](hostile0)", "# hostile0", "<b>"])

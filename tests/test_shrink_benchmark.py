@@ -119,3 +119,28 @@ def test_a_large_step(shrink: ModuleType, graphs: ModuleType, tmp_path: Path, ca
     assert cause in shrink.table_of_large([row])
     over = {**row, "above_model_bytes": 5 * shrink.GIB, "shrink_s": 1.0}
     assert shrink.misses({"large": [over]}) == [f"GPT-2, {cause}: above_model_bytes {5 * shrink.GIB}"]
+
+
+def test_the_whole_command_is_timed(
+    shrink: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a command that stands for `shrink`: it writes the first repro, and ends some time later."""
+    command = tmp_path / "reprokit" / "__main__.py"
+    command.parent.mkdir()
+    command.with_name("__init__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    row = {"detail": f"{shrink.NOT_DONE} the 5 s for this table"}
+    summary = {"repro": {"verified": "20/20"}, "whatif": {"tables": {"minimum": [row, {"detail": ""}]}}}
+    command.write_text(
+        "import json, sys, time\nfrom pathlib import Path\n"
+        "folder = Path(sys.argv[sys.argv.index('-o') + 1])\nfolder.mkdir()\n(folder / 'repro.py').write_text('')\n"
+        f"time.sleep(0.3)\nprint(json.dumps({summary!r}))\n"
+    )
+    monkeypatch.setattr(shrink.reprokit, "__file__", str(command))
+    found = shrink._timed_command(tmp_path / "snapshot.pt", tmp_path / "results")
+    assert 0 < found["first_repro_s"] <= found["total_s"] - 0.2
+    assert (found["verified"], found["variants"], found["variants_not_reached"]) == ("20/20", 2, 1)
+    rows = [{"name": "small", "is_large": False, **found}, {"name": "large", "is_large": True, **found}]
+    assert "20/20" in shrink.table_of_answers(rows)
+    late = [{**row, "total_s": 12.0} for row in rows]
+    assert shrink.misses({"answers": late}) == ["`shrink` of small: total_s 12.0"]

@@ -9,11 +9,11 @@ import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reprokit.capture.options import DEFAULT_ON, After, Source, Watch
+from reprokit.capture.options import DEFAULT_ON, DEFAULT_PERCENT, After, Source, Watch
 from reprokit.capture.rank_name import check_name, current_folder
 from reprokit.capture.words import cause_line, growth, place_line, what
 from reprokit.errors import UsageError
@@ -38,12 +38,15 @@ def capture(
     watch: Watch = "sampled",
     on: Collection[str] = DEFAULT_ON,
     source: Source = "traceback",
+    budget: float | None = DEFAULT_PERCENT,
+    from_step: int | None = None,
 ) -> Iterator[Session]:
     """Watch the training loop in this block and save its first failing step.
 
     Writes ``output``, or ``<name>-step<N>.repro.pt`` in the current folder. With ``after="stop"`` the block is left at
     the failure and the program goes on behind it; with ``"continue"`` the loop goes on unwatched. ``history``,
-    ``watch``, ``on`` and ``source`` are those of `Session`. Yields the session, whose ``snapshots`` are files.
+    ``watch``, ``on``, ``source``, ``budget`` and ``from_step`` are those of `Session`. Yields the session, whose
+    ``snapshots`` are files.
     Raises `UsageError` when ``output`` exists and ``overwrite`` is false.
     """
     from reprokit.capture.launch import peel
@@ -66,6 +69,8 @@ def capture(
         watch=watch,
         on=on,
         source=source,
+        budget=budget,
+        from_step=from_step,
     )
     try:
         with session:
@@ -86,22 +91,29 @@ def capture(
                     tell(line)
 
 
-def captured_lines(path: Path, result: Mapping[str, Any], start: Path | None) -> list[str]:
-    """The failure, its file, and the next command; paths as seen from the folder ``start``."""
+def captured_lines(
+    path: Path, result: Mapping[str, Any], start: Path | None, command: Sequence[str] = ()
+) -> list[str]:
+    """The failure, its file, and the next command; paths as seen from the folder ``start``.
+
+    A step that was not noted is to be captured once more, with the ``command`` line of the script if there is one.
+    """
     shown = shown_path(path, start)
     place = place_line(result)
     told = [f"  {line}" for line in (place, cause_line(result)) if line is not None]
     told += [f"  {name}  {numbers}" for name, numbers in growth(result["timeline"]) if name.startswith(_TOLD)]
     doubt = replay_words(result.get("fidelity", "exact"), result.get("fidelity_note"))
     told += [f"  {doubt}"] if doubt else []
-    command = "shrink" if can_be_shrunk(result) else "show"
     failure = result["failure"]
+    following = ["shrink" if can_be_shrunk(result) else "show", shown]
+    if command and not result["capture"].get("is_noted", True):
+        following = ["capture", "--from-step", str(failure["step"]), *command]
     is_own = failure["exception"] is not None and failure["call"] is None
     captured = "saved the step of {0}, step {1}" if is_own else "captured {} at step {}"
     return [
         f"{captured.format(what(result), failure['step'])} -> {shown}",
         *told,
-        f"next: {shlex.join(['reprokit', command, shown])}",
+        f"next: {shlex.join(['reprokit', *following])}",
     ]
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reprokit.capture.facts import VALUE_READS, facts_of
 from reprokit.capture.structure import ATOMS, iter_tensors
 from reprokit.program.ir import AUTOGRAD_BACKWARD, AUTOGRAD_GRAD, BACKWARD, Mode
 
@@ -57,7 +58,7 @@ class Entry:
     @property
     def reads_values(self) -> bool:
         """True if no gradient flows through the entry, so that it takes its arguments without their graphs."""
-        return not self.mode.grad or self.name in _VALUE_READS
+        return not self.mode.grad or self.name in VALUE_READS
 
     @property
     def starts(self) -> list[torch.Tensor]:
@@ -79,6 +80,51 @@ class Entry:
         return any((*given, *(self.kwargs.get(name) for name in ("retain_graph", "create_graph"))))
 
 
+class PlainEntry(Entry):
+    """A function of the usual kind, noted with the least work: fields that are not set are made when they are read.
+
+    The user's own line has called it, ``instruction`` is where in ``code``. ``stamps`` are the version counters of the
+    tensors in its arguments, which are no other objects than tensors, numbers, words, and lists or tuples of these.
+    ``is_write``: it writes into its first argument.
+    """
+
+    __slots__ = ("instruction", "is_write", "stamps")
+    instruction: int
+    is_write: bool
+    stamps: tuple[int, ...] | list[int]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The value of a field that is not set yet, which it keeps."""
+            make = _LATE.get(name)
+            if make is None:
+                raise AttributeError(name)
+            value = make(self)
+            setattr(self, name, value)
+            return value
+
+
+def instruction_line(code: CodeType | None, instruction: int) -> int:
+    """The line of an instruction, given as its place in the code; 0 if it has none."""
+    lines = code.co_lines() if code is not None else ()
+    return next((line for start, end, line in lines if start <= instruction < end and line is not None), 0)
+
+
+def _pairs_of(entry: PlainEntry) -> list[tuple[torch.Tensor, int]]:
+    return list(zip(iter_tensors((entry.args, entry.kwargs)), entry.stamps, strict=True))
+
+
+_LATE: Mapping[str, Any] = {
+    **{name: lambda entry: None for name in ("output", "rng", "outcome", "settings", "generators", "forward")},
+    **{name: lambda entry: False for name in ("has_stepped", "is_training", "is_skipped")},
+    "library": lambda entry: None,
+    "name": lambda entry: facts_of(entry.target).name,
+    "line": lambda entry: instruction_line(entry.code, entry.instruction),
+    "versions": _pairs_of,
+}
+
+
 def gradients_read(entries: Iterable[Entry]) -> set[int]:
     """The ids of the gradients that the loop looked at, and of what shares their memory."""
     found: set[int] = set()
@@ -93,7 +139,6 @@ _ALIASES = frozenset(
     f"torch.Tensor.{name}"
     for name in ("data.__get__", "detach", "view", "view_as", "reshape", "flatten", "unsqueeze", "t", "__getitem__")
 )
-_VALUE_READS = frozenset({"torch.Tensor.detach", "torch.Tensor.data.__get__"})
 _GRAPH_POSITIONS = {BACKWARD: (2, 3), AUTOGRAD_BACKWARD: (2, 3), AUTOGRAD_GRAD: (3, 4)}
 _GIVEN_GRADIENTS = ("gradient", "grad_tensors", "grad_outputs")
 
@@ -113,6 +158,36 @@ def versions_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[
         elif type(value) not in ATOMS:
             found += [(t, -1 if t.is_inference() else t._version) for t in iter_tensors(value)]
     return found
+
+
+TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_ITEMS = TENSORS | ATOMS | {slice, type(...)}
+
+
+def stamped(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[int]] | None:
+    """The arguments of a call, with lists of their own, and the version counters of their tensors.
+
+    ``None`` if there is anything but tensors, numbers, words, and lists or tuples of these.
+    """
+    stamps: list[int] = []
+    has_list = False
+    try:
+        for value in args:
+            kind = value.__class__
+            if kind in TENSORS:
+                stamps.append(value._version)
+            elif kind in _ITEMS:
+                continue
+            elif (kind is list or kind is tuple) and _ITEMS.issuperset(map(type, value)):
+                has_list = has_list or kind is list
+                stamps += [item._version for item in value if item.__class__ in TENSORS]
+            elif kind is not torch.Size:
+                return None
+    except RuntimeError:  # tensors made in inference mode have no version counter
+        return None
+    if kwargs and not ATOMS.issuperset(map(type, kwargs.values())):
+        return None
+    return (tuple(list(value) if value.__class__ is list else value for value in args) if has_list else args), stamps
 
 
 def generator_states(versions: Iterable[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor | None]:

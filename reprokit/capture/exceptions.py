@@ -10,8 +10,8 @@ import re
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, TypeGuard
 
 import torch
 
@@ -144,14 +144,29 @@ def innermost_user_place(error: BaseException) -> tuple[FrameType | None, int]:
     return place
 
 
+def is_mistake(error: BaseException | None) -> bool:
+    """True for an exception such as `NameError` that no ``raise`` has raised: no value of a tensor leads to it."""
+    return isinstance(error, _MISTAKES) and not _is_at_raise(_innermost(error))
+
+
 def _is_raised_by_user(error: BaseException) -> bool:
     """True if the innermost frame is the user's and stands at a ``raise`` of its own, not at a call that raised."""
+    entry = _innermost(error)
+    return _is_at_raise(entry) and kind_of_file(entry.tb_frame.f_code.co_filename) == "user"
+
+
+def _innermost(error: BaseException) -> TracebackType | None:
     entry = error.__traceback__
     while entry is not None and entry.tb_next is not None:
         entry = entry.tb_next
-    if entry is None or kind_of_file(entry.tb_frame.f_code.co_filename) != "user":
-        return False
-    return entry.tb_frame.f_code.co_code[entry.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return entry
+
+
+def _is_at_raise(entry: TracebackType | None) -> TypeGuard[TracebackType]:
+    return entry is not None and entry.tb_frame.f_code.co_code[entry.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+_MISTAKES = (NameError, AttributeError, ImportError, LookupError, TypeError)
 
 
 def _module(error: BaseException, roots: Iterable[torch.nn.Module]) -> str | None:

@@ -1,4 +1,4 @@
-"""Facts about a torch function, computed once for each: its name, if it writes, if it is random."""
+"""Facts about a torch function, computed once for each: its name, if it writes, if it is random, if it is noted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from reprokit.program.ir import AUTOGRAD_BACKWARD
 class Facts:
     """Facts about a torch function; ``function`` is the original, without the wrapper of a capture.
 
-    ``is_special``: it may be random, write, or make a tensor of numbers only.
+    ``is_plain``: it makes new tensors of tensors or writes into its first one, without random numbers. ``is_silent``:
+    it is never noted; if it ``is_read`` it tells the loop a value. ``reads_values``: no gradient flows through it.
     """
 
     function: Callable[..., Any]
@@ -24,14 +25,24 @@ class Facts:
     is_in_place: bool
     is_differentiation: bool
     is_random: bool
-    is_special: bool
+    is_plain: bool
     is_indexing: bool
+    is_silent: bool
+    is_read: bool
+    writes_data: bool
+    reads_values: bool
 
 
 def facts_of(func: Callable[..., Any]) -> Facts:
     """The facts of a function, found once."""
-    facts = _FACTS.get(func)
+    facts = FACTS.get(func)
     return facts if facts is not None else _find_facts(func)
+
+
+def is_known(func: Callable[..., Any]) -> bool:
+    """True for a function that was noted before and that the tape treats by its facts alone."""
+    facts = FACTS.get(func)
+    return facts is not None and not facts.is_differentiation and facts.function is not torch.Tensor.__iter__
 
 
 def _find_facts(func: Callable[..., Any]) -> Facts:
@@ -40,18 +51,43 @@ def _find_facts(func: Callable[..., Any]) -> Facts:
         function = func.__wrapped__  # type: ignore[attr-defined]
     name = functions.name_of(function) or (AUTOGRAD_BACKWARD if function in _DIFFERENTIATION else "")
     is_in_place, is_random = functions.is_in_place(name), functions.is_random(name)
-    is_special = not name or is_in_place or is_random or functions.is_factory(name) or name in functions.GRAD_WRITES
+    is_silent = func in _SILENT or (isinstance(func, OPERATORS) and _is_of_torch(func))
+    is_special = is_random or functions.is_factory(name) or name in functions.GRAD_WRITES | functions.DATA_WRITES
     is_differentiation = function in _DIFFERENTIATION
-    is_indexing = function in _INDEXING
-    facts = Facts(function, name, is_in_place, is_differentiation, is_random, is_special, is_indexing)
-    if name and function is func:
-        _FACTS[func] = facts
+    facts = Facts(
+        function,
+        name,
+        is_in_place,
+        is_differentiation,
+        is_random,
+        is_plain=bool(name) and not (is_special or is_differentiation or is_silent or function in _DIVIDED),
+        is_indexing=function in _INDEXING,
+        is_silent=is_silent,
+        is_read=func in _READS,
+        writes_data=name in functions.DATA_WRITES,
+        reads_values=name in VALUE_READS,
+    )
+    if is_silent or (name and function is func):
+        FACTS[func] = facts
     return facts
 
 
-_FACTS: dict[Callable[..., Any], Facts] = {}
+VALUE_READS = frozenset({"torch.Tensor.detach", "torch.Tensor.data.__get__"})
+FACTS: dict[Callable[..., Any], Facts] = {}
 _INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
+_DIVIDED = frozenset({torch.Tensor.__iter__})
 _DIFFERENTIATION = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+# Namespaces of `torch.ops` whose operators torch itself calls, such as the marks that its profiler leaves.
+_OF_TORCH = frozenset(
+    ["aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "_dtensor", "fsdp", "higher_order", "inductor",
+     "quantized", "rngprims", "symm_mem"]
+)  # fmt: skip
+
+
+def _is_of_torch(operator: Any) -> bool:
+    """True for an operator that is not of an extension."""
+    return operator.__module__.rpartition(".")[2] in _OF_TORCH
 
 # Functions that change nothing and tell the loop something; those that also make it wait for the device.
 _SILENT_METHODS = [
@@ -115,10 +151,10 @@ _SILENT_ATTRIBUTES = [
     "retains_grad",
     "_backward_hooks",
 ]
-READS = frozenset(
+_READS = frozenset(
     getattr(torch.Tensor, name) for name in ("item", "__float__", "__int__", "__bool__", "numpy", "tolist")
 )
-SILENT = frozenset(
+_SILENT = frozenset(
     [getattr(torch.Tensor, name) for name in _SILENT_METHODS]
     + [
         getattr(torch.Tensor, name).__get__

@@ -44,7 +44,7 @@ class Owner(Protocol):
     def stop(self) -> None:
         """Stop the loop, if it is to."""
 
-    def switch_off(self, error: Exception) -> None:
+    def switch_off(self, error: BaseException) -> None:
         """End because of an error of our own."""
 
     def complain(self, what: str, error: Exception) -> None:
@@ -144,6 +144,8 @@ class Failures:
         step = self._training.iterations.completed
         self._training.running.suspect = None
         self._training.iterations.micro_step += suspect.num_later
+        if verdict == "harmless":
+            self.suspects.excuse(suspect)
         if verdict == "skipped":
             self.suspects.leave_out(suspect)
             self._training.ranks.withdraw(step)
@@ -219,6 +221,8 @@ class Failures:
         if not self._judge.matter or (isinstance(error, (KeyboardInterrupt, GeneratorExit))):
             return None
         suspect = running.suspect
+        if suspect is not None and suspect.observed_at == "output" and has_raised:
+            suspect = None  # the error may say which value it is about
         verdict = self.suspects.at_end(suspect, has_raised) if suspect is not None else None
         if suspect is not None and verdict in ("failed", "skipped"):
             is_known = suspect.has_begun or self.suspects.is_of_training(suspect)
@@ -226,7 +230,8 @@ class Failures:
                 is_loss = exceptions.is_loss(suspect.pending, error)
                 suspect.observed_at = "loss" if is_loss else "output"  # which says of no value that it is a loss
             return self._save(self._noticed(suspect, frame), None if self._training.ranks.is_alone else _has_origin)
-        pending = exceptions.bad_value(running.current) if has_raised else None
+        is_given_up = has_raised and not exceptions.is_mistake(error)
+        pending = exceptions.bad_value(running.current) if is_given_up else None
         if pending is not None and error is not None:
             return self._save(Noticed("loss" if exceptions.is_loss(pending, error) else "output", frame, pending))
         if self.suspects.has_bad_gradient_without_update():
@@ -259,7 +264,8 @@ class Failures:
         """The failing step; the step that made a buffer nan or inf before, if the failure comes from that buffer."""
         if noticed.observed_at == "output" and noticed.pending is None and self._kept is not None:
             return self._kept
-        noticed = replace(noticed, takes_skipped=self._takes_skipped)
+        is_later = not noticed.is_late and self._judge.has_bad_loss_before()
+        noticed = replace(noticed, takes_skipped=self._takes_skipped, has_earlier=is_later)
         made = snapshot_of(self._training, noticed, self._command, {"watch": self._judge.watch})
         if self._kept is not None and id(made.culprit) in self._kept_for:
             return self._kept

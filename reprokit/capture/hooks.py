@@ -21,7 +21,7 @@ from torch.optim import optimizer as optimizers
 from reprokit.capture.launch import hide_from_formatting
 from reprokit.capture.stepping import Stepping
 from reprokit.capture.tape import Tape
-from reprokit.capture.transformed import MAKES, RUNS, TransformCalls
+from reprokit.capture.transformed import DERIVES, MAKES, RUNS, TransformCalls
 from reprokit.capture.warned import redirect_warnings
 from reprokit.capture.whole_calls import WholeCalls
 from reprokit.program.functions import name_of
@@ -46,6 +46,7 @@ class Hooks:
         self._undo += [before.remove, after.remove]
         self._wrap(torch.optim.Optimizer, "zero_grad", calls.zero_grad)
         self._wrap(torch.nn.Module, "zero_grad", calls.zero_grad)
+        self._wrap(torch.optim.Optimizer, "add_param_group", calls.add_parameters)
         self._wrap(torch.amp.GradScaler, "scale", calls.scale)
         self._wrap(torch.amp.GradScaler, "_unscale_grads_", calls.unscale)
         self._wrap(torch.amp.GradScaler, "step", stepping.scaler_step)
@@ -60,6 +61,8 @@ class Hooks:
             self._wrap(compiled, "__call__", transforms.run_scripted)
         for name in MAKES:
             self._wrap(eager_transforms, name, transforms.make)
+        for owner, name in DERIVES:
+            self._wrap(owner, name, transforms.derive)
         self._wrap_backward()
         self._wrap_tensor_backward()
         self._wrap_handing_over()
@@ -151,7 +154,7 @@ class Hooks:
         def guarded(*args: Any) -> None:
             try:
                 hook(*args)
-            except Exception as error:
+            except BaseException as error:
                 self._tape.switch_off(error)
 
         return guarded
@@ -207,7 +210,7 @@ class Hooks:
     def _wrap_records(self) -> None:
         """Optimizers mark their steps for torch's profiler; the marks are made with the tape out of the way."""
         owner: Any = torch.autograd.profiler.record_function
-        enter, leave, tape = owner.__enter__, owner.__exit__, self._tape
+        enter, leave, tape, stepping = owner.__enter__, owner.__exit__, self._tape, self._stepping
 
         def __enter__(self: Any) -> Any:
             if self.name[:_MARK_LENGTH] == _STEP_MARK and tape.enabled:
@@ -218,6 +221,8 @@ class Hooks:
             leave(self, exc_type, exc, traceback)
             if self.name[:_MARK_LENGTH] == _STEP_MARK:
                 tape.lower()
+                if exc_type is not None:
+                    stepping.abandon()
 
         self._replace(owner, "__enter__", __enter__)
         self._replace(owner, "__exit__", __exit__)

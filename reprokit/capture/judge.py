@@ -57,7 +57,7 @@ class Judge:
         if not self.matter:
             return None
         if self._can_wait or (starts and starts[0].is_cuda and self.watch != "every-step" and not self.is_urgent):
-            self._later.add(() if entry.gives_gradients else tensors)
+            self._later.add(() if entry.gives_gradients else tensors, training.iterations.total)
             suspicious, training.tape.has_read_bad = training.tape.has_read_bad, False  # the device has caught up
             bad = self._later.read() if suspicious and self.watch != "deferred" else self._later.poll()
             return "before" if bad else None
@@ -82,10 +82,11 @@ class Judge:
             return False
         gradient = self._sentinel.gradient(optimizer)
         is_far = any(gradient.is_cuda for gradient in _gradients(optimizer)) if gradient is None else gradient.is_cuda
-        if is_thorough or (not history.is_complete and not is_far):
+        is_noted = self._training.running.is_noted
+        if is_thorough or (is_noted and not history.is_complete and not is_far):
             return bad_tensor(_gradients(optimizer)) is not None
         if gradient is None or gradient.is_cuda:
-            self._later.add([clipped] if clipped is not None else [])
+            self._later.add([clipped] if clipped is not None else [], self._training.iterations.total)
             return False
         suspicious = not is_finite_sum(gradient)
         suspicious = suspicious or (clipped is not None and not math.isfinite(clipped.item()))
@@ -98,6 +99,11 @@ class Judge:
         if self._later.read():
             return "loss"
         return "parameter" if self._training.history.newly_bad() is not None else None
+
+    def has_bad_loss_before(self) -> bool:
+        """True if a loss of an earlier step was bad, one can go back to it, and nobody has looked at it yet."""
+        training = self._training
+        return self.matter and training.history.is_complete and self._later.is_bad_before(training.iterations.total)
 
     def forget_flags(self) -> None:
         """A bad loss was dealt with by the loop: it is not to be found later."""

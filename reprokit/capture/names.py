@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any
@@ -18,6 +19,22 @@ from reprokit.words import item_name
 
 _MAX_FRAMES = 30
 _PLAIN_NAMES = frozenset({"input", "args", "kwargs"})
+
+
+_unfollowed: dict[int, weakref.ref[torch.Tensor]] = {}
+
+
+def note_unfollowed(value: Any) -> None:
+    """Remember that tensors came out of a call that is not noted, so that they are not taken for data."""
+    for tensor in iter_tensors(value):
+        key = id(tensor)
+        _unfollowed[key] = weakref.ref(tensor, lambda _, key=key: _unfollowed.pop(key, None))  # type: ignore[misc]
+
+
+def is_unfollowed(tensor: torch.Tensor) -> bool:
+    """True if a tensor came out of such a call."""
+    known = _unfollowed.get(id(tensor))
+    return known is not None and known() is tensor
 
 
 class Names:

@@ -8,7 +8,19 @@ from typing import Literal, get_args
 from reprokit.errors import UsageError
 from reprokit.snapshot.privacy import SOURCES, Source
 
-__all__ = ["AFTER", "DEFAULT_ON", "ON", "SOURCES", "WATCH", "After", "On", "Source", "Watch", "check_options"]
+__all__ = [
+    "AFTER",
+    "DEFAULT_ON",
+    "DEFAULT_PERCENT",
+    "ON",
+    "SOURCES",
+    "WATCH",
+    "After",
+    "On",
+    "Source",
+    "Watch",
+    "check_options",
+]
 
 After = Literal["stop", "continue"]
 Watch = Literal["sampled", "every-step", "deferred"]
@@ -17,10 +29,19 @@ On = Literal["nonfinite", "exception", "skipped"]
 AFTER: tuple[After, ...] = get_args(After)
 WATCH: tuple[Watch, ...] = get_args(Watch)
 ON: tuple[On, ...] = get_args(On)
+DEFAULT_PERCENT = 10.0  # of the loop's CPU time
 DEFAULT_ON: tuple[On, ...] = ("nonfinite", "exception")
 
 
-def check_options(after: str, history: int | None, watch: str, on: Collection[str], source: str = "traceback") -> None:
+def check_options(
+    after: str,
+    history: int | None,
+    watch: str,
+    on: Collection[str],
+    source: str = "traceback",
+    budget: float | None = None,
+    from_step: int | None = None,
+) -> None:
     """Raises `UsageError` for a value that no option has."""
     chosen = (("after", after, AFTER), ("watch", watch, WATCH), ("source", source, SOURCES))
     for name, value, known in (*chosen, *(("on", item, ON) for item in on)):
@@ -28,3 +49,7 @@ def check_options(after: str, history: int | None, watch: str, on: Collection[st
             raise UsageError(f"`{name}` cannot be {value!r}", hint=f"it is one of {', '.join(map(repr, known))}")
     if history is not None and history < 0:
         raise UsageError(f"`history` cannot be {history}", hint="it is a number of steps, 0 for no copies")
+    if budget is not None and not budget > 0:
+        raise UsageError(f"`budget` cannot be {budget}", hint="it is a percentage above 0, or None for no limit")
+    if from_step is not None and from_step < 0:
+        raise UsageError(f"`from_step` cannot be {from_step}", hint="it is the number of a step, the first one is 0")

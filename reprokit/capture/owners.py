@@ -6,6 +6,7 @@ A name is looked for only where there are several and a reader has to tell them 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from types import FrameType, ModuleType
 from typing import Any
@@ -58,8 +59,13 @@ def _as_far_as_it_goes(named: Iterator[Named]) -> Iterator[Named]:
 
 
 def _named(frame: FrameType | None) -> Iterator[Named]:
-    """The objects that the user's running functions reach by a name, best name first: those at the script's level."""
-    variables = [item for running in reversed(_user_frames(frame)) for item in list(running.f_locals.items())]
+    """The objects that the user's running functions reach by a name, best name first: those at the script's level.
+
+    Those are there also when the script has ended.
+    """
+    script = vars(sys.modules["__main__"])
+    spaces = [script, *(running.f_locals for running in reversed(_user_frames(frame)))]
+    variables = [item for space in spaces for item in list(space.items())]
     attributes = [item for _, value in variables for item in _attributes(value)]
     direct = [(name, value) for name, value in (*variables, *attributes) if name != "self" and not name.startswith("_")]
     yield from direct

@@ -7,6 +7,7 @@ alive is one more for Python's garbage collector to walk through, again and agai
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
@@ -14,7 +15,8 @@ from typing import Any
 
 import torch
 
-from reprokit.capture.entry import Entry, is_among, new_tensors
+from reprokit.capture.entry import TENSORS, Entry, PlainEntry, instruction_line, is_among, new_tensors
+from reprokit.capture.facts import facts_of
 from reprokit.capture.state import num_bytes
 from reprokit.capture.structure import ATOMS, iter_tensors, map_tensors
 
@@ -60,6 +62,7 @@ class Freezer:
 
     def __init__(self) -> None:
         self._carried: dict[int, tuple[weakref.ref[torch.Tensor], Made]] = {}
+        self._most_carried = _FEW
         self._stand_ins: dict[Made, torch.Tensor] = {}
         self._num_made = 0
         self._first = 0
@@ -78,18 +81,18 @@ class Freezer:
 
     def freeze(self, step: PastStep, *, keeps_values: bool = False) -> None:
         """Let go of what the step made; ``keeps_values``: not of the values that it reads of what earlier ones made."""
-        entries, first = step.entries, self._num_made + 1
-        made: set[int] = set()
+        first = self._num_made + 1
+        entries = step.entries if keeps_values else _of_use(step.entries)
+        made = _made_by(entries)
+        work = _Freezing(self, entries, made, keeps_values)
         for entry in entries:
-            output = entry.output
-            if output.__class__ is torch.Tensor:
-                if not is_among(output, entry.versions):
-                    made.add(id(output))
-            elif output is not None:
-                made.update(map(id, new_tensors(entry, made)))
-        work = _Freezing(self, made, keeps_values)
-        for entry in entries:
-            work.add(entry)
+            if isinstance(entry, PlainEntry) and len(entry.stamps) > _MANY and _is_joined(entry, made):
+                made.discard(id(entry.output))
+                continue
+            if isinstance(entry, PlainEntry):
+                work.add_plain(entry)
+            else:
+                work.add(entry)
         kept: list[Any] = []
         for key, content in step.saved.items():
             if key in work.frozen:
@@ -116,19 +119,28 @@ class Freezer:
     def _entries(self, flat: list[Any]) -> list[Entry]:
         entries, position, thawed = [], 0, self._thawed
         while position < len(flat):
-            head = flat[position : position + _HEAD]
-            kind, target, mode, name, code, line, library, rng, cuda_rng, outcome, settings, marks = head[:12]
-            names, num_args, num_outputs, num_versions = head[12:]
-            ends = [position + _HEAD + num_args]
+            if flat[position] is _PLAIN:
+                head = flat[position + 1 : position + _PLAIN_HEAD]
+                target, mode, code, instruction, writes, names, num_args, num_outputs, num_versions = head
+                position += _PLAIN_HEAD
+                where = (facts_of(target).name, code, instruction_line(code, instruction))
+                entry = Entry("function", target, (), {}, mode, None, *where)
+                entry.writes_state, entry.writes_view = writes
+            else:
+                head = flat[position : position + _HEAD]
+                kind, target, mode, name, code, line, library, rng, cuda_rng, outcome, settings, marks = head[:12]
+                names, num_args, num_outputs, num_versions = head[12:]
+                position += _HEAD
+                entry = Entry(kind, target, (), {}, mode, None, name, code, line)
+                entry.rng = None if rng is None else (rng, cuda_rng)
+                entry.outcome, entry.settings = outcome, settings
+                entry.writes_state, entry.writes_view, entry.has_stepped, entry.forward, entry.generators = marks
+                entry.library = library
+            ends = [position + num_args]
             for length in (len(names), max(num_outputs, 0), 2 * num_versions):
                 ends.append(ends[-1] + length)
-            args = tuple(map(thawed, flat[position + _HEAD : ends[0]]))
-            kwargs = dict(zip(names, map(thawed, flat[ends[0] : ends[1]]), strict=True))
-            entry = Entry(kind, target, args, kwargs, mode, None, name, code, line)
-            entry.rng = None if rng is None else (rng, cuda_rng)
-            entry.outcome, entry.settings = outcome, settings
-            entry.writes_state, entry.writes_view, entry.has_stepped, entry.forward, entry.generators = marks
-            entry.library = library
+            entry.args = tuple(map(thawed, flat[position : ends[0]]))
+            entry.kwargs = dict(zip(names, map(thawed, flat[ends[0] : ends[1]]), strict=True))
             if num_outputs >= 0:
                 entry.output = list(map(thawed, flat[ends[1] : ends[2]]))
             entry.versions = list(zip(flat[ends[2] : ends[3] : 2], flat[ends[2] + 1 : ends[3] : 2], strict=True))
@@ -152,6 +164,9 @@ class Freezer:
         number = Made(self._num_made)
         if tensor.requires_grad:
             self._carried[id(tensor)] = (weakref.ref(tensor), number)
+            if len(self._carried) > self._most_carried:
+                self._carried = {key: pair for key, pair in self._carried.items() if pair[0]() is not None}
+                self._most_carried = max(_FEW, 2 * len(self._carried))
         return number
 
     def carried(self, tensor: torch.Tensor) -> Made | None:
@@ -204,15 +219,17 @@ class Freezer:
 
 
 class _Freezing:
-    """One step on its way into a flat list; ``made`` are the ids of the tensors that it made.
+    """One step on its way into a flat list: its ``entries``; ``made`` are the ids of the tensors that it made.
 
-    Of an entry the list holds ``_HEAD`` values, the last of which say how many arguments, results and pairs of tensors
-    and versions follow; a number of results of -1 stands for none at all. ``frozen`` maps ids of tensors to what stands
-    for them: a number, or themselves.
+    Of an entry the list holds ``_HEAD`` values, or ``_PLAIN_HEAD`` after the mark of a plain one. The last of these say
+    how many arguments, results and pairs of tensors and versions follow; a number of results of -1 stands for none at
+    all. ``frozen`` maps ids of tensors to what stands for them: a number, or themselves.
     """
 
-    def __init__(self, freezer: Freezer, made: set[int], keeps_values: bool) -> None:
+    def __init__(self, freezer: Freezer, entries: list[Entry], made: set[int], keeps_values: bool) -> None:
         self._freezer = freezer
+        self._entries = entries
+        self._reached: set[int] | None = None
         self._keeps_values = keeps_values
         self._made = made
         self.frozen: dict[int, torch.Tensor | Made] = {}
@@ -263,6 +280,49 @@ class _Freezing:
             *versions,
         )
 
+    def add_plain(self, entry: PlainEntry) -> None:
+        """Append an entry of the usual kind."""
+        self._reads_values = not entry.mode.grad or facts_of(entry.target).reads_values
+        frozen, output, number = self.frozen, entry.output, 0
+        values: list[Any] = []
+        versions: list[Any] = []
+        for value in entry.args:
+            kind = value.__class__
+            if kind in TENSORS:
+                known = frozen.get(id(value))
+                if known is None:
+                    known = self._freeze(value)
+                values.append(known)
+                if known is value and kind is torch.Tensor:  # from outside
+                    versions += (value, entry.stamps[number])
+                number += 1
+            elif kind in ATOMS:
+                values.append(value)
+            else:
+                values.append(map_tensors(value, self._light))
+                for tensor in iter_tensors(value):
+                    if id(tensor) in self.outside:
+                        versions += (tensor, entry.stamps[number])
+                    number += 1
+        names = _names_of(entry.kwargs) if entry.kwargs else ()
+        results = self._all_frozen((output,) if output.__class__ in TENSORS else output or ())
+        self.flat += (
+            _PLAIN,
+            entry.target,
+            entry.mode,
+            entry.code,
+            entry.instruction,
+            _WRITES[entry.writes_state, entry.writes_view],
+            names,
+            len(values),
+            -1 if output is None else len(results),
+            len(versions) // 2,
+            *values,
+            *entry.kwargs.values(),
+            *results,
+            *versions,
+        )
+
     def _all_frozen(self, values: Iterable[Any]) -> list[Any]:
         """The flat form of arguments or results."""
         frozen, found = self.frozen, []
@@ -292,7 +352,8 @@ class _Freezing:
         elif tensor.requires_grad and tensor.grad_fn is not None:
             carried = self._freezer.carried(tensor)
             is_played = carried is not None and self._freezer.is_played(carried) and not self._keeps_values
-            if self._reads_values and not is_played:  # such as the last loss, which many loops add to a sum
+            # Read by value: the last loss, which many loops add to a sum, or another loss's output behind a `detach`.
+            if not is_played and (self._reads_values or not self._is_reached(key)):
                 self.values.append(tensor.detach())
                 return self.values[-1]
             if carried is None:
@@ -303,6 +364,78 @@ class _Freezing:
             self.outside[key] = tensor
         self.frozen[key] = result
         return result
+
+
+    def _is_reached(self, key: int) -> bool:
+        """True if a backward call of the step may go through the graph of the tensor with this id."""
+        if self._reached is None:
+            self._reached = _reached_backward(self._entries)
+        return key in self._reached
+
+
+def _reached_backward(entries: Sequence[Entry]) -> set[int]:
+    """The ids of the tensors whose graphs backward calls may go through; of all tensors if there is no such call."""
+    is_open = all(entry.kind != "differentiate" for entry in entries)
+    reached: set[int] = set()
+    for entry in reversed(entries):
+        is_start = is_open or entry.kind == "differentiate" or entry.writes_view
+        made = () if is_start or entry.reads_values else iter_tensors(entry.output)
+        if is_start or any(id(tensor) in reached for tensor in made):
+            reached.update(id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs)))
+    return reached
+
+
+def _of_use(entries: list[Entry]) -> list[Entry]:
+    """The entries of a step without those that neither its gradients nor its updates depend on."""
+    if not any(entry.kind == "differentiate" for entry in entries):
+        return entries
+    needed: set[int] = set()
+    kept: list[Entry] = []
+    for entry in reversed(entries):
+        if isinstance(entry, PlainEntry) and not entry.is_write:
+            output = entry.output
+            if output.__class__ in TENSORS and not (id(output) in needed or output.requires_grad):
+                continue
+        kept.append(entry)
+        for value in entry.args:
+            if value.__class__ in TENSORS:
+                needed.add(id(value))
+            elif value.__class__ is list and entry.__class__ is PlainEntry:
+                needed.update(map(id, value))
+            elif value.__class__ not in ATOMS:
+                needed.update(map(id, iter_tensors(value)))
+        if entry.kwargs:
+            needed.update(map(id, iter_tensors(entry.kwargs)))
+    kept.reverse()
+    return kept
+
+
+def _is_joined(entry: PlainEntry, made: set[int]) -> bool:
+    """True if a call only joined many tensors from outside, so that its result is kept and they are not."""
+    output = entry.output
+    if output.__class__ is not torch.Tensor or output.requires_grad or output.is_inference() or output._version:
+        return False  # it may have been written since
+    if tuple in map(type, entry.args):
+        return False
+    return all(made.isdisjoint(map(id, value if value.__class__ is list else (value,))) for value in entry.args)
+
+
+def _made_by(entries: list[Entry]) -> set[int]:
+    """The ids of the tensors that a step made."""
+    made: set[int] = set()
+    for entry in entries:
+        output = entry.output
+        if output.__class__ not in TENSORS:
+            made.update(map(id, new_tensors(entry, made)) if output is not None else ())
+        elif entry.__class__ is PlainEntry:
+            for value in entry.args:
+                if value is output:
+                    break
+            else:
+                made.add(id(output))
+        elif not is_among(output, entry.versions):
+            made.add(id(output))
+    return made
 
 
 def _names_of(kwargs: dict[str, Any]) -> tuple[str, ...]:
@@ -333,10 +466,15 @@ def _graphs_in(entry: Entry) -> set[int]:
 
 
 _FORWARDS = ("module", "transform", "differentiate")
+_MANY = 32  # tensors that a call joins, such as the samples of a batch
+_FEW = 256  # tensors that may be carried before those that are gone are looked for
+_PLAIN = object()  # marks an entry of the usual kind, with less before its arguments
+_PLAIN_HEAD = 10
+_WRITES = {pair: pair for pair in itertools.product((False, True), repeat=2)}  # so that all entries share four
 _HEAD = 16  # values in a flat list before an entry's arguments
 _NAMES: dict[tuple[str, ...], tuple[str, ...]] = {}
 _NO_MARKS = (False, False, False, None, None)
 _NO_RNG = (None, None)
 _NO_ENTRIES: list[Entry] = []
 _NOTHING_SAVED: dict[int, torch.Tensor] = {}
-_WITHOUT_RESULTS = frozenset({"zero_grad", "clip", "unscale", "optimizer"})  # are not given what the step made
+_WITHOUT_RESULTS = frozenset({"zero_grad", "clip", "unscale"})  # are not given what the step made

@@ -138,14 +138,16 @@ class Player:
 
     def _play_optimizer(self, entry: Entry, args: Any, kwargs: Any) -> None:
         with self.as_then(entry):
-            step_without_hooks(entry.target)
+            step_without_hooks(entry.target, args, kwargs)
 
     @contextlib.contextmanager
     def as_then(self, entry: Entry) -> Iterator[None]:
-        """The optimizer's options and its scaler's verdict as they were in the loop."""
+        """The optimizer's options, attributes and its scaler's verdict as they were in the loop."""
         optimizer, settings = entry.target, entry.settings
         if settings is not None:
             set_options(optimizer, settings["options"])
+            if settings["attributes"] is not None:
+                settings["attributes"].put_back()
             for name, value in settings["scaler"].items():
                 setattr(optimizer, name, value)
         try:
@@ -180,6 +182,7 @@ class Player:
 
 
 _ZERO = "torch.Tensor.zero_"
+_NO_KWARGS: Mapping[str, Any] = {}
 
 
 def leaves_in(entries: Iterable[Entry]) -> Iterator[torch.Tensor]:
@@ -192,12 +195,12 @@ def leaves_in(entries: Iterable[Entry]) -> Iterator[torch.Tensor]:
             yield from owned_by(entry.args[0])
 
 
-def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+def step_without_hooks(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = _NO_KWARGS) -> None:
     """An optimizer's step as its class defines it, without anybody's hooks and wrappers around it."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
-    step(optimizer)
+    step(optimizer, *args, **kwargs)
 
 
 def is_same(seen: torch.Tensor | float, new: torch.Tensor) -> bool:

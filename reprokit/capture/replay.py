@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from reprokit.arrivals import pass_on
+from reprokit.capture.attributes import is_of_torch
 from reprokit.capture.entry import Entry, gradients_read, starts_of
+from reprokit.capture.names import is_unfollowed
 from reprokit.capture.player import Player, describe_mismatch, is_close, is_same, step_without_hooks
 from reprokit.capture.state import owned_by
 from reprokit.capture.structure import iter_tensors
@@ -178,12 +180,12 @@ class _Recorder(Player):
         optimizer: torch.optim.Optimizer = entry.target
         self.tracer.phase = "optimizer"
         with self.as_then(entry):
-            if type(optimizer).__module__.startswith("torch.optim."):
+            if is_of_torch(optimizer):
                 with torch._C.DisableTorchFunction():
                     self.tracer.record(self._optimizer_call(optimizer))
                     step_without_hooks(optimizer)
             else:
-                step_without_hooks(optimizer)
+                step_without_hooks(optimizer, args, kwargs)
         self.tracer.phase = "forward"
 
     def _optimizer_call(self, optimizer: torch.optim.Optimizer) -> Call:
@@ -250,7 +252,10 @@ class _Recorder(Player):
                 self.losses[value] = new.detach().clone()
 
     def _describe(self, tensor: torch.Tensor) -> Origin | None:
-        origin = self._describe_old(self._old.get(id(tensor), tensor))
+        old = self._old.get(id(tensor), tensor)
+        origin = self._describe_old(old)
+        if is_unfollowed(old):
+            return replace(origin or Origin("input"), role="opaque")
         is_value = origin is not None and origin.role == "opaque" and not tensor.requires_grad
         return None if is_value else origin  # used without the graph that an earlier step made
 

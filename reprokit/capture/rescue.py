@@ -117,8 +117,9 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
     played = _replay(step, frame)
     replayed, failure = played.replayed, played.failure
     is_hook = step.raised is not None and step.raised.is_call and replayed.error is None and any(played.hooks.left_out)
-    if step.raised is not None:
-        program, failure = _seen_by_check(replayed, failure, is_hook=is_hook)
+    is_output = failure is None and step.observed_at == "output" and step.keep is not None
+    if step.raised is not None or is_output:
+        program, failure = _seen_by_check(replayed, failure, is_all=is_hook or is_output)
         if failure is not None and failure.kind != EXCEPTION:
             replayed.program = program.pruned()
             where = "gradient" if failure.phase == "backward" else "output"
@@ -226,12 +227,12 @@ def _other_gradients(step: FailedStep, seen: Gradients | None, hooks: UserHooks)
         yield GRADIENTS_NOT_KEPT
 
 
-def _seen_by_check(replayed: Replayed, failure: Failure | None, *, is_hook: bool) -> tuple[Program, Failure | None]:
-    """The program and its failure; where no call of torch raised, the bad value that the check has looked at."""
+def _seen_by_check(replayed: Replayed, failure: Failure | None, *, is_all: bool) -> tuple[Program, Failure | None]:
+    """The program and its failure; where no call of torch raised, the last bad value of the last calls, or of all."""
     program = replayed.program
     if failure is not None:
         return program, failure
-    value = last_bad(program, replayed.tensors, within=len(program.calls) if is_hook else _LOOKS_BACK)
+    value = last_bad(program, replayed.tensors, within=len(program.calls) if is_all else _LOOKS_BACK)
     if value is None:
         return program, None
     program = replace(program, outputs=(Ref(value),))
@@ -376,7 +377,7 @@ def _at_its_beginning(step: FailedStep) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(enabled=True))
         stack.enter_context(python_generators_restored(step.generators))
-        stack.enter_context(attributes_kept(step.modules))
+        stack.enter_context(attributes_kept(step.modules, step.optimizers))
         put_first_back(step.all_entries)
         first = next((entry.rng for entry in step.entries if entry.rng is not None), None)
         if first is not None:

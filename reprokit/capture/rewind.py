@@ -16,7 +16,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from reprokit.arrivals import pass_on
-from reprokit.capture.attributes import attributes_kept, put_first_back
+from reprokit.capture.attributes import attributes_kept, is_of_torch, put_first_back
 from reprokit.capture.entry import Entry
 from reprokit.capture.generators import python_generators_restored
 from reprokit.capture.guards import UserHooks
@@ -78,8 +78,21 @@ class Rewind:
         self._used_later = _used_later(steps)
         self._live: dict[int, torch.Tensor] = {}
         self._live_gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        self.notes: list[str] = []
+        self._notes: list[str] = []
+        self._other_losses: list[str] = []
         self.skipped: list[int] = []
+
+    @property
+    def notes(self) -> list[str]:
+        """The differences from training; of losses the first one, and how many more there are."""
+        losses = self._other_losses[:1]
+        if len(self._other_losses) > 1:
+            losses = [f"{losses[0]}; {len(self._other_losses) - 1} later losses differ too"]
+        return losses + self._notes
+
+    @property
+    def _num_notes(self) -> int:
+        return len(self._notes) + len(self._other_losses)
 
     @contextlib.contextmanager
     def going_back(self) -> Iterator[None]:
@@ -91,7 +104,7 @@ class Rewind:
             warnings.simplefilter("ignore")
             stack.enter_context(torch.random.fork_rng(enabled=True))
             stack.enter_context(python_generators_restored(None))
-            stack.enter_context(attributes_kept(self._history.modules))
+            stack.enter_context(attributes_kept(self._history.modules, self._history.optimizers))
             stack.enter_context(_unsafe_preserve_version_counter(tuple(self._history.changing())))
             live = self._history.state.put_back()
             stack.callback(live.give_back)
@@ -109,19 +122,19 @@ class Rewind:
         With the user's ``hooks`` on gradients these are as they were in training.
         """
         for number, step in enumerate(self._steps):
-            player, carried, num_notes = self._player(number), self._carried, len(self.notes)
+            player, carried, num_notes = self._player(number), self._carried, self._num_notes
             found, rest = self._play(step, player, self._saved[number])
             if found is not None:
                 found.gradients = self._gradients_of_training(found, hooks)
-                if len(self.notes) > num_notes or not self._agrees_afterwards(found, number, player, rest):
-                    self.notes += self._other_attributes()
+                if self._num_notes > num_notes or not self._agrees_afterwards(found, number, player, rest):
+                    self._notes += self._other_attributes()
                     return None
                 found.saved = {**{key: tensor.detach() for key, tensor in carried.items()}, **found.saved}
                 give_gradients([(leaf, None) for leaf in self.leaves()])
                 self._start.give_back()
                 found.notes = self.notes
                 return found
-            self.notes += [note for note in player.mismatches if note not in self.notes]
+            self._notes += [note for note in player.mismatches if note not in self._notes]
             self._carried = player.made(self._used_later)
         return None
 
@@ -232,7 +245,7 @@ class Rewind:
         changed = [t for t in self._history.changing() if t.requires_grad and id(t) in self._live]
         if all(same_bits(self._live[id(tensor)], tensor) for tensor in changed):
             return True
-        self.notes.append("playing the steps since the last copy did not lead to the parameters that training has")
+        self._notes.append("playing the steps since the last copy did not lead to the parameters that training has")
         return False
 
     def first_bad_loss(self) -> int | None:
@@ -246,12 +259,17 @@ class Rewind:
         return None
 
     def _other_attributes(self) -> list[str]:
-        """Attributes of root modules that may be the reason why the steps of the past cannot be played as they were."""
-        first = {id(e.target): e.settings for step in reversed(self._steps) for e in step.entries if e.kind == "module"}
-        names = dict.fromkeys(name for noted in first.values() if noted for name in noted.changed_others())
-        told = [f"`{name}` of a module was set to something that is not put back" for name in names]
-        if None in first.values():
-            told.append("attributes of a module changed too often to be noted")
+        """Attributes of modules and optimizers that may be why the steps of the past cannot be played as they were."""
+        entries = [entry for step in reversed(self._steps) for entry in step.entries]
+        modules = {id(e.target): e.settings for e in entries if e.kind == "module"}
+        own = [e for e in entries if e.kind == "optimizer" and e.settings is not None and not is_of_torch(e.target)]
+        optimizers = {id(e.target): e.settings["attributes"] for e in own}
+        told = []
+        for owner, first in (("a module", modules), ("an optimizer", optimizers)):
+            names = dict.fromkeys(name for noted in first.values() if noted for name in noted.changed_others())
+            told += [f"`{name}` of {owner} was set to something that is not put back" for name in names]
+            if None in first.values():
+                told.append(f"attributes of {owner} changed too often to be noted")
         return told
 
     def _watched(
@@ -280,7 +298,7 @@ class Rewind:
         """True if the backward pass starts from the same value as in training; a difference becomes a note."""
         starts = [(old, player.stand_in(start)) for old, start in zip(entry.settings or (), entry.starts, strict=False)]
         differ = [(old, new) for old, new in starts if not is_same(old, new)]
-        self.notes += [describe_mismatch(f"the loss of step {step.completed}", old, new) for old, new in differ]
+        self._other_losses += [describe_mismatch(f"the loss of step {step.completed}", old, new) for old, new in differ]
         return not differ
 
     def _is_state_bad(self) -> bool:

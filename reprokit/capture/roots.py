@@ -28,11 +28,12 @@ from reprokit.program.trace import current_mode
 class RootCalls:
     """Notes calls of root modules in the running step, with the mode out of the way.
 
-    The listener meets every module but those whose ids are in ``met``.
+    The listener meets every module but those whose ids are in ``met``. Calls are noted while ``is_noting``.
     """
 
     def __init__(self, mode: StackedMode, running: RunningStep) -> None:
         self.met: set[int] = set()
+        self.is_noting = True
         self.attributes = AttributeWatch()
         self._mode = mode
         self._running = running
@@ -117,13 +118,16 @@ class RootCalls:
     def is_root_call(self) -> bool:
         """True if a module called now is called by the loop itself; the first thread that trains is the one watched."""
         mode = self._mode
-        if mode.depth or not mode.enabled or _tracing_state() is not None or _peek_transforms() is not None:
+        if mode.depth or not (mode.enabled and self.is_noting):
             return False
-        if get_ident() == mode.thread:
-            return True
-        if not torch.is_grad_enabled() or not mode.take_thread():
+        if _tracing_state() is not None or _peek_transforms() is not None:
             return False
-        self._running.restart()
+        if get_ident() != mode.thread:
+            if not torch.is_grad_enabled() or not mode.take_thread():
+                return False
+            self._running.restart()
+        if mode.is_preparing:
+            mode.begin()
         return True
 
     def call(
@@ -135,7 +139,7 @@ class RootCalls:
         try:
             try:
                 entry = self._begin(module, args, kwargs, sys._getframe(2))
-            except Exception as error:
+            except BaseException as error:
                 mode.switch_off(error)
                 return original(module, *args, **kwargs)
             watching = None
@@ -146,14 +150,14 @@ class RootCalls:
             try:
                 output = original(module, *args, **kwargs)
             except BaseException as error:
-                self._running.raised = (error, entry)
+                self._running.fail(error, entry)
                 raise
             finally:
                 if watching is not None and torch.nn.Module.__call__ is self._original:
                     torch.nn.Module.__call__ = watching  # type: ignore[method-assign]
             try:
                 self._running.finish_module(entry, output)
-            except Exception as error:
+            except BaseException as error:
                 mode.switch_off(error)
             return output
         finally:

@@ -12,19 +12,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from reprokit.capture.entry import Entry, is_among, new_tensors
+from reprokit.arrivals import ignored_errors
+from reprokit.capture.entry import TENSORS, Entry, PlainEntry, unwrapped
 from reprokit.capture.state import num_bytes
 from reprokit.capture.structure import is_leaf, iter_tensors
-from reprokit.capture.sweep import still_useful
+from reprokit.capture.sweep import drop_unused, still_useful
 from reprokit.capture.written import WrittenMemory
 
 if TYPE_CHECKING:
     from reprokit.capture.suspects import Suspect
 
 BUDGET = 256 * 2**20  # bytes of loop-level results kept alive per step
-_MODULE_LOAD = 16  # how much more than a function's a root module's results weigh
-_SWEEP_AT = 32
-_GIVEN_BYTES = 8  # for each element of a call's first tensor: 4 of its own, and as much again for a second one
+_SWEEP_AT = 2**22  # bytes
+_CALL_BYTES = _SWEEP_AT // 256  # that each call is taken to hold beside its tensors
+_MODULE_BYTES = _SWEEP_AT // 2  # that a root module's results and their graphs are taken to hold
+_ITEM_BYTES = 8  # for each element of a result and of the first tensor that was given: 4, or twice as many tensors
 
 
 class Listener(Protocol):
@@ -58,22 +60,27 @@ class RunningStep:
     ``raised`` is the last exception that came out of something the loop called, with its entry. ``is_hand_updated``
     says whether the loop has changed parameters itself. ``generators`` are the states of Python's and NumPy's
     generators for the module that is about to be called. ``suspect`` is a bad value that the loop may still deal with.
-    ``on_lost(entries)`` is called with dropped entries.
-    ``num_bytes`` is an estimate of what the entries keep alive.
+    ``gaps`` are calls that an exception has ended after they may have written something, ``None`` for work that is no
+    entry. ``on_lost(entries)`` is called with dropped entries.
+    ``num_bytes`` is an estimate of what the entries keep alive. ``is_noted``: the functions that the loop calls in this
+    step are among the entries. ``differentiations`` are the entries of backward calls.
     """
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.memory = WrittenMemory()
         self.raised: tuple[BaseException, Entry] | None = None
+        self.gaps: list[Entry | None] = []
         self.is_hand_updated = False
         self.suspect: Suspect | None = None
+        self.is_noted = True
         self.generators: dict[str, Any] | None = None
         self.on_lost: Callable[[list[Entry]], None] = lambda entries: None
+        self.differentiations: list[Entry] = []
         self._budget = BUDGET
+        self._given: set[int] = set()  # ids of tensors that are part of `num_bytes`
         self.num_bytes = 0
-        self._load = 0
-        self._load_limit = _SWEEP_AT
+        self._sweep_at = _SWEEP_AT
 
     @property
     def current(self) -> list[Entry]:
@@ -85,50 +92,58 @@ class RunningStep:
         self.entries = []
         self.memory.restart()
         self.raised = None
+        self.gaps = []
         self.suspect = None
         self.is_hand_updated = False
+        self.differentiations = []
         self._budget = BUDGET
+        self._given = set()
+        self._sweep_at = min(self._sweep_at, BUDGET)
         self.num_bytes = 0
-        self._load = 0
+
+    def fail(self, error: BaseException, entry: Entry) -> None:
+        """An exception came out of a call."""
+        self.raised = (error, entry)
+        self.note_gap(entry)
+
+    def note_gap(self, entry: Entry) -> None:
+        """A call is not noted as a whole; remember it if it has written, or if that cannot be known."""
+        has_written = True
+        with ignored_errors():  # of a module with methods of its own
+            has_written = _has_written(entry)
+        if has_written:
+            self.gaps.append(entry)
 
     def add(self, entry: Entry) -> None:
         """Note a call with everything that it made."""
         self.entries.append(entry)
-        self._load += 1
-        if self._load > self._load_limit:
+        self.num_bytes += _bytes_of(entry, self._given)
+        if self.num_bytes > self._sweep_at:
             self._sweep()
-        made = self.memory.made
-        for tensor in new_tensors(entry, made):
-            made.add(id(tensor))
-            self.num_bytes += tensor.numel() * tensor.element_size()
-        if entry.versions:
-            self.num_bytes += _GIVEN_BYTES * entry.versions[0][0].numel()
-        if self.num_bytes > self._budget:
-            self._make_room()
 
-    def add_result(self, entry: Entry, result: torch.Tensor) -> None:
+    def add_plain(self, entry: PlainEntry, result: torch.Tensor) -> None:
         """Note a call in the usual case, that it made one tensor of tensors."""
         self.entries.append(entry)
-        self._load += 1
-        if self._load > self._load_limit:
+        size = 0 if entry.is_write else result.numel()
+        first = entry.args[0]
+        if first.__class__ in TENSORS and first.numel() > size and id(first) not in self._given:
+            self._given.add(id(first))
+            size += first.numel()
+        self.num_bytes += _CALL_BYTES + _ITEM_BYTES * size
+        if self.num_bytes > self._sweep_at:
             self._sweep()
-        made = self.memory.made
-        if id(result) in made or not is_among(result, entry.versions):
-            made.add(id(result))
-            self.num_bytes += result.numel() * result.element_size() + _GIVEN_BYTES * entry.versions[0][0].numel()
-            if self.num_bytes > self._budget:
-                self._make_room()
+
+    def add_differentiation(self, entry: Entry) -> None:
+        """Note a backward call."""
+        self.differentiations.append(entry)
+        if entry.output is None:
+            self.entries.append(entry)
+        else:
+            self.add(entry)
 
     def begin_module(self, entry: Entry) -> None:
         """Note the call of a root module, which is about to run."""
-        self.entries.append(entry)
-        self._load += _MODULE_LOAD
-        if self._load > self._load_limit:
-            self._sweep()
-        if entry.versions:
-            self.num_bytes += _GIVEN_BYTES * entry.versions[0][0].numel()
-            if self.num_bytes > self._budget:
-                self._make_room()
+        self.add(entry)
 
     def finish_module(self, entry: Entry, output: Any) -> None:
         """A root module has returned.
@@ -138,16 +153,31 @@ class RunningStep:
         """
         is_tensor = output is None or output.__class__ is torch.Tensor
         entry.output = output if is_tensor else list(iter_tensors(output))
-        made = self.memory.made
-        if output.__class__ is torch.Tensor and not is_among(output, entry.versions):
-            made.add(id(output))
-        else:
-            made.update(map(id, new_tensors(entry, made)))
+        self.memory.note_made(entry)
+
+    def _sweep(self) -> None:
+        """Let go of what nobody can use; the less that is, the longer until the next look."""
+        before, has_dropped = self.num_bytes, drop_unused(self.entries)
+        lost: list[Entry] = []
+        if self._count() > _SWEEP_AT:
+            useful = set(map(id, still_useful(self.entries)))
+            lost = [entry for entry in self.entries if id(entry) not in useful]
+            self.entries[:] = [entry for entry in self.entries if id(entry) in useful]
+        if lost or has_dropped:
+            self.memory.recount(self.entries)
+            self.on_lost(lost)
+        self.num_bytes = self._count()
+        if self.num_bytes > self._budget:
+            self._make_room()
+        wait = 2 * (self.num_bytes if 2 * self.num_bytes < before else before)
+        self._sweep_at = max(_SWEEP_AT, min(wait, self._budget))
+
+    def _count(self) -> int:
+        self._given.clear()
+        return sum(_bytes_of(entry, self._given) for entry in self.entries)
 
     def _make_room(self) -> None:
-        """Let go of what nobody can use, then of the oldest calls that no gradient flows through: their results are
-        used by value then. ``num_bytes`` is estimated call by call, and counted here."""
-        self._sweep()
+        """Let go of the oldest calls that no gradient flows through: their results are used by value then."""
         users = Counter(id(tensor) for entry in self.entries for tensor in _held(entry))
         sizes = {id(tensor): num_bytes([tensor]) for entry in self.entries for tensor in _held(entry)}
         self.num_bytes = sum(sizes.values())
@@ -160,26 +190,32 @@ class RunningStep:
                 kept.append(entry)
                 continue
             lost.append(entry)
-            self.memory.made.difference_update(map(id, iter_tensors(entry.output)))
             for tensor in _held(entry):
                 users[id(tensor)] -= 1
                 self.num_bytes -= 0 if users[id(tensor)] else sizes[id(tensor)]
-        self.entries = kept
+        self.entries[:] = kept
+        self.memory.recount(kept)
         self.on_lost(lost)
         while self.num_bytes > self._budget // 2:
             self._budget *= 2  # nothing more can go: gradients need all of it anyway
 
-    def _sweep(self) -> None:
-        """Let go of what nobody can use any more; the less that is, the longer until the next look."""
-        before, self._load = self._load, 0
-        useful = still_useful(self.entries)
-        if len(useful) < len(self.entries):
-            gone = {id(entry) for entry in self.entries} - {id(entry) for entry in useful}
-            self.on_lost([entry for entry in self.entries if id(entry) in gone])
-            self.entries = useful
-            self.memory.keep_only(useful)
-        self._load = sum(_MODULE_LOAD if entry.kind == "module" else 1 for entry in self.entries)
-        self._load_limit = max(_SWEEP_AT, 2 * (self._load if 2 * self._load < before else before))
+
+def _bytes_of(entry: Entry, given: set[int]) -> int:
+    """An estimate of what an entry keeps alive, without tensors that were ``given`` before; adds to these."""
+    first = entry.args[0] if entry.args else None
+    size = 0
+    for tensor in (*iter_tensors(entry.output), *((first,) if first.__class__ in TENSORS else ())):
+        if id(tensor) not in given:
+            given.add(id(tensor))
+            size += tensor.numel()
+    return (_MODULE_BYTES if entry.kind == "module" else _CALL_BYTES) + _ITEM_BYTES * size
+
+
+def _has_written(entry: Entry) -> bool:
+    """True if a call that raised may have written something."""
+    if entry.kind == "module":
+        return entry.is_training and any(module._buffers for module in unwrapped(entry.target).modules())
+    return entry.kind == "function" and any(t._version != v for t, v in entry.versions if v >= 0)
 
 
 def _held(entry: Entry) -> list[torch.Tensor]:

@@ -28,6 +28,7 @@ from reprokit.capture.state import CannotGoBack
 from reprokit.capture.structure import iter_tensors
 from reprokit.capture.timeline import number_of
 from reprokit.capture.training import Training
+from reprokit.capture.watch import bad_tensor
 from reprokit.program.ir import AUTOGRAD_GRAD
 from reprokit.snapshot.format import Snapshot, save
 from reprokit.snapshot.privacy import Source, private
@@ -38,6 +39,7 @@ NOT_REPLAYED = (
     "the parameters are spread over several processes, so the step could not be replayed in one; "
     "the snapshot holds what the step was given"
 )
+HAS_GAP = "the loop went on in this step after an exception, and what the interrupted call wrote is not known"
 _MOST_JOINED = 64  # steps: a program of more takes too long to be reduced
 NOT_SHOWN = "replaying the steps since the last copy did not show which one made the state nan or inf"
 
@@ -57,6 +59,7 @@ class Noticed:
     ``is_late``: it has happened some steps ago. An ``output`` with a pending backward call is the start of that: the
     loop gave up over a value, and nothing says that it is a loss. ``last`` is the last entry of the
     step, if the loop has gone on since. ``takes_skipped``: a step that the loop skipped is a failure too.
+    ``has_earlier``: an earlier step had a bad loss, of which no bad update was made.
     """
 
     observed_at: str
@@ -66,6 +69,7 @@ class Noticed:
     raised: Raised | None = None
     last: Entry | None = None
     takes_skipped: bool = False
+    has_earlier: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,12 @@ class _Describing:
         training, noticed = self._training, self._noticed
         training.freeze_past()
         entries = _until(_before(training.running.entries, noticed.pending), noticed.last)
+        culprit = None
+        if not training.running.is_noted and noticed.observed_at == "loss":
+            culprit = next((entry for entry in entries if entry.kind == "module" and _is_output_bad(entry)), None)
+        if culprit is not None:  # all that is known of how the loss was made
+            noticed = self._noticed = replace(noticed, observed_at="output", pending=None, last=culprit)
+            entries = _until(entries, culprit)
         if noticed.raised is not None:
             entries = [entry for entry in entries if not entry.is_skipped or entry.writes_state]
         step = training.step_of(entries, training.running.memory.saved)
@@ -131,8 +141,13 @@ class _Describing:
             failed = replace(failed, raised=noticed.raised, notes=[NOT_REPLAYED])
             return Made(snapshot_without_replay(failed, noticed.frame))
         notes = list(dict.fromkeys(training.unseen))
+        if self._has_gap():
+            notes.append(HAS_GAP)
+            training.history.interrupt()
+        if not training.running.is_noted:
+            notes.append(training.budget.why_not(training.iterations.completed))
         lead, rest = split(entries)
-        is_past = noticed.is_late or any(entry.writes_state for entry in rest)
+        is_past = noticed.is_late or noticed.has_earlier or any(entry.writes_state for entry in rest)
         is_past = is_past or (noticed.raised is None and training.history.newly_bad() is not None)
         if is_past:
             buffers = training.history.newly_bad_buffers() if noticed.observed_at == "output" else []
@@ -145,7 +160,7 @@ class _Describing:
             entries = without_preparation(entries, saved)
         entries = [entry for entry in entries if not (entry.writes_state or entry.kind == "optimizer")]
         failed = self._failed(step, noticed.observed_at, entries, saved, pending)
-        failed = replace(failed, raised=noticed.raised, notes=notes, lead=lead)
+        failed = replace(failed, raised=noticed.raised, notes=notes, lead=lead, keep=culprit)
         made = make_snapshot(failed, noticed.frame)
         if made.snapshot.fidelity != "exact" and training.history.is_complete and not notes:
             light = training.freezer.lightened(step, noticed.pending)
@@ -154,10 +169,19 @@ class _Describing:
         if made.snapshot.fidelity != "exact" and BEGUN_BEFORE not in notes and self._is_begun_before(step):
             note = "; ".join(filter(None, [BEGUN_BEFORE, made.snapshot.fidelity_note]))
             made = replace(made, snapshot=replace(made.snapshot, fidelity_note=note))
+        if not training.running.is_noted:  # nothing else that differs says anything about training
+            made = replace(made, snapshot=replace(made.snapshot, fidelity_note="; ".join(notes)))
         if made.culprit is not None and training.history.has_worsened(made.culprit):
             past, _ = self._from_the_past(step, [made.culprit])
             return past or made
         return made
+
+    def _has_gap(self) -> bool:
+        """True if the loop has handled an exception in this step that may have interrupted a write."""
+        running = self._training.running
+        if self._noticed.raised is None or running.raised is None:
+            return bool(running.gaps)
+        return any(gap not in (None, running.raised[1]) for gap in running.gaps)
 
     def _from_the_past(self, step: PastStep, ruined: Sequence[torch.Tensor] = ()) -> tuple[Made | None, list[str]]:
         """The snapshot of the first bad step, or why there is none.
@@ -315,6 +339,7 @@ class _Describing:
         pending: Entry | None,
     ) -> FailedStep:
         training, number, loss = self._training, step.completed, number_of(step.loss)
+        is_noted = training.running.is_noted or number != training.iterations.completed
         return FailedStep(
             observed_at=observed_at,
             entries=entries,
@@ -331,11 +356,17 @@ class _Describing:
             command=self._command,
             capture={
                 **self._described,
+                **training.budget.describe(is_noted=is_noted),
                 "history_steps": len(training.history.steps),
                 "history_bytes": training.history.state.copies.num_bytes,
                 **training.ranks.describe(),
             },
         )
+
+
+def _is_output_bad(entry: Entry) -> bool:
+    """True if a call returned a tensor that is nan or inf."""
+    return bad_tensor(tensor for tensor in iter_tensors(entry.output) if tensor.is_floating_point()) is not None
 
 
 def _is_shown(snapshot: Snapshot) -> bool:

@@ -16,12 +16,13 @@ from traceback import print_exception
 from typing import ClassVar
 
 from reprokit.arrivals import ignored_errors, pass_on
+from reprokit.capture.budget import Budget, Part
 from reprokit.capture.closing import Seen, closing_line
 from reprokit.capture.failures import Failures
 from reprokit.capture.history import History
 from reprokit.capture.hooks import Hooks
 from reprokit.capture.judge import Judge
-from reprokit.capture.options import DEFAULT_ON, After, Source, Watch, check_options
+from reprokit.capture.options import DEFAULT_ON, DEFAULT_PERCENT, After, Source, Watch, check_options
 from reprokit.capture.rank_name import check_name, current_folder
 from reprokit.capture.saving import Place, SkippedLoss
 from reprokit.capture.stepping import Stepping
@@ -54,11 +55,12 @@ class Session:
     stopped (`CaptureStop` is raised in it) or goes on unwatched. ``history`` is the number of steps between copies of
     the training state (``None``: chosen by their cost; 0: no copies). ``watch``: ``sampled`` judges the loss, one early
     gradient and clipped norms in every step and everything when the copy is refreshed; ``every-step`` judges everything
-    always; ``deferred`` never waits for a value. ``on`` says what is a failure, ``source`` how much of the user's code
-    is kept. ``snapshots`` are the files written and ``results`` their summaries; ``closing`` is the line that says why
-    there are none. With ``verbose`` an error of reprokit's own is printed with its traceback. ``stops`` says whether
-    the loop is to stop, ``is_watching`` whether the hooks are in place. Raises `UsageError` for a value that no option
-    has.
+    always; ``deferred`` never waits for a value. ``budget`` is the share of the loop's CPU time in percent that is kept
+    by noting fewer steps (``None``: no limit), ``from_step`` the first step to note. ``on`` says what is a failure,
+    ``source`` how much of the user's code is kept. ``snapshots`` are the files written and ``results`` their summaries;
+    ``closing`` is the line that says why there are none. With ``verbose`` an error of reprokit's own is printed with
+    its traceback. ``stops`` says whether the loop is to stop, ``is_watching`` whether the hooks are in place. Raises
+    `UsageError` for a value that no option has.
     """
 
     _watchers: ClassVar[list[Session]] = []
@@ -80,8 +82,10 @@ class Session:
         watch: Watch = "sampled",
         on: Collection[str] = DEFAULT_ON,
         source: Source = "traceback",
+        budget: float | None = DEFAULT_PERCENT,
+        from_step: int | None = None,
     ) -> None:
-        check_options(after, history, watch, on, source)
+        check_options(after, history, watch, on, source, budget, from_step)
         check_name(output, directory, name)
         self.stops = after == "stop"
         self.is_watching = False
@@ -94,7 +98,8 @@ class Session:
         self._paused_at: float | None = None
         self._tape = Tape(self.switch_off)
         self._tape.on_other_thread = lambda: self.say("a second thread trains; only the first one is watched")
-        self._training = Training(self._tape, History(1 if watch == "every-step" and history is None else history))
+        copies = History(1 if watch == "every-step" and history is None else history)
+        self._training = Training(self._tape, copies, Budget(None if watch == "every-step" else budget, from_step))
         self._judge = Judge(self._training, watch, matter=not {"nonfinite", "skipped"}.isdisjoint(on))
         self._failures = Failures(
             self,
@@ -107,7 +112,22 @@ class Session:
         )
         self.snapshots, self.results = self._failures.snapshots, self._failures.results
         self._stepping = Stepping(self._training, self._judge, self._failures)
+        self._training.budget.say = self.say
+        self._training.budget.parts = self._parts()
+        self._training.choose()
         self._hooks = Hooks(self._tape, self._stepping, WholeCalls(self._training, self._judge))
+
+    def _parts(self) -> list[Part]:
+        """The methods in which a healthy step spends its time."""
+        tape, stepping = self._tape, self._stepping
+        names = {
+            tape: ("__torch_function__", "_prepare"),
+            tape.roots: ("_begin", "is_root_call"),
+            self._training.running: ("finish_module",),
+            stepping: ("judge_start", "finish_differentiation", "enter", "end_step"),
+            self._judge: ("gradients",),
+        }
+        return [(owner, name) for owner, found in names.items() for name in found]
 
     def __enter__(self) -> Session:
         try:
@@ -199,7 +219,7 @@ class Session:
     def _unhooking(self) -> tuple[Callable[[], None], ...]:
         self.is_watching = self._tape.enabled = False
         leaving = (self._make_way, self._stepping.leave, self._unhook, self._tape.uninstall)
-        return (*leaving, self._training.running.restart)
+        return (*leaving, self._training.budget.stop_measuring, self._training.running.restart)
 
     def _unhook(self) -> None:
         self._do_all(*self._hooks.removals())
@@ -256,7 +276,7 @@ class Session:
             except Exception as error:
                 self.complain("an error of its own while ending", error)
 
-    def complain(self, what: str, error: Exception) -> None:
+    def complain(self, what: str, error: BaseException) -> None:
         """Say what broke; one line for everything that may come of it. Raises an exception that is the user's."""
         pass_on(error)
         if not self._has_complained:
@@ -264,7 +284,7 @@ class Session:
             tell(f"{what} ({type(error).__name__}: {error}); training goes on")
             self._print_traceback(error)
 
-    def _print_traceback(self, error: Exception) -> None:
+    def _print_traceback(self, error: BaseException) -> None:
         """With ``-v`` an error of reprokit's own is shown in full."""
         if self._verbose and sys.stderr is not None:
             with ignored_errors():
@@ -281,9 +301,20 @@ class Session:
         for session in cls._watchers:
             session._tape.enabled = session.is_watching and cls._watchers[-1] is session and not cls._replaying
 
-    def switch_off(self, error: Exception) -> None:
-        """Fail open: say it once, stop watching, let the training go on. Raises an exception that is the user's."""
-        pass_on(error)
+    def switch_off(self, error: BaseException) -> None:
+        """Fail open: say it once, stop watching, let the training go on.
+
+        Raises an exception that is the user's; what was noted until then is forgotten.
+        """
+        try:
+            pass_on(error)
+        except BaseException:
+            if self.is_watching:
+                try:
+                    self._training.begin_over()
+                except Exception:
+                    self.leave()
+            raise
         if self.is_watching:
             self.complain("switched off after an error of its own", error)
             self.leave()

@@ -5,8 +5,10 @@ Torch asks every mode on the stack for every function, so whatever runs with the
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from threading import get_ident
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,10 +21,12 @@ class StackedMode(TorchFunctionMode):
     ``enabled`` is set by the session; ``switch_off(error)`` is called with an internal error. Invariant: while
     ``depth`` is above 0 the loop is inside something that is noted as a whole. ``thread`` is the watched one; it
     ``is_claimed`` once it has differentiated. ``has_other_thread``: another thread has called backward;
-    ``on_other_thread`` is called the first time.
+    ``on_other_thread`` is called the first time. ``is_preparing``: nothing that belongs to a training was seen yet.
+    It is off torch's stack while it ``is_resting``, because so many calls were made that they prepare data; ``on_rest``
+    is called then.
     """
 
-    def __init__(self, switch_off: Callable[[Exception], None]) -> None:
+    def __init__(self, switch_off: Callable[[BaseException], None]) -> None:
         super().__init__()
         self.switch_off = switch_off
         self.enabled = False
@@ -31,7 +35,13 @@ class StackedMode(TorchFunctionMode):
         self.is_claimed = False
         self.has_other_thread = False
         self.on_other_thread: Callable[[], None] = lambda: None
+        self.is_preparing = True
+        self.is_resting = False
+        self.on_rest: Callable[[], None] = lambda: None
+        self._num_prepared = 0
         self._is_lifted = False
+        self._is_on = True
+        self._is_turned = False
 
     @property
     def is_outermost(self) -> bool:
@@ -39,8 +49,36 @@ class StackedMode(TorchFunctionMode):
         return self.depth == 0 and self.enabled and get_ident() == self.thread
 
     def enter_stack(self) -> None:
-        """Go on top of torch's stack."""
-        _push_mode(self)
+        """Go on top of torch's stack, unless the mode is turned off."""
+        if self._is_on:
+            _push_mode(self)
+
+    def turn(self, *, is_on: bool) -> None:
+        """Be on torch's stack while the loop runs, or not at all; from the next time on that the loop runs."""
+        if is_on is not self._is_on:
+            self._is_on = is_on
+            self._is_turned = True
+            if not self.depth:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Go to where `turn` has said. On the stack that is its lowest place: modes of the loop leave from the top."""
+        self._is_turned = False
+        self.leave_stack()
+        if not self._is_on:
+            return
+        modes = [torch._C._get_function_stack_at(level) for level in range(torch._C._len_torch_function_stack())]
+        arrived: BaseException | None = None
+        for _ in range(_MOST_ARRIVALS):
+            try:
+                _cut_stack(0)
+                for mode in (self, *modes):
+                    _push_mode(mode)
+                break
+            except BaseException as error:  # of a signal handler: the loop's modes come first
+                arrived = error
+        if arrived is not None:
+            raise arrived
 
     def leave_stack(self) -> None:
         """Take the mode off torch's stack, wherever on it the loop's own modes have left it."""
@@ -57,10 +95,51 @@ class StackedMode(TorchFunctionMode):
                 if mode is not self:
                     _push_mode(mode)
 
+    def _is_on_stack(self) -> bool:
+        levels = range(torch._C._len_torch_function_stack())
+        return any(torch._C._get_function_stack_at(level) is self for level in levels)
+
+    def begin(self) -> None:
+        """The loop trains: from now on all that it does is noted."""
+        self.is_preparing = False
+        self.wake()
+
+    def wake(self) -> None:
+        """Come back to torch's stack."""
+        if self.is_resting and get_ident() == self.thread:
+            self.is_resting, self._num_prepared = False, 0
+            if not self._is_on_stack():
+                self._settle()
+
+    def count_prepared(self, args: tuple[Any, ...]) -> None:
+        """A function is called before anything has been trained; after many of these the mode rests.
+
+        Torch puts a mode back on its stack when the function is over, so the mode leaves with the next event of Python.
+        """
+        if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args):
+            self.is_preparing = False
+            return
+        self._num_prepared += 1
+        if self._num_prepared < MOST_PREPARED or sys.getprofile() is not None:
+            return
+        self._num_prepared, patience = 0, _PATIENCE
+
+        def rest(current: FrameType, event: str, value: Any) -> None:
+            nonlocal patience
+            patience -= 1
+            is_ready = self.enabled and self.is_preparing and self._is_on_stack()
+            if is_ready or not patience:
+                sys.setprofile(None)
+            if is_ready:
+                self.is_resting = True
+                self.leave_stack()
+                self.on_rest()
+
+        sys.setprofile(rest)
+
     def take_thread(self) -> bool:
         """Watch the thread that runs now, unless another one has differentiated; whether it is watched from now on."""
-        levels = range(torch._C._len_torch_function_stack())
-        if self.is_claimed or not any(torch._C._get_function_stack_at(level) is self for level in levels):
+        if self.is_claimed or not self._is_on_stack():
             return False
         self.thread = get_ident()
         return True
@@ -79,7 +158,8 @@ class StackedMode(TorchFunctionMode):
             return
         from reprokit.capture.session import CaptureStop
 
-        _push_mode(self)
+        _push_mode(self)  # also when it is turned off: that tells whose thread it is
+        self._is_turned = not self._is_on
         try:
             run()
         except CaptureStop:  # a thread that exits prints nothing; `threading` knows only `SystemExit` itself
@@ -93,10 +173,9 @@ class StackedMode(TorchFunctionMode):
         if self._is_lifted:
             self._is_lifted = False
             return True
-        try:
-            top = _pop_mode()
-        except RuntimeError:  # the stack is empty
+        if not _num_modes():  # to pop from an empty stack raises an error, which takes torch 30 us
             return False
+        top = _pop_mode()
         if top is self:
             return True
         _push_mode(top)
@@ -104,9 +183,12 @@ class StackedMode(TorchFunctionMode):
 
     def step_back(self, popped: bool) -> None:
         """The inverse of `step_aside`."""
-        if popped:
-            _push_mode(self)
         self.depth -= 1
+        if self._is_turned:
+            if not self.depth:
+                self._settle()
+        elif popped:
+            _push_mode(self)
 
     def lift(self) -> None:
         """Take the mode off torch's stack until `lower`, or until a `step_back` if a `step_aside` comes in between."""
@@ -121,8 +203,11 @@ class StackedMode(TorchFunctionMode):
 
     def step_back_lifted(self, popped: bool) -> None:
         """The inverse of `step_aside`, but the mode stays off torch's stack until `lower`."""
-        self._is_lifted = popped
         self.depth -= 1
+        if self._is_turned and not self.depth:
+            self._settle()
+        else:
+            self._is_lifted = popped
 
     def paused(self) -> Paused:
         """A context in which nothing is noted and, where possible, the mode is not on torch's stack at all."""
@@ -135,7 +220,7 @@ class StackedMode(TorchFunctionMode):
         try:
             with self.paused():
                 return work(*args)
-        except Exception as error:
+        except BaseException as error:
             self.switch_off(error)
             return None
 
@@ -161,5 +246,9 @@ def _cut_stack(length: int) -> None:
         _pop_mode()
 
 
+_MOST_ARRIVALS = 100
+MOST_PREPARED = 2000  # calls of torch, which take 20 ms; more of them before the first gradient are data
+_PATIENCE = 1000  # events of Python until the next attempt
+_num_modes = torch._C._len_torch_function_stack
 _pop_mode = torch._C._pop_torch_function_stack
 _push_mode = torch._C._push_on_torch_function_stack

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from reprokit.capture.attributes import Containers, is_of_torch, tensors_held
 from reprokit.capture.structure import iter_tensors
 
 _FREE_SHARE = 0.1  # copies that would take more of a device's free memory live on the CPU
@@ -188,11 +189,13 @@ class Bindings:
 
 
 class OptimizerNote:
-    """The structure of an optimizer: its options, and the names of the state of each parameter."""
+    """The structure of an optimizer: its options, and the names of the state of each parameter; the attributes of one
+    of the user's own."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._options = options_of(optimizer)
+        self._attributes = None if is_of_torch(optimizer) else Containers([optimizer])
         self._state = [(key, state, dict(state)) for key, state in optimizer.state.items() if isinstance(state, dict)]
 
     def put_back(self) -> OptimizerNote:
@@ -203,6 +206,8 @@ class OptimizerNote:
 
     def give_back(self) -> None:
         """Go back to it."""
+        if self._attributes is not None:
+            self._attributes.give_back()
         set_options(self._optimizer, self._options)
         self._optimizer.state.clear()
         for key, state, content in self._state:
@@ -301,8 +306,10 @@ def owned_by(owner: torch.nn.Module | torch.optim.Optimizer) -> list[torch.Tenso
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Parameters and every tensor of the optimizer's state."""
+    """Parameters and every tensor of the optimizer's state; those in attributes of one of the user's own."""
     yield from parameters_of(optimizer)
+    if not is_of_torch(optimizer):
+        yield from tensors_held(optimizer)
     for state in optimizer.state.values():
         if isinstance(state, dict):
             for value in state.values():

@@ -11,17 +11,19 @@ import functools
 import inspect
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 
-from reprokit.capture.entry import Entry
+from reprokit.capture.attributes import Noted, is_of_torch
+from reprokit.capture.entry import Entry, versions_of
 from reprokit.capture.failures import Failures
 from reprokit.capture.frames import compiled_call
 from reprokit.capture.judge import Judge
 from reprokit.capture.state import options_of
+from reprokit.capture.structure import repeatable
 from reprokit.capture.training import SETTLED_AFTER, Training
 from reprokit.capture.watch import is_handed_to_kernel
 
@@ -32,8 +34,9 @@ class Stepping:
     """Follows every step, and calls for a snapshot at the first bad one.
 
     ``_optimizer`` is the one that steps or stepped last; while it steps ``_popped`` is not ``None`` (see
-    `StackedMode.step_aside`). ``_in_kernel`` is the scale that a fused kernel of it got. ``_scaler`` is
-    the grad scaler that steps. ``_inside`` is an optimizer that has stepped inside the backward call that runs.
+    `StackedMode.step_aside`). ``_in_kernel`` is the scale that a fused kernel of it got, ``_attributes`` are
+    those that it began its step with. ``_scaler`` is the grad scaler that steps. ``_inside`` is an optimizer that has
+    stepped inside the backward call that runs.
     """
 
     def __init__(self, training: Training, judge: Judge, failures: Failures) -> None:
@@ -46,6 +49,7 @@ class Stepping:
         self._optimizer: torch.optim.Optimizer | None = None
         self._met: torch.optim.Optimizer | None = None
         self._in_kernel: dict[str, Any] = _NO_SCALER
+        self._attributes: Noted | None = None
         self._scaler: torch.amp.GradScaler | None = None
         self._inside: torch.optim.Optimizer | None = None
         training.running.memory.on_rebound_write = self._before_rebound_write
@@ -53,7 +57,7 @@ class Stepping:
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
-        self._optimizer = self._met = self._inside = self._scaler = None
+        self._optimizer = self._met = self._inside = self._scaler = self._attributes = None
         self._in_kernel = _NO_SCALER
 
     # -- what the tape tells -------------------------------------------------------------------------------------
@@ -72,7 +76,7 @@ class Stepping:
             suspect = self._running.suspect
             settled = suspects.at_backward(suspect, verdict is not None) if suspect is not None else None
             can_wait = verdict != "now" or not is_alone or suspects.can_wait()
-        except Exception as error:
+        except BaseException as error:
             self._tape.switch_off(error)
             return
         if suspect is not None and settled is not None:
@@ -98,13 +102,13 @@ class Stepping:
         optimizer, self._inside = self._inside, None
         if optimizer is not None and self._tape.enabled:
             self._running.entries[-1].has_stepped = True
-            self._tape.guard(self._end_step, optimizer)
+            self._tape.guard(self.end_step, optimizer)
 
     def read_bad(self, tensor: torch.Tensor) -> None:
         """See `running.Listener`: the loop may be about to skip its step, or to end."""
         suspect, suspects = self._running.suspect, self._failures.suspects
         if suspect is not None and suspects.is_passed(suspect):
-            self._failures.settle(suspect, "skipped")
+            self._failures.settle(suspect, suspect.when_passed)
         if self._judge.matter and self._tape.enabled:
             suspects.read(tensor)
 
@@ -121,7 +125,7 @@ class Stepping:
         self._running.is_hand_updated = False
         if self._tape.enabled:
             with self._tape.paused():
-                self._end_step(None)
+                self.end_step(None)
 
     def before_conversion(self) -> None:
         """See `running.Listener`: judge what has not been judged, as one cannot go back behind it later."""
@@ -141,6 +145,8 @@ class Stepping:
     def before_registration(self, module: torch.nn.Module, name: str, value: Any) -> None:
         """A parameter or module is about to be replaced or added."""
         training, tape = self._training, self._tape
+        if tape.is_resting:
+            tape.wake()
         if tape.enabled and not is_compiling() and training.history.is_part(module):
             if tape.is_outermost:
                 self.before_conversion()
@@ -173,19 +179,22 @@ class Stepping:
                 self._inside = optimizer
                 self._tape.guard(self._training.meet_optimizer, optimizer)
             return None
+        if self._tape.is_preparing:
+            self._tape.begin()
         suspect = self._running.suspect
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None) if kwargs or len(args) > 1 else None
+        closure = _closure_in(args, kwargs) if kwargs or len(args) > 1 else None
         try:
-            self._enter(optimizer)
+            self.enter(optimizer)
             if self._met is not optimizer:
                 self._training.meet_optimizer(optimizer)
                 self._met = optimizer
+            self._attributes = self._tape.roots.attributes.note(optimizer)
             is_bad = closure is None and self._judge.gradients(optimizer, are_scaled=bool(self._in_kernel))
             ranks = self._training.ranks
             held = suspect if closure is None else None
             verdict = self._failures.suspects.at_update(held, optimizer) if held is not None else None
             is_accused = ranks.is_sharded and self._training.is_accused
-        except Exception as error:
+        except BaseException as error:
             self._tape.switch_off(error)
             return None
         if suspect is not None and verdict is not None and (ranks.is_alone or verdict != "failed"):
@@ -201,7 +210,7 @@ class Stepping:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
 
-    def _enter(self, optimizer: torch.optim.Optimizer) -> None:
+    def enter(self, optimizer: torch.optim.Optimizer) -> None:
         if self._popped is not None:
             self.leave()
         self._optimizer = optimizer
@@ -216,6 +225,12 @@ class Stepping:
             popped, self._popped = self._popped, None
             self._tape.step_back(popped)
 
+    def abandon(self) -> None:
+        """An exception ends an optimizer's step, which may have changed some of its parameters."""
+        if self._popped is not None:
+            self.leave()
+            self._running.gaps.append(None)
+
     def _watched_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The loop's closure with the tape on; from the second call in one step on, the tape starts over with it.
 
@@ -223,24 +238,24 @@ class Stepping:
         """
         tape, calls, is_search = self._tape, 0, _needs_closure(type(optimizer).step)
 
-        def watched() -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
             if not tape.enabled:
-                return closure()
+                return closure(*args, **kwargs)
             self.leave()
             if calls > 1:
                 tape.guard(self._training.interrupt)
             self._judge.is_urgent = is_search or calls > 1
             try:
-                loss = closure()
+                loss = closure(*args, **kwargs)
                 self._settle_update()
                 if tape.guard(self._judge.gradients, optimizer, bool(self._in_kernel)):
                     self._failures.fail("gradient")
             finally:
                 self._judge.is_urgent = False
                 if tape.enabled:
-                    self._enter(optimizer)
+                    self.enter(optimizer)
             return loss
 
         return watched
@@ -262,12 +277,15 @@ class Stepping:
                 self._training.history.interrupt()
             else:
                 entry = tape.note("optimizer", optimizer, sys._getframe(2))
-                entry.settings = {"options": options_of(optimizer), "scaler": self._in_kernel}
+                noted, self._attributes = self._attributes, None
+                entry.settings = {"options": options_of(optimizer), "scaler": self._in_kernel, "attributes": noted}
+                if (kwargs or len(args) > 1) and not is_of_torch(optimizer):
+                    _note_arguments(entry, args, kwargs)
             if self._in_kernel and self._is_collapsing():
                 self._running.entries.pop()  # the kernel has left the parameters alone
                 self._failures.fail("gradient")
-            self._end_step(optimizer)
-        except Exception as error:
+            self.end_step(optimizer)
+        except BaseException as error:
             tape.switch_off(error)
         finally:
             if self._popped is not None:
@@ -284,11 +302,11 @@ class Stepping:
             return False
         return self._training.scalers.skipped(scaler)
 
-    def _end_step(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def end_step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """When it is time to, judge everything; then begin a new step. ``None`` stands for an update made by hand."""
         training = self._training
         started = time.perf_counter()
-        is_due = training.history.is_due(started)
+        is_due = training.history.is_due(started) or training.is_before_first
         if (is_due or self._judge.watch == "every-step") and training.ranks.is_alone:
             bad = self._judge.state()
             if bad is not None:
@@ -328,6 +346,21 @@ class Stepping:
                 self._failures.fail("gradient")
             tape.guard(training.end_step, optimizer, time.perf_counter())
         return output
+
+
+def _closure_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """The closure among the arguments of an optimizer's step; a step of the user's own may take other things."""
+    given = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return given if callable(given) and not isinstance(given, torch.nn.Module) else None
+
+
+def _note_arguments(entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Note what an optimizer of the user's own was given for its step, without a closure, which has run."""
+    closure = _closure_in(args, kwargs)
+    given = tuple(None if value is closure else value for value in args[1:])
+    named = {name: None if value is closure else value for name, value in kwargs.items()}
+    entry.args, entry.kwargs = repeatable(given, named)
+    entry.versions = versions_of(entry.args, entry.kwargs)
 
 
 @functools.cache

@@ -2,12 +2,14 @@
 
 It failed when an update is about to be made of it, or when the loop ends over it. It was skipped when the loop drops
 the gradients, or goes on to its next forward pass without a backward call. Until then no parameter has changed, so the
-step can be saved as exactly as at the moment when the bad value was seen.
+step can be saved as exactly as at the moment when the bad value was seen. A NaN in an output that is no loss counts
+only if the loop breaks off at the test of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+import sys
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,9 +17,11 @@ import torch
 
 from reprokit.capture.entry import Entry, gradients_read
 from reprokit.capture.exceptions import backward_from
+from reprokit.capture.frames import may_end_loop
 from reprokit.capture.state import owned_by, parameters_of
 from reprokit.capture.structure import is_leaf, iter_tensors
 from reprokit.capture.watch import bad_tensor, is_bad
+from reprokit.locate.ways import NAN, ways_of
 from reprokit.program.backward import edge_of, is_accumulation, reachable
 from reprokit.program.functions import GRAD_WRITES
 from reprokit.program.ir import AUTOGRAD_GRAD
@@ -51,6 +55,11 @@ class Suspect:
     is_accumulated: bool = False
     is_read: bool = False
 
+    @property
+    def when_passed(self) -> Verdict:
+        """The verdict when the loop has gone on without a backward call from the suspect."""
+        return "harmless" if self.observed_at == "output" else "skipped"
+
 
 class Suspects:
     """Finds suspects of the running step, which holds the current one, and gives the verdict on it."""
@@ -58,7 +67,7 @@ class Suspects:
     def __init__(self, training: Training) -> None:
         self._training = training
         self._running = training.running
-        self._sites: set[tuple[Any, int]] = set()  # where the losses of the first steps were computed
+        self._sites: set[tuple[Any, int, bool]] = set()  # where the first steps computed losses, and what else
 
     # -- what makes a suspect ------------------------------------------------------------------------------------
 
@@ -76,28 +85,51 @@ class Suspects:
         return not (hooked or self._training.unseen or torch.is_anomaly_enabled())
 
     def read(self, tensor: torch.Tensor) -> None:
-        """The loop has read a number or a test that tells of a bad value: is that its loss, or a gradient?"""
+        """The loop has read a number or a test that tells of a bad value: its loss, a gradient, or another output."""
         if self._running.suspect is not None:
             self._running.suspect.is_read = True
-            return
-        entries, wanted = self._running.entries, {id(tensor)}
-        for position in range(len(entries) - 1, -1, -1):
-            entry = entries[position]
-            outputs = [output for output in iter_tensors(entry.output) if id(output) in wanted]
-            if not outputs:
-                continue
+            if self._running.suspect.observed_at != "output":
+                return
+        nearest: tuple[torch.Tensor, Entry] | None = None
+        for entry, outputs in self._made_before(tensor):
             if entry.kind == "clip" or entry.name == _GRADIENT:
                 self._suspect_gradient()
                 return
             loss = next((output for output in outputs if _is_loss(output)), None)
-            if loss is not None:
+            if loss is not None and (nearest is None or is_bad(loss.detach())):
                 self._suspect_loss(loss, entry)
                 return
-            wanted.update(id(given) for given, _ in entry.versions)
+            if nearest is None and outputs[0].requires_grad and NAN in ways_of(outputs[0].detach()):
+                nearest = outputs[0], entry
+        if nearest is not None:
+            self._suspect_output(*nearest)
+
+    def _made_before(self, tensor: torch.Tensor) -> Iterator[tuple[Entry, list[torch.Tensor]]]:
+        """The entries that a tensor was computed by, the last one first, with the outputs that went into it."""
+        wanted = {id(tensor)}
+        for entry in reversed(self._running.entries):
+            outputs = [output for output in iter_tensors(entry.output) if id(output) in wanted]
+            if outputs:
+                yield entry, outputs
+                wanted.update(id(given) for given, _ in entry.versions)
+
+    def _suspect_output(self, output: torch.Tensor, maker: Entry) -> None:
+        """A tensor with a NaN, which steps with a backward call made on the same line: the loop may break off over it.
+
+        An infinity may be wanted, as in masks.
+        """
+        first = self._first_of_forward()
+        is_known = _site_of(maker, is_loss=False) in self._sites and self._is_training()
+        if is_known and first is not None and may_end_loop(sys._getframe(1), first.code, first.line):
+            pending = backward_from(output, maker)
+            self._running.suspect = Suspect("output", pending, maker, False, self._training.timeline.loss)
+
+    def _is_training(self) -> bool:
+        modules = [entry.target for entry in self._running.entries if entry.kind == "module"]
+        return not modules or any(module.training for module in modules)
 
     def _suspect_loss(self, loss: torch.Tensor, maker: Entry) -> None:
-        modules = [entry.target for entry in self._running.entries if entry.kind == "module"]
-        if is_bad(loss.detach()) and (not modules or any(module.training for module in modules)):
+        if is_bad(loss.detach()) and self._is_training():
             begun = self._begun_from(loss)
             pending = begun or backward_from(loss, maker)
             suspect = Suspect("loss", pending, begun or maker, begun is not None, loss.detach())
@@ -123,9 +155,10 @@ class Suspects:
             self._running.suspect = Suspect("gradient", None, calls[-1], True, self._training.timeline.loss)
 
     def learn(self, entries: Sequence[Entry]) -> None:
-        """Remember where the losses of a step were computed; those of an evaluation are computed elsewhere."""
-        made = (entry for entry in entries if any(_is_loss(output) for output in iter_tensors(entry.output)))
-        self._sites.update((entry.code, entry.line) for entry in made)
+        """Remember where the losses of a step were computed, and what else gradients flow through; those of an
+        evaluation are computed elsewhere."""
+        made = ((entry, output) for entry in entries for output in iter_tensors(entry.output) if output.requires_grad)
+        self._sites.update(_site_of(entry, is_loss=_is_loss(output)) for entry, output in made)
 
     # -- the verdict ---------------------------------------------------------------------------------------------
 
@@ -134,7 +167,7 @@ class Suspects:
         if self._is_dropped(suspect):
             return "skipped"
         if not suspect.has_begun:
-            return "skipped" if self.is_passed(suspect) else "harmless"
+            return suspect.when_passed if self.is_passed(suspect) else "harmless"
         if suspect.pending is None or not self._has_come_round(suspect):
             return None
         if suspect.pending.target is torch.autograd.grad and not is_bad_too:
@@ -148,7 +181,7 @@ class Suspects:
             return "skipped"
         if not suspect.has_begun:
             has_backward = any(entry.kind == "differentiate" for entry in self._running.entries)
-            return "harmless" if has_backward and not self._has_come_round(suspect) else "skipped"
+            return "harmless" if has_backward and not self._has_come_round(suspect) else suspect.when_passed
         if optimizer is not None and suspect.is_read and self._has_gone_back(suspect):
             own = {id(p) for p in parameters_of(optimizer)}
             if all(id(p) not in own for p in self._kept(suspect)):
@@ -165,6 +198,7 @@ class Suspects:
         for entry in entries[:end]:
             entry.is_skipped = True
         entries[:] = [e for e in entries if e is not suspect.pending and not (are_gone and _is_of_gradients(e))]
+        self._running.differentiations = [entry for entry in entries if entry.kind == "differentiate"]
 
     def is_of_suspect(self, suspect: Suspect, written: Any) -> bool:
         """True if the loop is about to write its update into ``written``, and not, say, into a moving average."""
@@ -174,7 +208,7 @@ class Suspects:
     def at_end(self, suspect: Suspect, has_raised: bool) -> Verdict:
         """The verdict when the loop has ended, with an error or without."""
         if self._is_dropped(suspect) or self.is_passed(suspect):
-            return "skipped"
+            return suspect.when_passed
         is_failure = suspect.has_begun or has_raised or not self._sites or self.is_of_training(suspect)
         return "failed" if is_failure else "harmless"
 
@@ -183,8 +217,13 @@ class Suspects:
         return not suspect.has_begun and self._has_come_round(suspect)
 
     def is_of_training(self, suspect: Suspect) -> bool:
-        """True if losses of the first steps were computed where this one was."""
-        return (suspect.last.code, suspect.last.line) in self._sites
+        """True if losses of the first steps, or other outputs, were computed where this one was."""
+        return _site_of(suspect.last, is_loss=suspect.observed_at != "output") in self._sites
+
+    def excuse(self, suspect: Suspect) -> None:
+        """The loop goes on in spite of a bad output: no reason to give up later on either."""
+        if suspect.observed_at == "output":
+            self._sites.discard(_site_of(suspect.last, is_loss=False))
 
     def has_bad_gradient_without_update(self) -> bool:
         """True if the loop has called backward, never made an update, and left bad gradients."""
@@ -219,10 +258,13 @@ class Suspects:
 
     def _has_come_round(self, suspect: Suspect) -> bool:
         """True if the line with which the step's forward pass began has been run again since."""
-        first = next((entry for entry in self._running.entries if _builds_graph(entry)), None)
+        first = self._first_of_forward()
         if first is None:
             return False
         return any(entry.line == first.line and entry.code is first.code for entry in self._since(suspect))
+
+    def _first_of_forward(self) -> Entry | None:
+        return next((entry for entry in self._running.entries if _builds_graph(entry)), None)
 
     def _has_gone_back(self, suspect: Suspect) -> bool:
         """True if the code that called backward has gone back to where the step began, or before that."""
@@ -276,7 +318,7 @@ def _is_bad_number(tensor: torch.Tensor) -> bool:
 
 _LOOKS_BACK = 16  # entries: a test and what combines its results into one
 _TESTS = {"isfinite": False, "isnan": True, "isinf": True, "isposinf": True, "ne": True, "__ne__": True}
-_COMPARISONS = frozenset({"gt", "lt", "ge", "le", "eq", "__gt__", "__lt__", "__ge__", "__le__", "__eq__"})
+_COMPARISONS = frozenset({"isclose", "gt", "lt", "ge", "le", "eq", "__gt__", "__lt__", "__ge__", "__le__", "__eq__"})
 _CARRIES = {  # and whether true means false then
     **dict.fromkeys(("all", "any", "sum", "max", "amax", "count_nonzero", "stack", "cat"), False),
     **dict.fromkeys(("float", "int", "long", "to", "cpu", "add", "__add__", "__radd__"), False),
@@ -364,6 +406,11 @@ def _drops_in(entries: Sequence[Entry]) -> set[int]:
 def _builds_graph(entry: Entry) -> bool:
     is_forward = entry.kind in ("module", "function", "transform")
     return is_forward and any(tensor.requires_grad for tensor in iter_tensors(entry.output))
+
+
+def _site_of(entry: Entry, *, is_loss: bool) -> tuple[Any, int, bool]:
+    """The line of an entry's call, for what it makes of one kind."""
+    return entry.code, entry.line, is_loss
 
 
 def _is_loss(tensor: torch.Tensor) -> bool:

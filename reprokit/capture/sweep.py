@@ -13,10 +13,35 @@ from typing import Any
 
 import torch
 
-from reprokit.capture.entry import Entry
+from reprokit.capture.entry import TENSORS, Entry, PlainEntry
 from reprokit.capture.structure import iter_tensors
 
 _CONTAINERS = (list, tuple, dict, set)
+
+
+def drop_unused(entries: list[Entry]) -> bool:
+    """Take plain entries with a result that nothing else refers to out of ``entries``; true if there were any.
+
+    The last one first, because it is what refers to the results of those before it.
+    """
+    kept: list[Entry | None] = list(entries)
+    entries.clear()
+    for position in range(len(kept) - 1, -1, -1):
+        entry = kept[position]
+        if isinstance(entry, PlainEntry) and not entry.is_write and _is_alone(entry):
+            kept[position] = None
+    entries += [entry for entry in kept if entry is not None]
+    return len(entries) < len(kept)
+
+
+def _is_alone(entry: Entry) -> bool:
+    """True if an entry has the only reference to its result."""
+    if entry.output.__class__ not in TENSORS:
+        return False
+    count = sys.getrefcount(entry.output)
+    if count > _ALONE and _COUNTS_OWNERS and entry.output._use_count() > 1:
+        count -= 1
+    return count == _ALONE
 
 
 def still_useful(entries: list[Entry]) -> list[Entry]:
@@ -106,6 +131,7 @@ def _counts_owners() -> bool:
 
 
 _COUNTS_OWNERS = _counts_owners()
+_ALONE = 2  # references to an object in one slot, as `getrefcount` counts them
 
 
 def _is_record(value: Any) -> bool:

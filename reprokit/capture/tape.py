@@ -15,15 +15,17 @@ from typing import Any
 
 import torch
 
-from reprokit.capture.entry import Entry, generator_states, versions_of
-from reprokit.capture.facts import READS, SILENT, facts_of
+from reprokit.capture.entry import TENSORS, Entry, PlainEntry, generator_states, stamped, versions_of
+from reprokit.capture.facts import FACTS, OPERATORS, Facts, facts_of
 from reprokit.capture.frames import caller_of, first_user_frame
+from reprokit.capture.names import note_unfollowed
 from reprokit.capture.roots import RootCalls
 from reprokit.capture.running import Listener, RunningStep
 from reprokit.capture.stack import StackedMode
 from reprokit.capture.structure import iter_tensors, repeatable, with_own_index
 from reprokit.capture.suspects import is_telling
 from reprokit.program import functions
+from reprokit.program.ir import Mode
 from reprokit.program.sites import library_line
 from reprokit.program.trace import current_mode
 
@@ -36,9 +38,10 @@ class Tape(StackedMode):
     inside a transform such as `torch.func.grad`.
     """
 
-    def __init__(self, switch_off: Callable[[Exception], None]) -> None:
+    def __init__(self, switch_off: Callable[[BaseException], None]) -> None:
         super().__init__(switch_off)
         self.running = RunningStep()
+        self.on_rest = self.running.restart
         self.roots = RootCalls(self, self.running)
         self.has_read_bad = False
         self.has_transform = False
@@ -48,7 +51,8 @@ class Tape(StackedMode):
         """Meet root modules and go on top of torch's stack of function modes."""
         self._listener = listener
         self.roots.install(listener)
-        self.enter_stack()
+        if not self.is_resting:
+            self.enter_stack()
 
     def uninstall(self) -> None:
         """Give every class its own ``__call__`` back; the mode stays on the stack."""
@@ -64,6 +68,7 @@ class Tape(StackedMode):
 
     def begin_forward(self) -> None:
         """Called before an operation that builds a graph; after a manual update it begins a new step."""
+        self.begin()
         if self.running.is_hand_updated:
             self._listener.finish_hand_update()
 
@@ -73,17 +78,22 @@ class Tape(StackedMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Perform a torch function of the loop and note it."""
-        if self.depth or isinstance(func, _OPERATORS):  # such as the marks that torch's profiler leaves
-            return func(*args, **kwargs) if kwargs else func(*args)
-        options: dict[str, Any] = kwargs or {}  # type: ignore[assignment]
-        if func in SILENT:
-            result = func(*args, **options)
-            if func in READS:
+        facts = FACTS.get(func)
+        if facts is None:
+            try:
+                facts = facts_of(func)
+            except BaseException as error:
+                self.switch_off(error)
+                return func(*args, **(kwargs or {}))
+        if self.depth or facts.is_silent:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+            if facts.is_read and not self.depth:
                 try:
                     self._look_at(args[0], result)
                 except Exception as error:
                     self.switch_off(error)
             return result
+        options: dict[str, Any] = kwargs or {}  # type: ignore[assignment]
         if (
             not self.enabled
             or get_ident() != self.thread
@@ -92,25 +102,108 @@ class Tape(StackedMode):
         ):
             self.has_transform = self.has_transform or _peek_transforms() is not None
             return func(*args, **options)
+        if self.is_preparing:
+            self.count_prepared(args)
+        if facts.is_plain and not self.running.is_hand_updated:
+            return self._perform_plain(facts, func, args, options, sys._getframe(1))
         if func is torch.Tensor.__iter__ and args[0].dim() > 0:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, (args[0], 0)))
+        return self._perform(func, args, options, sys._getframe(1))
+
+    def _perform_plain(
+        self, facts: Facts, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        """Perform a function of the usual kind; most calls of a loop are such, so little is done."""
         try:
-            entry = self._prepare(func, args, options, sys._getframe(1))
-        except Exception as error:
+            entry = self._plain_entry(facts, func, args, kwargs, frame)
+        except BaseException as error:
+            self.switch_off(error)
+            entry = _NOT_NOTED
+        if entry is None:
+            return self._perform(func, args, kwargs, frame)
+        if entry is _NOT_NOTED:
+            return func(*args, **kwargs)
+        try:
+            output = func(*args, **kwargs)
+        except BaseException as error:
+            self.running.fail(error, entry)
+            raise
+        try:
+            if entry.writes_state:
+                self.running.entries.append(entry)
+            elif output.__class__ in TENSORS or (entry.is_write and args[0].__class__ in TENSORS):
+                if entry.stamps:
+                    entry.output = output
+                    self.running.add_plain(entry, args[0] if output is None else output)
+            else:
+                self._finish_function(entry, output)
+        except BaseException as error:
+            self.running.note_gap(entry)
+            self.switch_off(error)
+        return output
+
+    def _plain_entry(
+        self, facts: Facts, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> PlainEntry | None:
+        """The entry of a call or `_NOT_NOTED`; ``None`` if there is anything unusual about it."""
+        user, root, has_library = caller_of(frame)
+        if root is not None or user is None or has_library:
+            return None
+        given = stamped(args, kwargs)
+        if given is None:
+            return None
+        entry = _new(PlainEntry)
+        entry.kind, entry.target, entry.kwargs = "function", facts.function, kwargs
+        entry.args, entry.stamps = given
+        entry.mode = _PLAIN_MODE if is_grad_enabled() and not _is_any_autocast_enabled() else current_mode()
+        entry.code, entry.instruction = user.f_code, user.f_lasti
+        entry.is_write, entry.writes_state, entry.writes_view = facts.is_in_place, False, False
+        if entry.is_write and not self._prepare_write(facts, entry, args[0] if args else None):
+            return _NOT_NOTED
+        return entry
+
+    def _prepare_write(self, facts: Facts, entry: Entry, written: Any) -> bool:
+        """Judge what a call is about to write into; false if the call need not be noted."""
+        running = self.running
+        is_trained = bool(running.differentiations)
+        verdict = running.memory.judge(written, entry, running.entries, is_trained=is_trained)
+        if verdict is None:
+            return False
+        entry.writes_state = verdict
+        entry.writes_view = isinstance(written, torch.Tensor) and written._is_view()
+        if verdict:
+            if facts.writes_data:
+                running.memory.before_move(written)
+                if not _is_alike(*entry.args[:2]):
+                    self._listener.before_conversion()
+            if running.suspect is not None:
+                running.is_hand_updated |= self._listener.is_update(written)
+            elif is_trained and not running.is_hand_updated:
+                running.is_hand_updated = running.memory.is_trained(written, running.differentiations)
+        return True
+
+    def _perform(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        """Perform and note any function."""
+        try:
+            entry = self._prepare(func, args, kwargs, frame)
+        except BaseException as error:
             self.switch_off(error)
             entry = None
         if entry is None:
-            return func(*args, **options)
+            return func(*args, **kwargs)
         if entry.kind == "differentiate":
             return self._differentiate(entry)
         try:
-            output = func(*args, **options)
+            output = func(*args, **kwargs)
         except BaseException as error:
-            self.running.raised = (error, entry)
+            self.running.fail(error, entry)
             raise
         try:
             self._finish_function(entry, output)
-        except Exception as error:
+        except BaseException as error:
+            self.running.note_gap(entry)
             self.switch_off(error)
         return output
 
@@ -138,19 +231,19 @@ class Tape(StackedMode):
         try:
             try:
                 entry = self._prepare(target, (tensor,), kwargs, sys._getframe(2))
-            except Exception as error:
+            except BaseException as error:
                 self.switch_off(error)
             if entry is not None:
                 self._listener.judge_start(entry)
             target(tensor, **kwargs)
         except BaseException as error:
             if entry is not None:
-                self.running.raised = (error, entry)
+                self.running.fail(error, entry)
             raise
         finally:
             self.step_back(popped)
         if entry is not None:
-            self.running.entries.append(entry)
+            self.guard(self.running.add_differentiation, entry)
             self._listener.finish_differentiation(entry)
 
     def _differentiate(self, entry: Entry) -> Any:
@@ -160,14 +253,11 @@ class Tape(StackedMode):
             self._listener.judge_start(entry)
             output = entry.output = entry.target(*entry.args, **entry.kwargs)
         except BaseException as error:
-            self.running.raised = (error, entry)
+            self.running.fail(error, entry)
             raise
         finally:
             self.step_back(popped)
-        if output is None:
-            self.running.entries.append(entry)
-        else:
-            self.guard(self.running.add, entry)
+        self.guard(self.running.add_differentiation, entry)
         self._listener.finish_differentiation(entry)
         return output
 
@@ -175,7 +265,7 @@ class Tape(StackedMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Entry | None:
         running = self.running
-        user, root = caller_of(frame)
+        user, root, has_library = caller_of(frame)
         if root is not None:
             self.roots.meet_late(root)
             return None
@@ -193,53 +283,44 @@ class Tape(StackedMode):
                 entry.versions = versions_of(args, kwargs)
             return entry
         versions = versions_of(args, kwargs)
-        writes_state = writes_view = False
-        if facts.is_in_place:
-            written = functions.written_argument(facts.name, args, kwargs)
-            verdict = running.memory.judge(written, versions, running.entries)
-            if verdict is None:
-                return None
-            writes_state = verdict
-            writes_view = isinstance(written, torch.Tensor) and written._is_view()
-            if writes_state and facts.name in functions.DATA_WRITES and not _is_alike(*args[:2]):
-                self._listener.before_conversion()
-            if writes_state and running.suspect is not None:
-                running.is_hand_updated |= self._listener.is_update(written)
-            elif writes_state and any(entry.kind == "differentiate" for entry in running.entries):
-                running.is_hand_updated |= running.memory.is_trained(written, running.entries)
-        if running.is_hand_updated and _begins_forward(facts.name, versions):
-            self._listener.finish_hand_update()
-        name = facts.name
+        draws = facts.is_random and any(tensor.requires_grad for tensor, _ in versions)
+        if facts.is_random and not versions:
+            return None  # used by its value
         if facts.is_indexing:
             args = with_own_index(args)
-        entry = Entry("function", facts.function, args, kwargs, current_mode(), None, name, user.f_code, user.f_lineno)
+        where = (facts.name, user.f_code, user.f_lineno)
+        entry = Entry("function", facts.function, args, kwargs, current_mode(), None, *where)
         entry.versions = versions
-        entry.writes_state, entry.writes_view = writes_state, writes_view
-        if user is not frame:
+        if facts.is_in_place:
+            written = args[0] if args else next(iter(kwargs.values()), None)
+            if not self._prepare_write(facts, entry, written):
+                return None
+        if running.is_hand_updated and _begins_forward(facts.name, versions):
+            self._listener.finish_hand_update()
+        if has_library:
             entry.library = library_line(frame)
-        if facts.is_random and any(tensor.requires_grad for tensor, _ in versions):
+        if draws:
             entry.rng = generator_states(versions)
         return entry
 
     def _finish_function(self, entry: Entry, output: Any) -> None:
         """Keep the entry if it made tensors that a replay has to make again, or wrote into some."""
-        running = self.running
+        running, facts = self.running, facts_of(entry.target)
         if entry.writes_state:
             self._keep_random_outcome(entry)
             running.entries.append(entry)
-            if entry.name in functions.DATA_WRITES:
+            if facts.writes_data:
                 running.memory.moved(entry.args[0])
             return
-        facts = facts_of(entry.target)
-        entry.output = output
-        if output.__class__ is torch.Tensor and not facts.is_special:
-            if entry.versions:  # the usual case: a new tensor made of tensors
-                running.add_result(entry, output)
-            return
         outputs = list(iter_tensors(output))
-        entry.output = outputs if output is not None else None  # a list may be changed by the loop
+        is_single = output is None or output.__class__ is torch.Tensor
+        entry.output = output if is_single else outputs  # a list may be changed by the loop
         is_in_place = facts.is_in_place or entry.name in functions.GRAD_WRITES
         if not (outputs or is_in_place) or not self._can_repeat(entry, outputs):
+            if output is False and entry.name in _SAME and len({*map(id, entry.args[:2])}) == 1 < len(entry.args):
+                self.guard(self._listener.read_bad, entry.args[0])  # only a NaN is not equal to itself
+            if isinstance(entry.target, OPERATORS):
+                note_unfollowed(outputs)
             return
         if is_in_place:
             self._keep_random_outcome(entry)
@@ -270,6 +351,7 @@ def _begins_forward(name: str, versions: list[tuple[torch.Tensor, int]]) -> bool
     return any(tensor.requires_grad for tensor, _ in versions)
 
 
+_SAME = frozenset({"torch.allclose", "torch.Tensor.allclose", "torch.equal", "torch.Tensor.equal"})
 _NUMBERS = frozenset({bool, int, float})
 
 
@@ -283,6 +365,10 @@ def _is_alike(target: torch.Tensor, value: torch.Tensor) -> bool:
     return (target.dtype, target.shape, target.device) == (value.dtype, value.shape, value.device)
 
 
+_new = object.__new__
+_NOT_NOTED = _new(PlainEntry)
+_PLAIN_MODE = Mode()
+is_grad_enabled = torch.is_grad_enabled
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _tracing_state = torch._C._get_tracing_state  # of `torch.jit.trace`, which would trace our work as well
 _peek_transforms = torch._C._functorch.peek_interpreter_stack  # vmap and the like, inside which values are not ours
-_OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 
 from reprokit.arrivals import pass_on
+from reprokit.capture.attributes import Owner
+from reprokit.capture.budget import Budget
 from reprokit.capture.closing import COMPILED
 from reprokit.capture.counting import Iterations
 from reprokit.capture.entry import Entry
@@ -35,10 +37,11 @@ class Training:
     """Knows one run. ``tape`` notes the ``running`` step; ``buffers`` are copies from when it began; ``history`` is the
     past."""
 
-    def __init__(self, tape: Tape, history: History) -> None:
+    def __init__(self, tape: Tape, history: History, budget: Budget) -> None:
         self.tape = tape
         self.running = tape.running
         self.history = history
+        self.budget = budget
         self.freezer = Freezer()
         self.buffers = BufferCopies()
         self.iterations = Iterations()
@@ -88,6 +91,7 @@ class Training:
         self.running.memory.has_optimizer = True
         if self.history.meet_optimizer(optimizer):
             self._meet_ranks()
+            self.tape.roots.attributes.meet(optimizer)
             self._know_state()
 
     def _meet_ranks(self) -> None:
@@ -114,6 +118,8 @@ class Training:
             self._finished.add(id(optimizer))
         elif optimizer is not None:
             self._finished = {id(optimizer)}
+        if self.running.gaps:
+            self.history.interrupt()
         iterations = self.iterations
         self.timeline.end_step(
             iterations.total,
@@ -126,6 +132,8 @@ class Training:
         if was_checked:
             self._copy_state(ended)
             self.generators.look_closely()
+        elif not self.running.is_noted:
+            self.history.interrupt()
         elif self.history.is_complete:
             self._keep_step()
         if optimizer is None:
@@ -134,6 +142,8 @@ class Training:
             self.iterations.attempted(optimizer)
         if self.iterations.total == SETTLED_AFTER:
             self.tape.roots.settle()
+        if optimizer is not None:  # an update made by hand is seen only in a step that is noted
+            self.budget.end_step(ended, self.history.num_copies)
         self.restart()
 
     def _keep_step(self) -> None:
@@ -185,15 +195,37 @@ class Training:
     def restart(self) -> None:
         """A new step begins."""
         self.running.restart()
+        self.choose()
         if self.buffers.tensors:
             self.buffers.refresh()
         if self.generators.states is not None:
             self.generators.restart()
 
+    def choose(self) -> None:
+        """Note the functions of the running step, or not."""
+        is_noted = self.running.is_noted = self.budget.notes(self.iterations.completed)
+        self.tape.turn(is_on=is_noted)
+        self.tape.roots.is_noting = self.budget.every > 0
+
+    @property
+    def is_before_first(self) -> bool:
+        """True if the running step is the last one before the step that the user wants to be the first to be noted."""
+        return self.budget.from_step == self.iterations.completed + 1
+
     def interrupt(self) -> None:
         """Something happened that the tape does not tell; the step starts anew."""
         self.history.interrupt()
         self.restart()
+
+    def begin_over(self) -> None:
+        """An exception has interrupted work of reprokit's own: nothing that is known is sure to be whole."""
+        self.history.state.clear()
+        self.history.makers = []
+        self.freezer.forget()
+        self.buffers.clear()
+        self.convert()
+        self.restart()
+        self.running.gaps.append(None)
 
     def accuse(self) -> None:
         """The loss of this process is bad; others, if there are any, are to know."""
@@ -242,7 +274,8 @@ class Training:
         self.running.memory.copied()
         self._know_state()
         self.tape.roots.met.clear()
-        self.tape.roots.attributes.begin_anew(self.history.modules, self.history.step_seconds)
+        owners: list[Owner] = [*self.history.modules, *self.history.optimizers]
+        self.tape.roots.attributes.begin_anew(owners, self.history.step_seconds)
         self.history.rest(started)
 
     def _keep_makers(self) -> None:

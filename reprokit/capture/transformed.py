@@ -17,6 +17,7 @@ from torch._functorch import apis, eager_transforms
 
 from reprokit.capture.entry import Entry, generator_states, versions_of
 from reprokit.capture.frames import first_user_frame
+from reprokit.capture.names import note_unfollowed
 from reprokit.capture.structure import iter_tensors
 from reprokit.capture.tape import Tape
 from reprokit.program.sites import kind_of_file
@@ -31,6 +32,10 @@ RUNS = (
     (eager_transforms, "_jvp_with_argnums"),
 )
 MAKES = ("jacrev", "jacfwd")  # functions that make a function, which is then called
+DERIVES = (  # they return a result and the function of its derivative
+    (eager_transforms, "_vjp_with_argnums"),
+    (torch.func, "linearize"),
+)
 Place = tuple[Any, str]  # a cell with an empty name, or the variables of a module of Python and a name in them
 
 
@@ -57,6 +62,24 @@ class TransformCalls:
 
         return transformed
 
+    def derive(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call what returns results and a derivative, neither of which is noted: what comes out of them is no data."""
+        made = target(*args, **kwargs)
+        tape = self._tape
+        if not tape.is_outermost or _peek_transforms() is not None:
+            return made
+        result, function, *rest = made
+        tape.guard(note_unfollowed, (result, rest))
+
+        @functools.wraps(function)
+        def derivative(*args: Any, **kwargs: Any) -> Any:
+            found = function(*args, **kwargs)
+            if tape.is_outermost:
+                tape.guard(note_unfollowed, found)
+            return found
+
+        return (result, derivative, *rest)
+
     def run_scripted(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what `torch.jit` has compiled: torch's ``target``, given a function or method and its arguments."""
         function, *given = args
@@ -73,7 +96,7 @@ class TransformCalls:
             output = target(*args, **kwargs)
         except BaseException as error:
             if entry is not None:
-                tape.running.raised = (error, entry)
+                tape.running.fail(error, entry)
             raise
         finally:
             tape.step_back(popped)

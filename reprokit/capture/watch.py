@@ -7,7 +7,7 @@ everything before it), and a clipped norm that the loop computed anyway. Flags o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -98,15 +98,20 @@ class LaterFlags:
 
     def __init__(self) -> None:
         self._waiting: list[torch.Tensor] = []
+        self._step, self._num_own = -1, 0  # the step of the last tensors, and how many of those that wait are its own
         self._sent: list[tuple[torch.Tensor, torch.cuda.Event]] = []
 
-    def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Remember tensors to check."""
+    def add(self, tensors: Sequence[torch.Tensor], step: int) -> None:
+        """Remember tensors of a step to check."""
+        if step != self._step:
+            self._step, self._num_own = step, 0
+        self._num_own += len(tensors)
         self._waiting += [tensor.detach() for tensor in tensors]
         if len(self._waiting) >= _BATCH:
             for device in {tensor.device for tensor in self._waiting if tensor.is_cuda}:
                 self._send([tensor for tensor in self._waiting if tensor.device == device])
             self._waiting = [tensor for tensor in self._waiting if not tensor.is_cuda]
+            self._num_own = min(self._num_own, len(self._waiting))
 
     def _send(self, tensors: list[torch.Tensor]) -> None:
         """Have the device judge tensors of its own and send the verdict when it comes to it."""
@@ -127,13 +132,20 @@ class LaterFlags:
 
     def forget(self) -> None:
         """Nothing waits any more."""
-        self._waiting.clear()
-        self._sent.clear()
+        self._waiting, self._sent, self._num_own = [], [], 0
+
+    def is_bad_before(self, step: int) -> bool:
+        """True if anything was bad that was added before this step; it goes on waiting. Waits for the device."""
+        num_own = self._num_own if step == self._step else 0
+        for _, event in self._sent:
+            event.synchronize()
+        earlier = self._waiting[: len(self._waiting) - num_own]
+        return any(not host.item() for host, _ in self._sent) or any(map(is_bad, earlier))
 
     def read(self) -> bool:
         """True if anything was bad; waits for the device."""
-        waiting, self._waiting = self._waiting, []
-        sent, self._sent = self._sent, []
+        waiting, sent = self._waiting, self._sent
+        self.forget()
         for _, event in sent:
             event.synchronize()
         return any(not host.item() for host, _ in sent) or any(is_bad(tensor) for tensor in waiting)

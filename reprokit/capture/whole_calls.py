@@ -36,6 +36,7 @@ class WholeCalls:
     def zero_grad(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forget gradients."""
         tape = self._tape
+        tape.wake()
         if not tape.is_outermost:
             return target(*args, **kwargs)
         popped = tape.step_aside()
@@ -48,6 +49,11 @@ class WholeCalls:
             entry.settings = tape.guard(_with_gradient, args[0])
         tape.running.entries.append(entry)
         return output
+
+    def add_parameters(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An optimizer gets parameters, so a training may begin."""
+        self._tape.wake()
+        return target(*args, **kwargs)
 
     def clip(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Clip gradients; the norm, if there is one, is checked with the gradients."""

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,8 @@ class Capture:
     source: options.Source
     json: bool
     verbosity: Verbosity
+    budget: float | None = options.DEFAULT_PERCENT
+    from_step: int | None = None
     part: str = ""
 
     def execute(self) -> int:
@@ -105,10 +108,17 @@ class Capture:
         """The options of the same capture of another process."""
         found = ["--after-capture", self.after, "--watch", self.watch, "--source", self.source]
         found += ["--history", "auto" if self.history is None else str(self.history or "off")]
+        found += ["--budget", "off" if self.budget is None else str(self.budget)]
+        found += ["--from-step", str(self.from_step)] if self.from_step is not None else []
         found += [word for kind in self.on for word in ("--on", kind)]
         found += ["-o", str(self.output.absolute())] if self.output is not None else []
         found += ["-f"] if self.overwrite else []
         return found + {Verbosity.QUIET: ["-q"], Verbosity.VERBOSE: ["-v"]}.get(self.verbosity, [])
+
+    @property
+    def again(self) -> list[str]:
+        """The command line behind ``reprokit capture`` for the same failures."""
+        return [*(word for kind in self.on if self.on != options.DEFAULT_ON for word in ("--on", kind)), *self.command]
 
     @property
     def command(self) -> list[str]:
@@ -185,6 +195,8 @@ class Watch:
                 watch=plan.watch,
                 on=plan.on,
                 source=plan.source,
+                budget=plan.budget,
+                from_step=plan.from_step,
             )
             self._session = stack.enter_context(session)
         except Exception as error:
@@ -222,7 +234,7 @@ class Watch:
     def _tell_result(self, path: Path, result: Mapping[str, Any]) -> None:
         if self._plan.json:
             print_json({**result, "path": str(path)})
-        for line in captured_lines(path, result, self._folder):
+        for line in captured_lines(path, result, self._folder, self._plan.again):
             say(line, self._plan.verbosity)
 
     def report(self, folder: str) -> None:
@@ -272,6 +284,20 @@ class Watch:
     help="Steps between copies of the training state, with which a failure found late is traced back.",
 )
 @click.option(
+    "--budget",
+    default=f"{options.DEFAULT_PERCENT:g}",
+    show_default=True,
+    metavar="PERCENT|off",
+    callback=lambda context, option, value: _budget(value),
+    help="The share of the script's CPU time that watching may take; a long run that exceeds it notes fewer steps.",
+)
+@click.option(
+    "--from-step",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Note no step before step N, and all from there on.",
+)
+@click.option(
     "--source",
     type=click.Choice(options.SOURCES),
     default="traceback",
@@ -288,6 +314,8 @@ def command(
     on: tuple[str, ...],
     watch: options.Watch,
     history: int | None,
+    budget: float | None,
+    from_step: int | None,
     source: options.Source,
     module: bool,
     target: tuple[str, ...],
@@ -302,7 +330,19 @@ def command(
         kind = "module" if module else "script"
         raise UsageError(f"no {kind} given", hint="reprokit capture train.py [ARGS]...")
     level = Verbosity(verbosity or "normal")
-    return Capture(target[0], module, target[1:], output, force, after_capture, history, watch, on, source, json, level)
+    plan = Capture(target[0], module, target[1:], output, force, after_capture, history, watch, on, source, json, level)
+    return dataclasses.replace(plan, budget=budget, from_step=from_step)
+
+
+def _budget(value: str) -> float | None:
+    """``off`` as ``None``, or a percentage."""
+    if value == "off":
+        return None
+    with contextlib.suppress(ValueError):
+        percent = float(value.removesuffix("%"))
+        if 0 < percent < math.inf:
+            return percent
+    raise UsageError(f"`{value}` is not a percentage above 0", hint="--budget takes a number such as 10, or `off`")
 
 
 def _history(value: str) -> int | None:

@@ -18,6 +18,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from reprokit.snapshot.files import left_behind, unfinished
+from reprokit.snapshot.paths import REDUCTION_FILE
+
 EXIT_CODE = 130
 STAGING = ".rendering-"
 PATIENCE = 0.3  # seconds for the main thread to answer
@@ -140,9 +143,10 @@ class Interrupts:
         end_now()
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove files and folders of results that were not finished, such as those of a run that was killed."""
+def remove_unfinished(target: Path) -> None:
+    """Remove temporary files of ``target``, or of results in it, unless another running process writes them."""
     with contextlib.suppress(OSError):
-        for unfinished in (*folder.glob(".reduction.pt.*.tmp"), *folder.glob(f"{STAGING}*")):
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.unlink(missing_ok=True)
+        for path in unfinished(target / REDUCTION_FILE if target.is_dir() else target):
+            path.unlink(missing_ok=True)
+        for folder in left_behind(target, STAGING):
+            shutil.rmtree(folder, ignore_errors=True)

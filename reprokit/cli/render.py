@@ -25,9 +25,11 @@ from reprokit.cli.console import (
     shown_command,
 )
 from reprokit.cli.deadline import SECONDS, deadline, too_long
+from reprokit.cli.interrupts import remove_unfinished
 from reprokit.cli.outputs import check_file
 from reprokit.errors import UsageError
 from reprokit.render import KINDS, prepare_issue, render_one
+from reprokit.snapshot.files import write_text
 from reprokit.snapshot.paths import REPRO_FILE
 from reprokit.snapshot.privacy import SOURCES
 
@@ -59,6 +61,7 @@ class Render:
             is_folder = self.kind == "repro" and os.path.isdir(self.output)
             for file in (self.output / name for name in REPRO_FILES) if is_folder else (self.output,):
                 check_file(file, overwrite=self.overwrite)
+                remove_unfinished(file)
         with deadline(self.seconds, too_long(self.seconds)):
             rendered = render_one(
                 self.source, self.kind, self.output, snapshot=self.snapshot, policy=self.policy, no_data=self.no_data
@@ -112,6 +115,7 @@ class RenderIssue:
         output = self._output()
         if output is not None:
             check_file(output, overwrite=self.overwrite)
+            remove_unfinished(output)
         from reprokit.render.sharing import ISSUE_FILE, create_command, issue_url, write_zip
 
         with deadline(self.seconds, too_long(self.seconds)):
@@ -123,7 +127,7 @@ class RenderIssue:
         if self.zip and output is not None:
             write_zip(output, prepared.script, issue, context=prepared.context, with_data=self.with_data)
         elif output is not None:
-            output.write_text(issue.text, encoding="utf-8")
+            write_text(output, issue.text)
         body = self._body(issue, output)
         command = create_command(issue, shown_path(body or Path(ISSUE_FILE)), self.repository)
         self._tell(issue, output, url, command, is_there=body is not None)

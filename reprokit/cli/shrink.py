@@ -7,35 +7,39 @@ import os
 import shutil
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from reprokit.capture.block import shown_path
 from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, say
 from reprokit.cli.deadline import deadline, too_long
 from reprokit.cli.interrupts import STAGING, Interrupts, remove_unfinished
-from reprokit.cli.outputs import make_folder, put_in_place
+from reprokit.cli.outputs import begin_anew, make_folder, put_in_place
 from reprokit.cli.result import print_result
 from reprokit.cli.views import View, open_view, progress_option
 from reprokit.errors import Flaky, Interrupted, NotReproduced, ReprokitError
 from reprokit.shrink.checks.spec import SYNTAX, Spec, parse
-from reprokit.shrink.events import Comparing, Event, Improved, Replayed, Resumed, Writing
-from reprokit.snapshot.paths import REDUCTION_FILE
+from reprokit.shrink.events import Comparing, Event, Improved, Replayed, Resumed, Writing, Written
+from reprokit.snapshot.files import own_prefix
+from reprokit.snapshot.paths import REDUCTION_FILE, REPRO_FILE
 from reprokit.snapshot.privacy import SOURCES
 from reprokit.words import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from reprokit.program.ir import Program
     from reprokit.program.run import Tensors
+    from reprokit.render.script import Script
+    from reprokit.render.verify import CleanProcesses
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
     from reprokit.snapshot.privacy import Source as SourcePolicy
 
-WHATIF_SECONDS = 10.0
+WHATIF_SECONDS = 5.0
 FIRST_SECONDS = 900.0  # for the first run of the step; the others get limits that follow from it
 VERDICTS = {NotReproduced: "not_reproduced", Flaky: "flaky"}
 
@@ -69,11 +73,16 @@ class Shrink:
         """Shrink, render and say what came out; raises `NotReproduced`, `Flaky` or `Interrupted`."""
         with Interrupts(self.folder) as interrupts, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of calls in what is tried and rendered; training printed its own
-            from reprokit.snapshot.format import load
+            from reprokit.render.verify import CleanProcesses
 
-            snapshot = load(self.snapshot)
-            with self._made_folder():
-                return _Work(self, snapshot, interrupts).run()
+            file = self.check.file if self.check is not None else None
+            with CleanProcesses([file] if file is not None else []) as processes:
+                processes.open()  # it loads torch while this process does
+                from reprokit.snapshot.format import load
+
+                snapshot = load(self.snapshot)
+                with self._made_folder(), contextlib.closing(open_view(self.progress, self.verbosity)) as view:
+                    return _Work(self, snapshot, interrupts, processes, view).run()
 
     @contextlib.contextmanager
     def _made_folder(self) -> Iterator[None]:
@@ -92,24 +101,27 @@ class Shrink:
 
 
 class _Work:
-    """One run of the command: the reducer, its view, and Ctrl-C."""
+    """One run of the command: the reducer, its view, the processes that verify, and Ctrl-C."""
 
-    def __init__(self, plan: Shrink, snapshot: Snapshot, interrupts: Interrupts) -> None:
+    def __init__(
+        self, plan: Shrink, snapshot: Snapshot, interrupts: Interrupts, processes: CleanProcesses, view: View
+    ) -> None:
         self._plan, self._snapshot, self._interrupts = plan, snapshot, interrupts
+        self._processes, self._view = processes, view
         self._folder = plan.folder
         self._has_best = False
 
     def run(self) -> int:
         """Do everything; the exit code."""
         plan = self._plan
-        with contextlib.closing(open_view(plan.progress, plan.verbosity)) as view:
-            try:
-                reduction, was_interrupted = self._reduce(view)
-            except (NotReproduced, Flaky) as error:
-                self._print_verdict(error)
-                raise
-            view.show(Writing(was_interrupted))
-            summary = self._write_all(reduction, was_interrupted)
+        try:
+            reduction, was_interrupted = self._reduce()
+        except (NotReproduced, Flaky) as error:
+            self._print_verdict(error)
+            raise
+        self._view.show(Writing(was_interrupted))
+        summary = self._write_all(reduction, was_interrupted)
+        self._view.close()
         if plan.json:
             print_json(summary)
         if was_interrupted:
@@ -118,8 +130,8 @@ class _Work:
             print_result(summary, self._folder, plan.verbosity)
         return 0
 
-    def _reduce(self, view: View) -> tuple[Reduction, bool]:
-        """The reduction, and whether Ctrl-C ended it early."""
+    def _reduce(self) -> tuple[Reduction, bool]:
+        """Reduce the snapshot; the second value is true if Ctrl-C ended the search early."""
         from reprokit.shrink.reducer import shrink
         from reprokit.shrink.reduction import load
 
@@ -130,7 +142,7 @@ class _Work:
             if isinstance(event, Replayed):
                 has_run()
             self._has_best = self._has_best or isinstance(event, (Improved, Resumed))
-            view.show(event)
+            self._view.show(event)
             self._interrupts.check()
 
         self._interrupts.begin()
@@ -146,9 +158,9 @@ class _Work:
                     jobs=plan.jobs,
                     resume=plan.resume,
                     on_event=show,
+                    on_minimum=self._write_first,
                 )
-            if plan.whatif:
-                self._compare(reduction, view)
+            reduction = self._complete(reduction)
         except KeyboardInterrupt:
             self._interrupts.answer()
             if not self._has_best:
@@ -156,23 +168,82 @@ class _Work:
             return load(self._folder / REDUCTION_FILE), True
         return reduction, False
 
-    def _compare(self, reduction: Reduction, view: View) -> None:
-        """Add the what-if table; a reduction is not lost because that fails."""
-        from reprokit.whatif.table import of_reduction
+    def _write_first(self, reduction: Reduction) -> None:
+        """Write the repro before it is verified, and begin that. An error is left to those who write everything."""
+        from reprokit.render import TIMES, first_repro
+        from reprokit.render.script import unverified
+
+        try:
+            reduction, withheld = self._shown(reduction)
+            script = first_repro(reduction, self._snapshot, source=self._plan.source, withheld=withheld)
+            self._put_repro(unverified(script))
+            self._processes.begin(script, TIMES)
+        except (ReprokitError, OSError):
+            return
+        self._view.show(Written(shown_path(self._folder / REPRO_FILE), script.num_lines))
+
+    def _settle(self, reduction: Reduction) -> None:
+        """Wait until the repro is verified, and put it in the place of the first one; the context's runs begin."""
+        from reprokit.render import TIMES, first_repro, presentable_context
+
+        reduction, withheld = self._shown(reduction)
+        script = first_repro(reduction, self._snapshot, source=self._plan.source, withheld=withheld)
+        try:
+            verification = self._processes.begin(script, TIMES)
+            with contextlib.suppress(Exception):  # an error comes up again when the context is written
+                context = presentable_context(reduction, self._snapshot)
+                if context is not None:
+                    self._processes.begin(context, TIMES)
+            verification.result()
+        except (ReprokitError, OSError) as error:
+            file = shown_path(self._folder / REPRO_FILE)
+            note = f"the header of `{file}` says that it is not verified"
+            raise ReprokitError(f"could not verify `{file}`: {error}", note=note) from error
+        self._put_repro(script)
+
+    def _put_repro(self, script: Script) -> None:
+        """Write the repro alone; what an earlier run left beside it goes."""
+        with tempfile.TemporaryDirectory(prefix=own_prefix(STAGING), dir=self._folder) as staging:
+            self._put_check(Path(staging))
+            script.write(Path(staging))
+            with self._interrupts.held():
+                begin_anew(Path(staging), self._folder)
+
+    def _complete(self, reduction: Reduction) -> Reduction:
+        """Settle the repro, and add the what-if table and the diagnosis; a failure of these costs nothing else."""
+        with self._comparing(reduction) as table:
+            self._settle(reduction)
+            reduction = replace(reduction, diagnosis=_diagnosed(self._snapshot))
+            try:
+                return replace(reduction, whatif=table())
+            except ReprokitError as error:
+                say(f"there is no what-if table: {error.message}", self._plan.verbosity)
+        return reduction
+
+    @contextlib.contextmanager
+    def _comparing(self, reduction: Reduction) -> Iterator[Callable[[], dict[str, Any]]]:
+        """The what-if table in the making."""
+        from reprokit.whatif.table import making_of_reduction
 
         plan = self._plan
-        view.show(Comparing(WHATIF_SECONDS))
+        if not plan.whatif:
+            yield dict
+            return
+        self._view.show(Comparing(WHATIF_SECONDS))
         check = plan.check.text if plan.check is not None else None
-        try:
-            reduction.whatif = of_reduction(reduction, self._snapshot.settings, seconds=WHATIF_SECONDS, check=check)
-        except ReprokitError as error:
-            say(f"there is no what-if table: {error.message}", plan.verbosity)
+        settings = self._snapshot.settings
+        with contextlib.ExitStack() as stack:
+            try:
+                making = making_of_reduction(reduction, settings, seconds=WHATIF_SECONDS, check=check)
+                table = stack.enter_context(making)
+            except ReprokitError as error:
+                say(f"there is no what-if table: {error.message}", plan.verbosity)
+                table = dict
+            yield table
 
     def _write_all(self, reduction: Reduction, was_interrupted: bool) -> dict[str, Any]:
         """The contract's summary, with all files written. What was found is on disk whatever happens here."""
         try:
-            if not was_interrupted:
-                reduction.diagnosis = _diagnosed(self._snapshot)
             return self._write(reduction)
         except KeyboardInterrupt:
             raise _interrupted(reduction.summary(), self._folder) from None
@@ -185,14 +256,9 @@ class _Work:
         """Render beside the results, and put everything in place at once when it is verified."""
         from reprokit.render import render_all
 
-        withheld: tuple[int, ...] = ()
-        if self._plan.no_data:
-            from reprokit.render.withhold import without_data
-
-            reduction, withheld = without_data(reduction)
-        with tempfile.TemporaryDirectory(prefix=STAGING, dir=self._folder) as staging:
-            if self._plan.check is not None and self._plan.check.file is not None:
-                shutil.copy(self._plan.check.file, staging)  # the repro runs it
+        reduction, withheld = self._shown(reduction)
+        with tempfile.TemporaryDirectory(prefix=own_prefix(STAGING), dir=self._folder) as staging:
+            self._put_check(Path(staging))
             context = self._render_context(reduction, Path(staging))
             repro = render_all(
                 reduction,
@@ -201,14 +267,28 @@ class _Work:
                 source=self._plan.source,
                 withheld=withheld,
                 context=Path(context["path"]) if context is not None else None,
+                processes=self._processes,
             )
             with self._interrupts.held():
                 put_in_place(Path(staging), self._folder)
-                reduction.origin["file"] = self._plan.snapshot.name  # by which `render` finds it again
-                reduction.save(self._folder / REDUCTION_FILE)
+                origin = {**reduction.origin, "file": self._plan.snapshot.name}  # by which `render` finds it again
+                replace(reduction, origin=origin).save(self._folder / REDUCTION_FILE)
         fidelity = {"fidelity": self._snapshot.fidelity, "fidelity_note": self._snapshot.fidelity_note}
         summary = {**reduction.summary(), **fidelity, "context": context, "repro": repro}
         return {name: _moved(value, staging, str(self._folder)) for name, value in summary.items()}
+
+    def _shown(self, reduction: Reduction) -> tuple[Reduction, tuple[int, ...]]:
+        """The reduction without recorded data where that was asked for, and the inputs that are withheld."""
+        if not self._plan.no_data:
+            return reduction, ()
+        from reprokit.render.withhold import without_data
+
+        return without_data(reduction)
+
+    def _put_check(self, folder: Path) -> None:
+        """Copy a check of the user's own, which the repro runs."""
+        if self._plan.check is not None and self._plan.check.file is not None:
+            shutil.copy(self._plan.check.file, folder)
 
     def _render_context(self, reduction: Reduction, folder: Path) -> dict[str, Any] | None:
         """Render the files beside the repro. An error in one is printed and does not stop the others."""
@@ -218,7 +298,7 @@ class _Work:
             say(f"there is no repro_module.py: {reason}", self._plan.verbosity)
 
         try:
-            return render_context(reduction, self._snapshot, folder, tell=tell)
+            return render_context(reduction, self._snapshot, folder, tell=tell, processes=self._processes)
         except Exception as error:
             tell(f"{type(error).__name__}: {error}")
             return None

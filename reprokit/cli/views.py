@@ -31,6 +31,7 @@ from reprokit.shrink.events import (
     Started,
     Varied,
     Writing,
+    Written,
     as_plain,
     place_of,
 )
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 CHOICES = ("auto", "live", "plain", "json", "none")
-_ALWAYS_SAID = (Started, Replayed, Resumed, Comparing, Compared, Writing)
+_ALWAYS_SAID = (Started, Replayed, Resumed, Comparing, Compared, Writing, Written)
 _SECONDS_BETWEEN_FRAMES = 0.1
 _SECONDS_BETWEEN_LINES = 5.0
 _BAR_WIDTH = 32
@@ -181,6 +182,8 @@ class LiveView:
     def show(self, event: Event) -> None:
         """Draw, unless the last frame is fresh and this is one check among many."""
         self._progress.take(event)
+        if isinstance(event, Written):
+            self._live.console.print(f"reprokit: {event}", markup=False, soft_wrap=True)
         now = time.monotonic()
         if isinstance(event, (Checked, ContextChecked, Varied)) and now - self._drawn < _SECONDS_BETWEEN_FRAMES:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +52,8 @@ class WhatIf:
             warnings.simplefilter("ignore")  # of the calls in the table
             table = _table(opened, self.seconds, view)
         if self.keep and opened.reduction is not None:
-            opened.reduction.whatif = table
-            opened.reduction.save(self.source / REDUCTION_FILE if self.source.is_dir() else self.source)
+            file = self.source / REDUCTION_FILE if self.source.is_dir() else self.source
+            replace(opened.reduction, whatif=table).save(file)
         if self.json:
             print_json({"schema": 1, **table})
         if self.verbosity is not Verbosity.QUIET:

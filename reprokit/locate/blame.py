@@ -174,7 +174,8 @@ def _at_end(program: Program, notes: Notes, outcome: Outcome) -> Found | None:
         if ways:
             return Found("output", ref.value, _worst(ways), end)
     for item in program.inputs:
-        if item.role in ("parameter", "buffer") and notes.writer(item.value, end) is not None:
+        is_state = item.role in ("parameter", "buffer") or item.requires_grad
+        if is_state and notes.writer(item.value, end) is not None:
             ways = ways_of(outcome.inputs[item.value])
             if ways:
                 return Found("parameter", item.value, _worst(ways), end)

@@ -22,6 +22,7 @@ from reprokit.locate.scene import Scene, Step
 from reprokit.locate.signs import SIGNS, Numbers
 from reprokit.locate.trials import Budget, WriteCode, attempt
 from reprokit.locate.underflow import find_underflow
+from reprokit.locate.ways import ways_of
 from reprokit.program.functions import display_name
 from reprokit.program.run import determinism
 
@@ -130,7 +131,7 @@ def _rank(entry: Entry) -> tuple[Any, ...]:
 def numbers_of(entry: Entry, scene: Scene) -> Numbers | None:
     """What the signs of an entry saw, ``None`` when it does not apply."""
     failure, call = scene.failure, scene.call
-    if entry.kinds and failure.kind not in entry.kinds:
+    if failure.kind not in entry.kinds:
         return None
     if entry.phases and not _phases(failure) & set(entry.phases):
         return None
@@ -177,7 +178,7 @@ def _try_all(
     remedies = [remedy for entry, _ in found for remedy in entry.remedies]
     if not remedies:
         return "The catalogue knows no change of the step itself that would help.", []
-    if locate(scene.program, scene.tensors) is None:
+    if not _fails(scene):
         return "The step did not fail when it was run again, so no fix could be tried.", []
     tried: list[Fix] = []
     for number, remedy in enumerate(remedies):
@@ -191,6 +192,14 @@ def _try_all(
         if budget.is_spent:
             return "Time was up before all fixes were tried.", tried
     return None, tried
+
+
+def _fails(scene: Scene) -> bool:
+    """True if the step failed when it was run again: its origin returned a bad value, or another run fails."""
+    origin = scene.origin if scene.failure.phase == "forward" and not scene.failure.is_derivative else None
+    if origin is not None and any(map(ways_of, origin.results.values())):
+        return True
+    return locate(scene.program, scene.tensors) is not None
 
 
 def _best(tried: list[Fix]) -> Fix | None:

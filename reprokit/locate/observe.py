@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from reprokit.locate.calls import short_name
 from reprokit.locate.scene import Branch, Scene, Seen, Step
-from reprokit.program.ir import Call, Ref, map_leaves
+from reprokit.locate.ways import largest_finite
+from reprokit.program.ir import Call, Program, Ref, map_leaves
 from reprokit.program.run import bind_arguments, run
 from reprokit.series import failing_series
 
@@ -17,9 +19,18 @@ from reprokit.series import failing_series
 def observe(step: Step) -> Scene:
     """The scene of a step's failure, from one run."""
     scene = Scene(step.program, step.tensors, step.failure, failing_series(step.timeline), step.settings)
-    run(step.program, step.tensors, observer=_Watch(scene))
+    run(_needed(step), step.tensors, observer=_Watch(scene))
     scene.branches = [branch for branch in scene.branches if scene.leads_to_loss(branch.call)]
     return scene
+
+
+def _needed(step: Step) -> Program:
+    """The program; up to its last call in a forward pass, where the failure is in one too."""
+    origin, calls = step.failure.call_index, step.program.calls
+    if origin is None or step.failure.phase != "forward" or step.failure.is_derivative:
+        return step.program
+    last = max((index for index, call in enumerate(calls) if call.phase == "forward"), default=origin)
+    return replace(step.program, calls=calls[: max(origin, last) + 1], outputs=())
 
 
 class _Watch:
@@ -104,8 +115,7 @@ def _peak(tensors: Iterable[torch.Tensor]) -> float | None:
     peaks = []
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.numel() and tensor.layout is torch.strided:
-            sizes = tensor.detach().abs()
-            peaks.append(float(torch.where(sizes.isfinite(), sizes, 0).max()))
+            peaks.append(largest_finite(tensor))
     return max(peaks, default=None)
 
 

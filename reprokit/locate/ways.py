@@ -7,6 +7,7 @@ element, because a sum of finite values may overflow by itself.
 from __future__ import annotations
 
 import cmath
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -70,6 +71,17 @@ def is_finite_sum(values: torch.Tensor) -> bool:
     """True if the float32 sum is finite, which means that every element is."""
     dtype = torch.float32 if values.dtype in _HALVES else None
     return cmath.isfinite(values.sum(dtype=dtype).item())
+
+
+def largest_finite(tensor: torch.Tensor) -> float:
+    """The largest finite magnitude of a floating-point tensor; 0 if no element is finite."""
+    values = _real_values(tensor)
+    if values is None or values.numel() == 0:
+        return 0.0
+    low, high = map(float, torch.aminmax(values))  # NaN where there is one; a fraction of the passes below
+    if math.isfinite(low) and math.isfinite(high):
+        return max(abs(low), abs(high))
+    return float(values.abs().nan_to_num(0.0, 0.0, 0.0).max())
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -50,7 +50,10 @@ def edge_of(tensor: torch.Tensor) -> Edge | None:
     """Where gradients of this tensor flow to: its node and slot, or ``None`` when it needs none."""
     if not tensor.requires_grad:
         return None
-    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    try:
+        edge = torch.autograd.graph.get_gradient_edge(tensor)
+    except AssertionError:  # a view of a parameter that was made without gradients: `requires_grad`, but no node
+        return None
     return edge.node, edge.output_nr
 
 

@@ -137,7 +137,8 @@ class CustomFunctions:
         known = [tracer.value_of(item) for item in results]
         if all(value is not None and value not in made_outside for value in known):
             return False
-        tracer.make_outcome(results, "opaque", f"{cls.__name__}_output")
+        name = cls.__name__.removeprefix("GeneratedBackwardFor_")  # of an operator made by `torch.library.custom_op`
+        tracer.make_outcome(results, "opaque", f"{name}_output")
         described = {"name": cls.__qualname__, "source": _source(cls)}
         call = tracer.make_call(OPAQUE, (), described)
         outputs = tuple(Ref(tracer.value(item)) for item in results)

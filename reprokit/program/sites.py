@@ -61,7 +61,7 @@ def current_site(frame: FrameType | None, driver: str = "") -> Site | None:
             return None
         if kind == "user":
             return make_site(frame.f_code, frame.f_lineno, library)
-        if kind == "library" and library is None and not _is_standard(frame.f_code.co_filename):
+        if kind == "library" and library is None and not is_standard(frame.f_code.co_filename):
             library = (relative_path(frame.f_code.co_filename), frame.f_lineno)
         frame = frame.f_back
     return None
@@ -75,7 +75,7 @@ def library_line(frame: FrameType | None, driver: str = "") -> tuple[str, int] |
         kind = kind_of_file(filename)
         if filename == driver or kind == "user":
             return None
-        if kind == "library" and not _is_standard(filename):
+        if kind == "library" and not is_standard(filename):
             return relative_path(filename), frame.f_lineno
         frame = frame.f_back
     return None
@@ -115,6 +115,7 @@ def _relative_path(filename: str) -> str:
 
 
 @functools.cache
-def _is_standard(filename: str) -> bool:
+def is_standard(filename: str) -> bool:
+    """True for a file of Python's standard library."""
     path = os.path.realpath(filename)
     return path.startswith(_STDLIB) and not any(part in path for part in _LIBRARY_PARTS)

@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reprokit.errors import UsageError
+from reprokit.snapshot.files import write_text
 
 if TYPE_CHECKING:
     from reprokit.render.issue import Issue
     from reprokit.render.module import ModuleScript
     from reprokit.render.script import Script
     from reprokit.render.sources import Source
-    from reprokit.render.verify import VerifyResult
+    from reprokit.render.verify import CleanProcesses, VerifyResult
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
     from reprokit.snapshot.privacy import Source as SourcePolicy
 
-__all__ = ["KINDS", "prepare_issue", "render_all", "render_context", "render_one"]
+__all__ = ["KINDS", "first_repro", "prepare_issue", "render_all", "render_context", "render_one"]
 
 KINDS = ("repro", "issue", "report", "test")
 TIMES = 20
@@ -39,29 +40,29 @@ def render_all(
     source: SourcePolicy = "all",
     withheld: tuple[int, ...] = (),
     context: Path | None = None,
+    processes: CleanProcesses | None = None,
 ) -> dict[str, Any]:
     """Write ``repro.py``, verify it, write issue, report and test beside it; a summary of the repro.
 
     ``source`` says how much of the snapshot's source text is shown. The values of the inputs in ``withheld`` are in no
-    file. ``context`` is what `render_context` wrote, for the issue to show.
+    file. ``context`` is what `render_context` wrote, for the issue to show. ``processes`` are those that verify.
     """
     from reprokit.render.issue import write_issue
     from reprokit.render.report import write_report
-    from reprokit.render.sources import reduction_script, without_source
-    from reprokit.render.verify import verify
+    from reprokit.render.sources import without_source
     from reprokit.snapshot.privacy import private
 
+    script = first_repro(reduction, snapshot, source=source, withheld=withheld)
     snapshot, reduction = private(snapshot, source), without_source(reduction, source)
-    script = reduction_script(reduction, snapshot, withheld=withheld)
+    result = _verified(script, times, processes)
     path = script.write(out_dir)
-    result = _verified(script, times) if script.is_withheld else verify(path, times)
     texts = {
         "issue.md": write_issue(snapshot, script, result, reduction=reduction, context=_text_beside(script, context)),
         "report.html": write_report(snapshot, script, result, reduction=reduction),
         "test_repro.py": write_test(reduction),
     }
     for name, text in texts.items():
-        (out_dir / name).write_text(text, encoding="utf-8")
+        write_text(out_dir / name, text)
     return {
         "path": str(path),
         "lines": script.num_lines,
@@ -71,6 +72,16 @@ def render_all(
     }
 
 
+def first_repro(
+    reduction: Reduction, snapshot: Snapshot, *, source: SourcePolicy = "all", withheld: tuple[int, ...] = ()
+) -> Script:
+    """The repro that `render_all` writes, before any run has verified it."""
+    from reprokit.render.sources import reduction_script
+    from reprokit.snapshot.privacy import private
+
+    return reduction_script(reduction, private(snapshot, source), withheld=withheld)
+
+
 def render_context(
     reduction: Reduction,
     snapshot: Snapshot | None,
@@ -78,12 +89,13 @@ def render_context(
     *,
     times: int = TIMES,
     tell: Callable[[str], None] = lambda reason: None,
+    processes: CleanProcesses | None = None,
 ) -> dict[str, Any] | None:
     """Write ``repro_module.py`` and verify it; a summary, or ``None`` when there is no context to show.
 
     ``tell`` is given the reason when there is one that cannot be shown.
     """
-    found = _verified_context(reduction, snapshot, out_dir, times, tell)
+    found = _verified_context(reduction, snapshot, out_dir, times, tell, processes)
     if found is None:
         return None
     path, script, result = found
@@ -118,7 +130,7 @@ def render_one(
     text = _text(opened, script, kind, source)
     if out is None:
         return text
-    out.write_text(text, encoding="utf-8")
+    write_text(out, text)
     return out
 
 
@@ -142,6 +154,7 @@ def prepare_issue(
     """The issue about a snapshot, a reduction or a folder of results."""
     from reprokit.render.issue import make_issue
     from reprokit.render.issue_templates import find_template
+    from reprokit.render.script import require_whole
     from reprokit.render.sources import open_source
 
     if template is not None:
@@ -149,6 +162,7 @@ def prepare_issue(
     opened = open_source(source, snapshot).private(policy, no_data=no_data)
     whole = _required(opened, source)
     script = opened.script()
+    require_whole(script)
     verified = _verified(script)
     context = _context_of(opened, script)
     issue = make_issue(whole, script, verified, reduction=opened.reduction, template=template, context=context)
@@ -181,16 +195,18 @@ def _write_repro(script: Script, source: Path, out: Path | None) -> Path | str:
         )
     if out is None:
         return script.text
-    out.write_text(script.text, encoding="utf-8")
+    write_text(out, script.text)
     return out
 
 
 def _text(opened: Source, script: Script, kind: str, source: Path) -> str:
     from reprokit.render.issue import write_issue
     from reprokit.render.report import write_report
+    from reprokit.render.script import require_whole
 
     if kind == "test":
         return write_test(opened.reduction or _required(opened, source))
+    require_whole(script)
     snapshot, verified = _required(opened, source), _verified(script)
     if kind == "report":
         return write_report(snapshot, script, verified, reduction=opened.reduction)
@@ -212,18 +228,13 @@ def _text_beside(script: Script, context: Path | None) -> str:
     return text if text != script.text else ""
 
 
-def _verified_context(
-    reduction: Reduction,
-    snapshot: Snapshot | None,
-    folder: Path,
-    times: int = TIMES,
-    tell: Callable[[str], None] = lambda reason: None,
-) -> tuple[Path, ModuleScript, VerifyResult] | None:
-    """The context as a file that fails by itself every time; otherwise ``None``, and `tell` gets the reason."""
+def presentable_context(
+    reduction: Reduction, snapshot: Snapshot | None, tell: Callable[[str], None] = lambda reason: None
+) -> ModuleScript | None:
+    """The context as a script; ``None`` when there is none to show, and `tell` gets the reason if there is one."""
     from reprokit.render.module import MAX_LINES
     from reprokit.render.sameness import is_minimum_again
     from reprokit.render.sources import context_script
-    from reprokit.render.verify import verify
 
     if reduction.level != "module" and is_minimum_again(reduction):
         return None
@@ -235,22 +246,38 @@ def _verified_context(
     if script.num_lines > MAX_LINES:
         tell(f"it would have {script.num_lines} lines, and {MAX_LINES} is the limit")
         return None
-    path = script.write(folder)
-    result = verify(path, times)
+    return script
+
+
+def _verified_context(
+    reduction: Reduction,
+    snapshot: Snapshot | None,
+    folder: Path,
+    times: int = TIMES,
+    tell: Callable[[str], None] = lambda reason: None,
+    processes: CleanProcesses | None = None,
+) -> tuple[Path, ModuleScript, VerifyResult] | None:
+    """The context as a file that fails by itself every time; otherwise ``None``, and `tell` gets the reason."""
+    script = presentable_context(reduction, snapshot, tell)
+    if script is None:
+        return None
+    result = _verified(script, times, processes)
     if not (result.fails and result.is_unanimous):
         tell(f"only {result.num_failed} of {times} runs of it failed by themselves")
-        path.unlink()
         return None
-    return path, script, result
+    return script.write(folder), script, result
 
 
-def _verified(script: Script, times: int = TIMES) -> VerifyResult:
-    from reprokit.render.script import require_whole
-    from reprokit.render.verify import verify
+def _verified(
+    script: Script | ModuleScript, times: int = TIMES, processes: CleanProcesses | None = None
+) -> VerifyResult:
+    """The result of running a script in these processes, or in some of its own."""
+    from reprokit.render.verify import CleanProcesses
 
-    require_whole(script)
-    with tempfile.TemporaryDirectory(prefix="reprokit-") as folder:
-        return verify(script.write(Path(folder), is_private=True), times)
+    if processes is not None:
+        return processes.begin(script, times).result()
+    with CleanProcesses() as own:
+        return own.begin(script, times).result()
 
 
 def _required(opened: Source, path: Path) -> Snapshot:

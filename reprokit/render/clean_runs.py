@@ -1,59 +1,169 @@
-"""Runs a script many times, each in a process of its own; started as a program in a clean interpreter, never imported.
+"""A server of clean processes; started as a program in a clean interpreter, never imported.
 
-It loads torch once and forks for every run, because a fresh `import torch` costs seconds. Nothing of reprokit can be
-imported in it or in its children. Arguments: folder that holds torch, seconds allowed per run, script, number of runs,
-number of processes at a time, side files. Each run gets a new folder with the script and its side files, and is
-reported as one line of JSON.
+It loads torch once and forks for every run, because a fresh `import torch` costs seconds. It never runs a script
+itself, and nothing of reprokit can be imported in it or in its children. Argument: the folder that holds torch. A line
+of JSON on stdin is a script to run (`Job`), the end of stdin ends the server. Each run gets a new folder with copies
+of the script's files and is reported as one line of JSON, in the order in which runs end.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import json
 import os
+import select
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import types
+from dataclasses import dataclass
 
-Running = dict[int, tuple[str, float]]  # by process id: the folder, and when the time is up
+THREADS = "/proc/self/task"
+MODULES = "modules"
+FAILED = 70
 
 
-def main(arguments: list[str]) -> None:
-    """Run the script as often as asked."""
-    torch_folder, seconds, script, times, at_once, *side_files = arguments
+@dataclass(frozen=True)
+class Job:
+    """A script (the first of ``files``) to run ``times`` times, each for at most so many seconds.
+
+    The first ``num_fresh`` runs are new interpreters, started by the command ``fresh``; the others are forked.
+    """
+
+    number: int
+    files: list[str]
+    times: int
+    at_once: int
+    seconds: float
+    num_fresh: int
+    fresh: list[str]
+
+
+@dataclass(frozen=True)
+class Running:
+    """A running process: its folder and deadline. ``is_first`` is true if the server loads the modules it loaded."""
+
+    folder: str
+    deadline: float
+    is_first: bool
+
+
+class Inbox:
+    """The lines on stdin, read without waiting unless asked to."""
+
+    def __init__(self) -> None:
+        self._data = b""
+        self._is_open = True
+
+    def next(self) -> Job | None:
+        """Wait for the next job; ``None`` at the end."""
+        while b"\n" not in self._data:
+            if not self._is_open:
+                return None
+            self._read()
+        line, _, self._data = self._data.partition(b"\n")
+        return Job(**json.loads(line))
+
+    def poll(self, seconds: float) -> None:
+        """Read stdin, waiting at most so many seconds; raises `SystemExit` at the end of stdin."""
+        if not select.select([0], [], [], seconds)[0]:
+            return
+        self._read()
+        if not self._is_open:
+            raise SystemExit
+
+    def _read(self) -> None:
+        piece = os.read(0, 1 << 16)
+        self._is_open = bool(piece)
+        self._data += piece
+
+
+class Server:
+    """Runs one job after another."""
+
+    def __init__(self) -> None:
+        self._inbox = Inbox()
+        self._running: dict[int, Running] = {}
+        self._num_threads = num_threads()
+
+    def serve(self) -> None:
+        """Run jobs until stdin ends."""
+        try:
+            while (job := self._inbox.next()) is not None:
+                self._serve(job)
+        finally:
+            for child, running in self._running.items():
+                for end in (os.killpg, os.kill):  # it may not have got round to leading a group
+                    with contextlib.suppress(ProcessLookupError):
+                        end(child, signal.SIGKILL)
+                shutil.rmtree(running.folder, ignore_errors=True)
+
+    def _serve(self, job: Job) -> None:
+        num_started = 0
+        while num_started < job.times or self._running:
+            while num_started < job.times and self._has_room(job):
+                self._start(job, num_started)
+                num_started += 1
+            self._finish(job)
+
+    def _has_room(self, job: Job) -> bool:
+        """True if another run may start; the first forked one goes alone, as it tells what the others will load."""
+        return len(self._running) < job.at_once and not any(running.is_first for running in self._running.values())
+
+    def _start(self, job: Job, index: int) -> None:
+        folder = prepare(job.files)
+        name = os.path.basename(job.files[0])
+        is_fresh = index < job.num_fresh or num_threads() > self._num_threads
+        is_first = index == job.num_fresh and not is_fresh
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # an unknown child would outlive the server
+        try:
+            child = start(folder, name, job.fresh if is_fresh else [])
+            self._running[child] = Running(folder, time.monotonic() + job.seconds, is_first)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+    def _finish(self, job: Job) -> None:
+        """Report every child that ended or took too long."""
+        for child, running in list(self._running.items()):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            timed_out = not ended and time.monotonic() > running.deadline
+            if timed_out:
+                os.killpg(child, signal.SIGKILL)
+                status = os.waitpid(child, 0)[1]
+            if ended or timed_out:
+                del self._running[child]
+                if running.is_first:
+                    load(modules_of(running.folder))
+                report(job.number, running.folder, None if timed_out else os.waitstatus_to_exitcode(status))
+        self._inbox.poll(0.002)
+
+
+def main(torch_folder: str) -> None:
+    """Load torch, then serve."""
     sys.modules["reprokit"] = None  # type: ignore[assignment]  # importing it raises ModuleNotFoundError
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if torch_folder not in sys.path:
         sys.path.append(torch_folder)
-    load(script)
-    num_waiting, running = int(times), Running()
-    try:
-        while num_waiting or running:
-            while num_waiting and len(running) < int(at_once):
-                num_waiting -= 1
-                folder = prepare([script, *side_files])
-                running[start(folder, os.path.basename(script))] = (folder, time.monotonic() + float(seconds))
-            finish(running)
-    finally:
-        for child, (folder, _) in running.items():
-            for end in (os.killpg, os.kill):  # it may not have got round to leading a group
-                with contextlib.suppress(ProcessLookupError):
-                    end(child, signal.SIGKILL)
-            shutil.rmtree(folder, ignore_errors=True)
+    load(["torch"])
+    Server().serve()
 
 
-def load(script: str) -> None:
-    """Import what the runs would import, each for itself: torch, and its compiler, which making an optimizer loads."""
-    with open(script, encoding="utf-8", errors="replace") as file:
-        modules = ["torch", "torch._dynamo"] if "torch.optim" in file.read() else ["torch"]
-    with contextlib.suppress(ImportError):  # the script then says so itself
-        for module in modules:
+def load(modules: list[str]) -> None:
+    """Import what runs would import, each for itself."""
+    for module in modules:
+        with contextlib.suppress(Exception):  # the script then says so itself
             importlib.import_module(module)
+
+
+def num_threads() -> int:
+    """Threads of this process. A child forked beside more of them than torch comes with would not be clean."""
+    return len(os.listdir(THREADS)) if os.path.isdir(THREADS) else threading.active_count()
 
 
 def prepare(files: list[str]) -> str:
@@ -65,16 +175,21 @@ def prepare(files: list[str]) -> str:
     return folder
 
 
-def start(folder: str, name: str) -> int:
-    """Fork a child that becomes the script; its process id."""
+def start(folder: str, name: str, fresh: list[str]) -> int:
+    """Fork a child that becomes the script, or the new interpreter that runs it; its process id."""
     sys.stdout.flush()
     child = os.fork()
     if child:
         return child
-    code = 70
+    code = FAILED
     try:
         become(folder, name)
+        if fresh:
+            os.execv(fresh[0], fresh)
+        before = set(sys.modules)
         code = run(name)
+        tell_modules(folder, before)
+        end()
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -83,17 +198,26 @@ def start(folder: str, name: str) -> int:
 
 
 def become(folder: str, name: str) -> None:
-    """Leave the parent behind: own session, own folder, own streams, own arguments."""
+    """Leave the parent behind: own session, folder, streams, arguments and random numbers."""
     os.setsid()
+    atexit._clear()  # of torch's own, which takes longer than a run
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.chdir(os.path.join(folder, "work"))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     for target, stream in ((1, "stdout"), (2, "stderr")):
         descriptor = os.open(os.path.join(folder, stream), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(descriptor, target)
         os.close(descriptor)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout, sys.stderr = os.fdopen(1, "w", encoding="utf-8"), os.fdopen(2, "w", encoding="utf-8")
     sys.argv = [name]
+    for module, generator in (("torch", "default_generator"), ("numpy", "random")):  # Python seeds its own in a child
+        if module in sys.modules:
+            getattr(sys.modules[module], generator).seed()
 
 
 def run(name: str) -> int:
@@ -116,24 +240,33 @@ def run(name: str) -> int:
     return 0
 
 
-def finish(running: Running) -> None:
-    """Report every child that ended or took too long."""
-    for child in list(running):
-        folder, deadline = running[child]
-        ended, status = os.waitpid(child, os.WNOHANG)
-        timed_out = not ended and time.monotonic() > deadline
-        if timed_out:
-            os.killpg(child, signal.SIGKILL)
-            status = os.waitpid(child, 0)[1]
-        if ended or timed_out:
-            del running[child]
-            report(folder, None if timed_out else os.waitstatus_to_exitcode(status))
-    time.sleep(0.005)
+def end() -> None:
+    """Wait for the script's threads and call its ``atexit`` functions, as Python does at exit."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
 
 
-def report(folder: str, exit_code: int | None) -> None:
-    """Print what a run did, and remove its folder."""
-    said: dict[str, object] = {"exit_code": exit_code, "folder": os.path.join(folder, "work")}
+def tell_modules(folder: str, before: set[str]) -> None:
+    """Leave the names of torch's own modules that a run has loaded, for `modules_of`."""
+    found = [name for name in sys.modules if name not in before and name.startswith("torch.")]
+    with open(os.path.join(folder, MODULES), "w", encoding="utf-8") as file:
+        json.dump(found, file)
+
+
+def modules_of(folder: str) -> list[str]:
+    """The modules that a run has loaded; none where it did not come to its end."""
+    try:
+        with open(os.path.join(folder, MODULES), encoding="utf-8") as file:
+            return [name for name in json.load(file) if name.startswith("torch.")]
+    except (OSError, ValueError):
+        return []
+
+
+def report(number: int, folder: str, exit_code: int | None) -> None:
+    """Print exit code, stdout and stderr of a run as JSON, and remove its folder."""
+    said: dict[str, object] = {"job": number, "exit_code": exit_code, "folder": os.path.join(folder, "work")}
     for stream in ("stdout", "stderr"):
         try:
             with open(os.path.join(folder, stream), encoding="utf-8", errors="replace") as file:
@@ -145,4 +278,6 @@ def report(folder: str, exit_code: int | None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with contextlib.suppress(BaseException):  # SIGTERM, or nobody to report to
+        main(sys.argv[1])
+    os._exit(0)  # taking torch down takes longer than a run

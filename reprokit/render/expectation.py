@@ -71,7 +71,7 @@ def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectatio
     edge, failure = recorded, snapshot.failure
     if reduction is not None:
         edge, failure = find_edge(reduction.program, reduction.tensors, reduction.failure), reduction.failure
-    operands = _operands(edge, recorded, reduction)
+    operands, other = _operands(edge, recorded, reduction), _other_reason(recorded, edge)
     owner = _owner(snapshot, failure, edge)
     cause = snapshot.failure.cause
     if cause is not None:
@@ -81,7 +81,7 @@ def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectatio
         edge.words if edge is not None else "",
         _with_training(observed, snapshot.failure, failure),
         _expected(failure, edge),
-        _remark(snapshot, failure, edge, operands, owner),
+        f"{other}{_remark(snapshot, failure, recorded if other else edge, operands, owner)}",
         owner,
     )
 
@@ -104,7 +104,9 @@ def _at(failure: Failure) -> str:
 
 
 def _whom(owner: str) -> str:
-    return {OWN: "the training code rather than PyTorch", TORCH: "PyTorch"}.get(owner, f"`{owner}`")
+    """Whom a question goes to. A library's own line may hold values of the user's, such as a loss that it divides."""
+    either = f"`{owner}` or the code that calls it"
+    return {OWN: "the training code rather than PyTorch", TORCH: "PyTorch"}.get(owner, either)
 
 
 def is_refusal(failure: Failure) -> bool:
@@ -145,6 +147,14 @@ def _expected(failure: Failure, edge: Edge | None) -> str:
     if edge.verdict is Verdict.OPEN:
         return f"{needs} No check shows a defect of {name}: {edge.fact}."
     return f"{needs} For what it is given, {name} does what it is defined to do: {edge.fact}."
+
+
+def _other_reason(recorded: Edge | None, edge: Edge | None) -> str:
+    """A sentence about the reason of the training step where the smallest program fails for another one."""
+    edges = [found for found in (recorded, edge) if found is not None and found.verdict is Verdict.DEFINED]
+    if recorded is None or len(edges) < 2 or edges[0].wanted == edges[1].wanted:
+        return ""
+    return f"The training step failed for another reason, since {recorded.fact}: it needed {recorded.wanted}. "
 
 
 def _operands(edge: Edge | None, recorded: Edge | None, reduction: Reduction | None) -> tuple[int, ...]:

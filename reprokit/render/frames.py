@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from reprokit.program.ir import Scope
+from reprokit.program.ir import AUTOGRAD_BACKWARD, Scope
 from reprokit.render.ranges import Range
 from reprokit.render.survey import Survey, written_by
 
@@ -115,12 +115,19 @@ class _Frames:
                     ranges.setdefault(value, self._found.range_of(value, index))
         return list(ranges.values())
 
+    def _uses(self, reader: int) -> bool:
+        """True unless a call belongs to the backward of a custom function, which reads what its forward saved."""
+        call = self._found.program.calls[reader]
+        is_loop = call.is_differentiation and (call.target != AUTOGRAD_BACKWARD or call.site is not None)
+        return call.phase != "backward" or is_loop
+
     def _outputs_of(self, indexes: list[int], inside: set[int]) -> list[Range | None]:
         last = {v: i for i in indexes for v in written_by(self._found.program.calls[i], self._found.failure)}
+        readers = self._found.readers
         read = {
             value: index
             for value, index in last.items()
-            if value in self._kept or any(reader not in inside for reader in self._found.readers.get(value, ()))
+            if value in self._kept or any(self._uses(reader) for reader in set(readers.get(value, ())) - inside)
         }
         shown = read or {value: index for value, index in last.items() if index == indexes[-1]}
         return [self._found.written.get((index, value)) for value, index in shown.items()]

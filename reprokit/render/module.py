@@ -7,7 +7,7 @@ Modules keep the names they have in the user's code. Torch's layers are layers; 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from reprokit.shrink.context.layers import Layer
 from reprokit.shrink.context.piece import Context
 from reprokit.shrink.context.step import is_container
 from reprokit.shrink.plainness import constant_of, seed_of
+from reprokit.snapshot.files import write_text
 from reprokit.snapshot.redact import redact_text
 from reprokit.visible import visible_line
 from reprokit.words import counted
@@ -56,10 +57,10 @@ class ModuleScript:
         """Lines, blank ones and comments included."""
         return len(self.text.splitlines())
 
-    def write(self, folder: Path) -> Path:
+    def write(self, folder: Path, *, is_private: bool = False) -> Path:
         """Write it into ``folder``; its path."""
         path = folder / MODULE_FILE
-        path.write_text(self.text, encoding="utf-8")
+        write_text(path, self.text)
         return path
 
 
@@ -77,7 +78,8 @@ class _Writer:
         self._names = ModuleNames(tree)
         self._start = initial(tree, context.tensors, context.drawn)
         self._inputs = {item.value: item for item in context.program.inputs}
-        self._nouns = {**input_words(context.program), **result_words(context.program)}
+        words = {**input_words(context.program), **result_words(context.program)}
+        self._nouns = {**_words_for_unnamed(tree, words), **words}
         self._classes: dict[Key, str] = {}
         self._texts: dict[str, list[str]] = {}
 
@@ -259,7 +261,7 @@ class _Writer:
         for value in block.reads:
             noun = self._nouns.get(value)
             item = self._inputs.get(value) or Input(value, noun or names.name_for_output(makers[value]))
-            yield value, known.give(value, words.get(value) or names.name_for_input(item, inner))
+            yield value, known.give(value, words.get(value) or names.name_for_input(item, inner, noun))
 
     def _statements(self, block: Block, inside: Key, inputs: Any, ends: tuple[int, ...]) -> Program:
         """A block as a program: its own calls, and one call for every child."""
@@ -290,6 +292,16 @@ class _Writer:
         if is_container(block.scope):
             return f"nn.Sequential({', '.join(self._made(child) for child in _children(block))})"
         return f"{self._classes[block.key]}()"
+
+
+def _words_for_unnamed(tree: Tree, words: Mapping[int, str]) -> dict[int, str]:
+    """Words for inputs that the user's lines do not name and a module or function reads, so that each has one name on
+    both sides of a call, and no other value has it."""
+    program, known = tree.program, names.Names(_RESERVED.union(words.values()))
+    blocks = [block for block in tree.root.blocks() if block is not tree.root and block.layer is None]
+    read = {value for block in blocks for value in block.reads}
+    unnamed = [item for item in program.inputs if item.value in read - words.keys() and not names.has_own_name(item)]
+    return {item.value: known.give(item.value, names.name_for_input(item, program)) for item in unnamed}
 
 
 def _children(block: Block) -> list[Block]:

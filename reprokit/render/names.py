@@ -192,6 +192,11 @@ def name_for_input(item: Input, program: Program, word: str | None = None) -> st
     return users or parameter
 
 
+def has_own_name(item: Input) -> bool:
+    """True if the name of an input says anything."""
+    return _own_name(item) is not None
+
+
 def _own_name(item: Input) -> str | None:
     """What is left of an input's own name, if it says anything."""
     parametrized = _PARAMETRIZED.search(item.name)

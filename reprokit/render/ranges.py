@@ -61,11 +61,12 @@ def measure(tensor: torch.Tensor) -> Range:
     num_nan = num_inf = num_negative = 0
     low, high = _extremes(magnitudes)
     if not (math.isfinite(low) and math.isfinite(high)):
-        num_nan, num_inf = int(torch.isnan(magnitudes).sum()), int(torch.isinf(magnitudes).sum())
-        num_negative = 0 if numbers.is_complex() else int(torch.isneginf(numbers).sum())
-        magnitudes = magnitudes[torch.isfinite(magnitudes)]
-        if magnitudes.numel() == 0:
+        num_nan = int(torch.isnan(magnitudes).count_nonzero())
+        num_inf = int(torch.isinf(magnitudes).count_nonzero()) if num_nan < magnitudes.numel() else 0
+        num_negative = int(torch.isneginf(numbers).count_nonzero()) if num_inf and not numbers.is_complex() else 0
+        if num_nan + num_inf == magnitudes.numel():
             return Range(dtype, shape, None, None, num_nan, num_inf, num_negative_inf=num_negative)
+        magnitudes = magnitudes[torch.isfinite(magnitudes)]
         low, high = _extremes(magnitudes)
     least = low if low > 0 else _least(magnitudes)
     num_true = int(magnitudes.count_nonzero()) if tensor.dtype is torch.bool else None
@@ -119,5 +120,5 @@ def _extremes(magnitudes: torch.Tensor) -> tuple[float, float]:
 
 
 def _least(magnitudes: torch.Tensor) -> float | None:
-    positive = magnitudes[magnitudes > 0]
-    return float(positive.min()) if positive.numel() else None
+    least = float(torch.where(magnitudes > 0, magnitudes, math.inf).min())
+    return least if math.isfinite(least) else None

@@ -6,7 +6,7 @@ It needs torch and nothing of reprokit. It ends with exit code 1 while the failu
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -21,10 +21,13 @@ from reprokit.render.comparison import FUNCTION, MISMATCH, Parts, function_parts
 from reprokit.render.environment import render_template
 from reprokit.render.gate import require_closed
 from reprokit.render.wording import headline, phase_words
+from reprokit.snapshot.files import replaced, write_text
 from reprokit.snapshot.paths import REPRO_FILE
 from reprokit.snapshot.redact import redact_text
 from reprokit.visible import visible_line
 from reprokit.words import counted
+
+NOT_VERIFIED = "Verification has not run yet."
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +67,20 @@ class Script:
         A side file that is withheld is written only into a folder that ``is_private``, to run the script there.
         """
         path = folder / REPRO_FILE
-        path.write_text(self.text, encoding="utf-8")
         if self.side and (is_private or not self.is_withheld):
-            torch.save(dict(self.side), folder / SIDE_FILE)
+            with replaced(folder / SIDE_FILE) as file:
+                torch.save(dict(self.side), file)
         else:
             (folder / SIDE_FILE).unlink(missing_ok=True)
+        write_text(path, self.text)
         return path
+
+
+def unverified(script: Script) -> Script:
+    """The script with a line in its header for as long as no run has verified it."""
+    lines = script.text.splitlines(keepends=True)
+    end = next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    return replace(script, text="".join([*lines[:end], f"# {NOT_VERIFIED}\n", *lines[end:]]))
 
 
 def require_whole(script: Script) -> None:

@@ -17,6 +17,7 @@ from reprokit.render.issue import Issue
 from reprokit.render.literals import MAX_LITERALS
 from reprokit.render.module import MODULE_FILE
 from reprokit.render.script import Script
+from reprokit.snapshot.files import replaced
 
 MAX_URL = 8_000
 ISSUE_FILE = "issue.md"
@@ -40,14 +41,9 @@ def write_zip(path: Path, script: Script, issue: Issue, *, context: str = "", wi
             Path(folder, MODULE_FILE).write_text(context, encoding="utf-8")
         Path(folder, ISSUE_FILE).write_text(issue.text, encoding="utf-8")
         names = sorted(item.name for item in Path(folder).iterdir())
-        unfinished = path.with_name(f".{path.name}.tmp")
-        try:
-            with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_STORED) as archive:
-                for name in names:
-                    archive.writestr(_entry(name), Path(folder, name).read_bytes())
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        with replaced(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+            for name in names:
+                archive.writestr(_entry(name), Path(folder, name).read_bytes())
     return path
 
 

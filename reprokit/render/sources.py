@@ -127,7 +127,7 @@ def _snapshot_beside(folder: Path, reduction: Reduction) -> Snapshot | None:
     named = (around / name for name in _likely_names(folder, reduction))
     for file in dict.fromkeys([*named, *sorted(around.glob("*.repro.pt"))[:MAX_LOOKED_AT]]):
         try:
-            found = snapshots.load(file) if file.is_file() else None
+            found = snapshots.load(file) if os.path.isfile(file) else None  # a name from a file may be no name
         except ReprokitError:
             continue
         if found is not None and _is_made_from(reduction, found):

@@ -42,7 +42,7 @@ def _size(snapshot: Snapshot, reduction: Reduction | None) -> Iterator[str]:
     verb = "is" if after == 1 else "are"
     yield (
         f"Of {counted(before['calls'], 'torch call')} on {counted(before['elements'], 'input element')}, "
-        f"{after:,} on {elements:,} {verb} enough to show it."
+        f"{counted(after, 'call')} on {counted(elements, 'element')} {verb} enough to show it."
     )
     said = wording.message(reduction.failure)
     if said and said != wording.message(snapshot.failure):

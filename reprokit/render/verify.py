@@ -1,12 +1,15 @@
 """Verifying a repro: does it end the same way every time, in clean processes without reprokit?
 
-Where the system can fork, one clean interpreter loads torch and forks for every run (`clean_runs`); elsewhere every run
-is an interpreter of its own. Two runs agree when exit code, output and last line of the error output are the same.
+The first run is a new interpreter. Where the system can fork, the others are forked from a clean interpreter that has
+loaded torch and never runs a script itself (`clean_runs`), which can be started before there is a script; elsewhere
+every run is a new interpreter. Two runs agree when exit code, output and last line of the error output are the same.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -16,21 +19,23 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 from reprokit.errors import ReprokitError, UsageError
 from reprokit.snapshot.paths import REDUCTION_FILE, REPRO_FILE, require_file
 
 CLEAN_RUNS = Path(__file__).with_name("clean_runs.py")
 SECONDS_PER_RUN = 120.0
+NUM_FRESH = 1  # runs that are new interpreters
 SHOWS_BUG = 1  # the exit code of a repro while the failure is there
 _PASSED_ON = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TEMP", "TMP", "SYSTEMROOT", "LD_LIBRARY_PATH",
     "DYLD_LIBRARY_PATH", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
 )  # fmt: skip
+_ISOLATED = ("-I", "-X", "utf8")
 _RUN_ALONE = """
 import runpy, sys
 sys.modules["reprokit"] = None
@@ -104,6 +109,121 @@ class VerifyResult:
         }
 
 
+class Writable(Protocol):
+    """A script that can be written into a folder, with a side file that is not handed out if that ``is_private``."""
+
+    @property
+    def text(self) -> str:
+        """The source."""
+
+    def write(self, folder: Path, *, is_private: bool = False) -> Path:
+        """Write it; its path."""
+
+
+class CleanProcesses:
+    """Runs scripts in clean processes while this one goes on. ``close`` ends them all.
+
+    ``open`` starts the server ahead of the first script. Files in ``beside`` are put beside every script of `begin`.
+    """
+
+    def __init__(self, beside: Sequence[Path] = ()) -> None:
+        self._beside = tuple(beside)
+        self._server: subprocess.Popen[str] | None = None
+        self._reports: dict[int, list[Run]] = {}
+        self._known: dict[str, Verification] = {}
+        self._folders = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """Start the server, where the system can fork."""
+        if self._server is None and hasattr(os, "fork"):
+            self._server = subprocess.Popen(
+                [sys.executable, *_ISOLATED, str(CLEAN_RUNS), _torch_folder()],
+                cwd=tempfile.gettempdir(),
+                env=_environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="utf-8",
+                start_new_session=True,  # Ctrl-C is for this process, which then ends the server
+            )
+
+    def close(self) -> None:
+        """End the server with all that runs there."""
+        if self._server is not None:
+            with self._server:
+                self._server.terminate()
+            self._server = None
+        self._folders.close()
+
+    def begin(self, script: Writable, times: int) -> Verification:
+        """Start to run a script that is not on disk; a text without a side file is run once, however often asked."""
+        known = self._known.get(script.text)
+        if known is not None and not getattr(script, "side", None):
+            return known
+        folder = Path(self._folders.enter_context(tempfile.TemporaryDirectory(prefix="reprokit-")))
+        for file in self._beside:
+            shutil.copy(file, folder)
+        self._known[script.text] = self.begin_file(script.write(folder, is_private=True), times)
+        return self._known[script.text]
+
+    def begin_file(self, script: Path, times: int, seconds: float = SECONDS_PER_RUN) -> Verification:
+        """Start to run a script ``times`` times, each for at most so many seconds."""
+        if times > NUM_FRESH:
+            self.open()
+        number = len(self._reports)
+        self._reports[number] = []
+        if self._server is not None:
+            assert self._server.stdin is not None
+            job = {
+                "number": number,
+                "files": [str(file) for file in (script, *side_files(script))],
+                "times": times,
+                "at_once": max(1, min(2, os.cpu_count() or 1)),
+                "seconds": seconds,
+                "num_fresh": NUM_FRESH,
+                "fresh": _command(script.name),
+            }
+            with contextlib.suppress(OSError):  # it has ended
+                os.write(self._server.stdin.fileno(), f"{json.dumps(job)}\n".encode())
+        return Verification(self, number, script, times, seconds)
+
+    def runs(self, number: int, script: Path, times: int, seconds: float) -> list[Run]:
+        """The runs of a job; what a server that has ended leaves undone is done by new interpreters."""
+        runs = self._reports[number]
+        while len(runs) < times and self._server is not None:
+            assert self._server.stdout is not None
+            line = self._server.stdout.readline()
+            if not line:
+                break
+            said = json.loads(line)
+            run = _tidied(said["exit_code"], said["stdout"], said["stderr"], said["folder"])
+            self._reports[said["job"]].append(run)
+        runs += [_interpreter_run(script, seconds) for _ in range(times - len(runs))]
+        return runs
+
+
+class Verification:
+    """The runs of a script, which go on in the background until somebody asks for the result."""
+
+    def __init__(self, processes: CleanProcesses, number: int, script: Path, times: int, seconds: float) -> None:
+        self._processes, self._job = processes, (number, script, times, seconds)
+        self._started = time.perf_counter()
+        self._result: VerifyResult | None = None
+
+    def result(self) -> VerifyResult:
+        """Wait for all runs."""
+        if self._result is None:
+            runs = self._processes.runs(*self._job)
+            self._result = _judge(runs, time.perf_counter() - self._started)
+        return self._result
+
+
 def verify(path: Path | str, times: int = 20, *, seconds_per_run: float = SECONDS_PER_RUN) -> VerifyResult:
     """Run a repro ``times`` times.
 
@@ -113,27 +233,21 @@ def verify(path: Path | str, times: int = 20, *, seconds_per_run: float = SECOND
     require_file(source, "repro")
     if times < 1:
         raise UsageError(f"cannot verify {times} times", hint="--times takes a number from 1 up")
-    if source.suffix == ".py":
-        return _verify_script(source, times, seconds_per_run)
-    from reprokit.render.script import require_whole
-    from reprokit.render.sources import script_of
+    with CleanProcesses() as processes:
+        if source.suffix == ".py":
+            return processes.begin_file(source.resolve(), times, seconds_per_run).result()
+        from reprokit.render.script import require_whole
+        from reprokit.render.sources import script_of
 
-    script = script_of(source)
-    require_whole(script)
-    with tempfile.TemporaryDirectory(prefix="reprokit-") as folder:
-        return _verify_script(script.write(Path(folder)), times, seconds_per_run)
+        script = script_of(source)
+        require_whole(script)
+        return processes.begin(script, times).result()
 
 
 def _file_of(path: Path) -> Path:
     """What stands for a folder of results: the repro in it, or the reduction if that is not there any more."""
     inside = (path / name for name in (REPRO_FILE, REDUCTION_FILE))
     return next((file for file in inside if file.is_file()), path) if os.path.isdir(path) else path
-
-
-def _verify_script(script: Path, times: int, seconds_per_run: float) -> VerifyResult:
-    started = time.perf_counter()
-    runs = list(_run(script.resolve(), times, seconds_per_run))
-    return _judge(runs, time.perf_counter() - started)
 
 
 def _judge(runs: Sequence[Run], seconds: float) -> VerifyResult:
@@ -156,67 +270,20 @@ def side_files(script: Path) -> list[Path]:
     return [script.parent / name for name in names if (script.parent / name).is_file()]
 
 
-def _run(script: Path, times: int, seconds: float) -> Iterator[Run]:
-    done = 0
-    if hasattr(os, "fork"):
-        for run in _forked_runs(script, times, seconds):
-            done += 1
-            yield run
-    for _ in range(times - done):
-        yield _interpreter_run(script, seconds)
-
-
-def _forked_runs(script: Path, times: int, seconds: float) -> Iterator[Run]:
-    """Runs forked from one clean interpreter; fewer than asked when that interpreter dies."""
-    at_once = max(1, min(2, os.cpu_count() or 1))
-    side = [str(path) for path in side_files(script)]
-    command = [
-        sys.executable,
-        "-I",
-        str(CLEAN_RUNS),
-        _torch_folder(),
-        str(seconds),
-        str(script),
-        str(times),
-        str(at_once),
-        *side,
-    ]
-    with (
-        tempfile.TemporaryDirectory(prefix="reprokit-") as folder,
-        subprocess.Popen(
-            command,
-            cwd=folder,
-            env=_environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        ) as process,
-    ):
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                said = json.loads(line)
-                yield _tidied(said["exit_code"], said["stdout"], said["stderr"], said["folder"])
-        finally:
-            if process.poll() is None:
-                process.terminate()
-
-
 def _interpreter_run(script: Path, seconds: float) -> Run:
     """One run in a fresh interpreter."""
     with tempfile.TemporaryDirectory(prefix="reprokit-") as folder:
         for path in (script, *side_files(script)):
             shutil.copy(path, folder)
-        command = [sys.executable, "-I", "-c", _RUN_ALONE, _torch_folder(), script.name]
         try:
             done = subprocess.run(
-                command,
+                _command(script.name),
                 cwd=folder,
                 env=_environment(),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 timeout=seconds,
             )
         except subprocess.TimeoutExpired:
@@ -239,8 +306,12 @@ def _environment() -> dict[str, str]:
     return {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
 
 
+def _command(name: str) -> list[str]:
+    """The command of a new interpreter that runs a script in the current folder."""
+    return [sys.executable, *_ISOLATED, "-c", _RUN_ALONE, _torch_folder(), name]
+
+
 def _torch_folder() -> str:
     """The folder that holds torch, which may be one that isolated interpreters leave out (a user's site-packages)."""
-    import torch
-
-    return str(Path(torch.__file__).parent.parent)
+    found = importlib.util.find_spec("torch")
+    return str(Path(found.origin).parent.parent) if found is not None and found.origin else ""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from reprokit.program.ir import Program, Site
     from reprokit.shrink.reduction import Reduction
 
+_NAMED_ARGUMENT = re.compile(r"\bargument\b|['\"`]\w+['\"`]")
 _MAX_CODE, _MAX_MESSAGE = 160, 300
 _FREE, _MATTERS = "any value fails", "its value matters"
 _OPERATORS = {
@@ -99,7 +100,7 @@ def observed(failure: Failure, *, is_forward_finite: bool = True) -> str:
         way = "compiled" if failure.way.startswith("compile") else "as it is"
         return f"{what} gives another result {way} than {_PLACES.get(failure.way.split(':')[0].split(',')[0], '')}."
     if failure.exception is not None:
-        return f"{name} raises `{kind}`" + (f": {message(failure)}" if message(failure) else ".")
+        return f"{name} raises `{kind}`" + (f": {message(failure)}." if message(failure) else ".")
     if failure.call is None:
         return f"The input {name} is already {kind} before the first call reads it."
     if failure.drop is not None:
@@ -129,15 +130,20 @@ def _observed_drop(failure: Failure, drop: Drop) -> str:
 
 
 def message(failure: Failure) -> str:
-    """The first line of the exception's message as inline code, redacted; nothing where there is none."""
+    """The first line of the exception's message as inline code, redacted; nothing where there is none.
+
+    Without a full stop, which the sentence around it has.
+    """
     text = failure.exception[1].strip() if failure.exception is not None else ""
-    return code_span(_shortened(redact_text(text.splitlines()[0]), _MAX_MESSAGE)) if text else ""
+    line = _shortened(redact_text(text.splitlines()[0]), _MAX_MESSAGE) if text else ""
+    return code_span(line if line.endswith("..") else line.removesuffix(".")) if line else ""
 
 
 def expected(failure: Failure) -> str:
     """The expectation as a sentence, without a claim that was not checked."""
     if failure.kind == "exception":
-        return "The call returns, or the error says which of its arguments is wrong."
+        is_named = failure.exception is not None and _NAMED_ARGUMENT.search(failure.exception[1]) is not None
+        return f"The call returns{'' if is_named else ', or the error says which of its arguments is wrong'}."
     if failure.kind == "function":
         return "The check does not hold."
     if failure.kind == "mismatch":

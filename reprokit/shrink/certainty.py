@@ -7,7 +7,7 @@ with a stated confidence, and its result is run again in the end.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from reprokit.shrink.oracle import Guarded, Oracle, Verdict
 
 REPLAYS = 5
 MIN_REPLAYS = 3
-_SLOW_REPLAY = 1.0
+_SLOW_REPLAY = 0.4  # seconds; five such runs would be half of the time to a first repro
 
 
 @dataclass
@@ -46,26 +46,28 @@ class Certainty:
     steps: list[Candidate] = field(default_factory=list)
     seconds: float = 0.0
 
-    def establish(self, whole: Candidate, tell: Callable[[Rate], None]) -> None:
+    def establish(self, whole: Candidate, tell: Callable[[Rate], None], first: Sequence[Failure | None] = ()) -> None:
         """Find out and tell how often the whole program fails. Raises `NotReproduced` when it never does, and `Flaky`
-        when too seldom."""
-        seen = self._runs(whole, REPLAYS)
+        when too seldom. ``first`` are failing runs that selected ``whole``: they count only if all others fail, too.
+        """
+        seen = self._runs(whole, REPLAYS, first)
         if not self.check.is_settled:
             self._adopt(seen, whole)
         rate = Rate.of(self.check, whole, seen)
         if 0 < rate.failed < rate.runs:
+            seen = seen[len(first) :]  # these would raise the rate
             seen += self._runs(whole, MEASURED_RUNS - len(seen))
             rate = Rate.of(self.check, whole, seen)
         self.reproduces = str(rate)
         tell(rate)
-        found = next((f for f in seen if f is not None and self._is_same(f, whole)), None)
+        found = next((f for f in (*first, *seen) if f is not None and self._is_same(f, whole)), None)
         if found is None:
             raise NotReproduced(
                 "the snapshot does not fail again",
                 hint="was it made with another torch or device?",
                 note=_told(seen),
             )
-        self.oracle.remember(whole, found)
+        self.oracle.start = (whole, found)
         if rate.failed < rate.runs:
             self._decide_by_rule(rate, whole)
 
@@ -128,9 +130,9 @@ class Certainty:
 
         return settings_that_matter(report, self.check, candidate, self.settings, is_flaky=is_flaky)
 
-    def _runs(self, whole: Candidate, times: int) -> list[Failure | None]:
+    def _runs(self, whole: Candidate, times: int, first: Sequence[Failure | None] = ()) -> list[Failure | None]:
         """So many runs, fewer when they are slow."""
-        seen: list[Failure | None] = []
+        seen = list(first)
         while len(seen) < times:
             started = time.monotonic()
             seen.append(self.oracle.failure(whole))

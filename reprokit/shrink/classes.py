@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -115,17 +115,27 @@ class _Search:
         return found
 
     def _around(self, seed: Member, size: int, changed: int, taken: set[tuple[Any, ...]]) -> Class | None:
-        for pool in self._pools(seed, taken):
-            if self._is_valid(pool, changed):
-                return Class(size, tuple(self._smallest(seed, pool, changed)))
-        return None
+        """The smallest set that can change; where it can only grow, one that can do both, such as a length and the
+        number that says how much of it is used."""
+        pools = self._pools(seed, taken)
+        found = self._first_of(seed, pools, (changed,))
+        if found and changed > size > 1 and not self._is_valid(found, size - 1):
+            pairs = [[seed, member] for member in pools[-1][1:] if isinstance(member, Constant)]
+            found = self._first_of(seed, [*pools, *pairs], (changed, size - 1)) or found
+        return Class(size, tuple(found)) if found else None
+
+    def _first_of(self, seed: Member, pools: Iterable[list[Member]], sizes: Sequence[int]) -> list[Member]:
+        for pool in pools:
+            if self._are_valid(pool, sizes):
+                return self._smallest(seed, pool, sizes)
+        return []
 
     def _make_small(self, group: Class) -> None:
         if group.size > _SMALL and self._is_valid(group.members, _SMALL):
             self._program, self._forms = resized(self._program, self._forms, group.members, _SMALL)
 
     def _pools(self, seed: Member, taken: set[tuple[Any, ...]]) -> list[list[Member]]:
-        """Sets to try: the seed alone, axes of its size, integers too, multiples too."""
+        """Sets to try: the seed alone, axes of its size, integers too, lists too, multiples too."""
         size = self._sizes[seed]
         free = [(member, other) for member, other in self._sizes.items() if _place(member) not in taken]
         equal = [member for member, other in free if other == size and member != seed]
@@ -135,23 +145,28 @@ class _Search:
             for member, other in free
             if other > size and other % size == 0 and other // size <= _MAX_FACTOR
         ]
-        pools = [[seed], [seed, *axes], [seed, *equal], [seed, *axes, *multiples], [seed, *equal, *multiples]]
+        numbers = [member for member in equal if not isinstance(member, Length)]
+        pools = [[seed], [seed, *axes], [seed, *numbers], [seed, *equal]]
+        pools += [[seed, *axes, *multiples], [seed, *equal, *multiples]]
         return [pool for index, pool in enumerate(pools) if pool not in pools[:index]]
 
-    def _smallest(self, seed: Member, pool: list[Member], changed: int) -> list[Member]:
+    def _smallest(self, seed: Member, pool: list[Member], sizes: Sequence[int]) -> list[Member]:
         """The pool without what need not change: all multiples of one factor, then one member at a time, and then two,
         which may only go together."""
         kept = list(pool)
         for factor in sorted({member.factor for member in pool} - {1}, reverse=True):
             fewer = [member for member in kept if member.factor != factor]
-            kept = fewer if self._is_valid(fewer, changed) else kept
+            kept = fewer if self._are_valid(fewer, sizes) else kept
         for number in (1, 2) if len(pool) <= _MAX_PAIRED else (1,):
             others = [member for member in reversed(kept) if member != seed]
             for leaving in itertools.combinations(others, number):
                 fewer = [member for member in kept if member not in leaving]
-                if len(kept) - len(fewer) == number and self._is_valid(fewer, changed):
+                if len(kept) - len(fewer) == number and self._are_valid(fewer, sizes):
                     kept = fewer
         return kept
+
+    def _are_valid(self, members: Iterable[Member], sizes: Sequence[int]) -> bool:
+        return all(self._is_valid(members, size) for size in sizes)
 
     def _is_valid(self, members: Iterable[Member], size: int) -> bool:
         self._probes_left -= 1

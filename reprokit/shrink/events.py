@@ -118,6 +118,17 @@ class Varied:
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """The first repro is on disk, before any run has verified it."""
+
+    path: str
+    lines: int
+
+    def __str__(self) -> str:
+        return f"{counted(self.lines, 'line')}, verification has not run yet -> {self.path}"
+
+
+@dataclass(frozen=True, slots=True)
 class ContextStarted:
     """The search for the piece of the model begins, for so many seconds at most."""
 
@@ -199,6 +210,7 @@ Event = (
     | Improved
     | PassEnded
     | Varied
+    | Written
     | ContextStarted
     | ContextChecked
     | Finished

@@ -68,6 +68,7 @@ class Oracle:
     """Decides candidates with a check.
 
     ``isolation`` decides where candidates run. ``checks`` counts executions. ``was_late``: a time limit was hit.
+    ``start`` is the whole program with its failure, which may be too large to digest in passing.
     """
 
     predicate: Check
@@ -77,6 +78,7 @@ class Oracle:
     on_check: Callable[[Candidate, Verdict, str], None] | None = None
     checks: int = 0
     was_late: bool = False
+    start: tuple[Candidate, Failure] | None = None
     _known: dict[str, Verdict] = field(default_factory=dict)
     _failures: dict[str, Failure] = field(default_factory=dict)
     _started: float = field(default_factory=time.monotonic)
@@ -133,6 +135,8 @@ class Oracle:
 
     def known_failure(self, candidate: Candidate) -> Failure | None:
         """The failure of a candidate that was found to be the same one, without running it again."""
+        if self.start is not None and candidate is self.start[0]:
+            return self.start[1]
         if candidate.digest not in self._failures:
             found = self.failure(candidate)
             if found is None:

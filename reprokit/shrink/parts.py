@@ -14,7 +14,7 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.constants import is_number
 from reprokit.shrink.naming import parameters_of
 from reprokit.shrink.plainness import constant_of, contents
-from reprokit.shrink.safety import trusts_shapes
+from reprokit.shrink.safety import trusts_arguments
 
 _MAX_ELEMENTS = 16
 _PLAIN = (0.0, 1.0, -1.0, 0.5)
@@ -52,7 +52,7 @@ class InputPart:
         self.name = item.name
         self._best, self._item = best, item
         self._tensor = best.tensors[item.value]
-        self._may_index = not trusts_shapes(best.program)
+        self._may_index = not trusts_arguments(best.program)
 
     def variants(self) -> Iterator[Candidate]:
         """Plain contents, then random ones."""

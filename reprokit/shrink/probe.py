@@ -2,8 +2,8 @@
 
 A probe runs the calls on made-up tensors and looks at nothing but shapes and errors. Small inputs are made of zeros;
 large ones, and those of functions that refuse zeros, lie on the meta device, which has no contents at all (and takes a
-second to load). So do those of functions that trust their arguments, since a wrong shape can crash the process there.
-When neither runs, every edit has to be checked.
+second to load). So do those of functions that trust their arguments, since a wrong shape can crash the process there;
+recurrent layers run on zeros once all their sizes were compared. When neither runs, every edit has to be checked.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from enum import Enum
 
 import torch
 
-from reprokit.program.ir import Call, Program
+from reprokit.program.ir import Call, Device, Program
 from reprokit.program.run import run
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.indexes import fits
-from reprokit.shrink.safety import is_safe, trusts_shapes
+from reprokit.shrink.indexes import fits, parts_of
+from reprokit.shrink.safety import RECURRENT, TRUSTING_LABELS, is_consistent, is_packed, is_safe, trusts_shapes
 
 Shape = tuple[int, ...]
 Shapes = dict[int, Shape]
-_MAX_ZEROS = 1 << 21
+_MAX_ZEROS = 1 << 23  # a product of two matrices of this size takes less than loading the meta device
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +78,23 @@ class Prober:
         """
         if not is_safe(candidate.program, candidate.shapes):
             return True
-        if fits(known.program.calls, known.tensors) and not fits(candidate.program.calls, candidate.tensors):
-            return True
         ground = self.ground(known)
+        if self._fits(known, ground) and not self._fits(candidate, ground):
+            return True
         if ground is not None and _is_dense(candidate):
             return self.shapes(candidate.program, forms_of(candidate), ground) is None
         if raises:
             return self._refuses_start(candidate, known)
         is_risky = trusts_shapes(candidate.program) and forms_of(candidate) != forms_of(known)
         return is_risky and self.ground(candidate) is None
+
+    def _fits(self, candidate: Candidate, ground: Ground | None) -> bool:
+        """True if all indexes and lengths are in range, also the labels of scores that a call returns."""
+        calls, made = candidate.program.calls, {}
+        if ground is not None and _is_dense(candidate) and any(call.target in TRUSTING_LABELS for call in calls):
+            shapes = self.shapes(candidate.program, forms_of(candidate), ground) or {}
+            made = {value: torch.empty(shape, device="meta") for value, shape in shapes.items()}
+        return fits(calls, {**made, **candidate.tensors})
 
     def _refuses_start(self, candidate: Candidate, known: Candidate) -> bool:
         """True if the calls before the last one are ill-formed."""
@@ -140,7 +148,8 @@ def without_last(candidate: Candidate) -> Candidate:
 def _grounds_for(candidate: Candidate) -> list[Ground]:
     if not _is_dense(candidate):
         return []
-    is_trusting = trusts_shapes(candidate.program)
+    unguarded = tuple(call for call in candidate.program.calls if call.target not in RECURRENT or is_packed(call))
+    is_trusting = trusts_shapes(replace(candidate.program, calls=unguarded))
     return [ground for ground in Ground if not (is_trusting and ground.device == "cpu")]
 
 
@@ -149,14 +158,13 @@ def _is_dense(candidate: Candidate) -> bool:
 
 
 def _run_on(program: Program, forms: Mapping[int, Form], ground: Ground) -> Shapes | None:
-    if not is_safe(program, {value: form.shape for value, form in forms.items()}):
-        return None
     if ground.device == "cpu" and sum(math.prod(form.shape) for form in forms.values()) > _MAX_ZEROS:
         return None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error" if ground.is_strict else "ignore")
-            outcome = run(program, _made_up(program, forms, ground), keep=frozenset(_values(program)))
+            made_up, values = _made_up(program, forms, ground), frozenset(_values(program))
+            outcome = run(_made_on(program, ground.device), made_up, observer=_Guard(), keep=values)
     except Exception:  # a probe may fail in as many ways as there are functions
         return None
     if outcome.error is not None:
@@ -164,9 +172,36 @@ def _run_on(program: Program, forms: Mapping[int, Form], ground: Ground) -> Shap
     return {value: tuple(tensor.shape) for value, tensor in outcome.values.items()}
 
 
+class _Guard:
+    """Ends a run before a recurrent layer whose sizes do not fit: it crashes, and on the meta device for some."""
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Raise `ValueError` for such a call."""
+        if call.target in RECURRENT and not is_consistent(call, {v: tuple(t.shape) for v, t in values.items()}):
+            raise ValueError(f"the sizes of `{call.target}` do not fit")
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Do nothing."""
+
+
+def _made_on(program: Program, device: str) -> Program:
+    """The program with new tensors on another device, such as the first state of an ``nn.GRU``."""
+    calls = tuple(
+        replace(call, kwargs={**call.kwargs, "device": Device(device)})
+        if not call.input_refs() and isinstance(call.kwargs.get("device"), Device)
+        else call
+        for call in program.calls
+    )
+    return replace(program, calls=calls)
+
+
 def _made_up(program: Program, forms: Mapping[int, Form], ground: Ground) -> dict[int, torch.Tensor]:
+    """Zeros; of a flat tensor all elements belong to its first part."""
     random = {item.value for item in program.inputs if item.role == "rng"}
     made = {v: torch.zeros(f.shape, dtype=f.dtype, device=ground.device) for v, f in forms.items() if v not in random}
+    for parts in (parts for call in program.calls for parts in parts_of(call, made) if ground.device == "cpu"):
+        lengths = [made[parts.flat].numel(), *[0] * (made[parts.counts].numel() - 1 - parts.has_end)]
+        made[parts.counts] = parts.counts_for(lengths, made[parts.counts])
     return {**made, **dict.fromkeys(random, torch.get_rng_state())}
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from reprokit.errors import NotReproduced, ReprokitError, UsageError
+from reprokit.locate.failure import Failure
 from reprokit.program.run import determinism
 from reprokit.shrink.budget import Budget, OutOfBudget, PartIsOver
 from reprokit.shrink.candidate import Candidate
@@ -93,6 +94,7 @@ def shrink(
     observe: Observe | None = None,
     resume: bool = False,
     on_event: Callable[[Event], None] | None = None,
+    on_minimum: Callable[[Reduction], None] | None = None,
 ) -> Reduction:
     """The smallest program found that fails like the snapshot.
 
@@ -107,13 +109,14 @@ def shrink(
     ``executor``, anything like those of ``concurrent.futures``, takes those that do not run here. ``jobs`` is how many
     run at once; it changes neither the result nor the log. ``limits`` bounds each candidate's time and memory, by
     default in terms of the first run. ``observe`` runs candidates in place of the check.
+    ``on_minimum`` is given the reduction when the search is over; explanation and context are not in it yet.
     """
     if level not in LEVELS:
         raise UsageError(f"there is no level `{level}`", hint=f"one of {', '.join(LEVELS)}")
     origin = {**origin_of(snapshot), "check": check or ""}
     file = out_dir / REDUCTION_FILE if out_dir is not None else None
     earlier = load_earlier(file, snapshot, origin, level) if resume and file is not None and file.exists() else None
-    with warnings.catch_warnings(), determinism(snapshot.settings):
+    with warnings.catch_warnings(), determinism(snapshot.settings), _hint_of(snapshot):
         warnings.simplefilter("ignore")
         chosen = choose_check(check, snapshot)
         is_foreign = observe is not None or isinstance(chosen, (FunctionCheck, OutOfMemoryCheck))
@@ -122,7 +125,18 @@ def shrink(
             tell = on_event or (lambda event: None)
             oracle = Oracle(chosen, places, max_time, max_checks)
             certainty = Certainty(oracle, places, chosen, snapshot.settings, observe is None, snapshot.failure)
-            return _Run(snapshot, file, tell, origin, earlier, oracle, certainty, level).reduce()
+            return _Run(snapshot, file, tell, origin, earlier, oracle, certainty, level).reduce(on_minimum)
+
+
+@contextmanager
+def _hint_of(snapshot: Snapshot) -> Iterator[None]:
+    """Let an error about a step that capture did not note say how to note it."""
+    try:
+        yield
+    except NotReproduced as error:
+        if not snapshot.settings.get("is_noted", True):
+            error.hint = f"capture step {snapshot.step} again with `--from-step {snapshot.step}`"
+        raise
 
 
 @dataclass
@@ -148,17 +162,19 @@ class _Run:
     seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
 
-    def reduce(self) -> Reduction:
+    def reduce(self, on_minimum: Callable[[Reduction], None] | None = None) -> Reduction:
         """Run the whole schedule."""
         whole = Candidate(self.snapshot.program, self.snapshot.tensors)
         self.ledger = Ledger(whole.num_calls, whole.num_elements)
         self.tell(Started(whole.num_calls, whole.num_elements, self.oracle.max_time, self.oracle.max_checks))
         self.oracle.on_check = self._checked
-        whole = self._needed(whole)
-        self.certainty.establish(whole, lambda rate: self.tell(Replayed(rate.failed, rate.runs)))
+        whole, runs = self._needed(whole)
+        self.certainty.establish(whole, lambda rate: self.tell(Replayed(rate.failed, rate.runs)), runs)
         problem = Problem(whole, self.oracle)
         try:
             self._search(problem)
+            if on_minimum is not None:
+                on_minimum(self._reduction(problem.best))
             problem.best, is_certain = self.certainty.confirmed(problem.best)
             self.is_minimal = self.is_minimal and is_certain
             self._explain(problem)
@@ -200,19 +216,19 @@ class _Run:
         with self._failing_open(EXPLAIN), self.ledger.passing(EXPLAIN), self._within_budget(EXPLAIN):
             self.explanation = explain(problem)
 
-    def _needed(self, whole: Candidate) -> Candidate:
-        """The calls that the failure depends on, if they show it without the rest of the step."""
+    def _needed(self, whole: Candidate) -> tuple[Candidate, list[Failure | None]]:
+        """The calls that the failure depends on, if they show it without the rest of the step, and the run for that."""
         certainty = self.certainty
         sliced = slice_to(whole, certainty.failure) if certainty.check.is_settled and self.level != "step" else None
         if sliced is None:
-            return whole
+            return whole, []
         candidate, failure = sliced
         report = certainty.isolation.report(candidate)
         if report.error is not None or certainty.check.judge(report.observation, candidate) is not Verdict.SAME:
             certainty.isolation.forget_limits()  # those of the slice are too tight for the whole step
-            return whole
+            return whole, []
         certainty.failure = failure
-        return candidate
+        return candidate, [report.observation]
 
     def _start(self, problem: Problem) -> None:
         """Go on from what is on disk, or cut to the origin."""

@@ -23,20 +23,20 @@ from reprokit.snapshot.format import checked, count_elements, read_file, require
 KIND = "reduction"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Reduction:
     """The result of one run of the reducer.
 
-    ``before`` holds ``calls`` and ``elements`` of the snapshot, ``reproduces`` how often it failed again (``5/5``),
-    ``one_minimal`` whether a full round of all passes changed nothing, ``log`` a line for every change that was kept,
-    and ``passes`` a row for every pass. ``stopped`` says why the search ended early (``max-time``, ``max-checks``,
-    ``interrupted``) and ``untried`` which passes it left undone. ``explain`` says which inputs are free, ``constants``
-    the same of numbers in arguments, ``nearest`` is the smallest change found that passes; ``explain_checks`` is what
-    that took, and is not part of ``checks``. ``notes`` are sentences on how often it fails and under which settings of
-    torch. ``diagnosis`` says why it fails, as plain data. ``origin`` tells which snapshot and torch this belongs to,
-    and ``known`` holds the verdicts by digest, from which a later run goes on. ``context`` is the piece of the model
-    found beside it; at ``level`` ``module`` it is the result itself. ``whatif`` is the table of `reprokit.whatif`,
-    empty where none was made.
+    ``before`` holds ``calls`` and ``elements`` of the snapshot, ``reproduces`` the number of replays that failed
+    (``5/5``). ``one_minimal`` is true if a full round of all passes changed nothing. ``log`` has a line for every
+    change that was kept, ``passes`` a row for every pass. ``stopped`` is the reason of an early end (``max-time``,
+    ``max-checks``, ``interrupted``), ``untried`` lists the passes left undone. ``explain`` lists the inputs with their
+    freedom, ``constants`` the numbers in arguments; ``nearest`` is the smallest change found that passes, and
+    ``explain_checks`` counts the runs for these, which are not part of ``checks``. ``notes`` are sentences on the
+    failure rate and on settings of torch. ``diagnosis`` is the cause as plain data. ``origin`` identifies the snapshot
+    and torch, ``known`` holds the verdicts by digest for ``resume``. ``context`` is the piece of the model found beside
+    the minimum; at ``level`` ``module`` it is the result itself. ``whatif`` is the table of `reprokit.whatif`, empty
+    if none was made.
     """
 
     program: Program

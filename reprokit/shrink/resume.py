@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def load_earlier(path: Path, snapshot: Snapshot, origin: Mapping[str, Any], leve
     if earlier.level != level:
         raise UsageError(f"cannot resume: `{path}` was made at level `{earlier.level}`", hint=_HINT)
     if earlier.origin.get("torch") != origin["torch"]:
-        earlier.known = {}
+        return replace(earlier, known={})
     return earlier
 
 

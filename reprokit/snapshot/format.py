@@ -1,16 +1,11 @@
 """The snapshot file: everything about one failed step, in a form that opening never executes.
 
-A file is one ``torch.save`` of dicts, lists, numbers, strings and tensors, read back with ``weights_only=True``. It
-is written to a
-temporary file beside its target, flushed to disk and renamed, so a killed process leaves the old file or the new one.
+A file is one ``torch.save`` of dicts, lists, numbers, strings and tensors, read back with ``weights_only=True``.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pickle
-import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Mapping
@@ -27,6 +22,7 @@ from reprokit.program import plain
 from reprokit.program.functions import display_name
 from reprokit.program.ir import Program, Site
 from reprokit.snapshot import grammar
+from reprokit.snapshot.files import replaced
 from reprokit.snapshot.limits import require_bounded, require_stored
 from reprokit.snapshot.paths import require_file
 from reprokit.visible import visible_name
@@ -116,7 +112,7 @@ def _describe_site(site: Site | None) -> dict[str, Any] | None:
     return {"file": site.file, "line": site.line, "code": site.code} if site else None
 
 
-_CAPTURE_SETTINGS = ("watch", "history_steps", "history_bytes", "rank", "world_size")
+_CAPTURE_SETTINGS = ("watch", "history_steps", "history_bytes", "rank", "world_size", "noted_every", "is_noted")
 
 
 def count_elements(program: Program, tensors: Mapping[int, torch.Tensor]) -> int:
@@ -205,19 +201,8 @@ def storable(tensor: torch.Tensor) -> torch.Tensor:
 
 def write_file(path: Path | str, kind: str, content: Mapping[str, Any]) -> None:
     """Write plain data and tensors atomically, with the format's header."""
-    target = Path(path)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name[:40]}.", suffix=".tmp", dir=target.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            torch.save({"format": FORMAT, "kind": kind, "version": VERSION, **_as_plain(dict(content))}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with replaced(Path(path)) as file:
+        torch.save({"format": FORMAT, "kind": kind, "version": VERSION, **_as_plain(dict(content))}, file)
 
 
 def read_file(path: Path | str, kind: str) -> dict[str, Any]:
@@ -310,12 +295,6 @@ def _as_plain(value: Any) -> Any:
     if isinstance(value, (list, set, frozenset)):
         return [_as_plain(item) for item in value]
     return str(value)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _describe_state(state: Any) -> Any:

@@ -189,7 +189,7 @@ SOURCE = record(
 SETTINGS = record(
     num_threads=positive, deterministic_algorithms=boolean, matmul_precision=one_of("highest", "high", "medium", None),
     watch=one_of("every-step", "sampled", "deferred"), history_steps=count, history_bytes=count, rank=count,
-    world_size=count,
+    world_size=count, noted_every=count, is_noted=boolean,
 )  # fmt: skip
 _PYTHON = record(version=integer, words=list_of(count), gauss=optional(number))
 _NUMPY = record(algorithm=name, words=list_of(count), position=count, has_gauss=count, gauss=number)

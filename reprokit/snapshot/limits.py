@@ -133,12 +133,13 @@ def _require_plain(tensor: torch.Tensor) -> None:
 
 
 def _unstored(tensors: Sequence[torch.Tensor]) -> int:
-    """Elements that tensors have beyond those stored, because they were expanded or share storage.
+    """Elements that tensors have beyond those stored, because they were expanded, are sparse or share storage.
 
     Tied weights share theirs, so that all of it may be there a few times.
     """
     strided = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
     size = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in strided}
-    beyond = sum(max(0, t.numel() - t.untyped_storage().nbytes() // max(1, t.element_size())) for t in strided)
+    sparse = sum(tensor.numel() for tensor in tensors if tensor.layout is not torch.strided)
+    beyond = sparse + sum(max(0, t.numel() - t.untyped_storage().nbytes() // max(1, t.element_size())) for t in strided)
     shared = sum(tensor.numel() * tensor.element_size() for tensor in strided) - _SHARED * sum(size.values())
     return max(beyond, shared)

@@ -56,10 +56,21 @@ _LOGIN = re.compile(r"""\blogin\(\s*["'](?P<value>(?=[^0-9"']*[0-9])(?=[^A-Za-z"
 _NETRC = re.compile(
     r"\b(?:machine\s+\S+|default|login\s+\S+)\s+(?:account\s+\S+\s+)?password\s+(?P<value>[^\s\"']+)"
 )
-_PROGRAMS = re.compile(  # whose option takes nothing but a password
-    r"\b(?:(?:(?:mysql|mariadb|mongo)[\w-]*|(?:docker|podman)\s+login|sshpass|7z\w?)\b[^\n|;&]{0,200}?\s-p|redis-cli\b[^\n|;&]{0,200}?\s-a)"
-    r"\s?(?P<quote>[\"'])?(?P<value>(?(quote)(?:(?!(?P=quote))[^\n])+|[^\s\"'-][^\s\"']*))"
+_PASSWORD_FLAGS = {  # programs whose option takes nothing but a password
+    "-p": r"(?:mysql|mariadb|mongo)[\w-]{0,20}|(?:docker|podman|helm\s+registry|az|oc)\s+login"
+    r"|sshpass|7z\w?|(?:un)?rar",
+    "-a": r"redis-cli",
+    "-P": r"sqlcmd|bcp|zip|unzip",
+}
+_PROGRAMS = re.compile(  # on a command line, or in a list of its arguments
+    r"\b(?:"
+    + "|".join(rf"(?:{names})\b[^\n|;&]{{0,200}}?[\s\"']{flag}" for flag, names in _PASSWORD_FLAGS.items())
+    + r")(?:[\"']\s*,\s*(?=[\"'][^\"'-])|(?![\"'](?:\s*[,)\]}]|$))\s?)(?P<quote>[\"'])?"
+    r"(?P<value>(?(quote)(?:(?!(?P=quote))[^\n])+|[^\s\"',-][^\s\"']*))"
 )
+_PROGRAM_WORDS = re.compile(rf"\b({'|'.join(_PASSWORD_FLAGS.values())})(?:\.exe)?$")
+_LISTED = re.compile(r"""(?P<quote>["'])-p(?P=quote)\s*,\s*(?P=quote)(?P<value>[^\s"'-][^"'\n]*)(?P=quote)""")
+_PLACEHOLDER = re.compile(r"\*+|<[^>]*>|\{[^}]*\}?|\$\{?[A-Z_][A-Z0-9_]*\}?|\$\(.*|%[sdr]|%\(\w+\)s")
 
 # Domains that mail ends in, and that of private networks. Code reads attributes called `net` or `to` as well, so there
 # what follows counts too; the sure ones are no attributes of anything.
@@ -122,6 +133,17 @@ _FLAGGED = re.compile(
     r"(?<!\S)(?<!mkdir )(?P<flag>--?[A-Za-z][\w.-]{0,80})(?:[ \t]+|=)"
     r"(?P<quote>[\"'])?(?P<value>(?(quote)(?:(?!(?P=quote))[^\n])+|[^\s\"'-][^\s\"']*))"
 )
+_PHRASES = (  # several words after `--passphrase`, and in a line of their own
+    re.compile(
+        r"(?i)(?<!\S)--?[\w.-]{0,40}pass[_-]?phrase(?:=|[ \t]+)"
+        r"(?P<value>(?![\"'-])[^\s|;&]+(?:[ \t]+(?![|;&<>-])[^\s|;&]+)+)"
+    ),
+    re.compile(
+        r"(?im)^[ \t]*(?:- )?[\w.-]{0,40}(?:pass[_-]?phrase|password|passwd)[ \t]*[:=][ \t]*"
+        r"(?P<value>[\w'-]+(?:[ \t]+[\w'-]+)+)[ \t]*$"
+    ),
+)
+_PHRASE_FLAG = re.compile(r"--?[\w.-]{0,40}pass[_-]?phrase", re.IGNORECASE)
 _USER_FLAG = re.compile(r"-[uU]|--(?:proxy-)?(?:user|userpwd|auth|basic-auth|login)")
 _NOT_SECRET = re.compile(
     r"(?i)none|null|true|false|yes|no|auto|required|optional|missing|\*+|[-+]?[0-9.]{1,5}(?:e[-+]?[0-9]+)?"
@@ -131,7 +153,7 @@ _EXPRESSION = re.compile(  # `tensor(nan`, `q[:`, a type
     r"(?i)(?:self|torch|np|os|F|nn)(?:\.[a-z_]\w*)+.*|[a-z_][\w.]*[(\[].*|str|bytes|int|float|bool"
 )
 _PLAIN_ARGUMENT = re.compile(
-    r"(?i)[-+\d.,:x/%e]+|[a-z]+:\d+|b?float\d+|u?int\d+|[\w/.-]*\.[a-z]{1,5}\d?|[~.]{0,2}/[\w/.-]*|\w+://.*"
+    r"(?i)[-+\d.,:x/%e]+|[a-z]+:\d+|b?float\d+(?:_\w+)?|u?int\d+|(?:bf|fp|tf)?\d+-(?:mixed|true)|[\w/.-]*\.[a-z]{1,5}\d?|[~.]{0,2}/[\w/.-]*|\w+://.*"
 )
 _TOKEN_SHAPE = re.compile(r"(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9_\-+/=.~%:]{12,}")
 _KEY_SHAPE = re.compile(r"(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9_\-+/=]{20,}")
@@ -199,7 +221,9 @@ def _redact_words(text: str) -> str:
 def _hide_known(text: str) -> str:
     """Hide what its place gives away."""
     text = _USERINFO.sub(f"{REDACTED}@", _PRIVATE_KEY.sub(REDACTED, text))
-    for place in (_PEER, _COOKIE, _LOGIN, _NETRC, _PROGRAMS):
+    text = _hide(_PROGRAMS, text, lambda match: not _PLACEHOLDER.fullmatch(match["value"]))
+    text = _hide(_LISTED, text, lambda match: _is_password(match["value"]))
+    for place in (_PEER, _COOKIE, _LOGIN, _NETRC, *_PHRASES):
         text = _hide(place, text, lambda match: not _NOT_SECRET.fullmatch(match["value"]))
     text = _hide(_AUTHORIZATION, text, _is_authorization)
     return _hide(_BASIC, text, lambda match: _is_login(match["value"]))
@@ -208,12 +232,29 @@ def _hide_known(text: str) -> str:
 def redact_argv(argv: Sequence[str]) -> list[str]:
     """A command line without credentials: ``--token VALUE``, ``--token=VALUE`` and ``hub.token=VALUE`` alike."""
     clean: list[str] = []
-    flag = ""
-    for argument in argv:
-        hidden = flag and not argument.startswith("-") and _is_secret_argument(flag, argument)
-        clean.append(REDACTED if hidden else redact_text(argument))
-        flag = argument if argument.startswith("-") else ""
+    flag = password_flag = ""
+    for index, argument in enumerate(argv):
+        is_flag = argument.startswith("-")
+        if not is_flag:
+            password_flag = _password_flag(argv[max(0, index - 2) : index + 1]) or password_flag
+        if password_flag and argument.startswith(password_flag):
+            hidden, shown = argument != password_flag, password_flag
+        else:
+            hidden, shown = bool(flag) and not is_flag and _is_secret_argument(flag, argument, password_flag), ""
+        clean.append(shown + REDACTED if hidden else redact_text(argument))
+        is_phrase = hidden and _PHRASE_FLAG.fullmatch(flag)
+        flag = argument if is_flag else flag if is_phrase else ""
+        if flag == "-p" and argv[index - 1] == "mkdir":
+            flag = ""
     return clean
+
+
+def _password_flag(words: Sequence[str]) -> str:
+    """The option that takes a password, of the program that ``words`` end in."""
+    program = _PROGRAM_WORDS.search(" ".join(word[-40:] for word in words))
+    if program is None:
+        return ""
+    return next(flag for flag, names in _PASSWORD_FLAGS.items() if re.fullmatch(names, program[1]))
 
 
 def redact_remote(url: str) -> str:
@@ -286,12 +327,16 @@ def _hide_flagged(match: re.Match[str]) -> str:
     return match[0][: -len(value)] + REDACTED if _is_secret_argument(match["flag"], value) else match[0]
 
 
-def _is_secret_argument(flag: str, value: str) -> bool:
+def _is_secret_argument(flag: str, value: str, password_flag: str = "") -> bool:
     """True if ``value`` after ``flag`` may be a secret: after one that names it, a password, or ``user:password``."""
+    if flag == password_flag:
+        return True
     if _USER_FLAG.fullmatch(flag):
         password = value.partition(":")[2]
         return bool(password) and not password.isdigit() and "//" not in value
-    if (flag == "-p" and _is_password(value)) or (flag == "--cookie" and "=" in value):
+    if flag == "-p":
+        return _is_password(value)
+    if flag == "--cookie" and "=" in value:
         return True
     name = _FLAG.fullmatch(flag)
     return name is not None and _could_be_secret(value, name)
@@ -301,7 +346,8 @@ def _is_password(value: str) -> bool:
     """True if ``value`` looks like a password and not like a number, a file, a port, a dtype or words."""
     if len(value) < 6 or _NOT_SECRET.fullmatch(value) or _PLAIN_ARGUMENT.fullmatch(value):
         return False
-    return not is_words(value, readable=0.75) or (value.isalnum() and not value.isalpha())
+    is_mixed = "/" not in value and re.search("[0-9]", value) and re.search("[A-Za-z]", value)
+    return bool(is_mixed) or not is_words(value, readable=0.75)
 
 
 def _is_said(value: str, is_strong: str | None) -> bool:

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from importlib import import_module
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, cast
 
 from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
+from reprokit.program.ir import Program
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.checks.function import FUNCTION
 from reprokit.shrink.checks.protocol import SignatureCheck
+from reprokit.shrink.isolation import forked
 from reprokit.shrink.isolation.limits import Limits, peak_bytes
 from reprokit.shrink.isolation.runner import Isolation
+from reprokit.shrink.isolation.running import uninterrupted, wait_for
 from reprokit.shrink.isolation.task import NotObserved, Observe, Report, Task
 from reprokit.snapshot.format import Snapshot
 from reprokit.whatif.trial import Answer, Trial, Trials, one_line
@@ -34,6 +38,7 @@ NOT_DONE = "not done within"  # what the detail begins with where there was no t
 SECONDS = 10.0
 _LEAST_BYTES = 4 << 30
 _LEAST_SECONDS = 0.2  # less is not worth a process
+_SECONDS_TO_END = 60.0  # after the budget, for a table in a process of its own
 
 Subjects = Mapping[str, tuple[Candidate, SignatureCheck]]
 Tell = Callable[[str, Variant, Trial], None]
@@ -52,17 +57,43 @@ def of_reduction(
     ``check`` is the check that the reduction was made with, if that is a function of the user's: a file that names one
     is no reason to run it, so without it such a reduction raises `UsageError`. ``tell`` is given every answer.
     """
+    return make_table(_subjects_of(reduction, check), settings, seconds, tell=tell)
+
+
+@contextmanager
+def making_of_reduction(
+    reduction: Reduction, settings: Mapping[str, Any], *, seconds: float = SECONDS, check: str | None = None
+) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Make `of_reduction` in a forked process; the yielded function waits for the table.
+
+    Where the system cannot fork the table is made when it is asked for. The process ends with the block.
+    """
+    subjects = _subjects_of(reduction, check)
+
+    def make(_: Candidate | None = None) -> dict[str, Any]:
+        return make_table(subjects, settings, seconds)
+
+    if not forked.is_usable():
+        yield make
+        return
+    runs: list[forked.ForkedRun] = []
+    task = Task(cast(Observe, make))
+    try:
+        forked.start(task, Candidate(Program((), ()), {}), Limits(2 * seconds + _SECONDS_TO_END), runs)
+        yield lambda: cast(dict[str, Any], wait_for(runs[0], runs).value())
+    finally:
+        with uninterrupted():
+            for run in runs:
+                run.close()
+
+
+def _subjects_of(reduction: Reduction, check: str | None) -> Subjects:
     programs = {MINIMUM: (Candidate(reduction.program, reduction.tensors), reduction.failure)}
     context = reduction.context
     if context is not None:
         programs[CONTEXT] = (Candidate(context.program, context.tensors), context.failure)
     spec = check or reduction.signature.get("check")
-    return make_table(
-        {name: (made, check_of(made, found, spec, check)) for name, (made, found) in programs.items()},
-        settings,
-        seconds,
-        tell=tell,
-    )
+    return {name: (made, check_of(made, found, spec, check)) for name, (made, found) in programs.items()}
 
 
 def of_snapshot(snapshot: Snapshot, *, seconds: float = SECONDS, tell: Tell | None = None) -> dict[str, Any]:
@@ -110,6 +141,8 @@ class _Table:
         slow = [job for job in self._jobs() if job[1].is_slow]
         for job in quick:
             self._run([job])
+        if slow:
+            _load_compilers()
         for name in self._subjects:
             self._run([job for job in slow if job[0] == name])
         return {
@@ -165,6 +198,14 @@ class _Table:
                     "detail": trial.detail,
                     "seconds": trial.seconds,
                 }
+
+
+def _load_compilers() -> None:
+    """Load what every compiled variant loads, once, for its forked children."""
+    if forked.is_usable():
+        for module in ("torch._dynamo", "torch._inductor.compile_fx"):
+            with suppress(Exception):  # the variant then says so itself
+                import_module(module)
 
 
 def check_of(candidate: Candidate, failure: Failure, spec: str | None, given: str | None) -> SignatureCheck:

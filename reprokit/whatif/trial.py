@@ -31,7 +31,7 @@ _SLOW = 0.5  # seconds from which on one run has to do
 _UNSUPPORTED = ("not implemented", "not supported", "unsupported", "does not have a deterministic", "CUBLAS_WORKSPACE",
                 "No viable backend", "No available kernel")  # fmt: skip
 _ANOMALY_WORDS = "returned nan values"
-_ANOMALY_IS_SILENT = "anomaly mode reports nothing (it only looks for NaN in the backward pass)"
+_ANOMALY_IS_SILENT = "in this program anomaly mode reports nothing"  # it may in the whole step
 _MAX_WORDS = 160
 _Bad = dict[tuple[int, bool], frozenset[str]]
 
@@ -113,7 +113,7 @@ def _judged(
         spoiled = _spoiled(plain, changed)
         if spoiled is not None:
             return Trial(Answer.OTHER, f"`{spoiled}` is not finite any more when the program begins")
-        return Trial(Answer.SAME, _ANOMALY_IS_SILENT if is_anomaly else "")
+        return Trial(Answer.SAME, _silence(failure, changed) if is_anomaly else "")
     if failure.exception is None:
         return Trial(Answer.OTHER, _words(failure))
     words = told(*failure.exception)
@@ -122,6 +122,13 @@ def _judged(
     is_about_exceptions = check.signature.kind == EXCEPTION
     is_missing = any(part.lower() in failure.exception[1].lower() for part in _UNSUPPORTED)
     return Trial(Answer.OTHER if is_about_exceptions and not is_missing else Answer.CANNOT_RUN, words)
+
+
+def _silence(failure: Failure, candidate: Candidate) -> str:
+    """The words for a failure that anomaly mode does not report, with the reason if that is known."""
+    if failure.phase != "backward" or not any(call.is_differentiation for call in candidate.program.calls):
+        return f"{_ANOMALY_IS_SILENT} (it only looks for NaN in the backward pass)"
+    return f"{_ANOMALY_IS_SILENT} (it only looks for NaN)" if failure.kind == "inf" else _ANOMALY_IS_SILENT
 
 
 def _spoiled(plain: Candidate, changed: Candidate) -> str | None:

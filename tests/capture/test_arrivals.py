@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ import torch
 import reprokit
 from reprokit.capture import attributes, history, judge, past, running, saving, session, tape
 from reprokit.capture.session import Session
+from reprokit.program.ir import Call
+from reprokit.program.run import Observer, run
 from reprokit.snapshot import environment, format
 from tests.capture.test_fail_open import failing_at_once, failing_late
 from tests.capture.traps_checks import described_once, same_bits
@@ -58,6 +60,7 @@ HANDLERS: dict[str, Callable[..., None]] = {
 PLACES: list[tuple[Any, str]] = [
     (judge.Judge, "start"),
     (tape.Tape, "_prepare"),
+    (tape.Tape, "_plain_entry"),
     (running.RunningStep, "finish_module"),
     (history.History, "is_due"),
     (past.Freezer, "freeze"),
@@ -200,3 +203,116 @@ def test_a_patch_on_top_stays() -> None:
     finally:
         for owner, name, original in originals[:2]:
             setattr(owner, name, original)
+
+
+# -- exceptions that the loop handles ---------------------------------------------------------------------------------
+
+
+class Interrupted(torch.nn.Module):
+    """A model that an exception ends behind its batch normalisation, where ``places`` says so."""
+
+    def __init__(self, places: list[str]) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.head = torch.nn.Linear(3, 1)
+        self._places = places
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        _arrive("module", self._places)
+        return self.head(x).mean()
+
+
+class Halting(torch.optim.SGD):
+    """An optimizer that an exception ends when it has updated some of its parameters."""
+
+    places: ClassVar[list[str]] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = self.param_groups[0]["params"]
+        for parameter in parameters:
+            parameter.add_(parameter.grad, alpha=-0.1)
+            if parameter is parameters[1]:
+                _arrive("optimizer", self.places)
+
+
+def _arrive(place: str, places: list[str]) -> None:
+    if place in places:
+        places.remove(place)
+        signal.raise_signal(signal.SIGALRM)
+
+
+def _going_on(place: str, at: int, patch: pytest.MonkeyPatch) -> list[float]:
+    """Train until the loss is NaN in step 4; step ``at`` handles an exception first. The values before the NaN."""
+    places: list[str] = []
+    patch.setattr(Halting, "places", places)
+    performed = running.RunningStep.add_plain
+
+    def add(self: running.RunningStep, entry: Any, result: torch.Tensor) -> None:
+        if entry.name.endswith((".mul_", ".__setitem__")):
+            _arrive(entry.name.rpartition(".")[2], places)
+        performed(self, entry, result)
+
+    patch.setattr(running.RunningStep, "add_plain", add)
+    model = Interrupted(places)
+    optimizer = Halting(model.parameters(), lr=0.1)
+    seen = []
+    for step in range(6):
+        x, factor = torch.randn(4, 3), torch.ones(3) * 2
+        if step == at:
+            places.append(place)
+            try:
+                factor.mul_(3)
+                factor[0] = 5.0
+                _arrive("loop", places)
+                model(x * 5).backward()
+                optimizer.step()
+            except TimeLimit:
+                model.eval()
+        value = model(x * factor)
+        model.train()
+        seen.append(value.item())
+        optimizer.zero_grad()
+        (value * torch.log(torch.tensor(-1.0 if step == 4 else 1.0))).backward()
+        optimizer.step()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("place", "is_known"),
+    [("mul_", False), ("__setitem__", False), ("module", False), ("optimizer", False), ("loop", True)],
+)
+def test_an_exception_that_the_loop_handles(
+    place: str, is_known: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A step is exact only if what the interrupted call had written is known; the steps after it are."""
+    before = signal.signal(signal.SIGALRM, limit)
+    for at in (4, 2):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        torch.manual_seed(0)
+        session = Session(directory=folder, after="continue", history=3, quiet=True)
+        with monkeypatch.context() as patch, described_once(), session:
+            values = _going_on(place, at, patch)
+        (file,) = folder.iterdir()
+        snapshot = format.load(file)
+        assert (snapshot.step, snapshot.failure.call) == (4, "torch.log")
+        assert (snapshot.fidelity == "exact") == (is_known or at == 2), snapshot.fidelity_note
+        if snapshot.fidelity == "exact":
+            assert values[4] in _numbers(snapshot)
+        else:
+            assert "after an exception" in str(snapshot.fidelity_note)
+    signal.signal(signal.SIGALRM, before)
+
+
+def _numbers(snapshot: format.Snapshot) -> set[float]:
+    """The numbers that running a snapshot's program makes."""
+    found: set[float] = set()
+
+    class Numbers(Observer):
+        def after(self, index: int, call: Call, values: Any) -> None:
+            found.update(v.item() for v in values.values() if v.numel() == 1)
+
+    run(snapshot.program, snapshot.tensors, observer=Numbers())
+    return found

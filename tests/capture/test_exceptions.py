@@ -330,6 +330,40 @@ def test_the_last_bad_scalar_is_no_loss(tmp_path: Path) -> None:
     assert "there is no loss to judge it by" in markdown(found)
 
 
+@pytest.mark.parametrize(
+    ("mistake", "error"), [("unknown", NameError), ("[][7]", IndexError), ("len(3)", TypeError)]
+)
+def test_a_mistake_of_the_program_is_not_about_a_value(mistake: str, error: type[Exception], tmp_path: Path) -> None:
+    """An infinite mask that the loop has just tested has nothing to do with it."""
+
+    def loop() -> None:
+        model, optimizer = plain_training()
+        for step, x, y in batches():
+            scores = model(x)
+            masked = scores + torch.tensor(-torch.inf)
+            if step == BAD_STEP and torch.isinf(masked).any():
+                eval(mistake)
+            update(optimizer, divided_loss(scores, y, False))
+
+    snapshot = capture_raising(loop, error, tmp_path)
+    assert (snapshot.observed_at, snapshot.step) == ("exception", BAD_STEP)
+
+
+def test_an_exception_of_a_model_with_other_buffers_is_its_own(tmp_path: Path) -> None:
+    class Odd(nn.Linear):
+        def buffers(self, recurse: bool = True) -> Any:
+            return []
+
+        def modules(self) -> Any:
+            raise RuntimeError("not now")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("the model's own")
+
+    with pytest.raises(ValueError, match="the model's own"), Session(directory=tmp_path):
+        Odd(2, 2)(torch.ones(1, 2))
+
+
 def test_anomaly_mode_raises_as_always(tmp_path: Path) -> None:
     def loop() -> None:
         model, optimizer = plain_training()

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import reprokit.capture
+from reprokit.capture import running
 from reprokit.capture.session import Session
 from reprokit.snapshot.format import load
 from tests.capture.traps_checks import (
@@ -58,6 +59,12 @@ GUARDS = import_benchmark("faults").GUARDS
 WITHOUT_FAULTS = {"session", "hooks", "stack", "whole_calls", "options", "launch", "block", "structure", "rank_name"}
 NOT_IN_THESE_RUNS = {"closing", "exceptions", "warned", "words"}
 PARTS = [part.name for part in pkgutil.iter_modules(reprokit.capture.__path__) if part.name not in WITHOUT_FAULTS]
+
+
+@pytest.fixture(autouse=True)
+def early_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tape is swept in loops as small as these, too."""
+    monkeypatch.setattr(running, "_SWEEP_AT", 2**18)
 
 
 def failing_late() -> list[torch.Tensor]:

@@ -408,7 +408,7 @@ def with_temperature() -> list[torch.Tensor]:
         logits = model(x) + target(x)
         loss = divided_loss(logits, y, step == BAD_STEP) * temperature.exp()
         update(optimizers[0], loss.mean())
-        update(optimizers[1], -(temperature * (x.mean() - 1)).mean())
+        update(optimizers[1], -(temperature * (logits.mean() - 1).detach()).mean())
         for old, new in zip(target.parameters(), model.parameters(), strict=True):
             old.data.mul_(0.9).add_(0.1 * new.data)
     return ending(model, target, temperature)

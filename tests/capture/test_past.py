@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
 from reprokit.capture.entry import Entry, versions_of
 from reprokit.capture.past import Freezer, PastStep
+from reprokit.capture.session import Session
 from reprokit.program.ir import Mode
+from tests.capture.traps_checks import (
+    BAD_STEP,
+    EXACT,
+    WATCHES,
+    batches,
+    check_caught,
+    divided_loss,
+    ending,
+    fidelity,
+    plain_net,
+    update,
+    where,
+)
 
 
 def noted(name: str, target: Any, *args: Any, **kwargs: Any) -> Entry:
@@ -70,3 +87,80 @@ def test_lightening_leaves_the_step_as_it_is() -> None:
     light = Freezer().lightened(running, pending)
     assert len(light.entries) == 2 and light.entries[0] is not running.entries[0]
     assert len(running.entries) == 1 and running.entries[0].output.numel() == 3
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+def test_lists_that_the_loop_changes_after_a_call(watch: str, tmp_path: Path) -> None:
+    """Also joins of very many samples, and of samples that are written in place afterwards."""
+
+    def loop() -> list[torch.Tensor]:
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rows: list[torch.Tensor] = []
+        for step, x, y in batches():
+            rows += [row * 1.5 for row in x] * 5
+            joined = torch.stack(rows)[:8]
+            joined[0, 0] = float(step)
+            rows.clear()
+            update(optimizer, divided_loss(model(joined), y, step == BAD_STEP))
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path, watch=watch)
+    assert where(snapshot) == (BAD_STEP, "forward", "torch.Tensor.div")
+    assert fidelity(snapshot) == EXACT
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+def test_averages_that_the_loop_writes_in_place(watch: str, tmp_path: Path) -> None:
+    """Of parameters that no root module holds, read through a view."""
+
+    def loop() -> list[torch.Tensor]:
+        model = plain_net()
+        shadow = [nn.Parameter(p.detach().clone(), requires_grad=False) for p in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, x, y in batches():
+            pull = (model[0].weight[0] - shadow[0][0]).pow(2).sum()
+            update(optimizer, divided_loss(model(x), y, step == BAD_STEP) + pull)
+            with torch.no_grad():
+                for average, p in zip(shadow, model.parameters(), strict=True):
+                    average.mul_(0.9).add_(p, alpha=0.1)
+        return ending(model, shadow)
+
+    snapshot = check_caught(loop, tmp_path, watch=watch)
+    assert where(snapshot) == (BAD_STEP, "forward", "torch.Tensor.div")
+    assert fidelity(snapshot) == EXACT
+
+
+def test_a_past_step_keeps_what_its_gradients_depend_on_only(tmp_path: Path) -> None:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Session(directory=tmp_path) as session:
+        for _, x, y in batches(20):
+            accuracy = (model(x * 2.0).argmax(1) == y).float().mean()
+            samples = torch.stack([row.clone() for row in x.detach().clone()] * 5)
+            update(optimizer, divided_loss(model(x * 2.0), y, False) + samples.mean() * 0.0)
+        session._training.freeze_past()
+        steps = session._training.past()
+    names = {entry.name for entry in steps[-1].entries}
+    assert "torch.Tensor.mean" in names and accuracy.numel() == 1
+    assert names.isdisjoint({"torch.Tensor.__eq__", "torch.Tensor.argmax", "torch.Tensor.float"})
+
+
+def test_a_call_in_several_lines_has_the_line_of_its_own(tmp_path: Path) -> None:
+    def loop() -> list[torch.Tensor]:
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, x, y in batches():
+            scale = torch.full((), 0.0 if step == BAD_STEP else 1.0)
+            loss = (
+                model(x).square().mean()
+                + (scale
+                   / scale)
+                - y.float().mean()
+            )  # fmt: skip
+            update(optimizer, loss)
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path)
+    site = snapshot.failure.site
+    assert site is not None and site.code.strip() in ("+ (scale", "/ scale)")

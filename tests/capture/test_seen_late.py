@@ -12,6 +12,7 @@ from torch import nn
 
 import reprokit
 from reprokit.capture.options import WATCH
+from reprokit.capture.watch import LaterFlags
 from reprokit.snapshot.format import load
 
 
@@ -65,6 +66,29 @@ def read_after_backward() -> None:
         optimizer.zero_grad()
 
 
+def scale_collapses() -> None:
+    """A grad scaler leaves the updates of several bad losses out, until its scale is too small."""
+    scaled(lambda step, loss: None)
+
+
+def a_later_loss_is_read() -> None:
+    """The loop reads the loss of the step after the bad one, before its update."""
+    scaled(lambda step, loss: loss.item() if step == 6 else None)
+
+
+def scaled(read: Callable[[int, torch.Tensor], object]) -> None:
+    model, optimizer = made()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for step in range(9):
+        loss = model(torch.ones(4, 3))["logits"].square().mean()
+        zero = torch.tensor(0.0 if step >= 5 else 1.0)
+        optimizer.zero_grad()
+        scaler.scale(loss / zero).backward()
+        read(step, loss / zero)
+        scaler.step(optimizer)
+        scaler.update()
+
+
 def made() -> tuple[Head, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Head()
@@ -78,7 +102,9 @@ def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("watch", WATCH)
-@pytest.mark.parametrize("loop", [results_that_change, ended_by_an_exception, read_after_backward])
+@pytest.mark.parametrize(
+    "loop", [results_that_change, ended_by_an_exception, read_after_backward, scale_collapses, a_later_loss_is_read]
+)
 def test_the_failing_step_is_saved(loop: Callable[[], None], watch: str, tmp_path: Path) -> None:
     with contextlib.suppress(ValueError), reprokit.capture(tmp_path / "x.pt", watch=watch, quiet=True):  # type: ignore[arg-type]
         loop()
@@ -86,3 +112,12 @@ def test_the_failing_step_is_saved(loop: Callable[[], None], watch: str, tmp_pat
     place = (5, 1) if loop is read_after_backward else (5, 0)
     assert (found.step, found.micro_step, found.fidelity) == (*place, "exact"), found.fidelity_note
     assert found.failure.call is not None
+
+
+@pytest.mark.parametrize("empty", [LaterFlags.read, LaterFlags.forget])
+def test_losses_of_a_step_are_its_own_after_others_were_let_go_of(empty: Callable[[LaterFlags], object]) -> None:
+    flags, finite, bad = LaterFlags(), torch.tensor(1.0), torch.tensor(float("nan"))
+    flags.add([finite, finite], 5)
+    empty(flags)
+    flags.add([bad, finite, finite], 5)
+    assert not flags.is_bad_before(5) and flags.is_bad_before(6)

@@ -35,6 +35,7 @@ from tests.capture.traps_checks import (
     rooted_loss,
     run_plain,
     same_bits,
+    update,
     where,
 )
 
@@ -55,6 +56,7 @@ LOSS_TESTS: dict[str, Test] = {
     "two_comparisons": lambda loss: not bool((loss.detach() < 100) & (loss.detach() > -1)),
     "inverted": lambda loss: bool(~torch.isfinite(loss)),
     "counted": lambda loss: bool((loss == loss).sum() == 0),
+    "allclose": lambda loss: not torch.allclose(loss, loss),
 }
 
 
@@ -366,10 +368,29 @@ def halting(test: Test | None = None, ends_by: str = "break", first: bool = Fals
     return ending(model)
 
 
+def halting_over_outputs(test: Callable[..., bool], bad: int = BAD_STEP) -> list[torch.Tensor]:
+    """The loop reads infinities that are meant to be there in every step, and ends silently in the last or over
+    others."""
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x, y in batches():
+        logits = (model(x) / (0.0 if step == bad else 1.0)).log_softmax(1)
+        losses = F.cross_entropy(logits, y, reduction="none")
+        masked = logits.masked_fill(torch.tensor([False, True]), -math.inf)
+        if torch.isinf(masked).any() and step == 5:
+            break
+        if test(logits, losses):
+            break
+        update(optimizer, losses.mean() + masked.softmax(1).mean())
+    return ending(model)
+
+
 HALTS: dict[str, Callable[[], list[torch.Tensor]]] = {
     **{f"loss_{name}": (lambda test=test: halting(test)) for name, test in LOSS_TESTS.items()},  # type: ignore[misc]
     "first": lambda: halting(LOSS_TESTS["item"], first=True),
     "gradient": lambda: halting(),
+    "output": lambda: halting_over_outputs(lambda logits, losses: not bool(logits.isfinite().all())),
+    "losses": lambda: halting_over_outputs(lambda logits, losses: bool(torch.isnan(losses).any())),
 }
 
 
@@ -631,8 +652,75 @@ def a_part_of_the_loss_is_left_out() -> list[torch.Tensor]:
     return ending(model)
 
 
-@pytest.mark.parametrize("loop", [validation_with_a_graph, a_part_of_the_loss_is_left_out, with_a_bad_metric])
-def test_other_bad_values_that_are_read(loop: Loop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Session(directory=tmp_path) as session:
+def stopped_over_a_mask() -> list[torch.Tensor]:
+    return halting_over_outputs(lambda logits, losses: False, bad=-1)
+
+
+def masks_are_counted() -> list[torch.Tensor]:
+    """Several forward passes per step, whose masks the loop reads; after training it reads one more."""
+    policy = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.Adam(policy.parameters())
+    is_illegal, masked = torch.tensor([False, True, False]), 0
+
+    def scores(x: torch.Tensor) -> torch.Tensor:
+        return policy(x).masked_fill(is_illegal, -math.inf)
+
+    for _ in range(3):
+        chances = []
+        for _ in range(3):
+            logits = scores(torch.randn(4))
+            if torch.isinf(logits).any():
+                masked += 1
+            chances.append(logits.log_softmax(0)[0])
+        update(optimizer, -torch.stack(chances).sum())
+    if torch.isinf(scores(torch.randn(4))).any():
+        masked += 1
+    assert masked == 10
+    return []
+
+
+def masks_without_backward() -> list[torch.Tensor]:
+    for _ in range(2):
+        scores = plain_net()(torch.ones(2, 4)).masked_fill(torch.tensor([False, True]), -math.inf)
+        if torch.isinf(scores).any() or torch.isnan(scores.exp() / 0 * 0).any():
+            break
+    return []
+
+
+def left_out_in_the_last_step() -> list[torch.Tensor]:
+    """The loop goes over to the next batch over a NaN, counts it or looks at it in another loop, and then runs out."""
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    num_bad = 0
+    for step, x, y in batches(6):
+        logits = model(x) * (math.nan if step == 5 else 1.0)
+        for row in logits:
+            if torch.isnan(row).any():
+                break
+        num_bad += int(torch.isnan(logits).sum().item() > 0)
+        if torch.isnan(logits).any():
+            continue
+        update(optimizer, F.cross_entropy(logits, y))
+    assert num_bad == 1
+    return ending(model)
+
+
+OTHERS = [
+    validation_with_a_graph,
+    a_part_of_the_loss_is_left_out,
+    with_a_bad_metric,
+    stopped_over_a_mask,
+    masks_are_counted,
+    masks_without_backward,
+    left_out_in_the_last_step,
+]
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+@pytest.mark.parametrize("loop", OTHERS)
+def test_other_bad_values_that_are_read(
+    loop: Loop, watch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Session(directory=tmp_path, watch=watch) as session:
         loop()
     assert session.snapshots == [] and capsys.readouterr().err == ""

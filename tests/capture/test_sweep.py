@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from reprokit.capture import stack
 from reprokit.capture.entry import Entry
 from reprokit.capture.session import Session
 from reprokit.capture.sweep import still_useful
@@ -22,6 +23,7 @@ from tests.capture.traps_checks import (
     EXACT,
     batches,
     check_caught,
+    check_silent,
     classify,
     ending,
     fidelity,
@@ -152,3 +154,77 @@ def test_a_long_unrolled_loop_is_kept_as_a_whole(tmp_path: Path) -> None:
     snapshot = check_caught(loop, tmp_path)
     assert where(snapshot) == (BAD_STEP, "backward", "torch.Tensor.sqrt")
     assert fidelity(snapshot) == EXACT
+
+
+def is_on_stack(session: Session) -> bool:
+    levels = range(torch._C._len_torch_function_stack())
+    return any(torch._C._get_function_stack_at(level) is session._tape for level in levels)
+
+
+def prepare(count: int = 200) -> torch.Tensor:
+    """Data made row by row; the first calls are noted still, the last ones are not."""
+    data = torch.zeros(8, 4)
+    for number in range(count):
+        data[number % 8, number % 4] += torch.full((), float(number))
+        abs(number)
+    return data / data.max()
+
+
+@pytest.mark.parametrize("how", ["model first", "data first", "inside a device", "no module", "no optimizer"])
+@pytest.mark.parametrize("bad_step", [0, 3])
+def test_data_that_a_script_makes_first(
+    how: str, bad_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is used by value, and nothing that the training does is missed, the first step included."""
+    monkeypatch.setattr(stack, "MOST_PREPARED", 50)
+
+    def loop() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2) if how == "model first" else None
+        data = prepare()
+        if how == "inside a device":
+            with torch.device("cpu"):
+                model = nn.Linear(4, 2)
+                prepare()
+            assert torch._C._len_torch_function_stack() < 2
+        weight = torch.full((2, 4), 0.1, requires_grad=True)
+        model = model or nn.Linear(4, 2)
+        parameters = [weight, *([] if how.startswith("no") else model.parameters())]
+        optimizer = torch.optim.SGD(parameters, lr=0.1) if how != "no optimizer" else None
+        for step in range(5):
+            gone = torch.full((), 0.0 if step == bad_step else 1.0)
+            rows = data @ weight.t()
+            loss = ((rows if how.startswith("no") else rows + model(data)).square() * (gone / gone)).mean()
+            if optimizer is not None:
+                update(optimizer, loss)
+            else:
+                weight.grad = None
+                loss.backward()
+                with torch.no_grad():
+                    weight -= 0.1 * weight.grad
+        return ending(model, weight)
+
+    snapshot = check_caught(loop, tmp_path)
+    assert where(snapshot) == (bad_step, "forward", "torch.Tensor.div")
+    assert fidelity(snapshot) == EXACT
+
+
+def test_a_script_that_only_makes_data_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stack, "MOST_PREPARED", 50)
+    with Session(directory=tmp_path) as session:
+        prepare()
+        assert not is_on_stack(session) and not session._tape.running.entries
+        session.pause()
+        session.resume()
+        assert not is_on_stack(session)
+        model = nn.Linear(4, 2)
+        assert is_on_stack(session)
+        prepare()
+        assert not is_on_stack(session)
+        update(torch.optim.SGD(model.parameters(), lr=0.1), model(prepare()).mean())
+        prepare()
+        assert is_on_stack(session)
+    assert torch._C._len_torch_function_stack() == 0
+    check_silent(lambda: ending(prepare()), tmp_path, capsys)

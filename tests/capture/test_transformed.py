@@ -184,6 +184,47 @@ def test_a_transform_that_is_not_written_out(loss: Loss, tmp_path: Path, monkeyp
     assert len(opaque) == 1 and str(opaque[0].kwargs["name"]).startswith("vmap(")
 
 
+@torch.library.custom_op("reprokit_tests::shares", mutates_args=())
+def shares(x: torch.Tensor) -> torch.Tensor:
+    """Each row divided by its sum."""
+    return x / x.sum(1, keepdim=True)
+
+
+shares.register_autograd(lambda ctx, gradient: gradient, setup_context=lambda ctx, inputs, output: None)
+
+
+def of_data_of_an_operator(model: Net, x: torch.Tensor) -> torch.Tensor:
+    return model.first(torch.ops.reprokit_tests.shares(x)).mean()
+
+
+def of_a_pulled_vector(model: Net, x: torch.Tensor) -> torch.Tensor:
+    _, pull = vjp(lambda rows: rows.square().sum(1).sqrt(), x)
+    return (model.first(x) + pull(torch.zeros(8))[0].sum()).mean()
+
+
+def of_a_linear_map(model: Net, x: torch.Tensor) -> torch.Tensor:
+    _, push = torch.func.linearize(lambda rows: rows.square().sum(1).sqrt(), x)
+    return (model.first(x) + push(torch.zeros(8, 4)).sum()).mean()
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # by torch.func.linearize
+@pytest.mark.parametrize("loss", [of_data_of_an_operator, of_a_pulled_vector, of_a_linear_map])
+def test_the_result_of_a_call_that_is_not_noted_is_no_data(loss: Loss, tmp_path: Path) -> None:
+    snapshot = saved(loss, tmp_path)
+    roles = {item.value: item.role for item in snapshot.program.inputs}
+    assert snapshot.failure.call is None and roles[snapshot.failure.value or 0] == "opaque"
+
+
+def test_an_operator_of_an_extension_is_a_call_of_the_program(tmp_path: Path) -> None:
+    def loss(model: Net, x: torch.Tensor) -> torch.Tensor:
+        return shares(model.first(x) * x.sum(1, keepdim=True)).mean()
+
+    snapshot = saved(loss, tmp_path)
+    assert (snapshot.step, snapshot.fidelity) == (BAD_STEP, "exact")
+    assert [call.target for call in snapshot.program.calls].count(OPAQUE) == 1
+    assert {"x", "weight", "bias"} < {item.name for item in snapshot.program.inputs}
+
+
 def test_an_exception_inside_of_a_transform(tmp_path: Path) -> None:
     def wrong(model: Net, x: torch.Tensor) -> torch.Tensor:
         return vmap(lambda row: model.share(row) @ row)(x).mean()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from reprokit.capture import failures, saving
+from reprokit.capture.attributes import tensors_held
 from reprokit.capture.fidelity import checked
 from reprokit.capture.rescue import Made
 from reprokit.capture.session import Session
@@ -290,6 +292,65 @@ def test_a_step_whose_loss_training_saw_otherwise_is_never_the_answer(name: str,
 def test_what_is_seen_at_once_needs_no_attributes_of_the_past(name: str, tmp_path: Path) -> None:
     snapshot = check_caught(switched(*UNKNOWN[name], []), tmp_path)
     assert (where(snapshot), fidelity(snapshot)) == ((5, "forward", "torch.Tensor.pow"), EXACT)
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer with everything outside of its state: a count, a flag, averages, and an inner optimizer."""
+
+    def __init__(self, params: list[torch.Tensor]) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.t, self.boost, self.counts = 0, 1.0, {"calls": 0}
+        self.averages = [torch.zeros_like(p) for p in params]
+        self.inner = torch.optim.Adam(params)
+
+    @torch.no_grad()
+    def step(self, rates: torch.Tensor, *, weight: float = 1.0) -> None:  # type: ignore[override]
+        self.t += 1
+        self.counts["calls"] += 1
+        rate = self.boost * weight / (1 - 0.9**self.t) / self.counts["calls"]
+        for p, average, own in zip(self.param_groups[0]["params"], self.averages, rates, strict=True):
+            average.mul_(0.9).add_(p.grad, alpha=0.1)
+            p.sub_(average * rate * own)
+        self.inner.step()
+
+
+@pytest.mark.parametrize("watch", ["sampled", "deferred"])
+def test_steps_of_the_past_are_made_with_what_an_optimizer_had_and_was_given(watch: str, tmp_path: Path) -> None:
+    """The update of step 7 ruins a parameter that is used in step 9."""
+
+    def loop() -> list[torch.Tensor]:
+        model, gate = plain_net(), nn.Parameter(torch.ones(2))
+        optimizer = Own([*model.parameters(), gate])
+        for step, x, y in batches(12):
+            loss = F.cross_entropy(model(x) + torch.where(torch.tensor(step >= 9), gate, 0.0), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.boost = 1.0 + step % 3
+            rates = torch.tensor([0.1, 0.1, 0.1, 0.1, math.inf if step == 7 else 0.1])
+            optimizer.step(rates, weight=1.0 + step % 2)
+        return ending(model, gate, optimizer.t, optimizer.averages, optimizer.counts, optimizer.inner)
+
+    snapshot = check_caught(loop, tmp_path, watch=watch)
+    assert (where(snapshot)[:2], fidelity(snapshot)) == ((7, "optimizer"), EXACT)
+
+
+def test_long_lists_of_an_optimizer_are_not_looked_through_item_by_item() -> None:
+    model = plain_net()
+    optimizer = Own([*model.parameters()])
+    held = {id(tensor) for tensor in tensors_held(optimizer)}
+    optimizer.log, optimizer.pairs = [0.5] * 5_000, [(0, 1)] * 20_000  # type: ignore[attr-defined]
+    num_calls = 0
+
+    def count(frame: object, event: str, arg: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    sys.setprofile(count)
+    try:
+        found = {id(tensor) for tensor in tensors_held(optimizer)}
+    finally:
+        sys.setprofile(None)
+    assert found == held >= {*map(id, optimizer.averages)} and num_calls < 10_000
 
 
 def test_a_step_whose_successor_training_saw_otherwise_is_not_the_answer(tmp_path: Path) -> None:

@@ -360,10 +360,10 @@ def test_a_reduction_that_failed_leaves_no_empty_folder(
 def test_a_disk_that_is_full(
     captured: tuple[Path, subprocess.CompletedProcess[str]], run_here: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path, *words: object, **options: object) -> NoReturn:
-        raise OSError(28, "No space left on device", str(path))
+    def refuse(descriptor: int) -> NoReturn:
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(os, "fsync", refuse)
     path = str(captured[0] / "train-step3.repro.pt")
     result = run_here("render", path, "-o", "x.py")
     assert_one_error(result, "the system refuses: no space left on device", exit_code=1)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -176,6 +177,13 @@ def test_containers_of_the_users_are_left_alone() -> None:
     batches, nets = Angry([1, 2]), {"G": nn.Linear(1, 1)}
     assert names_of([nets["G"]], sys._getframe()) == {id(nets["G"]): "G"}
     assert len(batches) == 2
+
+
+def test_variables_of_a_script_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = ModuleType("__main__")
+    script.D = nn.Linear(1, 1)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    assert names_of([script.D], None) == {id(script.D): "D"}
 
 
 def test_an_object_that_raises_when_it_is_looked_at_costs_a_name_at_most() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,6 +19,8 @@ import reprokit.render.diagnosis  # noqa: F401 (the package around it is replace
 from reprokit.cli import main
 from reprokit.cli.shrink import default_folder
 from reprokit.errors import Flaky, NotReproduced, ReprokitError
+from reprokit.render.script import Script
+from reprokit.render.verify import CleanProcesses
 from reprokit.shrink.events import Checked, Improved, Replayed
 from reprokit.snapshot.format import save
 from tests.shrink.failing import record
@@ -35,12 +39,13 @@ SUMMARY = {
 }
 
 
+@dataclass(frozen=True)
 class FakeReduction:
     """A reduction that can be summed up and saved."""
 
-    def __init__(self) -> None:
-        self.whatif: dict[str, Any] = {}
-        self.origin: dict[str, Any] = {}
+    whatif: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, Any] = field(default_factory=dict)
+    diagnosis: dict[str, Any] | None = None
 
     def summary(self) -> dict[str, Any]:
         return dict(SUMMARY)
@@ -54,6 +59,8 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """The reducer, renderer and snapshot replaced; ``reducer.shrink`` can be set."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("REPROKIT_SHRINK_NO_WHATIF")
+    monkeypatch.setattr(CleanProcesses, "open", lambda self: None)
+    monkeypatch.setattr(CleanProcesses, "begin", lambda *_: SimpleNamespace(result=lambda: None))
     unknown = SimpleNamespace(summary=lambda: None)
     fake = SimpleNamespace(
         shrink=lambda: FakeReduction(),
@@ -72,12 +79,17 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         return fake.shrink()
 
     def render_all(reduction: object, snapshot: object, folder: Path, **options: Any) -> dict[str, Any]:
+        fake.rendered = reduction
         (folder / "repro.py").write_text("")
         return {"path": str(folder / "repro.py"), "lines": 7, "files": ["repro.py"], "verified": "20/20"}
 
-    def of_reduction(reduction: object, settings: object, **options: Any) -> dict[str, Any]:
+    @contextmanager
+    def making_of_reduction(reduction: object, settings: object, **options: Any) -> Iterator[Any]:
         fake.compared = settings
-        return fake.table()
+        yield fake.table
+
+    def first_repro(*_: object, **__: object) -> Script:
+        return Script("import torch\n")
 
     modules = {
         "reprokit.shrink": {},
@@ -87,8 +99,14 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
             "load": lambda path: SimpleNamespace(settings={"num_threads": 1}, fidelity="exact", fidelity_note=None)
         },
         "reprokit.whatif": {},
-        "reprokit.whatif.table": {"of_reduction": of_reduction},
-        "reprokit.render": {"render_all": render_all, "render_context": lambda *_, **__: fake.context},
+        "reprokit.whatif.table": {"making_of_reduction": making_of_reduction},
+        "reprokit.render": {
+            "TIMES": 20,
+            "first_repro": first_repro,
+            "presentable_context": lambda *_: None,
+            "render_all": render_all,
+            "render_context": lambda *_, **__: fake.context,
+        },
         "reprokit.locate.diagnose": {"diagnose": lambda snapshot, write: fake.diagnose(write)},
         "reprokit.render.fix_code": {"fix_code": lambda *_: fake.fix_code()},
         "reprokit.render.spelling": {"in_users_words": lambda snapshot: snapshot},
@@ -134,12 +152,11 @@ def test_the_context_is_told(reducer: SimpleNamespace, capsys: pytest.CaptureFix
 
 
 def test_the_what_if_table_is_kept_or_left_out(reducer: SimpleNamespace) -> None:
-    found = FakeReduction()
-    reducer.shrink, reducer.table = lambda: found, lambda: {"tables": {}}
+    reducer.table = lambda: {"tables": {}}
     assert main(["shrink", "x.pt", "--no-whatif"]) == 0
-    assert reducer.compared is None and found.whatif == {}
+    assert reducer.compared is None and reducer.rendered.whatif == {}
     assert main(["shrink", "-f", "x.pt"]) == 0
-    assert reducer.compared == {"num_threads": 1} and found.whatif == {"tables": {}}
+    assert reducer.compared == {"num_threads": 1} and reducer.rendered.whatif == {"tables": {}}
 
 
 def test_a_what_if_table_that_fails_costs_nothing_else(

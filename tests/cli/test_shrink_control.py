@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,9 +23,12 @@ from rich.console import Console
 
 from reprokit.cli import main
 from reprokit.cli.console import Verbosity
+from reprokit.cli.interrupts import STAGING
+from reprokit.cli.outputs import begin_anew
 from reprokit.cli.views import LiveView, PlainView, Progress, draw, open_view
-from reprokit.render import verify
-from reprokit.render.verify import VerifyResult
+from reprokit.errors import ReprokitError
+from reprokit.render.script import NOT_VERIFIED
+from reprokit.render.verify import CleanProcesses, Verification, VerifyResult
 from reprokit.shrink.events import (
     Checked,
     ContextChecked,
@@ -39,10 +44,11 @@ from reprokit.shrink.events import (
     as_plain,
 )
 from reprokit.shrink.reduction import load
+from reprokit.snapshot import files
 from reprokit.snapshot.format import save
 from tests.shrink import failing
 
-run_twice = verify.verify
+begin = CleanProcesses.begin
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = {"issue.md", "reduction.pt", "report.html", "repro.py", "test_repro.py"}
 EVENTS: list[Event] = [
@@ -58,11 +64,22 @@ EVENTS: list[Event] = [
 ]
 
 
+class Counted:
+    """A verification without runs."""
+
+    def __init__(self, times: int) -> None:
+        self.times = times
+
+    def result(self) -> VerifyResult:
+        return VerifyResult(self.times, self.times, self.times, 1, "", "", "", 0.0)
+
+
 @pytest.fixture
 def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A snapshot whose reduction takes over 50 checks, in the current folder. Results count as verified."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(verify, "verify", lambda path, times: VerifyResult(times, times, times, 1, "", "", "", 0.0))
+    monkeypatch.setattr(CleanProcesses, "open", lambda self: None)
+    monkeypatch.setattr(CleanProcesses, "begin", lambda self, script, times: Counted(times))
     path = tmp_path / "snap.pt"
     save(failing.loss_scaled_twice(), path)
     return path
@@ -71,7 +88,11 @@ def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def really_verified(monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> None:
     """Results are verified twice, in clean processes as ever."""
-    monkeypatch.setattr(verify, "verify", lambda path, times: run_twice(path, 2))
+
+    def begin_twice(self: CleanProcesses, script: Any, times: int) -> Verification:
+        return begin(self, script, 2)
+
+    monkeypatch.setattr(CleanProcesses, "begin", begin_twice)
 
 
 @pytest.fixture
@@ -206,6 +227,56 @@ def test_a_level_that_keeps_what_could_go_does_not_say_that_it_stopped(shrink: A
     code, summary, err = shrink("--level", "step")
     assert code == 0 and summary["stopped"] is None and not summary["one_minimal"]
     assert "stopped early" not in err and "may shrink further" not in err
+
+
+def test_the_first_repro_is_there_before_it_is_verified(shrink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def result(self: Counted) -> VerifyResult:
+        seen.append(Path("snap", "repro.py").read_text())
+        return VerifyResult(self.times, self.times, self.times, 1, "", "", "", 0.0)
+
+    monkeypatch.setattr(Counted, "result", result)
+    Path("snap").mkdir()
+    for name in (*RESULTS, "mine.txt"):
+        Path("snap", name).write_text("old")
+    code, summary, err = shrink("-f")
+    lines = summary["repro"]["lines"]
+    assert code == 0 and f"reprokit: {lines} lines, verification has not run yet -> snap/repro.py\n" in err
+    header, _, rest = seen[0].partition(f"# {NOT_VERIFIED}\n")
+    assert rest and Path("snap", "repro.py").read_text() == header + rest
+    assert Path("snap", "mine.txt").read_text() == "old"
+
+
+def test_the_first_files_are_never_those_of_two_runs(tmp_path: Path) -> None:
+    folder, finished = tmp_path / "results", tmp_path / "finished"
+    for where, names in ((folder, {*RESULTS, "repro_inputs.pt", "mine.py"}), (finished, {"repro.py", "check.py"})):
+        where.mkdir()
+        for name in names:
+            (where / name).write_text(where.name)
+    begin_anew(finished, folder)
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        **dict.fromkeys(("reduction.pt", "mine.py"), "results"),
+        **dict.fromkeys(("repro.py", "check.py"), "finished"),
+    }
+    for name in ("repro.py", "repro_inputs.pt"):
+        (finished / name).write_text("again")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", lambda *_: None)  # ended before the first file is in place
+        begin_anew(finished, folder)
+    assert not (folder / "repro.py").exists()
+
+
+def test_a_repro_that_cannot_be_verified_stays(shrink: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def result(self: Counted) -> VerifyResult:
+        raise ReprokitError("cannot start `python`", note="no memory")
+
+    monkeypatch.setattr(Counted, "result", result)
+    code, summary, err = shrink()
+    assert (code, summary) == (1, {})
+    assert "error: could not verify `snap/repro.py`: cannot start `python`\n" in err and err.count("error") == 1
+    assert NOT_VERIFIED in Path("snap", "repro.py").read_text()
+    assert {path.name for path in Path("snap").iterdir()} == {"reduction.pt", "repro.py"}
 
 
 @pytest.mark.usefixtures("really_verified")
@@ -367,11 +438,12 @@ def show(self, event):
         press()
 
 views.QuietView.show = show
+verify.CleanProcesses.open = lambda self: None  # what they would say
+verify.CleanProcesses.begin_file = lambda self, script, times: verify.Verification(self, 0, script, times, 1.0)
+verify.CleanProcesses.runs = lambda self, *job: [verify.Run(1, "", "")]
 judge = verify._judge
 if moment == "verification:1":
     verify._judge = lambda *words: press() or judge(*words)
-else:  # what they would say
-    verify.verify = lambda path, times: verify.VerifyResult(times, times, times, 1, "", "", "", 0.0)
 if moment == "saving:1":
     import torch
     from reprokit.shrink import reduction
@@ -381,7 +453,7 @@ if moment == "placing:1":
     replace = os.replace
     def slow(source, target):
         replace(source, target)
-        if str(target).endswith("issue.md"):
+        if str(target) == os.path.join("snap", "issue.md"):
             press()
     os.replace = slow
 sys.exit(main(["shrink", "snap.pt", "--progress", "none"]))
@@ -402,9 +474,61 @@ def assert_whole(folder: Path, names: set[str]) -> None:
     if "reduction.pt" in names:
         assert load(folder / "reduction.pt").program.num_calls >= 1
     if "repro.py" in names:
-        compile((folder / "repro.py").read_text(), "repro.py", "exec")
+        text = (folder / "repro.py").read_text()
+        compile(text, "repro.py", "exec")
+        assert (NOT_VERIFIED in text) == ("issue.md" not in names)
     if "report.html" in names:
         assert (folder / "report.html").read_text().rstrip().endswith("</html>")
+
+
+def test_what_a_killed_run_leaves_goes_with_the_next_one(snapshot: Path, shrink: Any) -> None:
+    save(failing.masked_softmax(), snapshot)
+    for target, words in (
+        (Path("snap", "reduction.pt"), ["shrink", "snap.pt", "-f", "-q", "--no-whatif", "--max-checks", "1"]),
+        (Path("x.md"), ["render", "snap", "--as", "issue", "-o", "x.md"]),
+    ):
+        Path("snap").mkdir(exist_ok=True)
+        with files.replaced(target):
+            (left,) = files.unfinished(target)
+        left.touch()
+        target.unlink()
+        Path("snap", f"{STAGING}x", "y").mkdir(parents=True)
+        assert main(words) == 0
+        assert not left.exists() and target.exists()
+    assert [path.name for path in Path("snap").glob(".*")] == [f"{STAGING}x"], "of a shrink that may still run"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no such limits")
+@pytest.mark.parametrize(("size", "left"), [(500, set()), (5_000, {"reduction.pt", "repro.py"})])
+def test_a_limit_on_the_size_of_files(size: int, left: set[str], snapshot: Path, shrink: Any) -> None:
+    """One line, a documented exit code, and files that are whole or not there."""
+    import resource
+
+    save(failing.masked_softmax(), snapshot)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        code, _, errors = shrink("--no-whatif", "-q")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert (code, errors.splitlines()[0]) == (1, "reprokit: error: the system refuses: file too large")
+    assert Path("snap").is_dir() == bool(left)
+    if left:
+        assert_whole(Path("snap"), left)
+
+
+def test_a_render_is_whole_or_not_there(snapshot: Path) -> None:
+    save(failing.zero_by_zero(), snapshot)
+    Path("x.py").write_text("old")
+    with mock.patch.object(files.os, "fsync", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+        for name in ("x.py", "y.py"):
+            assert main(["render", "snap.pt", "-f", "-o", name]) == 1
+    assert Path("x.py").read_text() == "old" and not list(Path().glob("*y.py*"))
+    os.mkfifo("pipe")
+    reader = os.open("pipe", os.O_RDWR)
+    files.write_text(Path("pipe"), "text")
+    assert os.read(reader, 10) == b"text" and Path("pipe").is_fifo()
+    os.close(reader)
 
 
 @pytest.mark.parametrize("moment", ["Replayed:1", "Checked:1"])
@@ -430,7 +554,7 @@ def test_interrupted_with_something_found(moment: str, snapshot: Path, shrink: A
     assert numbers(log) == sorted(numbers(log))
 
 
-@pytest.mark.parametrize(("moment", "left"), [("verification:1", {"reduction.pt"}), ("placing:1", RESULTS)])
+@pytest.mark.parametrize(("moment", "left"), [("verification:1", {"reduction.pt", "repro.py"}), ("placing:1", RESULTS)])
 def test_interrupted_while_the_results_are_written(moment: str, left: set[str], snapshot: Path, shrink: Any) -> None:
     done = interrupted(moment)
     assert done.returncode == 130 and done.stderr.count("\n") == 1
@@ -453,7 +577,7 @@ def test_a_second_interrupt_ends_at_once(moment: str, times: int, snapshot: Path
     assert done.returncode == 130
     assert done.stderr == "reprokit: error: interrupted\n"
     names = {path.name for path in Path("snap").iterdir()}
-    assert_whole(Path("snap"), names & {"reduction.pt"})
+    assert_whole(Path("snap"), names & {"reduction.pt", "repro.py"})
 
 
 LOAD = """
@@ -485,7 +609,9 @@ import sys, time
 from reprokit.cli import main, views
 from reprokit.render import verify
 
-verify.verify = lambda path, times: verify.VerifyResult(times, times, times, 1, "", "", "", 0.0)
+verify.CleanProcesses.open = lambda self: None
+verify.CleanProcesses.begin_file = lambda self, script, times: verify.Verification(self, 0, script, times, 1.0)
+verify.CleanProcesses.runs = lambda self, *job: [verify.Run(1, "", "")]
 show = views.LiveView.show
 def wait(self, event):
     show(self, event)

@@ -13,6 +13,7 @@ from torch import nn
 from reprokit.locate.blame import GRAD_SCALER, locate
 from reprokit.locate.failure import Failure, from_plain, to_plain
 from reprokit.locate.ways import ways_of
+from reprokit.program.backward import edge_of
 from reprokit.program.ir import Call, Input, Program, Ref, Symbol
 from reprokit.program.trace import Origin, Tracer, recording
 
@@ -356,3 +357,13 @@ def test_an_infinity_that_was_asked_for_thousands_of_calls_ago_is_not_blamed() -
     made = program([mask, *sums, call("torch.mul", Ref(3000), Ref(0), to=Ref(3001))], ["x"], [3001])
     failure = found(made, torch.zeros(2))
     assert (failure.kind, failure.call) == ("nan", "torch.mul")
+
+
+def test_a_view_of_a_parameter_without_gradient_has_no_edge() -> None:
+    """Torch says that it requires a gradient, but no gradient flows through it."""
+    parameter = torch.nn.Parameter(torch.ones(2, 3))
+    with torch.no_grad():
+        view = parameter.view(6)
+    assert view.requires_grad
+    assert edge_of(view) is None
+    assert edge_of(parameter) is not None

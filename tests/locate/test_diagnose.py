@@ -445,6 +445,9 @@ def test_a_result_that_float64_cannot_hold_either_is_more_than_what_it_can() -> 
         (lambda x, h, a, b: torch.gru_cell(x, h, a, b), [(10, 5), (16, 4), (12, 5), (12, 4)], "batches-of-two-sizes"),
         (lambda x, h: x + h, [(10, 5), (16, 5)], "batches-of-two-sizes"),
         (lambda x, h: x + h, [(10, 5), (10, 4)], "length-mismatch"),
+        (lambda x, h: F.nll_loss(x.flatten(0, 1), h.flatten().long()), [(4, 10, 3), (4, 8)], "length-mismatch"),
+        (lambda x, h: F.nll_loss(x[0], h[0].long()), [(1, 10, 3), (1, 8)], "length-mismatch"),
+        (lambda x, h: F.nll_loss(x.view(-1, 3), h.long()), [(4, 6), (4,)], "length-mismatch"),
         (lambda x, h: torch.bmm(x, h), [(3, 4, 5), (2, 5, 4)], "batches-of-two-sizes"),
         (lambda x, h: torch.bmm(x, h), [(3, 4, 5), (3, 6, 4)], UNKNOWN),
         (
@@ -464,6 +467,31 @@ def test_batches_of_two_sizes_are_told_from_other_sizes(
 ) -> None:
     given = dict(zip("xhab", (torch.zeros(shape) for shape in tensors), strict=False))
     assert diagnose(record(call, **given)).id == name
+
+
+@pytest.mark.parametrize(
+    ("call", "tensors", "name"),
+    [
+        (lambda x, y: F.cross_entropy(x, y), [(12, 12), torch.arange(16)], "batches-of-two-sizes"),
+        (lambda x, y: F.nll_loss(x, y), [(3, 2), torch.tensor([0, 5])], "batches-of-two-sizes"),
+        (lambda x, y: F.cross_entropy(x, y), [(2, 3, 4), torch.full((2, 5), 9)], "length-mismatch"),
+        (lambda x, y, w: F.cross_entropy(x, y, w), [(2, 3), torch.tensor([1, 3]), (4,)], UNKNOWN),
+        (lambda x, y, w: F.cross_entropy(x, y, w), [(2, 3), torch.tensor([1, 3]), (3,)], "label-outside"),
+        (lambda x, y: F.cross_entropy(x, y), [(3, 2), torch.full((2,), -100)], "batches-of-two-sizes"),
+        (lambda x, y, w: F.embedding_bag(y, x, per_sample_weights=w), [(2, 3), torch.tensor([[7]]), (4,)], UNKNOWN),
+        (lambda x, y: F.embedding(y, x, max_norm=1.0), [(2, 3), torch.tensor([7])], "token-outside"),
+        (lambda x, y: F.one_hot(y, 3), [(), torch.tensor([0, 3])], "label-outside"),
+        (lambda x, y: x.gather(1, y), [(2, 3), torch.full((4, 1), 5)], UNKNOWN),
+        (lambda x, y: x.scatter(1, y, x), [(2, 3), torch.full((2, 9), 5)], UNKNOWN),
+        (lambda x, y: F.ctc_loss(x, y, [9], [2]), [(2, 1, 3), torch.tensor([[1, 1]])], UNKNOWN),
+        (lambda x, y: torch.linalg.solve(x, x[:1]), [(2, 2), torch.zeros(1)], UNKNOWN),
+    ],
+)
+def test_an_exception_about_sizes_is_not_blamed_on_values(
+    call: Callable[..., torch.Tensor], tensors: list[Any], name: str
+) -> None:
+    made = (torch.zeros(item) if isinstance(item, tuple) else item for item in tensors)
+    assert diagnose(record(call, **dict(zip("xyw", made, strict=False)))).id == name
 
 
 def test_an_index_outside_of_a_table_is_told_for_bags_too() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def test_the_issue_and_the_report_tell_it(tmp_path: Path) -> None:
     script = reduction_script(reduction, snapshot)
     without = write_issue(snapshot, script, VERIFIED, reduction=reduction)
     assert "Diagnosis" not in without
-    reduction.diagnosis = diagnose(snapshot, reduction).summary()
+    reduction = replace(reduction, diagnosis=diagnose(snapshot, reduction).summary())
     issue = write_issue(snapshot, script, VERIFIED, reduction=reduction)
     report = write_report(snapshot, script, VERIFIED, reduction=reduction)
     assert "<summary>Diagnosis" in issue and "no loss to judge it by: divide by at least one" in issue
@@ -37,7 +38,7 @@ def test_the_issue_and_the_report_tell_it(tmp_path: Path) -> None:
 def test_it_is_kept_in_the_file(tmp_path: Path) -> None:
     snapshot = zero_by_zero()
     reduction = shrink(snapshot, out_dir=tmp_path)
-    reduction.diagnosis = diagnose(snapshot).summary()
+    reduction = replace(reduction, diagnosis=diagnose(snapshot).summary())
     reduction.save(tmp_path / "kept.pt")
     assert load(tmp_path / "kept.pt").diagnosis == reduction.diagnosis
 
@@ -71,8 +72,9 @@ def test_a_change_that_is_no_fix_is_not_drawn_as_one(tmp_path: Path) -> None:
     reduction = shrink(snapshot, out_dir=tmp_path)
     script = reduction_script(reduction, snapshot)
     for is_plausible in (True, False):
-        reduction.diagnosis = diagnose(snapshot).summary()
-        reduction.diagnosis["fix"]["is_plausible"] = is_plausible
+        diagnosis = diagnose(snapshot).summary()
+        diagnosis["fix"]["is_plausible"] = is_plausible
+        reduction = replace(reduction, diagnosis=diagnosis)
         html = write_report(snapshot, script, VERIFIED, reduction=reduction)
         assert ('<div class="helped">' in html) is is_plausible
         assert ("so it is no fix" in html) is not is_plausible

@@ -48,6 +48,7 @@ LAYOUTS = {
 }  # fmt: skip
 # Differentiation: `test_code.py` has programs with it.
 COVERED_ELSEWHERE = {"torch.Tensor.backward", "torch.Tensor.retain_grad", "torch.autograd.grad", *SLOW}
+Layout = tuple[torch.dtype, torch.Size, torch.layout, tuple[int, ...] | None, bool]
 UNINITIALISED = re.compile(r"empty|resize|_fill_mem_eff|_make_dep_token")
 ROUNDED = re.compile(r"lstsq")  # the library underneath rounds by where its arguments lie in memory
 
@@ -226,19 +227,25 @@ def renumbering(numbers: dict[int, int]) -> Callable[[Any], Any]:
     return lambda leaf: Ref(numbers[leaf.value]) if isinstance(leaf, Ref) else leaf
 
 
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """All that decides whether a function such as `contiguous` returns its argument or a copy."""
+    strides = tensor.stride() if tensor.layout is torch.strided else None
+    return tensor.dtype, tensor.shape, tensor.layout, strides, tensor.is_neg()
+
+
 def joined(cases: list[Case]) -> Case:
     """Programs one after the other; a later call is given an earlier result where it fits."""
     calls: list[Call] = []
     inputs: list[Input] = []
     tensors: dict[int, torch.Tensor] = {}
-    made: dict[tuple[torch.dtype, torch.Size], int] = {}
+    made: dict[Layout, int] = {}
     for number, (program, given_tensors) in enumerate(cases):
         moved = {value: value + 1000 * number for value in range(1000)}
         used = set()
         for item in program.inputs:
             tensor = given_tensors[item.value]
-            earlier = made.get((tensor.dtype, tensor.shape)) if tensor.is_floating_point() else None
-            if earlier is not None and tensor.layout is torch.strided and earlier not in used:
+            earlier = made.get(layout_of(tensor)) if tensor.is_floating_point() else None
+            if earlier is not None and earlier not in used:
                 moved[item.value] = earlier
                 used.add(earlier)
             else:
@@ -252,8 +259,8 @@ def joined(cases: list[Case]) -> Case:
         results = run(Program(tuple(calls), tuple(inputs)), tensors, keep=frozenset(calls[-1].output_refs()))
         assume(results.error is None)
         for value, tensor in results.values.items():
-            if tensor.layout is torch.strided and not tensor.is_quantized:
-                made[tensor.dtype, tensor.shape] = value
+            if not tensor.is_quantized:
+                made[layout_of(tensor)] = value
     outputs = tuple(dict.fromkeys(ref for call in calls for ref in iter_refs(call.outputs)))
     return Program(tuple(calls), tuple(inputs), outputs), tensors
 
@@ -269,7 +276,7 @@ def programs(draw: st.DrawFn) -> Case:
 
 @settings(
     deadline=None,
-    max_examples=100,
+    max_examples=40,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much, HealthCheck.too_slow],
 )
 @given(case=programs())

@@ -19,8 +19,9 @@ from markdown_it import MarkdownIt
 from reprokit.cli import main
 from reprokit.errors import UsageError
 from reprokit.locate.diagnosis import Diagnosis, Fix
+from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Site
-from reprokit.render import diagnosis
+from reprokit.render import diagnosis, wording
 from reprokit.render.domains import Verdict
 from reprokit.render.edges import find_edge
 from reprokit.render.expectation import expect
@@ -207,6 +208,22 @@ def test_a_gradient_without_an_overflow_is_compared_with_float64(arriving: float
     gradient = torch.tensor([[2 * arriving, -arriving]])  # as on a machine whose kernel is wrong
     found = expect(replace(snapshot, tensors={**snapshot.tensors, 60: gradient}))
     assert (found.words, found.owner) == (words, owner)
+
+
+@pytest.mark.parametrize(("base", "exponent", "is_told"), [(0.0, -2.0, False), (1e30, 2.0, True)])
+def test_another_reason_of_the_training_step_is_told_apart(base: float, exponent: float, is_told: bool) -> None:
+    snapshot = one_call("torch.Tensor.pow", [0.0], -1.0)
+    found = expect(snapshot, reduction_of(one_call("torch.Tensor.pow", [base], exponent)))
+    assert found.remark.startswith("The training step failed for another reason, since ") is is_told
+    assert "In the training step this operand is an input of the step, `x0`." in found.remark
+
+
+@pytest.mark.parametrize(
+    ("message", "is_named"), [("need at least one array to stack", False), ("weight tensor 'w' is missing", True)]
+)
+def test_a_message_that_names_an_argument_is_not_asked_to(message: str, is_named: bool) -> None:
+    failure = Failure("forward", EXCEPTION, "torch.stack", exception=("ValueError", message))
+    assert ("which of its arguments" in wording.expected(failure)) is not is_named
 
 
 INPUT = "an input of the step"

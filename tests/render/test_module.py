@@ -206,6 +206,31 @@ def test_a_state_and_a_part_of_the_batch_keep_their_own_names() -> None:
     assert text.index("h = torch.") < text.index("model(x, h)")
 
 
+class Growth(nn.Module):
+    """The exponential of a sum; no line names what is added."""
+
+    def forward(self, given: list[torch.Tensor]) -> torch.Tensor:
+        z = torch.add(*given)
+        return torch.exp(z)
+
+
+@torch.no_grad()
+def test_an_input_without_a_name_has_one_name_in_a_module_and_where_it_is_called() -> None:
+    growth = Growth()
+
+    def step(x: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        return growth(list(given.values())) - x
+
+    snapshot = models.record_model(
+        growth, step, x=torch.ones(2), input_1=torch.full((2,), 90.0), input_2=torch.ones(2)
+    )  # fmt: skip
+    script = write_module_script(Context(snapshot.program, snapshot.tensors, snapshot.failure))
+    assert script is not None
+    expected = ("def forward(self, y, w):", "torch.add(y, w)", "model(y, w) - x", "x = x * 2")
+    assert [text for text in expected if text not in script.text] == []
+
+
 def divided(*, is_in_module: bool = False) -> Snapshot:
     """Zero divided by zero in the loop itself or in a module."""
 

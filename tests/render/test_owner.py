@@ -79,7 +79,9 @@ def test_the_owner_is_whose_line_computed_the_bad_value(
         exec(compile(f"{USER}\n{loop}", file, "exec"), {"__name__": "program"})
     snapshot = load(session.snapshots[0])
     assert snapshot.step == 2
-    assert expect(snapshot).owner == owner
+    found = expect(snapshot)
+    assert found.owner == owner
+    assert ("is a question about `library` or the code that calls it." in found.remark) == (owner == "library")
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from tests.render.programs import (
     square_root_at_zero,
 )
 from tests.render.test_texts import attention_step, reduced
+from tests.shrink.failing import record
 
 NAN, INF = float("nan"), float("inf")
 CASES = [square_root_at_zero, half_precision_adam, failing_cholesky, masked_softmax]
@@ -157,7 +158,7 @@ def test_the_paragraph_tells_what_happened() -> None:
     assert text.startswith(
         "It happened at step 8 of the training run, in the forward pass, in module layers.1.attention."
     )
-    assert "Of 10 torch calls on 8 input elements, 1 on 1 is enough to show it. It failed 20 of 20 runs" in text
+    assert "8 input elements, 1 call on 1 element is enough to show it. It failed 20 of 20 runs" in text
 
 
 def test_the_report_says_what_was_not_tried() -> None:
@@ -356,6 +357,34 @@ def test_frames_hold_weights_inputs_and_outputs() -> None:
     linear, net = ([span and (span.low, span.worst) for span in frame.spans] for frame in made)
     assert linear == [(3.0, 3.0), (2.0, 2.0), (6.0, 6.0)]
     assert net[:2] == [None, (1.0, 1.0)] and net[2] is not None and json.dumps(net[2][1]) == "NaN"
+
+
+class Doubled(torch.autograd.Function):
+    """A function whose backward reads what its forward was given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * grad * x.sqrt()
+
+
+def test_what_a_custom_function_saves_is_no_output_of_a_module() -> None:
+    def step(x: torch.Tensor) -> None:
+        Doubled.apply(x * 3).mean().backward()
+
+    snapshot = record(step, x=torch.tensor([-1.0, -1.0]).requires_grad_())
+    program, scope = snapshot.program, (Scope("", "Net"),)
+    end = next(index for index, call in enumerate(program.calls) if call.name == "mean")
+    calls = [replace(call, scope=scope) if index < end else call for index, call in enumerate(program.calls)]
+    for after in (end, end + 1):  # the loss is made outside of the module, or inside
+        calls[after - 1] = replace(calls[after - 1], scope=scope)
+        (net,), _ = frames(surveyed(replace(snapshot, program=replace(program, calls=tuple(calls)))))
+        assert net.outputs is not None and (net.outputs.low, net.outputs.high) == (6.0, 6.0)
 
 
 def test_frames_are_cut_around_the_origin() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from reprokit.errors import NotASnapshot, UsageError
+from reprokit.render import clean_runs
 from reprokit.render import verify as verifying
-from reprokit.render.verify import side_files, verify
+from reprokit.render.verify import CleanProcesses, VerifyResult, side_files, verify
 from reprokit.snapshot.format import save
 from tests.render.programs import masked_softmax, snapshot_of
 
@@ -27,60 +29,93 @@ def write(tmp_path: Path) -> Write:
     return write_it
 
 
-@pytest.fixture(params=["forked", "interpreters"])
-def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs forked from one clean interpreter, and runs in interpreters of their own."""
-    if request.param == "interpreters":
-
-        def nothing(*_: object) -> Iterator[verifying.Run]:
-            return iter(())
-
-        monkeypatch.setattr(verifying, "_forked_runs", nothing)
+@pytest.fixture(scope="module")
+def processes() -> Iterator[CleanProcesses]:
+    """One server for all tests: whatever a script does, the next one finds it as it was."""
+    with CleanProcesses() as opened:
+        yield opened
 
 
-@pytest.mark.usefixtures("either_way")
-@pytest.mark.parametrize(
-    ("text", "exit_code", "last"),
-    [
-        ("print('fine')", 0, ""),
-        ("print('out'); assert False, 'bad'", 1, "AssertionError: bad"),
-        ("import sys; sys.exit(7)", 7, ""),
-        ("import sys; sys.exit('gone')", 1, "gone"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
-        ("import reprokit", 1, "ModuleNotFoundError: import of reprokit halted; None in sys.modules"),
-        ("import os; assert os.listdir() == ['repro.py'], os.listdir()", 0, ""),
-        ("import os; assert 'SECRET' not in os.environ", 0, ""),
-        ("assert __name__ == '__main__' and __file__.endswith('repro.py')", 0, ""),
-        ("def broken(:", 1, "SyntaxError: invalid syntax"),
-    ],
-)
-def test_how_a_run_can_end(write: Write, monkeypatch: pytest.MonkeyPatch, text: str, exit_code: int, last: str) -> None:
+@pytest.fixture
+def run(write: Write, processes: CleanProcesses) -> Callable[..., VerifyResult]:
+    """Run a text in the server; the first run is a new interpreter, the others are forked."""
+
+    def run_it(text: str, times: int = 2, seconds: float = 60.0) -> VerifyResult:
+        return processes.begin_file(write(text), times, seconds).result()
+
+    return run_it
+
+
+ENDS = [
+    ("print('fine')", 0, ""),
+    ("print('out'); assert False, 'bad'", 1, "AssertionError: bad"),
+    ("import sys; sys.exit(7)", 7, ""),
+    ("import sys; sys.exit('gone')", 1, "gone"),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -9, ""),
+    ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", -11, ""),
+    ("import os, signal; os.killpg(0, signal.SIGTERM)", -15, ""),
+    ("import reprokit", 1, "ModuleNotFoundError: import of reprokit halted; None in sys.modules"),
+    ("import os; assert os.listdir() == ['repro.py'], os.listdir()", 0, ""),
+    ("import os; assert 'SECRET' not in os.environ", 0, ""),
+    ("assert __name__ == '__main__' and __file__.endswith('repro.py')", 0, ""),
+    ("import sys; assert sys.stdin.read() == '' and len(sys.argv) == 1", 0, ""),
+    ("import atexit; atexit.register(print, 'end')", 0, ""),
+    ("import threading; threading.Timer(0.1, print, ['end']).start()", 0, ""),
+    ("print('\u00e4')", 0, ""),
+    ("def broken(:", 1, "SyntaxError: invalid syntax"),
+]
+
+
+@pytest.mark.parametrize(("text", "exit_code", "last"), ENDS)
+def test_how_a_run_can_end(
+    run: Callable[..., VerifyResult], monkeypatch: pytest.MonkeyPatch, text: str, exit_code: int, last: str
+) -> None:
     monkeypatch.setenv("SECRET", "1")
-    result = verify(write(text), 2)
+    result = run(text)
     assert (result.exit_code, result.verified, result.is_unanimous) == (exit_code, "2/2", True)
     assert result.signature == f"exit code {exit_code}" + (f": {last}" if last else "")
     assert result.fails == (exit_code == 1)
 
 
-@pytest.mark.usefixtures("either_way")
-def test_a_run_that_takes_too_long_is_ended(write: Write) -> None:
-    result = verify(write("import time; time.sleep(60)"), 1, seconds_per_run=1.0)
-    assert (result.exit_code, result.signature) == (None, "timeout")
+def test_where_the_system_cannot_fork(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "fork")
+    result = verify(write("import os; print(os.urandom(8).hex()); assert False, 'bad'"), 2)
+    assert (result.num_failed, result.verified, result.signature) == (2, "1/2", "exit code 1: AssertionError: bad")
+    assert verify(write("import time; time.sleep(60)"), 2, seconds_per_run=0.2).signature == "timeout"
+
+
+def test_a_run_that_takes_too_long_is_ended(run: Callable[..., VerifyResult]) -> None:
+    result = run("import time; time.sleep(60)", 2, 0.3)
+    assert (result.exit_code, result.signature, result.verified) == (None, "timeout", "2/2")
     assert result.seconds < 30
 
 
-@pytest.mark.usefixtures("either_way")
-def test_runs_that_differ_do_not_agree(write: Write) -> None:
-    result = verify(write("import os; print(os.urandom(8).hex())"), 3)
-    assert (result.agreed, result.verified, result.is_unanimous) == (1, "1/3", False)
+def test_runs_that_differ_do_not_agree(run: Callable[..., VerifyResult], processes: CleanProcesses) -> None:
+    """A forked run has its parent's seed of hashes; the new interpreter has another one."""
+    numbers = "os.urandom(8).hex(), random.random(), numpy.random.rand(), torch.rand(1).item(), hash('a')"
+    result = run(f"import os, random, numpy, torch\nprint({numbers})", 4)
+    assert (result.agreed, result.is_unanimous) == (1, False)
+    *columns, hashes = zip(*(run.stdout.split() for run in list(processes._reports.values())[-1]), strict=True)
+    assert [len(set(column)) for column in columns] == [4] * 4
+    assert len(set(hashes)) == 2
 
 
-@pytest.mark.usefixtures("either_way")
-def test_memory_addresses_and_folders_make_no_difference(write: Write) -> None:
-    assert verify(write("import os; print(object(), os.getcwd())"), 3).is_unanimous
+def test_memory_addresses_and_folders_make_no_difference(run: Callable[..., VerifyResult]) -> None:
+    assert run("import os; print(object(), os.getcwd())", 3).is_unanimous
 
 
-@pytest.mark.usefixtures("either_way")
+def test_a_run_leaves_nothing_to_the_next(run: Callable[..., VerifyResult]) -> None:
+    text = """
+        import os, sys, torch
+        print(getattr(torch, "left", None), torch.get_default_dtype(), os.environ.get("LEFT"))
+        print(torch.get_num_threads(), torch.is_grad_enabled(), torch.ones(99999).sum())
+        torch.left, os.environ["LEFT"] = 1, "1"
+        torch.set_default_dtype(torch.float64), torch.manual_seed(1), torch.set_num_threads(3)
+    """
+    result = run("\n".join(line.strip() for line in text.splitlines()), 4)
+    assert result.is_unanimous and result.output.startswith("None torch.float32 None\n")
+
+
 def test_files_that_the_script_names_come_along(write: Write, tmp_path: Path) -> None:
     (tmp_path / "numbers.txt").write_text("12")
     (tmp_path / "other.txt").write_text("13")
@@ -90,9 +125,20 @@ def test_files_that_the_script_names_come_along(write: Write, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are not forked here")
-def test_what_an_optimizer_loads_is_loaded_once(write: Write) -> None:
-    result = verify(write("import sys; print('torch._dynamo' in sys.modules, 'torch.optim')"), 1)
-    assert result.output == "True torch.optim\n"
+def test_a_module_of_torch_that_a_run_loads_is_loaded_once(run: Callable[..., VerifyResult]) -> None:
+    """The new interpreter and the first forked run load it, the others have it."""
+    result = run("import sys; print('torch.ao.ns' in sys.modules); import torch.ao.ns", 4)
+    assert (result.agreed, result.exit_code) == (2, 0)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="runs are not forked here")
+def test_what_a_server_that_ends_leaves_undone_is_done_by_new_interpreters(write: Write) -> None:
+    with CleanProcesses() as processes:
+        processes.open()
+        assert processes._server is not None
+        processes._server.kill()
+        processes._server.wait()
+        assert processes.begin_file(write("assert False, 'bad'"), 3).result().verified == "3/3"
 
 
 def test_leaves_no_folders_behind(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,3 +166,19 @@ def test_what_cannot_be_verified(tmp_path: Path) -> None:
     (tmp_path / "text.pt").write_text("not a snapshot")
     with pytest.raises(NotASnapshot):
         verify(tmp_path / "text.pt", 1)
+
+
+def test_sigterm_finds_every_child_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 12345
+
+    monkeypatch.setattr(clean_runs, "start", start)
+    monkeypatch.setattr(clean_runs, "prepare", lambda files: "")
+    server, before = clean_runs.Server(), signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            server._start(clean_runs.Job(0, ["repro.py"], 1, 1, 1.0, 0, []), 0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert list(server._running) == [12345]

@@ -460,3 +460,22 @@ def causal(*, is_hidden: bool) -> Snapshot:
     pad = torch.zeros(3, 6, dtype=torch.bool)
     pad[1, :2] = True
     return record_model(model, lambda x, pad: model(x, pad), x=seeded(3, 6, 4), pad=pad)
+
+
+class Transcriber(nn.Module):
+    """A recurrent layer whose first state is made by torch, and letters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        scores = self.head(self.rnn(x)[0]).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, labels, torch.full((2,), 5), lengths)
+
+
+def flat_labels() -> Snapshot:
+    """Labels of all samples in one row, one sample longer than its input."""
+    model = Transcriber()
+    labels, lengths = torch.tensor([1, 2, 1, 2, 1, 2, 1, 2]), torch.tensor([2, 6])
+    return record_model(model, model, x=seeded(2, 5, 3), labels=labels, lengths=lengths)

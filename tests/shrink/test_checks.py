@@ -437,10 +437,13 @@ def test_a_repro_that_runs_a_file_is_verified_beside_it_only(exploded: Reduction
         verify(tmp_path / "reduction.pt", 1)
 
 
-def test_the_command_copies_the_check_beside_its_repro(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_copies_the_check_beside_its_repro(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(file.parent)
     save(grown(), "x.pt")
-    assert main(["shrink", "-q", "-o", "out", "--max-checks", "5", "--check", "my_check.py:exploded", "x.pt"]) == 0
+    assert main(["shrink", "-o", "out", "--max-checks", "5", "--check", "my_check.py:exploded", "x.pt"]) == 0
+    assert "verification has not run yet -> out/repro.py" in capsys.readouterr().err
     assert Path("out", "my_check.py").read_text() == CHECKS
     assert verify(Path("out", "repro.py"), 1).fails
 
@@ -627,12 +630,11 @@ def test_the_same_input_gives_the_same_bytes(file: Path, tmp_path: Path) -> None
 
 
 def bytes_without_times(path: Path) -> bytes:
-    reduction: Reduction = load(path)
-    reduction.seconds = 0.0
+    reduction: Reduction = replace(load(path), seconds=0.0)
     for row in reduction.passes:
         row["seconds"] = 0.0
     if reduction.context is not None:
-        reduction.context = replace(reduction.context, seconds=0.0)
+        reduction = replace(reduction, context=replace(reduction.context, seconds=0.0))
     reduction.save(path)
     return path.read_bytes()
 

@@ -160,6 +160,14 @@ def test_a_number_of_elements_follows_the_sizes_and_dead_writes_go() -> None:
     assert count == labels.numel() < 6
 
 
+def test_the_batch_of_flat_labels_shrinks() -> None:
+    context = context_of(models.flat_labels())
+    shapes = {item.name: tuple(context.tensors[item.value].shape) for item in context.program.inputs}
+    limits = {"x": (1, 2, 2), "lengths": (1,), "labels": (3,)}
+    assert all(size <= limit for name in limits for size, limit in zip(shapes[name], limits[name], strict=True))
+    assert [block.scope.cls for block in context.tree.layers()] == ["GRU", "Linear"]
+
+
 def test_a_batch_is_an_input_not_a_stack_of_samples() -> None:
     context = context_of(models.stacked())
     assert [call.name for call in context.program.calls] == ["sub", "div"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from reprokit.locate.blame import locate
-from reprokit.program.ir import Call, Input, Program, Ref, Slice
+from reprokit.program.ir import Call, Device, Input, Program, Ref, Slice
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.classes import find_classes
 from reprokit.shrink.dimensions import Axis, Class, Constant, Length, shrink_to
@@ -96,7 +96,7 @@ def test_integers_in_arguments_are_renumbered_on_request() -> None:
 def test_what_programs_are_probed_on() -> None:
     assert Prober().ground(one_call("torch.exp", Ref(0), tensors=zeros((3,)))) is Ground.ZEROS
     assert Prober().ground(one_call("torch.linalg.inv", Ref(0), tensors=[torch.eye(2)])) is Ground.META
-    large = one_call("torch.exp", Ref(0), tensors=[torch.zeros(1).expand(1 << 22)])
+    large = one_call("torch.exp", Ref(0), tensors=[torch.zeros(1).expand(1 << 24)])
     assert Prober().ground(large) is Ground.META
     sparse = one_call("torch.Tensor.to_dense", Ref(0), tensors=[torch.eye(2).to_sparse()])
     assert Prober().ground(sparse) is None
@@ -122,6 +122,19 @@ def test_recurrent_layers_with_parts_missing_are_not_run(
     candidate = one_call("torch.gru", *args, tensors=[*zeros((3, 1, 2), (states, 1, 2)), *weights])
     assert is_safe(candidate.program, candidate.shapes) == safe
     assert (locate(candidate.program, candidate.tensors) is None) if safe else Prober().ground(candidate) is None
+
+
+@pytest.mark.parametrize("width", [2, 1 << 21])  # probed on zeros, and on the meta device
+@pytest.mark.parametrize(("cells", "batch"), [(1, 1), (2, 1), (1, 3), (0, 1)])
+def test_a_state_that_the_program_makes_is_compared_before_a_probe(cells: int, batch: int, width: int) -> None:
+    state = Call("torch.zeros", (cells, batch, 2), {"device": Device("cpu")}, Ref(9))
+    args = (Ref(0), Ref(9), [Ref(1), Ref(2)], False, 1, 0.0, False, False, False)
+    layer = Call("torch.gru", args, {}, (Ref(3), Ref(4)))
+    tensors = {0: torch.zeros(()).expand(1, 1, width), 1: torch.zeros(()).expand(6, width), 2: torch.zeros(6, 2)}
+    inputs = tuple(Input(value, f"x{value}") for value in tensors)
+    candidate = Candidate(Program((state, layer), inputs, (Ref(3),)), tensors)
+    fits = {2: Ground.ZEROS, 1 << 21: Ground.META}[width] if (cells, batch) == (1, 1) else None
+    assert Prober().ground(candidate) is fits
 
 
 def test_gates_must_be_complete() -> None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,3 +221,20 @@ def test_nothing_that_holds_is_flaky(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Certainty, "confirmed", unlucky)
     with pytest.raises(Flaky, match="no reduction holds"):
         shrink(snapshot_of_growth(), check=f"{file}:sometimes", max_checks=10)
+
+
+def test_runs_that_selected_the_program_do_not_raise_its_rate() -> None:
+    outcomes = itertools.cycle((0, 1))
+    check: Any = ScriptedCheck(outcomes=outcomes)
+    oracle: Any = SimpleNamespace(failure=check.observe)
+    certainty = Certainty(oracle, oracle, check, {}, False, FAILS)
+    with pytest.raises(Flaky, match="fails in 15 of 30 runs"):
+        certainty.establish(EMPTY, lambda rate: None, [FAILS])
+
+
+def test_runs_that_selected_the_program_count_when_all_fail() -> None:
+    check: Any = ScriptedCheck(outcomes=iter((1, 1, 1, 1)))
+    oracle: Any = SimpleNamespace(failure=check.observe)
+    certainty = Certainty(oracle, oracle, check, {}, False, FAILS)
+    certainty.establish(EMPTY, lambda rate: None, [FAILS])
+    assert certainty.reproduces == "5/5"

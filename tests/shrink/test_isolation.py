@@ -118,6 +118,7 @@ def test_candidates_of_the_last_word_run_in_an_interpreter_of_their_own() -> Non
         ("torch.embedding_bag", False),
         ("torch.segment_reduce", False),
         ("torch._weight_norm", False),
+        ("torch.nn.functional.ctc_loss", False),
     ],
 )
 def test_calls_that_trust_their_arguments_run_apart(target: str, is_here: bool) -> None:

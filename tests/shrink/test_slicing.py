@@ -81,9 +81,9 @@ def test_a_slice_that_does_not_fail_is_not_used(monkeypatch: pytest.MonkeyPatch)
     limits: list[Limits] = []
     establish = Certainty.establish
 
-    def watch(certainty: Certainty, whole: Candidate, tell: Any) -> None:
+    def watch(certainty: Certainty, whole: Candidate, tell: Any, first: Any) -> None:
         limits.append(certainty.isolation.allowed)
-        establish(certainty, whole, tell)
+        establish(certainty, whole, tell, first)
 
     monkeypatch.setattr("reprokit.shrink.reducer.slice_to", healthy)
     monkeypatch.setattr(Certainty, "establish", watch)

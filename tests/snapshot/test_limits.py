@@ -43,6 +43,7 @@ def file(tmp_path: Path) -> Path:
         ({"command": doubled(40)}, "items"),
         ({"command": nested(100)}, "depth"),
         ({"tensors": {0: torch.zeros(1).expand(10**6, 10**6)}}, "elements"),
+        ({"tensors": {0: torch.sparse_coo_tensor([[0]], [1.0], (10**9,), check_invariants=True)}}, "elements"),
     ],
 )
 def test_what_a_few_bytes_can_ask_for(file: Path, change: dict[str, Any], limit: str) -> None:

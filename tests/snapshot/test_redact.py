@@ -411,7 +411,27 @@ def test_redacting_the_corpus_twice_is_redacting_it_once(secrets_corpus: ModuleT
         ("password=${PW} --api-key $KEY", None),
         ("password: str = 'abc'", "password: str = '***'"),
         ("mkdir -p exp12345", None),
-        ("-p 0.5 -p 8080 -p bfloat16 -p vit_b_16 -u 1000:1000", None),
+        ("docker login -u ada -p swordfish reg.io", "docker login -u ada -p *** reg.io"),
+        ("az login -u ada -p swordfish ; ls -p swordfish", "az login -u ada -p *** ; ls -p swordfish"),
+        ("unrar x -pswordfish a.rar && zip -P swordfish a.zip b", "unrar x -p*** a.rar && zip -P *** a.zip b"),
+        ("python train.py -p resnet50 --lr 0.1", "python train.py -p *** --lr 0.1"),
+        ("torchrun -m train login -p bf16-mixed", None),
+        ("python train.py -p hunter2", "python train.py -p ***"),
+        ("python train.py -p winter-2024", "python train.py -p ***"),
+        ("sshpass -p 1234 ssh gpu17", "sshpass -p *** ssh gpu17"),
+        ('run(["sshpass", "-p", "hunter", "ssh"])', 'run(["sshpass", "-p", "***", "ssh"])'),
+        ("run(['mysql', '-phunter', '-u', 'root'])", "run(['mysql', '-p***', '-u', 'root'])"),
+        ('run(["python", "train.py", "-p", "hunter2"])', 'run(["python", "train.py", "-p", "***"])'),
+        ('add_argument("-p", "--port2", default="-p"); ["-p", "8080", "-p", "bfloat16"]', None),
+        ('["mysql", "-p", "--host", "db"] ["mysql", "-p"]', None),
+        ("python train.py -p Tr0ub4dor&3", "python train.py -p ***"),
+        ("expect x.exp -p hunter22", "expect x.exp -p ***"),
+        ("password: correct horse battery staple", "password: ***"),
+        ("- db_passphrase = correct horse battery\nlr = 0.1", "- db_passphrase = ***\nlr = 0.1"),
+        ("borg --passphrase correct horse battery -v", "borg --passphrase *** -v"),
+        ("password: list[str] | None = None", None),
+        ("passphrase_dropout: 0.1", None),
+        ("-p 0.5 -p 8080 -p bfloat16 -p float8_e4m3fn -p data/imagenet2012 -u 1000:1000", None),
         ("hf_hub_download_with_retries npm_config_registry_mirror", None),
         ("sk-learn-compatible-estimators-2023", None),
     ],
@@ -460,7 +480,11 @@ def test_variables_hide_addresses() -> None:
 
 
 @pytest.mark.parametrize(
-    "unit", ["a.", "/", "\\", "\n", "eyJ", "xoxb-", "sk-a", "ATBB", "://a:", "token=", "/home/", '"', "-a ", "mysql "]
+    "unit",
+    [
+        *("a.", "/", "\\", "\n", "eyJ", "xoxb-", "sk-a", "ATBB", "://a:", "token=", "/home/", '"', "-a "),
+        *("mysql ", "mysql-", "--a b "),
+    ],
 )
 @pytest.mark.parametrize("redacted", [redact_text, redact_source])
 def test_a_long_line_takes_linear_time(unit: str, redacted: Callable[[str], str]) -> None:
@@ -468,3 +492,23 @@ def test_a_long_line_takes_linear_time(unit: str, redacted: Callable[[str], str]
     start = time.process_time()
     redacted((unit * 100_000)[:100_000])
     assert time.process_time() - start < 3  # half a second on an idle machine, minutes by the square
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("train.py -p bf16-mixed data", None),
+        ("mkdir -p exp12345 data", None),
+        ("train.py -p hunter2 data", "train.py -p *** data"),
+        ("mysql -p hunter db -u root", "mysql -p *** db -u root"),
+        ("mysql -u root -phunter -p -h db", "mysql -u root -p*** -p -h db"),
+        ("/usr/bin/sshpass -p 1234 ssh", "/usr/bin/sshpass -p *** ssh"),
+        ("docker login -u ada -p swordfish", "docker login -u ada -p ***"),
+        ("redis-cli -p 6379 -a pass", "redis-cli -p 6379 -a ***"),
+        ("train.py -p Qx7!kd#2 data", "train.py -p *** data"),
+        ("train.py --passphrase correct horse battery --lr 0.1", "train.py --passphrase *** *** *** --lr 0.1"),
+        ("train.py --password hunter2 data", "train.py --password *** data"),
+    ],
+)
+def test_flags_of_a_script(words: str, expected: str | None) -> None:
+    assert " ".join(redact_argv(words.split())) == (expected or words)

@@ -91,10 +91,31 @@ def test_a_reduction_has_its_minimum_and_its_context(monkeypatch: pytest.MonkeyP
     reduction = reduction_of(failing.half_linear_overflow())
     assert set(table.of_reduction(reduction, {}, seconds=300.0)["tables"]) == {"minimum"}
     context = failing.masked_softmax()
-    reduction.context = context  # type: ignore[attr-defined]
+    reduction = replace(reduction, context=context)  # type: ignore[arg-type]
     made = table.of_reduction(reduction, {}, seconds=300.0)
     assert answers(made, "minimum")["float32"] == "passes"
     assert answers(made, "context")["float32"] == "same"
+
+
+@pytest.mark.parametrize("is_usable", [True, False])
+def test_a_table_in_the_making(is_usable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked where that is possible; the process ends with the block, asked for the table or not."""
+    without_slow_variants(monkeypatch)
+    if not is_usable:
+        monkeypatch.setattr(table.forked, "is_usable", lambda: False)
+        row = {"variant": "float32", "answer": "passes"}
+        monkeypatch.setattr(table, "make_table", lambda *_: {"tables": {"minimum": [row]}})
+    reduction, before = reduction_of(failing.half_linear_overflow()), children()
+    with table.making_of_reduction(reduction, {}, seconds=300.0) as wait:
+        assert answers(wait(), "minimum")["float32"] == "passes"
+    with table.making_of_reduction(reduction, {}, seconds=300.0):
+        pass
+    assert children() <= before
+
+
+def children() -> set[str]:
+    """The processes that this one has started and not waited for."""
+    return {pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
 
 
 def test_the_variant_travels_with_its_candidate() -> None:
@@ -106,7 +127,8 @@ def test_the_variant_travels_with_its_candidate() -> None:
 
 def test_a_reduction_keeps_its_table(tmp_path: Path) -> None:
     reduction = reduction_of(failing.masked_softmax())
-    reduction.whatif = table.make_table(subjects(failing.masked_softmax()), {}, 0.01)
+    made = table.make_table(subjects(failing.masked_softmax()), {}, 0.01)
+    reduction = replace(reduction, whatif=made)
     reduction.save(tmp_path / "reduction.pt")
     assert reductions.load(tmp_path / "reduction.pt").whatif == reduction.whatif
     content = read_file(tmp_path / "reduction.pt", reductions.KIND)

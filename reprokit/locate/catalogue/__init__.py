@@ -59,7 +59,7 @@ class Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One mechanism. Empty ``kinds``, ``phases``, ``calls`` and ``nodes`` mean any.
+    """One mechanism. Empty ``phases``, ``calls`` and ``nodes`` mean any; an exception has to be among the ``kinds``.
 
     ``tier``: ``origin`` explains what the origin did, ``context`` the story before it (growth over many steps), and
     ``general`` fits so much that it is the last resort. ``mechanism`` and ``evidence`` are templates over the numbers
@@ -71,7 +71,7 @@ class Entry:
     mechanism: str
     confidence: str
     advice: str
-    kinds: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ("nan", "inf")
     phases: tuple[str, ...] = ()
     calls: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()

@@ -8,17 +8,20 @@ from typing import Any
 
 import torch
 
+from reprokit.arrivals import pass_on
 from reprokit.locate.calls import short_name
 from reprokit.locate.failure import EXCEPTION
 from reprokit.locate.graphs import find_update, find_write, written_leaf
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs.arguments import dimension
 from reprokit.locate.signs.registry import Numbers, dtype_name, places, sign
-from reprokit.program.ir import Call
+from reprokit.program.ir import Call, map_leaves
+from reprokit.program.run import execute
 
 _OF_BATCHES = re.compile(
     r"batch.?size|batch dimension|non-singleton dimension 0\b|batch2 tensor|expected hidden", re.IGNORECASE
 )
+_RECURRENT = ("gru", "lstm", "rnn_relu", "rnn_tanh")  # their hidden states have the batch second
 _SHAPE = re.compile(r"[(\[]([\d, ]+)[)\]]")
 
 
@@ -71,7 +74,7 @@ def _placed(call: Call) -> str:
 
 @sign
 def label_outside(scene: Scene) -> Numbers | None:
-    """True if a label, or the number of an embedding's row, is outside of what there is, with the range of both."""
+    """True if the call raises over a label, or the number of an embedding's row, outside of what there is."""
     call = scene.call
     if call is None:
         return None
@@ -89,8 +92,32 @@ def label_outside(scene: Scene) -> Numbers | None:
     if not counted.numel() or size < 0:
         return None
     lowest, highest = int(counted.min()), int(counted.max())
-    found = {"lowest": lowest, "highest": highest, "size": size, "last": size - 1}
-    return found if lowest < 0 or highest >= size else None
+    if (lowest >= 0 and highest < size) or not _returns_with(scene, labels, labels.clamp(0, size - 1)):
+        return None
+    return {"lowest": lowest, "highest": highest, "size": size, "last": size - 1}
+
+
+def _returns_with(scene: Scene, old: torch.Tensor, new: torch.Tensor) -> bool:
+    """True if the origin does not raise with ``new`` in place of one of its tensors: the exception is over its values.
+
+    Functions compare sizes before they read values, so a label may be outside and the exception about something else.
+    """
+    origin = scene.origin
+    if origin is None:
+        return False
+    arguments = (origin.args, dict(origin.kwargs))
+    args, kwargs = map_leaves(arguments, lambda leaf: new if leaf is old else _copied(leaf))
+    try:
+        with torch.no_grad():
+            execute(origin.call, args, kwargs)
+    except Exception as error:  # functions refuse in as many ways as there are functions
+        pass_on(error)
+        return False
+    return True
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf  # `max_norm` writes into the weight
 
 
 @sign
@@ -116,28 +143,42 @@ def stacks_other_sizes(scene: Scene) -> Numbers | None:
 
 @sign
 def batches_differ(scene: Scene) -> Numbers | None:
-    """True if the function was given batches of two sizes, both of which an argument has, with both sizes."""
-    if scene.failure.kind != EXCEPTION or scene.failure.exception is None:
+    """True if the function was given two sizes that are those of batches among the inputs of the step.
+
+    An exception over flattened tensors does not show which dimension differs. A batch is the first dimension of an
+    input; a hidden state may have it second.
+    """
+    pair = _compared_sizes(scene)
+    if pair is None or scene.failure.exception is None:
         return None
-    pair = _two_sizes(scene.failure.exception[1])
-    sizes = {size for tensor in scene.arguments() for size in tensor.shape[:2]}
-    if pair is None or not sizes.issuperset(pair):
-        return None
-    return {"smaller": min(pair), "larger": max(pair)}
+    is_recurrent = scene.call is not None and short_name(scene.call) in _RECURRENT
+    depth = 2 if is_recurrent or "expected hidden" in scene.failure.exception[1].lower() else 1
+    given = (scene.tensors[item.value] for item in scene.inputs() if item.role != "parameter")
+    batches = {size for tensor in given for size in tensor.shape[:depth]}
+    return {"smaller": pair[0], "larger": pair[1]} if batches.issuperset(pair) else None
 
 
 @sign
 def is_remainder(scene: Scene) -> Numbers | None:
     """True if an input of the step has as many rows as full batches and a short one at the end make up."""
-    pair = batches_differ(scene)
+    pair = _compared_sizes(scene)
     for item in scene.inputs() if pair is not None else ():
         rows = scene.tensors[item.value].shape[:1]
-        if pair is None or item.role == "parameter" or not rows or rows[0] <= pair["larger"]:
+        if pair is None or item.role == "parameter" or not rows or rows[0] <= pair[1]:
             continue
-        whole, rest = divmod(rows[0], pair["larger"])
-        if rest == pair["smaller"]:
-            return {"input": f"`{item.name}`", "rows": rows[0], "whole": whole}
+        whole, rest = divmod(rows[0], pair[1])
+        if rest == pair[0]:
+            return {"input": f"`{item.name}`", "rows": rows[0], "whole": whole, "smaller": rest, "larger": pair[1]}
     return None
+
+
+def _compared_sizes(scene: Scene) -> tuple[int, int] | None:
+    """The two sizes that an exception compares, the smaller one first, if the origin's arguments have both."""
+    if scene.failure.kind != EXCEPTION or scene.failure.exception is None:
+        return None
+    pair = _two_sizes(scene.failure.exception[1])
+    sizes = {size for tensor in scene.arguments() for size in tensor.shape[:2]}
+    return (min(pair), max(pair)) if pair is not None and sizes.issuperset(pair) else None
 
 
 def _two_sizes(message: str) -> tuple[int, int] | None:

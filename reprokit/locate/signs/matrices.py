@@ -37,8 +37,8 @@ def _is_matrix_of(values: torch.Tensor, args: Sequence[Any]) -> bool:
 @sign
 def is_singular(scene: Scene) -> Numbers | None:
     """True if a matrix has no inverse, up to rounding, with its rank and condition number."""
-    x = scene.tensor("x")
-    if x is None or x.dim() < 2 or x.shape[-1] != x.shape[-2] or not x.numel() or not bool(x.isfinite().all()):
+    x = _decomposed(scene)
+    if x is None or not x.numel():
         return None
     values = torch.linalg.svdvals(x.detach().double()).reshape(-1, x.shape[-1])
     ratios = values[:, -1] / values[:, 0].clamp(min=1e-300)
@@ -53,9 +53,18 @@ def is_singular(scene: Scene) -> Numbers | None:
 @sign
 def is_not_positive(scene: Scene) -> Numbers | None:
     """True if a symmetric matrix has an eigenvalue that is not above zero."""
-    x = scene.tensor("x")
-    if x is None or x.dim() < 2 or x.shape[-1] != x.shape[-2] or not bool(x.isfinite().all()):
+    x = _decomposed(scene)
+    if x is None:
         return None
     lowest = float(torch.linalg.eigvalsh(x.detach().double()).min())
     eps = torch.finfo(x.dtype).eps * float(x.abs().max()) * x.shape[-1]
     return {"lowest": lowest, "size": x.shape[-1]} if lowest <= eps else None
+
+
+def _decomposed(scene: Scene) -> torch.Tensor | None:
+    """The square finite matrices of the origin; ``None`` if it raises over something else, such as shapes."""
+    x, failure = scene.tensor("x"), scene.failure
+    if failure.exception is not None and "LinAlgError" not in failure.exception[0]:
+        return None
+    is_square = x is not None and x.dim() > 1 and x.shape[-1] == x.shape[-2]
+    return x if x is not None and is_square and bool(x.isfinite().all()) else None

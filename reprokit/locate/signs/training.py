@@ -14,6 +14,7 @@ from reprokit.locate.calls import short_name
 from reprokit.locate.domains import WEIGHTED
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs.registry import Numbers, is_wanted, places, sign
+from reprokit.locate.ways import largest_finite
 from reprokit.program.ir import Ref
 
 # State of torch's optimizers, by name: averages and sums of squares.
@@ -158,8 +159,7 @@ def parameters_are_huge(scene: Scene, bound: float = 1e6) -> Numbers | None:
     for item in scene.inputs("parameter"):
         values = scene.tensors[item.value]
         if values.is_floating_point() and values.numel():
-            size = float(values.detach().abs().double().nan_to_num(0.0, 0.0, 0.0).max())
-            worst, name = max((worst, name), (size, item.name))
+            worst, name = max((worst, name), (largest_finite(values), item.name))
     return {"largest": worst, "input": f"`{name}`", "lr": rate} if worst >= bound else None
 
 

@@ -40,7 +40,7 @@ from reprokit.shrink.context.tree import tree_of
 from reprokit.shrink.oracle import Oracle, Verdict
 from reprokit.shrink.passes.recurrent import simplify_recurrent
 from reprokit.shrink.passes.setting import simplify_precision
-from reprokit.shrink.passes.sizes import shrink_dimensions
+from reprokit.shrink.passes.sizes import shorten_parts, shrink_dimensions
 from reprokit.shrink.passes.values import plainer_contents
 from reprokit.shrink.plainness import ANY, MAX_LITERALS, NUM_SEEDS, plainness, seed_of, state_of_seed
 from reprokit.shrink.probe import Shapes, forms_of
@@ -187,6 +187,7 @@ class _Search:
             while before is not self._best:  # an index of `gather` shrinks before what it looks up can
                 before = self._best
                 shrink_dimensions(self.problem)
+            shorten_parts(self.problem)
 
     def _drop_layers(self) -> None:
         """Modules by identity, largest first; never the one of the origin and its own layers."""

@@ -18,7 +18,7 @@ from reprokit.shrink.isolation.remote import Executor, reports_from
 from reprokit.shrink.isolation.running import Run, uninterrupted, wait_for
 from reprokit.shrink.isolation.task import NotObserved, Report, Task
 from reprokit.shrink.isolation.worker import Worker, observe_freshly
-from reprokit.shrink.safety import trusts_shapes
+from reprokit.shrink.safety import trusts_arguments
 
 Reports = Generator[Report, None, None]
 MODES = ("auto", "process", "fork", "worker")
@@ -127,7 +127,7 @@ class Isolation:
     def _may_run_here(self, candidate: Candidate) -> bool:
         if self.mode == "process" or not _has_process_groups():
             return True
-        return self.mode == "auto" and not self.is_wary and not trusts_shapes(candidate.program)
+        return self.mode == "auto" and not self.is_wary and not trusts_arguments(candidate.program)
 
     def _run_here(self, candidate: Candidate) -> Report:
         started = time.monotonic()
