@@ -121,12 +121,15 @@ class Server:
         name = os.path.basename(job.files[0])
         is_fresh = index < job.num_fresh or num_threads() > self._num_threads
         is_first = index == job.num_fresh and not is_fresh
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # an unknown child would outlive the server
+        arrived: list[int] = []  # a mask would not do: the signal could go to any of torch's threads
+        before = signal.signal(signal.SIGTERM, lambda number, frame: arrived.append(number))
         try:
             child = start(folder, name, job.fresh if is_fresh else [])
             self._running[child] = Running(folder, time.monotonic() + job.seconds, is_first)
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            signal.signal(signal.SIGTERM, before)
+        if arrived:  # only now, as a child that is not known would outlive the server
+            signal.raise_signal(arrived[0])
 
     def _finish(self, job: Job) -> None:
         """Report every child that ended or took too long."""
@@ -202,7 +205,6 @@ def become(folder: str, name: str) -> None:
     os.setsid()
     atexit._clear()  # of torch's own, which takes longer than a run
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.chdir(os.path.join(folder, "work"))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -176,9 +177,14 @@ def test_sigterm_finds_every_child_known(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(clean_runs, "start", start)
     monkeypatch.setattr(clean_runs, "prepare", lambda files: "")
     server, before = clean_runs.Server(), signal.signal(signal.SIGTERM, signal.default_int_handler)
+    stop = threading.Event()
+    other = threading.Thread(target=stop.wait)  # one that the signal may go to, as torch's may
+    other.start()
     try:
         with pytest.raises(KeyboardInterrupt):
             server._start(clean_runs.Job(0, ["repro.py"], 1, 1, 1.0, 0, []), 0)
     finally:
+        stop.set()
+        other.join()
         signal.signal(signal.SIGTERM, before)
     assert list(server._running) == [12345]
