@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from reprokit.render import whatif
-from reprokit.render.environment import jinja_environment
 from reprokit.render.gate import require_closed
 from reprokit.render.script import write_script
+from reprokit.render.templates import jinja_environment
 from reprokit.render.wording import prose
 from reprokit.snapshot import grammar
 from reprokit.visible import visible, visible_line, visible_name

@@ -14,12 +14,10 @@ from dataclasses import replace
 import torch
 
 from reprokit.locate.calls import constant_ways
-from reprokit.locate.dropped import find_drop
 from reprokit.locate.failure import EXCEPTION, Drop, Failure, kind_of, module_of
 from reprokit.locate.gradient import Blame, GradientWatch, blame_gradient
-from reprokit.locate.hidden import explains_gradient
+from reprokit.locate.hidden import bad_operand, explains_gradient, find_drop
 from reprokit.locate.notes import Found, Notes
-from reprokit.locate.raised import bad_operand
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
 from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name, is_factory
 from reprokit.program.ir import OPAQUE, Call, Program, Scope, iter_refs

@@ -17,8 +17,7 @@ from reprokit.locate.calls import short_name
 from reprokit.locate.catalogue import CONFIDENCES, TIERS, Entry, Remedy, entries
 from reprokit.locate.diagnosis import UNKNOWN, Diagnosis, Fix
 from reprokit.locate.failure import EXCEPTION, Failure, module_of
-from reprokit.locate.observe import observe
-from reprokit.locate.scene import Scene, Step
+from reprokit.locate.scene import Scene, Step, observe
 from reprokit.locate.signs import SIGNS, Numbers
 from reprokit.locate.trials import Budget, WriteCode, attempt
 from reprokit.locate.underflow import find_underflow

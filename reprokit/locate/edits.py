@@ -1,8 +1,8 @@
 """Edits of a program: calls put in front of or in place of others, arguments exchanged, inputs converted.
 
 An edit keeps every value number that later calls read, so only the edited calls change. The same edit is made at all
-calls from one line of the user's code, because that is what a person would do.
-"""
+calls from one line of the user's code, because that is what a person would do. `REWRITES` are the edits that the
+catalogue names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from reprokit.locate.calls import Slot, argument_at
+from reprokit.locate.calls import Slot, argument_at, slot_of
+from reprokit.locate.domains import number_named
+from reprokit.locate.scene import Scene
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import Call, Mode, Program, Ref, Site, map_leaves
 
@@ -149,3 +151,41 @@ def at_siblings(program: Program, index: int, change: Callable[[Editor, Call], l
         elif number == index:
             return None
     return editor.finish()
+
+
+Change = Callable[[Editor, Call], list[Call] | None]
+Rewrite = Callable[..., Edited | None]
+REWRITES: dict[str, Rewrite] = {}
+
+
+def rewrite(function: Rewrite) -> Rewrite:
+    """Register a rewrite under its name."""
+    REWRITES[function.__name__] = function
+    return function
+
+
+def everywhere(scene: Scene, change: Change) -> Edited | None:
+    """The step with a change made at the origin, and at the calls like it where it applies."""
+    index = scene.failure.call_index
+    if index is None:
+        return None
+
+    def lenient(editor: Editor, call: Call) -> list[Call] | None:
+        try:
+            return change(editor, call)
+        except KeyError:
+            return None
+
+    program = at_siblings(scene.program, index, lenient)
+    return Edited(program, scene.tensors) if program is not None else None
+
+
+def guard(scene: Scene, operand: Slot, steps: Chain) -> Edited | None:
+    """The step with a chain of calls on an argument in front of the origin and the calls like it."""
+    return everywhere(scene, lambda editor, call: guarded(editor, call, slot_of(call, operand), steps))
+
+
+def number_for(scene: Scene, operand: Slot, value: str | float) -> float:
+    """A number of the catalogue in the dtype of an argument."""
+    x = scene.tensor(operand)
+    return number_named(value, x.dtype if x is not None and x.is_floating_point() else torch.float32)

@@ -1,19 +1,51 @@
-"""An infinity of the forward pass that the loss hides: ``tanh`` and ``clamp`` make it finite, the backward pass NaN.
+"""Bad values of the forward pass that the loss does not show.
 
-Zero times infinity in a backward call is the consequence. That it is one is tested: the step is run again with finite
-numbers in the place of the infinities.
-"""
+`find_drop`: a call drops NaN values before the loss, such as those in the branch that a ``where`` does not take; the
+backward pass multiplies a gradient of zero with a derivative that is NaN. `explains_gradient`: ``tanh`` or ``clamp``
+makes an infinity finite, and the backward pass NaN. `bad_operand`: a call raises over a NaN or an infinity. The latter
+two are tested: the step, or the call, is run again with ordinary numbers in the place of what is not finite."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import warnings
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, replace
 
 import torch
 
-from reprokit.locate.notes import Found
-from reprokit.locate.ways import ways_of
+from reprokit.arrivals import pass_on
+from reprokit.locate.calls import short_name
+from reprokit.locate.domains import SPREADING
+from reprokit.locate.notes import Found, Notes
+from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
 from reprokit.program.ir import Call, Program, Ref, iter_refs, substitute
-from reprokit.program.run import Outcome, Tensors, run
+from reprokit.program.run import Outcome, Tensors, bind_arguments, execute, run
+
+
+def find_drop(
+    notes: Notes, values: Set[int], after: int, before: int, differentiated: Set[int], *, through_layers: bool
+) -> int | None:
+    """The first call that reads a NaN which one of ``values`` led to and returns none.
+
+    ``after`` is the call that made them, ``before`` the backward call. Only calls whose derivative was taken count. A
+    NaN behind a layer is followed with ``through_layers`` only.
+    """
+    led_to = set(values)
+    for index in range(after + 1, before):
+        reads, writes = notes.reads.get(index, {}), notes.writes.get(index, {})
+        if led_to.isdisjoint(reads):
+            continue
+        if any(NAN in ways for ways in writes.values()) or not _reads_nan(reads, led_to):
+            if through_layers or short_name(notes.program.calls[index]) not in SPREADING:
+                led_to.update(writes)
+        elif index in differentiated:
+            return index
+    return None
+
+
+def _reads_nan(reads: dict[int, frozenset[str]], values: Set[int]) -> bool:
+    return any(NAN in reads[value] for value in values if value in reads)
+
 
 _STAND_IN = 1.0  # any moderate number will do
 
@@ -43,3 +75,66 @@ def _is_gradient_bad(outcome: Outcome, found: Found) -> bool:
 
 def _reading(call: Call, values: dict[int, Ref]) -> Call:
     return replace(call, args=substitute(call.args, values), kwargs=substitute(dict(call.kwargs), values))
+
+
+@dataclass(frozen=True, slots=True)
+class BadValue:
+    """A value that is bad in this way when call number ``at`` reads it."""
+
+    value: int
+    way: str
+    at: int
+
+
+def bad_operand(program: Program, tensors: Tensors, notes: Notes, index: int) -> BadValue | None:
+    """The operand that makes call number ``index`` raise by being NaN or infinite."""
+    reads = {value: ways for value, ways in notes.reads.get(index, {}).items() if ways}
+    if not reads or program.calls[index].is_differentiation or program.calls[index].is_optimizer_step:
+        return None
+    trial = _Trial(index, frozenset(reads))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(program, tensors, observer=trial, keep=frozenset())
+    found = ((value, way) for way in (NAN, PLUS, MINUS) for value, ways in reads.items() if way in ways)
+    value, way = next(found)
+    return BadValue(value, way, index) if trial.returns else None
+
+
+@dataclass
+class _Trial:
+    """An observer that makes one call with ordinary numbers; ``returns`` says whether it does not raise then."""
+
+    index: int
+    bad: frozenset[int]
+    returns: bool = False
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Make the call."""
+        if index == self.index:
+            self.returns = any(self._runs(call, operands) for operands in self._operands(call, values))
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Nothing more."""
+
+    def _operands(self, call: Call, values: Mapping[int, torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
+        """The operands without bad numbers: one number in their place, or an identity matrix."""
+        given = {value: values[value].detach().clone() for value in call.input_refs() if value in values}
+        yield {value: _filled(tensor) if value in self.bad else tensor for value, tensor in given.items()}
+        matrices = {v: given[v] for v in self.bad if v in given and given[v].dim() > 1}
+        square = {v: matrix for v, matrix in matrices.items() if matrix.shape[-1] == matrix.shape[-2]}
+        if square:
+            eyes = {v: torch.eye(matrix.shape[-1]).to(matrix).expand_as(matrix) for v, matrix in square.items()}
+            yield {**given, **eyes}
+
+    def _runs(self, call: Call, operands: Mapping[int, torch.Tensor]) -> bool:
+        try:
+            with torch.no_grad():
+                execute(call, *bind_arguments(call, operands))
+        except Exception as error:  # functions refuse in as many ways as there are functions
+            pass_on(error)
+            return False
+        return True
+
+
+def _filled(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.where(tensor.isfinite(), tensor, torch.full_like(tensor, 0.5)) if ways_of(tensor) else tensor

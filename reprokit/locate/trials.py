@@ -21,9 +21,8 @@ from reprokit.locate.catalogue import Remedy
 from reprokit.locate.diagnosis import Fix
 from reprokit.locate.edits import Edited
 from reprokit.locate.failure import EXCEPTION, Failure
-from reprokit.locate.observe import observe
 from reprokit.locate.rewrites import REWRITES
-from reprokit.locate.scene import Scene
+from reprokit.locate.scene import Scene, observe
 from reprokit.locate.ways import ways_of
 from reprokit.program.functions import UnknownFunction
 from reprokit.program.ir import AUTOGRAD_GRAD, Program, Ref, Site, iter_refs

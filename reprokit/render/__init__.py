@@ -153,9 +153,9 @@ def prepare_issue(
 ) -> PreparedIssue:
     """The issue about a snapshot, a reduction or a folder of results."""
     from reprokit.render.issue import make_issue
-    from reprokit.render.issue_templates import find_template
     from reprokit.render.script import require_whole
     from reprokit.render.sources import open_source
+    from reprokit.render.templates import find_template
 
     if template is not None:
         find_template(template)  # reports a mistake in it before any work
@@ -171,8 +171,8 @@ def prepare_issue(
 
 def write_test(subject: Reduction | Snapshot) -> str:
     """A pytest file that runs the ``repro.py`` beside it."""
-    from reprokit.render.environment import render_template
     from reprokit.render.gate import require_test
+    from reprokit.render.templates import render_template
     from reprokit.render.wording import headline
     from reprokit.snapshot.paths import REPRO_FILE
     from reprokit.visible import visible_line
@@ -233,8 +233,7 @@ def presentable_context(
 ) -> ModuleScript | None:
     """The context as a script; ``None`` when there is none to show, and `tell` gets the reason if there is one."""
     from reprokit.render.module import MAX_LINES
-    from reprokit.render.sameness import is_minimum_again
-    from reprokit.render.sources import context_script
+    from reprokit.render.sources import context_script, is_minimum_again
 
     if reduction.level != "module" and is_minimum_again(reduction):
         return None

@@ -1,23 +1,30 @@
-"""The end of a repro: print what was observed and assert that it is not bad in the way that failed.
+"""The end of a repro: print what was observed and assert that the failure is not there.
 
-What to look at is found by running the program once: the bad output, the bad gradient or the bad parameter.
-"""
+A bad value is looked for by running the program once: the bad output, gradient or parameter. A difference from a
+reference is asserted with ``torch.testing.assert_close`` on the results of one function that is called in two ways. The
+user's own check is run from its file beside the repro, on an object with the attributes that it knows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from reprokit.errors import NotReproduced
 from reprokit.locate.failure import Failure
 from reprokit.locate.ways import bad_mask
-from reprokit.program.ir import AUTOGRAD_GRAD, Program, iter_refs
+from reprokit.program.functions import is_in_place
+from reprokit.program.ir import AUTOGRAD_GRAD, Input, Program, iter_refs
 from reprokit.program.run import Outcome, Tensors, run
-from reprokit.render.code import Code
+from reprokit.render.code import Code, write_program
 from reprokit.render.expression import quoted
 from reprokit.render.layout import fold
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks.difference import halves_in, tolerances
+from reprokit.shrink.checks.function import FUNCTION, loss_of, outcome_of
+from reprokit.shrink.checks.mismatch import MISMATCH, NOT_FINITE
+from reprokit.shrink.checks.references import in_dtype, on_device
 
 _MAX_MESSAGE = 70
 _WORDS = {"nan": "nan", "+inf": "inf", "-inf": "-inf"}
@@ -145,3 +152,144 @@ def _subjects(failure: Failure, wanted: list[int], outcome: Outcome) -> list[Sub
 
 def _exception_name(failure: Failure) -> str:
     return failure.exception[0] if failure.exception is not None else "exception"
+
+
+__all__ = ["FUNCTION", "MISMATCH", "Parts", "function_parts", "mismatch_parts"]
+
+_INDENT = "    "
+_WORDS_OF_A_COMPARISON = ("step", "reference", "actual", "expected")
+_WORDS_OF_A_CHECK = ("runpy", "SimpleNamespace", "outcome", "exception", "error", "check", "verdict")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a script is made of: code with its inputs, the statements, the assertion.
+
+    ``imports`` replace those of the code, ``beside`` names a file of the user's that it runs.
+    """
+
+    code: Code
+    body: Sequence[str]
+    check: Sequence[str]
+    imports: Sequence[str] = ()
+    beside: str | None = None
+
+
+def mismatch_parts(program: Program, tensors: Tensors, failure: Failure) -> Parts:
+    """The program as a function, called as it is and in the way of the reference, and an assertion that both agree."""
+    name, _, option = failure.way.removesuffix(NOT_FINITE).partition(":")
+    given = Candidate(program, {item.value: tensors[item.value] for item in program.inputs})
+    if name == "compile":
+        code = _function("step", given, failure)
+        calls = [
+            f"expected = step({_arguments(given, code, '')})",
+            f"actual = torch.compile(step, backend={quoted(option)})({_arguments(given, code, '')})",
+        ]
+        return _compared(given, failure, [code], calls)
+    if name == "fp64":
+        return _in_two_ways(given, in_dtype(given, torch.float64), failure, "", ".double()", " in float64")
+    return _in_two_ways(on_device(given, "cuda"), on_device(given, "cpu"), failure, ".cuda()", ".cpu()", " on the CPU")
+
+
+def function_parts(program: Program, tensors: Tensors, failure: Failure) -> Parts:
+    """The program, the object that the user's function is shown, and an assertion that it sees no bug."""
+    file, _, function = failure.way.rpartition(":")
+    given = Candidate(program, {item.value: tensors[item.value] for item in program.inputs})
+    loss = loss_of(given)
+    graded = outcome_of(given).gradients
+    leaves = [item for item in program.inputs if item.name in graded]
+    outputs = [ref.value for ref in program.outputs]
+    keep = [*outputs, *([loss] if loss is not None else []), *(item.value for item in leaves)]
+    code = write_program(program, tensors, keep=keep, reserved=_WORDS_OF_A_CHECK)
+    raises = failure.exception is not None
+    tuple_of = "".join(f"{code.names[value]}, " for value in outputs).rstrip()
+    gradients = ", ".join(f"{quoted(item.name)}: {code.names[item.value]}.grad" for item in leaves)
+    check = [
+        "outcome = SimpleNamespace(",
+        f"    outputs=({'' if raises else tuple_of}),",
+        f"    loss={code.names[loss] if loss is not None and not raises else None},",
+        f"    gradients={{{gradients}}},",
+        f"    exception={'exception' if raises else None},",
+        ")",
+        f"check = runpy.run_path(str(Path(__file__).with_name({quoted(file)})))[{quoted(function)}]",
+        "verdict = check(outcome)",
+        'print("outcome.exception =", repr(exception))' if raises else 'print("outcome.loss =", outcome.loss)',
+        f'assert verdict not in (True, "same"), {quoted(f"{function}(outcome) is true")}',
+    ]
+    own = ("import runpy", "from pathlib import Path", "from types import SimpleNamespace")
+    body = _caught(code.body) if raises else code.body
+    return Parts(code, body, check, _with_imports(code.imports, own), file)
+
+
+def _in_two_ways(one: Candidate, other: Candidate, failure: Failure, into: str, into_other: str, words: str) -> Parts:
+    """As it is and changed; two functions where the change goes beyond the inputs."""
+    code, changed = _function("step", one, failure), _function("step", other, failure)
+    codes = [code]
+    name = "step"
+    if code.body != changed.body:
+        name = "reference"
+        codes.append(_function(name, other, failure))
+    calls = [
+        f"actual = step({_arguments(one, code, into)})",
+        f"expected = {name}({_arguments(other, code, into_other)})  # the same{words}",
+    ]
+    return _compared(one, failure, codes, calls)
+
+
+def _compared(given: Candidate, failure: Failure, codes: Sequence[Code], calls: Sequence[str]) -> Parts:
+    body = [line for code in codes for line in (*code.body, "", "")]
+    check = [*calls, 'print("actual =", actual)', 'print("expected =", expected)', _assertion(given, failure)]
+    return Parts(replace(codes[0], inputs=(*codes[0].inputs, "", "")), body[:-1], check)
+
+
+def _assertion(given: Candidate, failure: Failure) -> str:
+    """Tolerances are spelled out only where they are not the dtype's own."""
+    halves = halves_in(given.program, dict(given.tensors))
+    extra = ""
+    if halves and torch.float32 in {tensor.dtype for tensor in given.tensors.values()}:
+        relative, absolute = tolerances(torch.float32, halves)
+        extra = f", rtol={relative}, atol={absolute}"
+    return f"torch.testing.assert_close(actual, expected.to(actual), equal_nan=True{extra})"
+
+
+def _function(name: str, given: Candidate, failure: Failure) -> Code:
+    """The program as a function of all its inputs that returns the result in question."""
+    assert failure.value is not None, "a mismatch has a result"
+    shown = [item for item in given.program.inputs if item.role != "rng"]
+    keep = [failure.value, *(item.value for item in shown)]
+    code = write_program(given.program, given.tensors, keep=keep, reserved=_WORDS_OF_A_COMPARISON)
+    is_gradient = failure.phase == "backward"
+    result = code.names[failure.value] + (".grad" if is_gradient else "")
+    head = f"def {name}({', '.join(code.names[item.value] for item in shown)}):"
+    body = [head, *(_INDENT + line if line else line for line in code.body), f"{_INDENT}return {result}"]
+    return replace(code, body=tuple(body))
+
+
+def _arguments(given: Candidate, code: Code, into: str) -> str:
+    """The arguments of one call; copies where it would see what an earlier call has written or added to a gradient."""
+    writes = any(is_in_place(call.target) for call in given.program.calls)
+
+    def argument(item: Input) -> str:
+        tensor = given.tensors[item.value]
+        change = into
+        if into == ".double()" and not tensor.is_floating_point():
+            change = ".cdouble()" if tensor.is_complex() else ""
+        name = code.names[item.value]
+        if item.requires_grad:
+            return f"{name}.detach().clone(){change}.requires_grad_()"
+        return f"{name}.clone(){change}" if writes else f"{name}{change}"
+
+    return ", ".join(argument(item) for item in given.program.inputs if item.role != "rng")
+
+
+def _caught(body: Sequence[str]) -> list[str]:
+    """The statements with their exception caught."""
+    caught = ["exception = None", "try:", *(_INDENT + line if line else line for line in body)]
+    return [*caught, "except Exception as error:", f"{_INDENT}exception = error"]
+
+
+def _with_imports(imports: Sequence[str], needed: Sequence[str]) -> list[str]:
+    """Standard modules first."""
+    theirs = [line for line in imports if "torch" in line]
+    ours = dict.fromkeys((*needed, *(line for line in imports if line and line not in theirs)))
+    return [*ours, "", *theirs]

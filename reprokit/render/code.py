@@ -18,17 +18,14 @@ import torch
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import BACKWARD, OPAQUE, ZERO_GRAD, Call, Input, Mode, Program, Ref, iter_refs
 from reprokit.program.run import Tensors
-from reprokit.render import calls, names
-from reprokit.render.calls import Statement
+from reprokit.render import call_code, names
+from reprokit.render.call_code import Statement, write_step
 from reprokit.render.expression import Expr
 from reprokit.render.layout import WIDTH, fold
 from reprokit.render.literals import Literal, as_given, literal
-from reprokit.render.modes import Line, needed_mode, under_modes
 from reprokit.render.names import Names
-from reprokit.render.optimizers import write_step
-from reprokit.render.reads import Reads, is_one_line, only_optimized
 from reprokit.render.spelling import input_words, result_words
-from reprokit.render.targets import Targets
+from reprokit.render.statements import Line, Reads, Targets, is_one_line, needed_mode, only_optimized, under_modes
 from reprokit.shrink.plainness import seed_of
 
 MAX_INLINE = 48
@@ -222,7 +219,7 @@ class _Writer:
         """The call, with what was to be written into it in lines of its own as long as the line is too long."""
         call = self._without_unit_gradient(call)
         while True:
-            written = calls.write_call(call, self._leaf)
+            written = call_code.write_call(call, self._leaf)
             waiting = [value for value in call.input_refs() if value in self._waiting]
             if not waiting or self._length(call, written, mode) <= self._width:
                 return written
@@ -238,7 +235,7 @@ class _Writer:
 
     def _without_unit_gradient(self, call: Call) -> Call:
         """``backward`` of a real scalar without the gradient that it starts from by itself."""
-        given = calls.as_method(call)
+        given = call_code.as_method(call)
         if given.target != BACKWARD or len(given.args) != 2 or not isinstance(given.args[1], Ref):
             return call
         gradient = self._tensors.get(given.args[1].value)

@@ -31,9 +31,7 @@ def markdown_lines(diagnosis: Diagnosis) -> list[str]:
     title, sure = wording.prose(_safe(diagnosis.title)), _SURE.get(diagnosis.confidence, diagnosis.confidence)
     lines = [f"**{title}** ({sure}). {wording.prose(_safe(diagnosis.mechanism))}", ""]
     lines += [f"- {wording.prose(_safe(line))}" for line in diagnosis.evidence]
-    lines += [
-        f"- Also: {wording.prose(_safe(_sentence(item['title'])) + _because(item))}" for item in diagnosis.also
-    ]
+    lines += [f"- Also: {wording.prose(_safe(_sentence(item['title'])) + _because(item))}" for item in diagnosis.also]
     lines += ["", f"What to do: {wording.prose(_safe(diagnosis.advice))}"]
     if diagnosis.fix is not None:
         lines += ["", *_fix_lines(diagnosis.fix)]

@@ -15,8 +15,8 @@ from reprokit.locate.failure import EXCEPTION, Failure, label_of
 from reprokit.program.functions import GRAD_READ, display_name
 from reprokit.program.ir import Call, Input, Program
 from reprokit.render import facts, wording
+from reprokit.render.defined import find_edge
 from reprokit.render.domains import Edge, Verdict
-from reprokit.render.edges import find_edge
 from reprokit.shrink.checks.memory import requested_bytes
 from reprokit.snapshot.redact import redact_text
 
@@ -46,6 +46,8 @@ _UNABLE = re.compile(
     r"not (yet )?(implemented|supported)|unsupported|out of memory|CUDA (\w+ )?error|CUBLAS|CUDNN|NCCL|HIP error",
     re.IGNORECASE,
 )
+
+
 @dataclass(frozen=True, slots=True)
 class Expectation:
     """``words`` are for the title, the rest are sentences; ``owner`` is whose code it belongs to.
@@ -168,9 +170,7 @@ def _operands(edge: Edge | None, recorded: Edge | None, reduction: Reduction | N
     return tuple(value for value in values if value not in named)
 
 
-def _remark(
-    snapshot: Snapshot, failure: Failure, edge: Edge | None, operands: tuple[int, ...], owner: str
-) -> str:
+def _remark(snapshot: Snapshot, failure: Failure, edge: Edge | None, operands: tuple[int, ...], owner: str) -> str:
     """Where the operands came from, and whom that concerns."""
     whom = _whom(owner)
     if requested_bytes(failure) is not None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from reprokit.locate.diagnosis import from_plain
 from reprokit.render import diagnosis, facts, whatif, wording
 from reprokit.render.expectation import OWN, Expectation, expect
-from reprokit.render.issue_templates import Template, find_template
 from reprokit.render.script import Script
 from reprokit.render.spelling import in_users_words
+from reprokit.render.templates import Template, find_template
 from reprokit.shrink.candidate import Candidate
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
 from reprokit.whatif.table import CONTEXT, MINIMUM

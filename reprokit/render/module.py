@@ -18,14 +18,14 @@ from reprokit.program.ir import Call, Input, Mode, Program, Ref
 from reprokit.render import expression, names
 from reprokit.render.check import Subject, find_subject, outcome_words, write_check
 from reprokit.render.code import Code, write_program
-from reprokit.render.environment import render_template
 from reprokit.render.expression import Expr
 from reprokit.render.gate import require_closed
 from reprokit.render.layout import WIDTH, fold
 from reprokit.render.literals import Literal, is_same, literal, number_text
-from reprokit.render.modes import needed_mode
 from reprokit.render.module_names import ROOT_KEY, ModuleNames, class_name, function_name
 from reprokit.render.spelling import input_words, operand_words, result_words
+from reprokit.render.statements import needed_mode
+from reprokit.render.templates import render_template
 from reprokit.render.wording import headline, phase_words
 from reprokit.shrink.context.blocks import Block, Key, Tree, calls_of
 from reprokit.shrink.context.defaults import SEED, initial, modules_in_order, own_values

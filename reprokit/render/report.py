@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,27 +16,26 @@ from markupsafe import Markup, escape
 
 from reprokit.locate.diagnosis import from_plain
 from reprokit.locate.failure import Failure
-from reprokit.render import diagnosis, facts, story, whatif, wording
-from reprokit.render.environment import render_template
+from reprokit.render import diagnosis, facts, whatif, wording
+from reprokit.render.call_code import labels
+from reprokit.render.drawings import Axis, plot, position_map, strip, strip_header
 from reprokit.render.frames import frames
 from reprokit.render.issue import cut, rate, shown_output, title
-from reprokit.render.labels import labels
-from reprokit.render.plots import plot
-from reprokit.render.position_map import position_map
-from reprokit.render.progress import progress
 from reprokit.render.ranges import Range, range_text
 from reprokit.render.script import Script
-from reprokit.render.strips import Axis, strip, strip_header
 from reprokit.render.survey import Survey, survey
+from reprokit.render.templates import render_template
 from reprokit.render.way import Stop, Way, ways
 from reprokit.series import by_optimizer, titled
 from reprokit.snapshot.format import count_elements
 from reprokit.snapshot.redact import REDACTED, redact_text
+from reprokit.words import counted
 
 if TYPE_CHECKING:
     from reprokit.render.verify import VerifyResult
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
+
 
 TEMPLATE = "report.html.j2"
 MAX_TEXT = 30_000
@@ -86,7 +85,7 @@ def write_report(
     content = {
         "title": title(snapshot, reduction),
         "headline": wording.headline(failure),
-        "story": story.sentences(snapshot, reduction, verified),
+        "story": sentences(snapshot, reduction, verified),
         "facts": facts.of_failure(snapshot),
         "step": snapshot.step,
         "script": script,
@@ -219,3 +218,62 @@ def _redacted(texts: Mapping[str, str], page: str) -> list[tuple[str, int]]:
 
 def _num_hidden(text: str) -> int:
     return len(re.findall(rf"(?<!\*){re.escape(REDACTED)}(?!\*)", text))
+
+
+_LINE = re.compile(r"(\d+): .*: ([\d,]+) calls?, ([\d,]+) elements?$", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What was left after a number of checks."""
+
+    checks: int
+    calls: int
+    elements: int
+
+
+def progress(reduction: Reduction) -> list[Progress]:
+    """From the whole step to the minimum, one for every change of size; empty when nothing was kept."""
+    lines = [match for line in reduction.log if (match := _LINE.match(line))]
+    if not lines:
+        return []
+    before = reduction.before
+    steps = [Progress(0, before["calls"], before["elements"])]
+    for line in lines:
+        calls, elements = (int(number.replace(",", "")) for number in line.groups()[1:])
+        if (calls, elements) != (steps[-1].calls, steps[-1].elements):
+            steps.append(Progress(int(line[1]), calls, elements))
+    return [*steps, Progress(max(reduction.checks, int(lines[-1][1])), steps[-1].calls, steps[-1].elements)]
+
+
+def sentences(snapshot: Snapshot, reduction: Reduction | None, verified: VerifyResult) -> list[str]:
+    """The paragraph, sentence by sentence, in Markdown."""
+    return [*_failure(snapshot), *_size(snapshot, reduction), rate(verified)]
+
+
+def _failure(snapshot: Snapshot) -> Iterator[str]:
+    failure = snapshot.failure
+    said = wording.observed(failure)
+    yield f"It happened at {facts.when(snapshot)} of the training run, {facts.where(snapshot)}. {said}"
+    if facts.how_much(failure):
+        yield f"{facts.how_much(failure)}."
+    if facts.noticed_in(snapshot):
+        yield f"It was noticed in {facts.noticed_in(snapshot)}."
+    if facts.doubt(snapshot):
+        yield facts.doubt(snapshot)
+
+
+def _size(snapshot: Snapshot, reduction: Reduction | None) -> Iterator[str]:
+    if reduction is None:
+        yield f"The captured step has {counted(snapshot.program.num_calls, 'torch call')}; it was not reduced."
+        return
+    before, after = reduction.before, reduction.program.num_calls
+    elements = count_elements(reduction.program, reduction.tensors)
+    verb = "is" if after == 1 else "are"
+    yield (
+        f"Of {counted(before['calls'], 'torch call')} on {counted(before['elements'], 'input element')}, "
+        f"{counted(after, 'call')} on {counted(elements, 'element')} {verb} enough to show it."
+    )
+    said = wording.message(reduction.failure)
+    if said and said != wording.message(snapshot.failure):
+        yield f"With these the message is: {said}."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reprokit.program.ir import Program, Site
-from reprokit.render.labels import call_text, labels
+from reprokit.render.call_code import call_text, labels
 from reprokit.render.ranges import range_text
 from reprokit.render.survey import Survey, survey, written_by
 from reprokit.render.way import ways

@@ -15,11 +15,10 @@ from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Program
 from reprokit.program.run import Tensors
-from reprokit.render.check import find_subject, write_check
+from reprokit.render.check import FUNCTION, MISMATCH, Parts, find_subject, function_parts, mismatch_parts, write_check
 from reprokit.render.code import SIDE_FILE, write_program
-from reprokit.render.comparison import FUNCTION, MISMATCH, Parts, function_parts, mismatch_parts
-from reprokit.render.environment import render_template
 from reprokit.render.gate import require_closed
+from reprokit.render.templates import render_template
 from reprokit.render.wording import headline, phase_words
 from reprokit.snapshot.files import replaced, write_text
 from reprokit.snapshot.paths import REPRO_FILE

@@ -8,14 +8,19 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reprokit.errors import NotASnapshot, NotReproduced, ReprokitError, SnapshotError, UsageError
+from reprokit.program.ir import Ref, map_leaves
 from reprokit.render.literals import is_same
 from reprokit.render.module import ModuleScript, write_module_script
 from reprokit.render.script import Script, write_script
+from reprokit.render.statements import needed_mode
 from reprokit.render.withhold import beyond_limit, without_data
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.context.blocks import Block
 from reprokit.shrink.context.defaults import initial
+from reprokit.shrink.plainness import constant_of, contents
 from reprokit.snapshot.paths import REDUCTION_FILE, hint_for_folder
 from reprokit.snapshot.privacy import private
 
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
     from reprokit.snapshot.privacy import Source as SourcePolicy
+
 
 MAX_LOOKED_AT = 20
 
@@ -220,3 +226,35 @@ def snapshot_script(snapshot: Snapshot) -> Script:
         torch_version=snapshot.environment.get("torch"),
         aside=beyond_limit(snapshot.program, snapshot.tensors),
     )
+
+
+def is_minimum_again(reduction: Reduction) -> bool:
+    """True if the context is the minimum in other sizes."""
+    context = reduction.context
+    if context is None or any(isinstance(item, Block) for item in context.tree.root.items):
+        return False
+    return _outline(context.candidate) == _outline(Candidate(reduction.program, reduction.tensors))
+
+
+def _outline(candidate: Candidate) -> str:
+    """The calls with values numbered as they come up, without sizes and dimensions, and the numbers of the inputs."""
+    numbers: dict[int, int] = {}
+
+    def plain(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return "value", numbers.setdefault(leaf.value, len(numbers))
+        return int if type(leaf) is int else leaf
+
+    calls = [
+        (call.target, needed_mode(call), map_leaves((call.args, dict(call.kwargs), call.outputs), plain))
+        for call in candidate.program.calls
+    ]
+    inputs = {numbers.get(item.value): item for item in candidate.program.inputs}
+    given = [(number, item.requires_grad, _contents(candidate, item.value)) for number, item in inputs.items()]
+    return repr((calls, sorted(given, key=repr)))
+
+
+def _contents(candidate: Candidate, value: int) -> tuple[Any, ...]:
+    tensor = candidate.tensors[value]
+    constant = constant_of(tensor)
+    return tensor.dtype, contents(tensor).tolist() if constant is None else constant

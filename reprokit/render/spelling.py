@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from reprokit.program.functions import is_torch_function
 from reprokit.program.ir import Call, Program, Ref
-from reprokit.render.expression import BINARY_RANKS, Rank, quoted
-from reprokit.render.operators import AUGMENTED, BINARY, REFLECTED, UNARY
+from reprokit.render.expression import AUGMENTED, BINARY, BINARY_RANKS, REFLECTED, UNARY, Rank, quoted
 from reprokit.shrink.context.variables import first_readers, is_handed_on
 from reprokit.words import item_name
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from reprokit.locate.failure import EXCEPTION, label_of
 from reprokit.program.ir import Call
-from reprokit.render.labels import call_text
+from reprokit.render.call_code import call_text
 from reprokit.render.ranges import Range
 from reprokit.render.survey import Survey, written_by
 

@@ -9,7 +9,7 @@ import torch
 
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref
-from reprokit.render.comparison import FUNCTION, MISMATCH
+from reprokit.render.check import FUNCTION, MISMATCH
 from reprokit.render.script import write_script
 
 WORDS = ["step", "reference", "actual", "expected", "outcome", "check", "verdict", "exception", "error", "runpy"]

@@ -12,12 +12,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reprokit.render.plots import Scale, plot
-from reprokit.render.position_map import position_map
-from reprokit.render.positions import positions_of
+from reprokit.render.drawings import (
+    Axis,
+    Scale,
+    decade_ticks,
+    linear_ticks,
+    plot,
+    position_map,
+    strip,
+    strip_header,
+    tick_text,
+)
 from reprokit.render.ranges import measure
-from reprokit.render.strips import Axis, strip, strip_header
-from reprokit.render.ticks import decade_ticks, linear_ticks, tick_text
+from reprokit.render.survey import positions_of
 
 
 @pytest.mark.parametrize(

@@ -22,15 +22,15 @@ from reprokit.locate.diagnosis import Diagnosis, Fix
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Site
 from reprokit.render import diagnosis, wording
+from reprokit.render.defined import find_edge
 from reprokit.render.domains import Verdict
-from reprokit.render.edges import find_edge
 from reprokit.render.expectation import expect
 from reprokit.render.facts import where
 from reprokit.render.issue import MAX_CHARACTERS, Issue, make_issue, rate, title
-from reprokit.render.issue_templates import find_template, template_names, tidied
 from reprokit.render.script import Script
 from reprokit.render.sharing import MAX_URL, create_command, issue_url, write_zip
 from reprokit.render.sources import snapshot_script
+from reprokit.render.templates import find_template, template_names, tidied
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot, save
 from tests.locate.mechanisms import NAN, sgd
@@ -323,9 +323,10 @@ def test_one_maker_of_several_operands_is_named_once() -> None:
 
 @pytest.mark.filterwarnings("ignore:std")
 def test_a_shape_is_no_value() -> None:
-    assert "this operand is an input of the step, `x0`. Why it has the shape it has" in expect(
-        one_call("torch.std", [[1.0], [2.0]], **LAST)
-    ).remark
+    assert (
+        "this operand is an input of the step, `x0`. Why it has the shape it has"
+        in expect(one_call("torch.std", [[1.0], [2.0]], **LAST)).remark
+    )
 
 
 def test_an_operand_that_was_found_to_be_free_is_not_named() -> None:

@@ -12,15 +12,12 @@ import pytest
 import torch
 
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Symbol
+from reprokit.render.call_code import labels
 from reprokit.render.frames import MAX_FRAMES, frames
-from reprokit.render.labels import labels
-from reprokit.render.positions import MAX_COLUMNS, MAX_ROWS, pattern_of, positions_of
-from reprokit.render.progress import Progress, progress
 from reprokit.render.ranges import limits_of, measure, range_text
-from reprokit.render.report import MAX_TEXT, write_report
+from reprokit.render.report import MAX_TEXT, Progress, progress, sentences, write_report
 from reprokit.render.sources import reduction_script, snapshot_script
-from reprokit.render.story import sentences
-from reprokit.render.survey import Survey, survey
+from reprokit.render.survey import MAX_COLUMNS, MAX_ROWS, Survey, pattern_of, positions_of, survey
 from reprokit.render.way import MAX_BEFORE, MAX_CALL, Way, ways
 from reprokit.snapshot.format import Snapshot
 from tests.render.programs import (

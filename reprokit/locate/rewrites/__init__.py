@@ -4,7 +4,7 @@ A rewrite says nothing about whether it helps; the edited step is run for that. 
 apply, for instance when the argument is a number and not a tensor.
 """
 
-from reprokit.locate.rewrites import arguments, functions, precision
-from reprokit.locate.rewrites.registry import REWRITES
+from reprokit.locate.edits import REWRITES
+from reprokit.locate.rewrites import functions, guards
 
-__all__ = ["REWRITES", "arguments", "functions", "precision"]
+__all__ = ["REWRITES", "functions", "guards"]

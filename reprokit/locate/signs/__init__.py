@@ -4,7 +4,7 @@ Each returns the numbers it saw, which the entry's evidence is worded with, or `
 catalogue names them, so a sign is a public word: change its meaning and the entries that name it change.
 """
 
-from reprokit.locate.signs import arguments, division, edges, labels, matrices, precision, training
+from reprokit.locate.signs import edges, labels, operands, precision, training
 from reprokit.locate.signs.registry import SIGNS, Numbers
 
-__all__ = ["SIGNS", "Numbers", "arguments", "division", "edges", "labels", "matrices", "precision", "training"]
+__all__ = ["SIGNS", "Numbers", "edges", "labels", "operands", "precision", "training"]

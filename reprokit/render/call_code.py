@@ -1,22 +1,38 @@
-"""One call of a program as the expression a person would have written for it.
+"""One call of a program as the Python that a person would have written for it, and names for values that people read.
 
 Operators instead of ``torch.Tensor.add``, methods and attributes on their tensor, ``F.`` for functionals, and no
-argument that only repeats a default. Defaults are trusted only where the function is written in Python.
-"""
+argument that only repeats a default. Defaults are trusted only where the function is written in Python. An optimizer's
+step becomes several statements: gradients set by hand, the optimizer with its unusual options, its state, the step."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Ref
+import torch
+
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Program, Ref, map_leaves
+from reprokit.program.run import Tensors
 from reprokit.render import expression
-from reprokit.render.expression import Expr
-from reprokit.render.names import exact_signature_of, schemas_of, signature_of
-from reprokit.render.operators import AUGMENTED, BINARY, REFLECTED, UNARY
+from reprokit.render.expression import AUGMENTED, BINARY, REFLECTED, UNARY, Expr
+from reprokit.render.literals import as_given, is_same, number_text
+from reprokit.render.names import (
+    Names,
+    exact_signature_of,
+    identifier,
+    name_for_input,
+    name_for_output,
+    schemas_of,
+    signature_of,
+)
 from reprokit.render.spelling import is_written_as_method
+from reprokit.shrink.context.variables import variables
 
 _METHOD = "torch.Tensor."
 _FUNCTIONAL = "torch.nn.functional."
@@ -176,3 +192,132 @@ def _is_default(value: Any, parameter: inspect.Parameter | None) -> bool:
     if parameter is None or parameter.default is inspect.Parameter.empty or type(value) is not type(parameter.default):
         return False
     return isinstance(value, (bool, int, float, str, type(None))) and bool(value == parameter.default)
+
+
+def write_step(call: Call, leaf: Leaf, names: Names, tensors: Tensors) -> Iterator[str]:
+    """The statements of a ``torch.optim.<Class>.step`` call."""
+    groups = list(
+        zip(call.kwargs["params"], call.kwargs["grads"], call.kwargs["options"], call.kwargs["state"], strict=True)
+    )
+    for params, grads, _, _ in groups:
+        for param, grad in zip(params, grads, strict=True):
+            if grad is not None:
+                yield f"{leaf(param).text}.grad = {_gradient_text(param, grad, leaf, tensors)}"
+    opt = names.unique("opt")
+    cls = call.target.rpartition(".")[0]
+    unusual = [_unusual(cls, options) for _, _, options, _ in groups]
+    given = [options if _is_accepted(cls, options, tensors) else {} for options in unusual]
+    yield f"{opt} = {_constructor(cls, call.kwargs['params'], given, leaf).text}"
+    for place, (options, accepted) in enumerate(zip(unusual, given, strict=True)):
+        if options != accepted:
+            yield expression.call(f"{opt}.param_groups[{place}].update", [], _written(options, leaf)).text
+    for params, _, _, states in groups:
+        for param, state in zip(params, states, strict=True):
+            if state:
+                yield f"{opt}.state[{leaf(param).text}] = {expression.argument(dict(state), leaf).text}"
+    yield f"{opt}.step()"
+
+
+def _gradient_text(param: Ref, grad: Ref, leaf: Leaf, tensors: Tensors) -> str:
+    written = leaf(grad)
+    if written.text.isidentifier() or grad.value not in tensors or param.value not in tensors:
+        return written.text
+    like, value = as_given(tensors[param.value]), as_given(tensors[grad.value])
+    for function in (torch.zeros_like, torch.ones_like):
+        if is_same(function(like), value):
+            return f"torch.{function.__name__}({leaf(param).text})"
+    first = value.reshape(-1)[0].item() if value.numel() else 0.0
+    if value.is_floating_point() and is_same(torch.full_like(like, first), value):
+        return f"torch.full_like({leaf(param).text}, {number_text(first, value.dtype)})"
+    return written.text
+
+
+def _constructor(cls: str, params: list[Any], options: list[dict[str, Any]], leaf: Leaf) -> Expr:
+    if len(params) == 1:
+        return expression.call(cls, [expression.argument(params[0], leaf)], _written(options[0], leaf))
+    parts = [{"params": group, **given} for group, given in zip(params, options, strict=True)]
+    return expression.call(cls, [expression.argument(parts, leaf)])
+
+
+def _written(options: Mapping[str, Any], leaf: Leaf) -> dict[str, Expr]:
+    return {name: expression.argument(value, leaf) for name, value in options.items()}
+
+
+def _unusual(cls: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that differ from the class's defaults."""
+    defaults = _defaults(cls)
+    return {name: value for name, value in options.items() if name in defaults and not _is_equal(value, defaults[name])}
+
+
+def _is_equal(value: Any, default: Any) -> bool:
+    if isinstance(value, (list, tuple)) and isinstance(default, (list, tuple)):
+        return list(value) == list(default)
+    return type(value) is type(default) and bool(value == default)
+
+
+def _is_accepted(cls: str, options: Mapping[str, Any], tensors: Tensors) -> bool:
+    """True if the class can be made with these options."""
+    given = map_leaves(options, lambda leaf: tensors.get(leaf.value) if isinstance(leaf, Ref) else leaf)
+    try:
+        _make(cls, **given)
+    except (ValueError, TypeError, RuntimeError):
+        return False
+    return True
+
+
+@functools.cache
+def _defaults(cls: str) -> Mapping[str, Any]:
+    return dict(_make(cls).defaults)
+
+
+def _make(cls: str, **options: Any) -> Any:
+    made: Any = getattr(torch.optim, cls.rpartition(".")[2])
+    return made([torch.zeros(1, 1)], **options)  # a matrix, because some optimizers take nothing else
+
+
+_NUMBERED = re.compile(r"_\d+$")
+
+
+def labels(program: Program) -> dict[int, str]:
+    """A name for every value."""
+    last_reads = {value: index for index, call in enumerate(program.calls) for value in call.input_refs()}
+    written = variables(program.calls)
+    found: dict[int, str] = {}
+    busy: dict[str, float] = {}  # until which call a name is taken
+
+    def give(value: int, base: str, index: float, until: float) -> None:
+        numbered = (f"{base}{number}" for number in itertools.count(2))
+        name = next(name for name in itertools.chain([base], numbered) if busy.get(name, -math.inf) <= index)
+        found[value], busy[name] = name, until
+
+    for item in program.inputs:
+        is_state = item.role in ("parameter", "buffer")
+        base = item.name if is_state else _NUMBERED.sub("", name_for_input(item, program))
+        give(item.value, base, -1, math.inf if is_state else last_reads.get(item.value, -1))
+    for index, call in enumerate(program.calls):
+        for value in call.output_refs():
+            if value not in found:
+                give(value, written.get(value) or _noun(call), index, last_reads.get(value, index))
+    return found
+
+
+def call_text(call: Call, names: Mapping[int, str]) -> str:
+    """A call as Python, with the names of its tensors."""
+
+    def leaf(ref: Any) -> Expr:
+        return Expr(names[ref.value]) if isinstance(ref, Ref) else Expr(repr(ref))
+
+    if call.target == OPAQUE:
+        return f"{call.kwargs.get('name', 'opaque')}(...)"
+    if call.is_optimizer_step:
+        return f"{'.'.join(call.target.split('.')[2:])}()"
+    written = write_call(call, leaf).text
+    targets = [names[value] for value in call.output_refs() if value not in call.input_refs()]
+    return f"{', '.join(targets)} = {written}" if targets and "=" not in written.split("(")[0] else written
+
+
+def _noun(call: Call) -> str:
+    """A word for a result; what an attribute gives is called like the attribute."""
+    if call.name == "__get__":
+        return identifier(call.target.removesuffix(".__get__")) or "view"
+    return name_for_output(call)

@@ -7,8 +7,7 @@ from typing import Any
 
 from reprokit.locate.calls import Slot, argument_at, short_name, slot_of
 from reprokit.locate.domains import DOMAINS
-from reprokit.locate.edits import Chain, Edited, Editor, guarded, with_argument
-from reprokit.locate.rewrites.registry import everywhere, guard, number_for, rewrite
+from reprokit.locate.edits import Chain, Edited, Editor, everywhere, guard, guarded, number_for, rewrite, with_argument
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs.training import negative_squares
 from reprokit.program.ir import Call, Device, Ref, Symbol, substitute
