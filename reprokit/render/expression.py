@@ -6,6 +6,7 @@ how plain arguments (numbers, slices, dtypes) are written. Needs no torch.
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -50,26 +51,30 @@ class Expr:
 
 _SIMPLE = re.compile(r"-?\d[\w.]*(?:-\d+)?|[A-Za-z_][\w.]*")  # powers of such operands are written without spaces
 _BOUND = re.compile(r"-?\w+")  # slices with other bounds get spaces around their colons
-BINARY_RANKS = {
-    "+": Rank.ADD,
-    "-": Rank.ADD,
-    "*": Rank.MULTIPLY,
-    "/": Rank.MULTIPLY,
-    "//": Rank.MULTIPLY,
-    "%": Rank.MULTIPLY,
-    "@": Rank.MULTIPLY,
-    "**": Rank.POWER,
-    "<<": Rank.SHIFT,
-    ">>": Rank.SHIFT,
-    "&": Rank.AND,
-    "^": Rank.XOR,
-    "|": Rank.OR,
-    "<": Rank.COMPARE,
-    "<=": Rank.COMPARE,
-    ">": Rank.COMPARE,
-    ">=": Rank.COMPARE,
-    "==": Rank.COMPARE,
-    "!=": Rank.COMPARE,
+_OPERATORS: Sequence[tuple[str, Rank, type[ast.AST], str, str]] = (  # special method without underscores, plain method
+    ("+", Rank.ADD, ast.Add, "add", "add"), ("-", Rank.ADD, ast.Sub, "sub", "sub"),
+    ("*", Rank.MULTIPLY, ast.Mult, "mul", "mul"), ("/", Rank.MULTIPLY, ast.Div, "truediv", "div"),
+    ("//", Rank.MULTIPLY, ast.FloorDiv, "floordiv", ""), ("%", Rank.MULTIPLY, ast.Mod, "mod", "remainder"),
+    ("@", Rank.MULTIPLY, ast.MatMult, "matmul", "matmul"), ("**", Rank.POWER, ast.Pow, "pow", ""),
+    ("<<", Rank.SHIFT, ast.LShift, "lshift", ""), (">>", Rank.SHIFT, ast.RShift, "rshift", ""),
+    ("&", Rank.AND, ast.BitAnd, "and", ""), ("^", Rank.XOR, ast.BitXor, "xor", ""), ("|", Rank.OR, ast.BitOr, "or", ""),
+    ("<", Rank.COMPARE, ast.Lt, "lt", "lt"), ("<=", Rank.COMPARE, ast.LtE, "le", "le"),
+    (">", Rank.COMPARE, ast.Gt, "gt", "gt"), (">=", Rank.COMPARE, ast.GtE, "ge", "ge"),
+    ("==", Rank.COMPARE, ast.Eq, "eq", "eq"), ("!=", Rank.COMPARE, ast.NotEq, "ne", "ne"),
+)  # fmt: skip
+BINARY_RANKS = {symbol: rank for symbol, rank, *_ in _OPERATORS}
+SYMBOLS: Mapping[type[ast.AST], str] = {
+    **{node: symbol for symbol, _, node, *_ in _OPERATORS}, ast.USub: "-", ast.UAdd: "+", ast.Invert: "~",
+}  # fmt: skip
+# Methods of a tensor that are written as operators.
+UNARY = {"neg": "-", "positive": "+", "__invert__": "~"}
+BINARY = {name: symbol for symbol, *_, special, plain in _OPERATORS for name in (f"__{special}__", plain) if name}
+REFLECTED = {f"__r{special}__": symbol for symbol, rank, _, special, _ in _OPERATORS if rank >= Rank.ADD}
+AUGMENTED = {"floor_divide_": "//="} | {
+    name: f"{symbol}="
+    for symbol, rank, _, special, plain in _OPERATORS
+    for name in (f"__i{special}__", f"{plain}_")
+    if rank is not Rank.COMPARE and symbol != "@" and name != "_"
 }
 
 
@@ -198,69 +203,3 @@ def sequence(parts: Sequence[str], *, is_tuple: bool) -> Expr:
 def quoted(text: str) -> str:
     """A string literal in double quotes and ASCII; JSON's escapes alone would make two characters of an emoji."""
     return json.dumps(text, ensure_ascii=False).encode("ascii", "backslashreplace").decode()
-
-
-BINARY = {
-    "add": "+",
-    "__add__": "+",
-    "sub": "-",
-    "__sub__": "-",
-    "mul": "*",
-    "__mul__": "*",
-    "div": "/",
-    "__truediv__": "/",
-    "__floordiv__": "//",
-    "remainder": "%",
-    "__mod__": "%",
-    "matmul": "@",
-    "__matmul__": "@",
-    "__pow__": "**",
-    "__lshift__": "<<",
-    "__rshift__": ">>",
-    "__and__": "&",
-    "__or__": "|",
-    "__xor__": "^",
-    "lt": "<",
-    "__lt__": "<",
-    "le": "<=",
-    "__le__": "<=",
-    "gt": ">",
-    "__gt__": ">",
-    "ge": ">=",
-    "__ge__": ">=",
-    "__eq__": "==",
-    "eq": "==",
-    "ne": "!=",
-    "__ne__": "!=",
-}
-REFLECTED = {
-    "__radd__": "+",
-    "__rsub__": "-",
-    "__rmul__": "*",
-    "__rtruediv__": "/",
-    "__rfloordiv__": "//",
-    "__rmod__": "%",
-    "__rpow__": "**",
-    "__rmatmul__": "@",
-}
-UNARY = {"neg": "-", "positive": "+", "__invert__": "~"}
-AUGMENTED = {
-    "add_": "+=",
-    "__iadd__": "+=",
-    "sub_": "-=",
-    "__isub__": "-=",
-    "mul_": "*=",
-    "__imul__": "*=",
-    "div_": "/=",
-    "__itruediv__": "/=",
-    "floor_divide_": "//=",
-    "__ifloordiv__": "//=",
-    "remainder_": "%=",
-    "__imod__": "%=",
-    "__ipow__": "**=",
-    "__ilshift__": "<<=",
-    "__irshift__": ">>=",
-    "__iand__": "&=",
-    "__ior__": "|=",
-    "__ixor__": "^=",
-}

@@ -42,68 +42,49 @@ _PLAIN_PARAMETERS = frozenset((
     "mat", "mat1", "mat2", "vec", "vec2", "batch1", "batch2", "x1", "x2", "exponent", "value", "values",
 ))
 # fmt: on
-_NOUNS = {
-    "add": "total",
-    "sum": "total",
-    "sub": "difference",
-    "mul": "product",
-    "div": "ratio",
-    "matmul": "product",
-    "linear": "hidden",
-    "pow": "power",
-    "neg": "negative",
-    "sub_": "difference",
-    "gt": "mask",
-    "lt": "mask",
-    "ge": "mask",
-    "le": "mask",
-    "eq": "mask",
-    "ne": "mask",
-    "softmax": "weights",
-    "log_softmax": "log_weights",
-    "where": "chosen",
-    "getitem": "part",
-    "select": "part",
-    "index_select": "rows",
-    "embedding": "rows",
-    "rsub": "difference",
-    "truediv": "ratio",
-    "rtruediv": "ratio",
-    "floordiv": "quotient",
-    "rpow": "power",
-    "get": "view",
-    "to": "cast",
-    "float": "cast",
-    "type_as": "cast",
-    "max": "largest",
-    "min": "smallest",
-    "abs": "magnitude",
-    "round": "rounded",
-    "all": "every",
-    "any": "some",
-    "baddbmm": "product",
-    "bmm": "product",
-    "cat": "joined",
-    "contiguous": "copy",
-    "clone": "copy",
-    "expand": "expanded",
-    "flatten": "flat",
-    "full_like": "filled",
-    "gather": "picked",
-    "masked_fill": "masked",
-    "mm": "product",
-    "nonzero": "index",
-    "ones_like": "ones",
-    "permute": "permuted",
-    "reshape": "reshaped",
-    "squeeze": "squeezed",
-    "stack": "stacked",
-    "transpose": "transposed",
-    "t": "transposed",
-    "unsqueeze": "unsqueezed",
-    "view": "reshaped",
-    "zeros_like": "zeros",
-}
+# Functions by the noun for their result.
+_VERBS = {
+    "total": "add sum",
+    "difference": "sub sub_ rsub",
+    "product": "mul matmul baddbmm bmm mm",
+    "ratio": "div truediv rtruediv",
+    "hidden": "linear",
+    "power": "pow rpow",
+    "negative": "neg",
+    "mask": "gt lt ge le eq ne",
+    "weights": "softmax",
+    "log_weights": "log_softmax",
+    "chosen": "where",
+    "part": "getitem select",
+    "rows": "index_select embedding",
+    "quotient": "floordiv",
+    "view": "get",
+    "cast": "to float type_as",
+    "largest": "max",
+    "smallest": "min",
+    "magnitude": "abs",
+    "rounded": "round",
+    "every": "all",
+    "some": "any",
+    "joined": "cat",
+    "copy": "contiguous clone",
+    "expanded": "expand",
+    "flat": "flatten",
+    "filled": "full_like",
+    "picked": "gather",
+    "masked": "masked_fill",
+    "index": "nonzero",
+    "ones": "ones_like",
+    "permuted": "permute",
+    "reshaped": "reshape view",
+    "squeezed": "squeeze",
+    "stacked": "stack",
+    "transposed": "transpose t",
+    "unsqueezed": "unsqueeze",
+    "zeros": "zeros_like",
+}  # fmt: skip
+_NOUNS = {verb: noun for noun, verbs in _VERBS.items() for verb in verbs.split()}
+_LOSSES = ("cross_entropy", "binary_cross_entropy", "kl_div", "binary_cross_entropy_with_logits")
 _PART_NOUNS = {"where": "index", "nonzero": "index", "chunk": "chunk", "split": "part", "unbind": "part"}
 
 
@@ -233,12 +214,7 @@ def name_for_output(call: Call) -> str:
     if not is_torch_function(call.target):  # a module, or a function of the user's
         return "out"
     word = call.name.strip("_")
-    if word.endswith("loss") or word in (
-        "cross_entropy",
-        "binary_cross_entropy",
-        "kl_div",
-        "binary_cross_entropy_with_logits",
-    ):
+    if word.endswith("loss") or word in _LOSSES:
         return "loss"
     if word in _NOUNS:
         return _NOUNS[word]
@@ -283,10 +259,7 @@ def exact_signature_of(target: str) -> Mapping[str, inspect.Parameter]:
         parameters = inspect.signature(function).parameters if inspect.isfunction(function) else {}
     except (UnknownFunction, TypeError, ValueError):
         return {}
-    if list(parameters) == [
-        "args",
-        "kwargs",
-    ]:  # torch's boolean dispatch, to a name with an underscore before it
+    if list(parameters) == ["args", "kwargs"]:  # torch's boolean dispatch, to a name with an underscore before it
         real = getattr(inspect.getmodule(function), f"_{target.rpartition('.')[2]}", None)
         return inspect.signature(real).parameters if inspect.isfunction(real) else {}
     return parameters

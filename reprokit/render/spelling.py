@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from reprokit.program.functions import is_torch_function
 from reprokit.program.ir import Call, Program, Ref
-from reprokit.render.expression import AUGMENTED, BINARY, BINARY_RANKS, REFLECTED, UNARY, Rank, quoted
+from reprokit.render.expression import AUGMENTED, BINARY, BINARY_RANKS, REFLECTED, SYMBOLS, UNARY, Rank, quoted
 from reprokit.shrink.context.variables import first_readers, is_handed_on
 from reprokit.words import item_name
 
@@ -26,12 +26,6 @@ if TYPE_CHECKING:
 
 _METHOD = "torch.Tensor."
 _UNNAMED = re.compile(r"input(_\d+)?")
-_SYMBOLS: Mapping[type[ast.AST], str] = {
-    ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.FloorDiv: "//", ast.Mod: "%", ast.MatMult: "@",
-    ast.Pow: "**", ast.LShift: "<<", ast.RShift: ">>", ast.BitAnd: "&", ast.BitOr: "|", ast.BitXor: "^", ast.Lt: "<",
-    ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=", ast.USub: "-", ast.UAdd: "+",
-    ast.Invert: "~",
-}  # fmt: skip
 # What these return is still called what they were given.
 _SAME_THING = frozenset(
     ["abs", "bool", "clamp", "clone", "contiguous", "detach", "double", "expand", "flatten", "float", "half", "long",
@@ -227,7 +221,7 @@ def _operands(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
 
 def _of_binary(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
     assert isinstance(node, ast.BinOp)
-    symbol = _SYMBOLS[type(node.op)]
+    symbol = SYMBOLS[type(node.op)]
     if not _is_method(call):
         return None
     if BINARY.get(call.name) == symbol:
@@ -237,19 +231,19 @@ def _of_binary(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
 
 def _of_augmented(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
     assert isinstance(node, ast.AugAssign)
-    is_it = _is_method(call) and AUGMENTED.get(call.name) == f"{_SYMBOLS[type(node.op)]}="
+    is_it = _is_method(call) and AUGMENTED.get(call.name) == f"{SYMBOLS[type(node.op)]}="
     return (node.target, node.value) if is_it else None
 
 
 def _of_comparison(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
     assert isinstance(node, ast.Compare)
-    is_it = _is_method(call) and len(node.ops) == 1 and BINARY.get(call.name) == _SYMBOLS.get(type(node.ops[0]), "")
+    is_it = _is_method(call) and len(node.ops) == 1 and BINARY.get(call.name) == SYMBOLS.get(type(node.ops[0]), "")
     return (node.left, node.comparators[0]) if is_it else None
 
 
 def _of_unary(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
     assert isinstance(node, ast.UnaryOp)
-    is_it = _is_method(call) and UNARY.get(call.name) == _SYMBOLS.get(type(node.op), "")
+    is_it = _is_method(call) and UNARY.get(call.name) == SYMBOLS.get(type(node.op), "")
     return (node.operand,) if is_it else None
 
 
@@ -282,7 +276,7 @@ def rank_of(node: ast.AST) -> Rank:
     """How tightly a part of a line binds."""
     if isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Compare)):
         operators = node.ops if isinstance(node, ast.Compare) else [node.op]
-        symbol = _SYMBOLS.get(type(operators[0]), "")
+        symbol = SYMBOLS.get(type(operators[0]), "")
         return Rank.UNARY if isinstance(node, ast.UnaryOp) and symbol else BINARY_RANKS.get(symbol, Rank.TUPLE)
     return Rank.ATOM if isinstance(node, _ATOMS) else Rank.TUPLE
 
