@@ -28,7 +28,7 @@ from reprokit.cli.deadline import SECONDS, deadline, too_long
 from reprokit.cli.interrupts import remove_unfinished
 from reprokit.cli.outputs import check_file
 from reprokit.errors import UsageError
-from reprokit.render import KINDS, prepare_issue, render_one
+from reprokit.render import KINDS
 from reprokit.snapshot.files import write_text
 from reprokit.snapshot.paths import REPRO_FILE
 from reprokit.snapshot.privacy import SOURCES
@@ -63,6 +63,8 @@ class Render:
                 check_file(file, overwrite=self.overwrite)
                 remove_unfinished(file)
         with deadline(self.seconds, too_long(self.seconds)):
+            from reprokit.render.texts import render_one
+
             rendered = render_one(
                 self.source, self.kind, self.output, snapshot=self.snapshot, policy=self.policy, no_data=self.no_data
             )
@@ -117,6 +119,7 @@ class RenderIssue:
             check_file(output, overwrite=self.overwrite)
             remove_unfinished(output)
         from reprokit.render.sharing import ISSUE_FILE, create_command, issue_url, write_zip
+        from reprokit.render.texts import prepare_issue
 
         with deadline(self.seconds, too_long(self.seconds)):
             prepared = prepare_issue(

@@ -170,8 +170,8 @@ class _Work:
 
     def _write_first(self, reduction: Reduction) -> None:
         """Write the repro before it is verified, and begin that. An error is left to those who write everything."""
-        from reprokit.render import TIMES, first_repro
         from reprokit.render.script import unverified
+        from reprokit.render.texts import TIMES, first_repro
 
         try:
             reduction, withheld = self._shown(reduction)
@@ -184,7 +184,7 @@ class _Work:
 
     def _settle(self, reduction: Reduction) -> None:
         """Wait until the repro is verified, and put it in the place of the first one; the context's runs begin."""
-        from reprokit.render import TIMES, first_repro, presentable_context
+        from reprokit.render.texts import TIMES, first_repro, presentable_context
 
         reduction, withheld = self._shown(reduction)
         script = first_repro(reduction, self._snapshot, source=self._plan.source, withheld=withheld)
@@ -254,7 +254,7 @@ class _Work:
 
     def _write(self, reduction: Reduction) -> dict[str, Any]:
         """Render beside the results, and put everything in place at once when it is verified."""
-        from reprokit.render import render_all
+        from reprokit.render.texts import render_all
 
         reduction, withheld = self._shown(reduction)
         with tempfile.TemporaryDirectory(prefix=own_prefix(STAGING), dir=self._folder) as staging:
@@ -292,7 +292,7 @@ class _Work:
 
     def _render_context(self, reduction: Reduction, folder: Path) -> dict[str, Any] | None:
         """Render the files beside the repro. An error in one is printed and does not stop the others."""
-        from reprokit.render import render_context
+        from reprokit.render.texts import render_context
 
         def tell(reason: str) -> None:
             say(f"there is no repro_module.py: {reason}", self._plan.verbosity)

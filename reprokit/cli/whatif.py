@@ -18,7 +18,7 @@ from reprokit.shrink.events import Compared, Started
 from reprokit.snapshot.paths import REDUCTION_FILE
 
 if TYPE_CHECKING:
-    from reprokit.render.sources import Source
+    from reprokit.render.sources import Opened
     from reprokit.whatif.trial import Trial
     from reprokit.whatif.variants import Variant
 
@@ -45,7 +45,7 @@ class WhatIf:
         with deadline(most, too_long(most, f"--max-time {2 * self.seconds:g} waits longer")):
             return self._run(open_source(self.source))
 
-    def _run(self, opened: Source) -> int:
+    def _run(self, opened: Opened) -> int:
         if self.keep and opened.reduction is None:
             raise UsageError("a snapshot keeps no table", hint="leave out `--keep`, or name a folder of results")
         with contextlib.closing(open_view(self.progress, self.verbosity)) as view, warnings.catch_warnings():
@@ -101,7 +101,7 @@ def print_table(table: dict[str, Any]) -> None:
     Console(stderr=True, highlight=False).print(shown)
 
 
-def _table(opened: Source, seconds: float, view: View) -> dict[str, Any]:
+def _table(opened: Opened, seconds: float, view: View) -> dict[str, Any]:
     """The table; every answer is shown as soon as it is there."""
     from reprokit.render.whatif import WORDS
     from reprokit.snapshot.format import count_elements

@@ -8,7 +8,7 @@ failure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 
 import torch
@@ -17,8 +17,8 @@ from reprokit.locate.calls import constant_ways
 from reprokit.locate.failure import EXCEPTION, Drop, Failure, kind_of, module_of
 from reprokit.locate.gradient import Blame, GradientWatch, blame_gradient
 from reprokit.locate.hidden import bad_operand, explains_gradient, find_drop
-from reprokit.locate.notes import Found, Notes
-from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
+from reprokit.locate.notes import Found, Notes, failure_of_call, phase_of
+from reprokit.locate.ways import CLEAN, MINUS, NAN, PLUS, ways_of
 from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name, is_factory
 from reprokit.program.ir import OPAQUE, Call, Program, Scope, iter_refs
 from reprokit.program.run import Outcome, Tensors
@@ -65,7 +65,7 @@ def _located(program: Program, tensors: Tensors, notes: Notes) -> Failure | None
 
 def last_bad(program: Program, tensors: Tensors, within: int) -> int | None:
     """The last bad value that nobody asked for and that one of the last calls, ``within`` so many, made or read."""
-    notes = Notes(program, watch=lambda *_, **__: None)
+    notes = Notes(program)
     notes.run(tensors)
     walk = _Walk(program, tensors, notes)
     for index in sorted(notes.reads, reverse=True)[:within]:
@@ -78,7 +78,7 @@ def last_bad(program: Program, tensors: Tensors, within: int) -> int | None:
 
 def locate_exception(program: Program, tensors: Tensors) -> Failure | None:
     """The exception that ends a run, whatever is bad before it, with the bad value behind it."""
-    notes = Notes(program, watch=lambda *_, **__: None)
+    notes = Notes(program)
     outcome = notes.run(tensors)
     if outcome.error is None:
         return None
@@ -109,7 +109,7 @@ def _bad_start(notes: Notes, index: int, call: Call, values: Mapping[int, torch.
         if not values[value].requires_grad:
             continue  # the differentiation itself is going to object
         ways = notes.reads[index].get(value, frozenset())
-        if _gives_gradients(call):
+        if _given_gradients(call):
             ways &= {NAN}  # not a loss: an infinity in it may be wanted, and the gradient decides
         if ways and not _is_overflow_of_scaler(notes, index, value):
             return Found("start", value, _worst(ways), index)
@@ -124,13 +124,13 @@ def _is_overflow_of_scaler(notes: Notes, index: int, value: int) -> bool:
     return not any(notes.reads[writer].values())
 
 
+def _first_bad(where: str, given: Iterable[tuple[int, frozenset[str]]], index: int) -> Found | None:
+    return next((Found(where, value, _worst(ways), index) for value, ways in given if ways), None)
+
+
 def _bad_leaf(notes: Notes, index: int) -> Found | None:
-    for value, leaf in notes.leaves.items():
-        if leaf.grad is not None:
-            ways = ways_of(leaf.grad)
-            if ways:
-                return Found("gradient", value, _worst(ways), index)
-    return None
+    grads = ((value, ways_of(leaf.grad)) for value, leaf in notes.leaves.items() if leaf.grad is not None)
+    return _first_bad("gradient", grads, index)
 
 
 def _bad_rewritten(notes: Notes, before: int) -> Found | None:
@@ -146,38 +146,28 @@ def _bad_rewritten(notes: Notes, before: int) -> Found | None:
 
 def _bad_assigned(notes: Notes, index: int, call: Call) -> Found | None:
     """A gradient that the loop itself put in place."""
-    for ref in iter_refs(call.args[1:]):
-        ways = notes.reads[index].get(ref.value)
-        if ways:
-            return Found("assigned", ref.value, _worst(ways), index)
-    return None
+    given = ((ref.value, notes.reads[index].get(ref.value, CLEAN)) for ref in iter_refs(call.args[1:]))
+    return _first_bad("assigned", given, index)
 
 
 def _bad_parameter(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> Found | None:
-    for value in dict.fromkeys(ref.value for group in call.kwargs["params"] for ref in group):
-        ways = ways_of(values[value])
-        if ways:
-            return Found("parameter", value, _worst(ways), index + 1)
-    return None
+    parameters = dict.fromkeys(ref.value for group in call.kwargs["params"] for ref in group)
+    return _first_bad("parameter", ((value, ways_of(values[value])) for value in parameters), index + 1)
 
 
 def _at_end(program: Program, notes: Notes, outcome: Outcome) -> Found | None:
     end = len(program.calls)
-    rewritten = _bad_rewritten(notes, end)
-    if rewritten is not None:
-        return rewritten
-    for ref in program.outputs:
-        tensor = outcome.values.get(ref.value)
-        ways = ways_of(tensor) if tensor is not None else frozenset()
-        if ways:
-            return Found("output", ref.value, _worst(ways), end)
-    for item in program.inputs:
-        is_state = item.role in ("parameter", "buffer") or item.requires_grad
-        if is_state and notes.writer(item.value, end) is not None:
-            ways = ways_of(outcome.inputs[item.value])
-            if ways:
-                return Found("parameter", item.value, _worst(ways), end)
-    return None
+    outputs = (ref.value for ref in program.outputs if ref.value in outcome.values)
+    states = (
+        item.value
+        for item in program.inputs
+        if (item.role in ("parameter", "buffer") or item.requires_grad) and notes.writer(item.value, end) is not None
+    )
+    return (
+        _bad_rewritten(notes, end)
+        or _first_bad("output", ((value, ways_of(outcome.values[value])) for value in outputs), end)
+        or _first_bad("parameter", ((value, ways_of(outcome.inputs[value])) for value in states), end)
+    )
 
 
 def _blame_gradient(program: Program, tensors: Tensors, notes: Notes, found: Found) -> Failure:
@@ -189,7 +179,7 @@ def _blame_gradient(program: Program, tensors: Tensors, notes: Notes, found: Fou
         return walk.blame(*given, found.index)
     for earlier in _nan_around(notes, walk, blame.failure.call_index):
         if not _is_given(program, earlier):
-            return _made_in_forward(notes, blame, earlier, found.index)
+            return _dropped(notes, blame, earlier, found.index, is_given=False) or earlier
         dropped = _dropped(notes, blame, earlier, found.index, is_given=True)
         if dropped is not None:
             return dropped
@@ -226,11 +216,6 @@ def _is_given(program: Program, origin: Failure) -> bool:
     if origin.call_index is None:
         return True
     return NAN in constant_ways(program.calls[origin.call_index])
-
-
-def _made_in_forward(notes: Notes, blame: Blame, origin: Failure, end: int) -> Failure:
-    """A failure of the forward pass, unless the forward pass drops the NaN like a branch that is not taken."""
-    return _dropped(notes, blame, origin, end, is_given=False) or origin
 
 
 def _dropped(notes: Notes, blame: Blame, origin: Failure, end: int, *, is_given: bool) -> Failure | None:
@@ -329,11 +314,8 @@ class _Walk:
         if call.target == GRAD_READ:
             found = Found("gradient", call.input_refs()[0], way, self._last_differentiation(index))
             return _blame_gradient(self._program, self._tensors, self.notes, found)
-        phase = "optimizer" if call.is_optimizer_step else call.phase
-        failure = Failure(
-            phase, kind_of(way), way, display_name(call.target), index, None, module_of(call), call.site, value
-        )
-        if phase == "forward" and value not in call.output_refs():
+        failure = failure_of_call(self._program, index, phase_of(call), way, value=value)
+        if failure.phase == "forward" and value not in call.output_refs():
             written = (item.name for item in self._program.inputs if item.value == value)
             failure = replace(failure, input_name=next(written, None))
         return _with_place(failure, self.notes, index, value, way)
@@ -391,27 +373,15 @@ def _with_place(failure: Failure, notes: Notes, index: int | None, value: int, w
 def exception_failure(program: Program, outcome: Outcome) -> Failure:
     """The failure of a run that a call ended with an exception."""
     assert outcome.error is not None and outcome.error_call is not None
-    call = program.calls[outcome.error_call]
-    return Failure(
-        "backward" if call.is_differentiation else "optimizer" if call.is_optimizer_step else call.phase,
-        EXCEPTION,
-        call=display_name(call.target),
-        call_index=outcome.error_call,
-        module=module_of(call),
-        site=call.site,
-        exception=(type(outcome.error).__name__, str(outcome.error)),
-    )
+    index = outcome.error_call
+    exception = (type(outcome.error).__name__, str(outcome.error))
+    return failure_of_call(program, index, phase_of(program.calls[index]), "", kind=EXCEPTION, exception=exception)
 
 
 def _starts(call: Call) -> list[int]:
     """The value numbers that a differentiation starts from."""
     starts = call.args[0] if call.args else call.kwargs.get("tensors", call.kwargs.get("outputs"))
     return [ref.value for ref in iter_refs(starts)]
-
-
-def _gives_gradients(call: Call) -> bool:
-    """True if the differentiation is handed gradients to start with."""
-    return bool(_given_gradients(call))
 
 
 def _given_gradients(call: Call) -> list[int]:

@@ -16,13 +16,13 @@ from reprokit.locate.blame import locate
 from reprokit.locate.calls import short_name
 from reprokit.locate.catalogue import CONFIDENCES, TIERS, Entry, Remedy, entries
 from reprokit.locate.diagnosis import UNKNOWN, Diagnosis, Fix
-from reprokit.locate.failure import EXCEPTION, Failure, module_of
+from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.locate.notes import failure_of_call
 from reprokit.locate.scene import Scene, Step, observe
 from reprokit.locate.signs import SIGNS, Numbers
 from reprokit.locate.trials import Budget, WriteCode, attempt
 from reprokit.locate.underflow import find_underflow
-from reprokit.locate.ways import ways_of
-from reprokit.program.functions import display_name
+from reprokit.locate.ways import PLUS, ways_of
 from reprokit.program.run import determinism
 
 MAX_ALSO = 3
@@ -99,9 +99,8 @@ def _at_root(scene: Scene) -> Scene:
     found = find_underflow(scene, "denominator")
     if found is None or found.loss.overflow is None:
         return scene
-    call = scene.program.calls[found.loss.overflow]
-    moved = replace(scene.failure, call_index=found.loss.overflow, call=display_name(call.target), kind="inf",
-                    way="+inf", phase=call.phase, value=None, module=module_of(call), site=call.site)  # fmt: skip
+    index = found.loss.overflow
+    moved = failure_of_call(scene.program, index, scene.program.calls[index].phase, PLUS)
     return observe(replace(scene, failure=moved))
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from reprokit.locate.failure import Failure, kind_of, module_of
-from reprokit.locate.notes import Found
+from reprokit.locate.failure import Failure, kind_of
+from reprokit.locate.notes import Found, failure_of_call
 from reprokit.locate.ways import NAN, Badness, examine
 from reprokit.program.backward import Edge, Node, NodeOwners, edge_of, reachable
-from reprokit.program.functions import GRAD_WRITES, display_name
+from reprokit.program.functions import GRAD_WRITES
 from reprokit.program.ir import Call, Program, iter_refs
 from reprokit.program.run import Tensors, run
 
@@ -183,19 +183,15 @@ def _failure(program: Program, watch: GradientWatch, origin: Node, node: Node, s
     index = watch.owners.owner(origin)
     if index is None:
         return Failure("backward", kind_of(way), way, backward_node=origin.name())
-    call = program.calls[index]
     edge = node.next_functions[slot]
     value = next((v for v, known in watch.edges[index].items() if known == (edge[0], edge[1])), None)
-    return Failure(
-        "backward",
-        kind_of(way),
-        way,
-        display_name(call.target),
+    return failure_of_call(
+        program,
         index,
-        origin.name(),
-        module_of(call),
-        call.site,
-        value,
+        "backward",
+        way,
+        backward_node=origin.name(),
+        value=value,
         element=badness.first[way] if badness is not None else None,
         num_bad=badness.count[way] if badness is not None else 0,
         num_elements=badness.num_elements if badness is not None else 0,
@@ -207,15 +203,6 @@ def _unexplained(program: Program, watch: GradientWatch, found: Found) -> Failur
     for index, edges in watch.edges.items():
         call = program.calls[index]
         if found.value in edges and index != found.index and call.target not in GRAD_WRITES:
-            return Failure(
-                "backward",
-                kind_of(found.way),
-                found.way,
-                display_name(call.target),
-                index,
-                "AccumulateGrad",
-                module_of(call),
-                call.site,
-                found.value,
-            )
+            node = "AccumulateGrad"
+            return failure_of_call(program, index, "backward", found.way, backward_node=node, value=found.value)
     return Failure("backward", kind_of(found.way), found.way, backward_node="AccumulateGrad")

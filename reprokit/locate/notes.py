@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from reprokit.locate.failure import Failure, kind_of, module_of
 from reprokit.locate.ways import NAN, Badness, examine, ways_of
-from reprokit.program.functions import GRAD_READ, hidden_writes, is_in_place
+from reprokit.program.functions import GRAD_READ, display_name, hidden_writes, is_in_place
 from reprokit.program.ir import Call, Program, iter_refs
 from reprokit.program.run import Observer, Outcome, Tensors, run
 
@@ -28,6 +30,18 @@ class Found:
     index: int
 
 
+def phase_of(call: Call) -> str:
+    """The phase in which the result of a call fails."""
+    return "backward" if call.is_differentiation else "optimizer" if call.is_optimizer_step else call.phase
+
+
+def failure_of_call(program: Program, index: int, phase: str, way: str, **more: Any) -> Failure:
+    """The failure whose origin is call number ``index``; ``more`` are further fields."""
+    call = program.calls[index]
+    fields = {"kind": kind_of(way), "call": display_name(call.target), "module": module_of(call), "site": call.site}
+    return Failure(phase=phase, way=way, call_index=index, **fields | more)
+
+
 class _Stop(Exception):
     """Ends the run once the watch has seen enough."""
 
@@ -41,7 +55,7 @@ class Notes:
     """
 
     program: Program
-    watch: Callable[..., Found | None]
+    watch: Callable[..., Found | None] = lambda *_, **__: None
     wanted: Set[int] = frozenset()
     inner: Observer | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)

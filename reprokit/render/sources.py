@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from reprokit.shrink.context.piece import Context
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
-    from reprokit.snapshot.privacy import Source as SourcePolicy
+    from reprokit.snapshot.privacy import Source
 
 
 MAX_LOOKED_AT = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Opened:
     """A reduction, a snapshot, or both. Invariant: at least one is there."""
 
     reduction: Reduction | None
@@ -51,7 +51,7 @@ class Source:
         assert self.snapshot is not None
         return snapshot_script(self.snapshot)
 
-    def private(self, policy: SourcePolicy, *, no_data: bool) -> Source:
+    def private(self, policy: Source, *, no_data: bool) -> Opened:
         """The same with no more of the user's source than the policy allows, and without recorded data."""
         snapshot = private(self.snapshot, policy) if self.snapshot is not None else None
         reduction = without_source(self.reduction, policy) if self.reduction is not None else None
@@ -62,10 +62,10 @@ class Source:
                 "a whole snapshot is made of recorded data", hint="shrink it with `reprokit shrink --no-data`"
             )
         reduction, withheld = without_data(reduction)
-        return Source(reduction, snapshot, withheld)
+        return Opened(reduction, snapshot, withheld)
 
 
-def without_source(reduction: Reduction, policy: SourcePolicy) -> Reduction:
+def without_source(reduction: Reduction, policy: Source) -> Reduction:
     """The reduction, whose diagnosis holds lines of the user's source in the code of its fix, as the policy allows."""
     fix = (reduction.diagnosis or {}).get("fix")
     if policy != "none" or not fix:
@@ -73,7 +73,7 @@ def without_source(reduction: Reduction, policy: SourcePolicy) -> Reduction:
     return replace(reduction, diagnosis={**(reduction.diagnosis or {}), "fix": {**fix, "code": ""}})
 
 
-def open_source(path: Path, snapshot: Path | None = None) -> Source:
+def open_source(path: Path, snapshot: Path | None = None) -> Opened:
     """The reduction or snapshot at ``path``; raises `SnapshotError`.
 
     ``snapshot`` is the file that a reduction was made from, where it is not beside it.
@@ -95,10 +95,10 @@ def open_source(path: Path, snapshot: Path | None = None) -> Source:
             raise error from None
     if not found.program.calls:
         raise SnapshotError(f"`{path}` holds no program that could be run", hint=f"`reprokit show {path}` says why")
-    return Source(None, found)
+    return Opened(None, found)
 
 
-def _with_snapshot(opened: Source, path: Path, file: Path) -> Source:
+def _with_snapshot(opened: Opened, path: Path, file: Path) -> Opened:
     """The source with the snapshot in ``file``, which has to be the one that the reduction was made from."""
     from reprokit.snapshot import format as snapshots
 
@@ -111,18 +111,18 @@ def _with_snapshot(opened: Source, path: Path, file: Path) -> Source:
     return replace(opened, snapshot=found)
 
 
-def _open_folder(folder: Path) -> Source:
+def _open_folder(folder: Path) -> Opened:
     file = folder / REDUCTION_FILE
     if not file.is_file():
         raise UsageError(f"the folder `{folder}` has no `{REDUCTION_FILE}`", hint=hint_for_folder(folder))
     return _open_reduction(file)
 
 
-def _open_reduction(file: Path) -> Source:
+def _open_reduction(file: Path) -> Opened:
     from reprokit.shrink import reduction as reductions
 
     reduction = reductions.load(file)
-    return Source(reduction, _snapshot_beside(file.parent, reduction))
+    return Opened(reduction, _snapshot_beside(file.parent, reduction))
 
 
 def _snapshot_beside(folder: Path, reduction: Reduction) -> Snapshot | None:

@@ -100,7 +100,7 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         },
         "reprokit.whatif": {},
         "reprokit.whatif.table": {"making_of_reduction": making_of_reduction},
-        "reprokit.render": {
+        "reprokit.render.texts": {
             "TIMES": 20,
             "first_repro": first_repro,
             "presentable_context": lambda *_: None,

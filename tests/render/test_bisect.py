@@ -14,7 +14,7 @@ import torch
 from reprokit.cli import main
 from reprokit.locate.blame import locate
 from reprokit.program.ir import Call, Input, Program, Ref
-from reprokit.render import render_one
+from reprokit.render.texts import render_one
 from reprokit.snapshot.format import Snapshot, save
 from tests.conftest import Run
 

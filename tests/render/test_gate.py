@@ -99,7 +99,7 @@ def test_a_check_of_the_users_runs_only_where_it_was_asked_for() -> None:
 
 
 def test_a_test_does_nothing_but_run_the_repro() -> None:
-    from reprokit.render import write_test
+    from reprokit.render.texts import write_test
     from tests.render.programs import masked_softmax, snapshot_of
 
     text = write_test(snapshot_of(masked_softmax()))
@@ -125,7 +125,7 @@ def test_lines_of_fixes(code: str, is_harmless: bool) -> None:
 def test_a_headline_stays_in_its_docstring(text: str) -> None:
     from dataclasses import replace
 
-    from reprokit.render import write_test
+    from reprokit.render.texts import write_test
     from tests.render.programs import masked_softmax, snapshot_of
 
     snapshot = snapshot_of(masked_softmax())

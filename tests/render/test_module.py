@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from reprokit.program.ir import Scope
-from reprokit.render import render_context
 from reprokit.render.module import MAX_LINES, ModuleScript, write_module_script
 from reprokit.render.module_names import class_name, snake_case
 from reprokit.render.sources import context_script, reduction_script
+from reprokit.render.texts import render_context
 from reprokit.render.verify import verify
 from reprokit.shrink.context.piece import Context
 from reprokit.shrink.reducer import shrink

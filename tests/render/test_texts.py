@@ -16,11 +16,12 @@ from reprokit.cli import main
 from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
-from reprokit.render import facts, render_all, render_one, write_test
+from reprokit.render import facts
 from reprokit.render.issue import MAX_CHARACTERS, cut, title, write_issue
 from reprokit.render.report import write_report
 from reprokit.render.sources import reduction_script, snapshot_script
 from reprokit.render.templates import fence, jinja_environment, template_folder
+from reprokit.render.texts import render_all, render_one, write_test
 from reprokit.render.wording import code_span, headline, nearest_words, observed, renamed
 from reprokit.snapshot.format import Snapshot, save
 from tests.locate.mechanisms import bad_input

@@ -597,7 +597,7 @@ def test_an_earlier_reduction_with_another_check_is_not_gone_on_from(file: Path,
 EVERY_CHECK = """
 import sys
 from pathlib import Path
-from reprokit.render import render_all
+from reprokit.render.texts import render_all
 from reprokit.shrink.reducer import shrink
 from reprokit.snapshot.format import load
 
