@@ -9,23 +9,22 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from markupsafe import Markup, escape
 
 from reprokit.locate.diagnosis import from_plain
 from reprokit.locate.failure import Failure
-from reprokit.render import diagnosis, facts, whatif, wording
+from reprokit.render import diagnosis, drawings, facts, whatif, wording
 from reprokit.render.call_code import labels
-from reprokit.render.drawings import Axis, plot, position_map, strip, strip_header
+from reprokit.render.drawings import plot
 from reprokit.render.frames import frames
 from reprokit.render.issue import cut, rate, shown_output, title
 from reprokit.render.ranges import Range, range_text
 from reprokit.render.script import Script
 from reprokit.render.survey import Survey, survey
 from reprokit.render.templates import render_template
-from reprokit.render.way import Stop, Way, ways
+from reprokit.render.way import ways
 from reprokit.series import by_optimizer, titled
 from reprokit.snapshot.format import count_elements
 from reprokit.snapshot.redact import REDACTED, redact_text
@@ -43,32 +42,20 @@ MAX_OPERANDS = 20
 _SERIES = (("loss", "Loss"), ("grad_norm", "Gradient norm"), ("lr", "Learning rate"), ("scale", "Loss scale"))
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
+class Chart(NamedTuple):
     """A drawing with its heading and what it ends at."""
 
     title: str
     svg: Markup
-    note: str = ""
+    note: str
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnStop:
-    """A stop of a way with its strip."""
+class Progress(NamedTuple):
+    """What was left after a number of checks."""
 
-    stop: Stop
-    strip: Markup
-    about: str
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnWay:
-    """A way with its strips, which share an axis."""
-
-    way: Way
-    header: Markup
-    stops: tuple[DrawnStop, ...]
-    beyond: str
+    checks: float
+    calls: float
+    elements: float
 
 
 def write_report(
@@ -91,18 +78,19 @@ def write_report(
         "script": script,
         "rate": rate(verified),
         "trouble": _trouble(found),
-        "ways": [_drawn(way, failure) for way in ways(found, names)],
+        "ways": ways(found, names),
+        "drawings": drawings,
+        "exception": failure.exception[0] if failure.exception is not None else "",
         "operands": _operands(found.operands, names),
         "operands_left_out": max(0, len(found.operands) - MAX_OPERANDS),
         "positions": found.positions,
-        "position_map": position_map(found.positions) if found.positions is not None else None,
-        "timeline": _timeline(snapshot),
+        "timeline": list(_timeline(snapshot)),
         "frames": shown_frames,
         "frames_left_out": frames_left_out,
         "reduction": reduction,
         "num_calls": reduction.program.num_calls if reduction is not None else None,
         "num_elements": count_elements(reduction.program, reduction.tensors) if reduction is not None else None,
-        "progress": _progress(reduction) if reduction is not None else [],
+        "progress": list(_progress(reduction)) if reduction is not None else [],
         "explained": wording.explained(reduction, inputs) if reduction is not None else [],
         "nearest": wording.nearest_words(reduction.nearest, inputs) if reduction and reduction.nearest else None,
         "diagnosis": _diagnosis(reason) if reason else None,
@@ -131,52 +119,31 @@ def _bad_name(failure: Failure, names: Mapping[int, str]) -> str:
     return f"gradient of {name}" if failure.is_derivative else name
 
 
-def _drawn(way: Way, failure: Failure) -> DrawnWay:
-    axis = Axis.over(way.ranges)
-    stops = tuple(DrawnStop(stop, strip(stop.range, axis), _about(stop, failure)) for stop in way.stops)
-    return DrawnWay(way, strip_header(axis), stops, axis.beyond_text)
-
-
-def _about(stop: Stop, failure: Failure) -> str:
-    """A stop's result in words."""
-    if stop.is_origin and failure.exception is not None:
-        return f"raises {failure.exception[0]}"
-    return range_text(stop.range)
-
-
 def _operands(operands: Mapping[int, Range], names: Mapping[int, str]) -> list[tuple[str, Range]]:
     """The first operands, those that are not finite before the others."""
     named = [(names.get(value, "x"), found) for value, found in operands.items()]
     return sorted(named, key=lambda pair: not pair[1].is_bad)[:MAX_OPERANDS]
 
 
-def _timeline(snapshot: Snapshot) -> list[Chart]:
+def _timeline(snapshot: Snapshot) -> Iterator[Chart]:
     """One chart for every number that an optimizer had in at least two steps."""
-    made = []
     entries = [entry for entry in snapshot.timeline if isinstance(entry.get("step"), int)]
     for (key, what), (optimizer, rows) in itertools.product(_SERIES, by_optimizer(entries).items()):
         name = titled(what, redact_text(optimizer))
         points = [(float(row["step"]), _number(row.get(key))) for row in rows]
         svg = plot(points, f"{name} per step, with the failing step marked", mark=float(snapshot.step))
         if svg is not None:
-            numbers = [value for _, value in points if value is not None]
-            made.append(Chart(name, svg, f"last {numbers[-1]:.4g}"))
-    return made
+            last = next(value for _, value in reversed(points) if value is not None)
+            yield Chart(name, svg, f"last {last:.4g}")
 
 
-def _progress(reduction: Reduction) -> list[Chart]:
-    """What was left after so many checks."""
+def _progress(reduction: Reduction) -> Iterator[Chart]:
+    """The number of calls and of elements left after so many checks."""
     steps = progress(reduction)
-    series = {
-        "Calls left": [(float(step.checks), float(step.calls)) for step in steps],
-        "Elements left": [(float(step.checks), float(step.elements)) for step in steps],
-    }
-    made = []
-    for name, points in series.items():
-        svg = plot(points, f"{name} against checks", is_stepped=True)
+    for name, place in (("Calls left", 1), ("Elements left", 2)):
+        svg = plot([(step.checks, step[place]) for step in steps], f"{name} against checks", is_stepped=True)
         if svg is not None:
-            made.append(Chart(name, svg, f"{points[0][1]:,.0f} to {points[-1][1]:,.0f}"))
-    return made
+            yield Chart(name, svg, f"{steps[0][place]:,.0f} to {steps[-1][place]:,.0f}")
 
 
 def _number(value: Any) -> float | None:
@@ -221,15 +188,6 @@ def _num_hidden(text: str) -> int:
 
 
 _LINE = re.compile(r"(\d+): .*: ([\d,]+) calls?, ([\d,]+) elements?$", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """What was left after a number of checks."""
-
-    checks: int
-    calls: int
-    elements: int
 
 
 def progress(reduction: Reduction) -> list[Progress]:
