@@ -48,8 +48,7 @@ def diagnose(
     """
     if step.failure.kind not in _KINDS:
         return _unknown("The failure is not a bad value or an exception, so there is no origin to look at.")
-    with determinism(step.settings), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with determinism(step.settings), warnings.catch_warnings(action="ignore"):
         scene = _at_root(observe(step))
         found = matches(scene)
         if not found:

@@ -6,9 +6,11 @@ catalogue names."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -68,9 +70,6 @@ class Editor:
         return replace(self.program, calls=tuple(calls))
 
 
-Chain = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
-
-
 def siblings(program: Program, index: int) -> list[int]:
     """The call, and all others of the same function that come from the same part of the user's line.
 
@@ -99,23 +98,19 @@ def with_argument(call: Call, slot: Slot, value: Any) -> Call:
     return replace(call, kwargs={**call.kwargs, slot: value})
 
 
-def guarded(editor: Editor, call: Call, slot: Slot, steps: Chain) -> list[Call] | None:
-    """The call behind a chain of calls on one of its arguments; ``None`` when that is not a tensor.
+def guarded(editor: Editor, call: Call, slot: Slot, target: str, *args: Any, **kwargs: Any) -> list[Call] | None:
+    """The call behind a call of ``target`` on one of its arguments; ``None`` when that is not a tensor.
 
-    Every step is a function, and the arguments after its first. An in-place call that writes into the argument finds
-    the new contents in it.
+    An in-place call that writes into the argument finds the new contents in it.
     """
     argument = argument_at(call, slot)
     if not isinstance(argument, Ref):
         return None
-    made, current = [], argument
-    for target, args, kwargs in steps:
-        new, current = editor.call(call, target, current, *args, **kwargs)
-        made.append(new)
+    made, new = editor.call(call, target, argument, *args, **kwargs)
     if is_in_place(call.target) and slot == 0:
-        back, _ = editor.call(call, "torch.Tensor.copy_", argument, current, to=argument)
-        return [*made, back, call]
-    return [*made, with_argument(call, slot, current)]
+        back, _ = editor.call(call, "torch.Tensor.copy_", argument, new, to=argument)
+        return [made, back, call]
+    return [made, with_argument(call, slot, new)]
 
 
 def converted(program: Program, tensors: Mapping[int, torch.Tensor], dtype: torch.dtype) -> Edited:
@@ -141,19 +136,8 @@ def _autocast(mode: Mode, name: str) -> tuple[tuple[str, str], ...]:
     return tuple((device, name if dtype == "torch.float16" else dtype) for device, dtype in mode.autocast)
 
 
-def at_siblings(program: Program, index: int, change: Callable[[Editor, Call], list[Call] | None]) -> Program | None:
-    """The program with a change made at a call and its siblings; ``None`` when it does not apply to the call itself."""
-    editor = Editor(program)
-    for number in siblings(program, index):
-        made = change(editor, program.calls[number])
-        if made is not None:
-            editor.put(number, made)
-        elif number == index:
-            return None
-    return editor.finish()
-
-
 Change = Callable[[Editor, Call], list[Call] | None]
+Prepare = Callable[[Editor, Call, Ref], tuple[list[Call], tuple[Any, ...]]]
 Rewrite = Callable[..., Edited | None]
 REWRITES: dict[str, Rewrite] = {}
 
@@ -166,23 +150,41 @@ def rewrite(function: Rewrite) -> Rewrite:
 
 def everywhere(scene: Scene, change: Change) -> Edited | None:
     """The step with a change made at the origin, and at the calls like it where it applies."""
-    index = scene.failure.call_index
-    if index is None:
-        return None
-
-    def lenient(editor: Editor, call: Call) -> list[Call] | None:
-        try:
-            return change(editor, call)
-        except KeyError:
+    origin, editor = scene.failure.call_index, Editor(scene.program)
+    for index in siblings(scene.program, origin) if origin is not None else ():
+        made = None
+        with contextlib.suppress(KeyError):
+            made = change(editor, scene.program.calls[index])
+        if made is not None:
+            editor.put(index, made)
+        elif index == origin:
             return None
-
-    program = at_siblings(scene.program, index, lenient)
-    return Edited(program, scene.tensors) if program is not None else None
+    return Edited(editor.finish(), scene.tensors) if origin is not None else None
 
 
-def guard(scene: Scene, operand: Slot, steps: Chain) -> Edited | None:
-    """The step with a chain of calls on an argument in front of the origin and the calls like it."""
-    return everywhere(scene, lambda editor, call: guarded(editor, call, slot_of(call, operand), steps))
+def guard(
+    scene: Scene,
+    operand: Slot,
+    target: str,
+    *args: Any,
+    prepare: Prepare | None = None,
+    named: Mapping[str, Any] = MappingProxyType({}),
+) -> Edited | None:
+    """The step with ``target`` of an argument in its place, at the origin and the calls like it.
+
+    ``prepare`` makes calls in front of that one, and further arguments for it from the argument.
+    """
+
+    def change(editor: Editor, call: Call) -> list[Call] | None:
+        slot = slot_of(call, operand)
+        argument = argument_at(call, slot)
+        if not isinstance(argument, Ref):
+            return None
+        before, given = prepare(editor, call, argument) if prepare is not None else ([], ())
+        made = guarded(editor, call, slot, target, *given, *args, **named)
+        return [*before, *made] if made is not None else None
+
+    return everywhere(scene, change)
 
 
 def number_for(scene: Scene, operand: Slot, value: str | float) -> float:

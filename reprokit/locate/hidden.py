@@ -92,8 +92,7 @@ def bad_operand(program: Program, tensors: Tensors, notes: Notes, index: int) ->
     if not reads or program.calls[index].is_differentiation or program.calls[index].is_optimizer_step:
         return None
     trial = _Trial(index, frozenset(reads))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         run(program, tensors, observer=trial, keep=frozenset())
     found = ((value, way) for way in (NAN, PLUS, MINUS) for value, ways in reads.items() if way in ways)
     value, way = next(found)

@@ -235,8 +235,7 @@ def recompute(seen: Seen) -> torch.Tensor | None:
     try:
         args, kwargs = map_leaves((seen.args, dict(seen.kwargs)), _doubled)
         kwargs.pop("dtype", None)
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             result = function_named(seen.call.target)(*args, **kwargs)
     except Exception as error:  # kernels refuse in as many ways as there are functions
         pass_on(error)

@@ -67,8 +67,7 @@ def watched(program: Program) -> Program:
 
 def failure_of(edited: Edited) -> Failure | None:
     """What is wrong with an edited step, if anything."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return locate(edited.program, edited.tensors)
 
 
@@ -122,8 +121,7 @@ def apply(scene: Scene, remedy: Remedy) -> Edited | None:
 
 
 def _scene_after(edited: Edited, failure: Failure, first: Scene) -> Scene:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         return observe(replace(first, program=edited.program, tensors=edited.tensors, failure=failure))
 
 

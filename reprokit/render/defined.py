@@ -41,8 +41,7 @@ def find_edge(program: Program, tensors: Tensors, failure: Failure) -> Edge | No
         return None
     if failure.drop is not None:
         return _dropped(failure.drop)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         given = observe(program, tensors, failure)
         if given is None:
             return None

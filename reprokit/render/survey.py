@@ -156,8 +156,7 @@ class Survey:
 def survey(snapshot: Snapshot, name: str = "") -> Survey:
     """Run the captured step once and measure it, as far as it can be run here; ``name`` is that of the bad tensor."""
     found = Survey(snapshot.program, snapshot.failure, name)
-    with determinism(snapshot.settings), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with determinism(snapshot.settings), warnings.catch_warnings(action="ignore"):
         try:
             outcome = run(snapshot.program, snapshot.tensors, observer=_Watch(found), keep=frozenset())
         except Exception as error:  # what else is known is worth showing whatever this machine lacks

@@ -7,7 +7,7 @@ from typing import Any
 
 from reprokit.locate.calls import Slot, argument_at, short_name, slot_of
 from reprokit.locate.domains import DOMAINS
-from reprokit.locate.edits import Chain, Edited, Editor, everywhere, guard, guarded, number_for, rewrite, with_argument
+from reprokit.locate.edits import Edited, Editor, everywhere, guard, guarded, number_for, rewrite, with_argument
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs.training import negative_squares
 from reprokit.program.ir import Call, Device, Ref, Symbol, substitute
@@ -26,7 +26,7 @@ def clamp(
         return None
     bounds = {name: value for name, value in (("min", min), ("max", max)) if value is not None}
     numbers = {name: number_for(scene, operand, value) for name, value in bounds.items()}
-    return guard(scene, operand, [("torch.Tensor.clamp", (), numbers)])
+    return guard(scene, operand, "torch.Tensor.clamp", named=numbers)
 
 
 @rewrite
@@ -40,8 +40,7 @@ def finite_arguments(scene: Scene) -> Edited | None:
                 slot = slot_of(changed, role)
             except KeyError:
                 continue
-            steps: Chain = [("torch.Tensor.clamp", (), {"min": -1e4, "max": 1e4})]
-            guarding = guarded(editor, changed, slot, steps)
+            guarding = guarded(editor, changed, slot, "torch.Tensor.clamp", min=-1e4, max=1e4)
             if guarding is not None:
                 *before, changed = guarding
                 made += before
@@ -56,24 +55,19 @@ def plus(scene: Scene, operand: Slot = "x", value: str | float = "eps") -> Edite
     x = scene.tensor(operand)
     if x is None or bool((x < 0).any()):
         return None  # an eps moves the edge, it does not take it away
-    return guard(scene, operand, [("torch.Tensor.add", (number_for(scene, operand, value),), {})])
+    return guard(scene, operand, "torch.Tensor.add", number_for(scene, operand, value))
 
 
 @rewrite
 def away_from_zero(scene: Scene, operand: Slot = "denominator", value: str | float = 1.0) -> Edited | None:
     """Replace the zeros in an argument by a number."""
 
-    def change(editor: Editor, call: Call) -> list[Call] | None:
-        slot = slot_of(call, operand)
-        argument = argument_at(call, slot)
-        if not isinstance(argument, Ref):
-            return None
+    def find_zeros(editor: Editor, call: Call, argument: Ref) -> tuple[list[Call], tuple[Any, ...]]:
         found, mask = editor.call(call, "torch.Tensor.__eq__", argument, 0)
-        fill: Chain = [("torch.Tensor.masked_fill", (mask, number_for(scene, operand, value)), {})]
-        made = guarded(editor, call, slot, fill)
-        return [found, *made] if made is not None else None
+        return [found], (mask,)
 
-    return everywhere(scene, change)
+    number = number_for(scene, operand, value)
+    return guard(scene, operand, "torch.Tensor.masked_fill", number, prepare=find_zeros)
 
 
 @rewrite
@@ -85,19 +79,15 @@ def inside(scene: Scene) -> Edited | None:
         return None
     bound = number_for(scene, domain.operand, edge.bound)
 
-    def change(editor: Editor, call: Call) -> list[Call] | None:
-        slot = slot_of(call, domain.operand)
-        tested, before = argument_at(call, slot), list[Call]()
-        if not isinstance(tested, Ref):
-            return None
+    def find_edge(editor: Editor, call: Call, argument: Ref) -> tuple[list[Call], tuple[Any, ...]]:
+        before, tested = list[Call](), argument
         if edge.size:
             size, tested = editor.call(call, "torch.abs", tested)
             before.append(size)
         found, mask = editor.call(call, f"torch.Tensor.{_TESTS[edge.test]}", tested, bound)
-        made = guarded(editor, call, slot, [("torch.Tensor.masked_fill", (mask, domain.harmless), {})])
-        return [*before, found, *made] if made is not None else None
+        return [*before, found], (mask,)
 
-    return everywhere(scene, change)
+    return guard(scene, domain.operand, "torch.Tensor.masked_fill", domain.harmless, prepare=find_edge)
 
 
 @rewrite
@@ -127,16 +117,11 @@ def mask_first(scene: Scene) -> Edited | None:
 def minus_max(scene: Scene) -> Edited | None:
     """Subtract the largest element from an argument, which a later normalisation takes out again."""
 
-    def change(editor: Editor, call: Call) -> list[Call] | None:
-        slot = slot_of(call, "x")
-        argument = argument_at(call, slot)
-        if not isinstance(argument, Ref):
-            return None
+    def find_largest(editor: Editor, call: Call, argument: Ref) -> tuple[list[Call], tuple[Any, ...]]:
         largest, top = editor.call(call, "torch.amax", argument)
-        made = guarded(editor, call, slot, [("torch.Tensor.sub", (top,), {})])
-        return [largest, *made] if made is not None else None
+        return [largest], (top,)
 
-    return everywhere(scene, change)
+    return guard(scene, "x", "torch.Tensor.sub", prepare=find_largest)
 
 
 @rewrite
@@ -176,19 +161,13 @@ def jitter(scene: Scene, value: float, spread: bool = False) -> Edited | None:
     size, amount = x.shape[-1], value * max(1.0, float(x.abs().max()))
     values = (amount, 2 * amount) if spread else (amount, amount)
 
-    def change(editor: Editor, call: Call) -> list[Call] | None:
-        slot = slot_of(call, "x")
-        argument = argument_at(call, slot)
-        if not isinstance(argument, Ref):
-            return None
-        line, numbers = editor.call(
-            call, "torch.linspace", *values, size, dtype=Symbol(str(x.dtype)), device=Device(str(x.device))
-        )
+    def make_diagonal(editor: Editor, call: Call, _: Ref) -> tuple[list[Call], tuple[Any, ...]]:
+        dtype, device = Symbol(str(x.dtype)), Device(str(x.device))
+        line, numbers = editor.call(call, "torch.linspace", *values, size, dtype=dtype, device=device)
         matrix, diagonal = editor.call(call, "torch.diag", numbers)
-        made = guarded(editor, call, slot, [("torch.Tensor.add", (diagonal,), {})])
-        return [line, matrix, *made] if made is not None else None
+        return [line, matrix], (diagonal,)
 
-    return everywhere(scene, change)
+    return guard(scene, "x", "torch.Tensor.add", prepare=make_diagonal)
 
 
 @rewrite
