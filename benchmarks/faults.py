@@ -32,10 +32,6 @@ import torch
 from command import JSON, new_parser, print_json
 from torch import nn
 
-import reprokit.capture
-import reprokit.locate
-import reprokit.program
-import reprokit.snapshot
 from reprokit.capture import rescue
 from reprokit.capture.session import Session
 from reprokit.errors import ReprokitError
@@ -189,7 +185,8 @@ class Fault(NamedTuple):
 
 def functions() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Owner, attribute and function of every function of capture, without the guards."""
-    for package in (reprokit.capture, reprokit.program, reprokit.locate, reprokit.snapshot):
+    for name in ("capture", "program", "locate", "snapshot"):
+        package = importlib.import_module(f"reprokit.{name}")
         for part in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if part.name.rpartition(".")[2] not in _WITHOUT_FAULTS:
                 yield from _functions_of(importlib.import_module(part.name))

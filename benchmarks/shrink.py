@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -150,8 +151,8 @@ def _recordings() -> Iterator[list[int]]:
         return run(program, *args, **kwargs)
 
     with (
-        mock.patch("reprokit.shrink.recording.run", counted),
-        mock.patch("reprokit.shrink.reducer.find_context", lambda *_: None),
+        mock.patch.object(import_module("reprokit.shrink.recording"), "run", counted),
+        mock.patch.object(import_module("reprokit.shrink.reducer"), "find_context", lambda *_: None),
     ):
         yield found
 

@@ -6,8 +6,54 @@ script. Importing this package does not import torch.
 
 from __future__ import annotations
 
-from reprokit import capture
+from typing import TYPE_CHECKING, Any
+
+# Packages and functions share names. A package that is imported later would replace the function of its name.
+import reprokit.capture
+import reprokit.locate
+import reprokit.render
+import reprokit.shrink  # noqa: F401
+from reprokit.api import Rendered, capture, load, locate, render, shrink, verify
 from reprokit.errors import ReprokitError
 
+if TYPE_CHECKING:
+    from reprokit.capture.session import Session
+    from reprokit.locate.failure import Failure
+    from reprokit.render.verify import VerifyResult
+    from reprokit.shrink.reduction import Reduction
+    from reprokit.snapshot.format import Snapshot
+
 __version__ = "0.1.0"
-__all__ = ["ReprokitError", "__version__", "capture"]
+__all__ = [
+    "Failure",
+    "Reduction",
+    "Rendered",
+    "ReprokitError",
+    "Session",
+    "Snapshot",
+    "VerifyResult",
+    "__version__",
+    "capture",
+    "load",
+    "locate",
+    "render",
+    "shrink",
+    "verify",
+]
+
+_HOMES = {  # of the classes, whose modules import torch
+    "Failure": "reprokit.locate.failure",
+    "Reduction": "reprokit.shrink.reduction",
+    "Session": "reprokit.capture.session",
+    "Snapshot": "reprokit.snapshot.format",
+    "VerifyResult": "reprokit.render.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class when it is asked for first."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -9,7 +9,7 @@ import contextlib
 import os
 import shlex
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,13 +40,14 @@ def capture(
     source: Source = "traceback",
     budget: float | None = DEFAULT_PERCENT,
     from_step: int | None = None,
+    on_snapshot: Callable[[Path], object] | None = None,
 ) -> Iterator[Session]:
     """Watch the training loop in this block and save its first failing step.
 
     Writes ``output``, or ``<name>-step<N>.repro.pt`` in the current folder. With ``after="stop"`` the block is left at
     the failure and the program goes on behind it; with ``"continue"`` the loop goes on unwatched. ``history``,
-    ``watch``, ``on``, ``source``, ``budget`` and ``from_step`` are those of `Session`. Yields the session, whose
-    ``snapshots`` are files.
+    ``watch``, ``on``, ``source``, ``budget``, ``from_step`` and ``on_snapshot`` are those of `Session`. Yields the
+    session, whose ``snapshots`` are files.
     Raises `UsageError` when ``output`` exists and ``overwrite`` is false.
     """
     from reprokit.capture.launch import peel
@@ -71,6 +72,7 @@ def capture(
         source=source,
         budget=budget,
         from_step=from_step,
+        on_snapshot=on_snapshot,
     )
     try:
         with session:

@@ -53,6 +53,9 @@ class Owner(Protocol):
     def say(self, text: str) -> None:
         """Tell the user."""
 
+    def hand_over(self, path: Path) -> None:
+        """Call the user's function for a new snapshot."""
+
 
 class Failures:
     """Saves a failing step at ``place`` and ends the session.
@@ -289,6 +292,8 @@ class Failures:
         that the loop has skipped the step."""
         with _termination_deferred() as terminated:
             path = self._write(noticed, is_wanted)
+            if path is not None:
+                self._session.hand_over(path)
         self._is_terminated = bool(terminated)
         if terminated and not (path is not None and self._session.stops):
             signal.raise_signal(signal.SIGTERM)

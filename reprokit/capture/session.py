@@ -57,7 +57,8 @@ class Session:
     gradient and clipped norms in every step and everything when the copy is refreshed; ``every-step`` judges everything
     always; ``deferred`` never waits for a value. ``budget`` is the share of the loop's CPU time in percent that is kept
     by noting fewer steps (``None``: no limit), ``from_step`` the first step to note. ``on`` says what is a failure,
-    ``source`` how much of the user's code is kept. ``snapshots`` are the files written and ``results`` their summaries;
+    ``source`` how much of the user's code is kept. ``on_snapshot`` is called with the path of every file written, when
+    all hooks are gone; an exception of it is printed. ``snapshots`` are the files written, ``results`` their summaries;
     ``closing`` is the line that says why there are none. With ``verbose`` an error of reprokit's own is printed with
     its traceback. ``stops`` says whether the loop is to stop, ``is_watching`` whether the hooks are in place. Raises
     `UsageError` for a value that no option has.
@@ -84,6 +85,7 @@ class Session:
         source: Source = "traceback",
         budget: float | None = DEFAULT_PERCENT,
         from_step: int | None = None,
+        on_snapshot: Callable[[Path], object] | None = None,
     ) -> None:
         check_options(after, history, watch, on, source, budget, from_step)
         check_name(output, directory, name)
@@ -93,6 +95,7 @@ class Session:
         self._quiet = quiet
         self._verbose = verbose
         self._on = tuple(on)
+        self._on_snapshot = on_snapshot
         self.closing: str | None = None
         self._has_complained = False
         self._paused_at: float | None = None
@@ -320,6 +323,17 @@ class Session:
             self.leave()
             with ignored_errors():
                 self._training.ranks.leave()
+
+    def hand_over(self, path: Path) -> None:
+        """Call ``on_snapshot``, after which the file may be elsewhere."""
+        if self._on_snapshot is None:
+            return
+        try:
+            self._on_snapshot(path)
+        except Exception as error:
+            pass_on(error)
+            tell(f"`on_snapshot` raised {type(error).__name__}: {error}; the snapshot is `{path}`")
+            self._print_traceback(error)
 
     def say(self, text: str) -> None:
         """Tell the user, unless all is to be quiet."""

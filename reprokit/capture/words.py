@@ -70,9 +70,9 @@ def growth(timeline: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def _trend(values: Sequence[float]) -> str:
-    """How much the last finite number is above the typical one, where that says something."""
-    finite = [abs(value) for value in values if math.isfinite(value)]
-    if len(finite) < 3:
+    """How much the last finite number is above the typical one; empty for numbers below zero, or with few of them."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 3 or min(finite) < 0:
         return ""
     typical = sorted(finite[:-1])[len(finite[:-1]) // 2]
     if typical == 0 or finite[-1] < _FAST * typical:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from reprokit.capture import launch
 from reprokit.capture.block import capture
-from reprokit.capture.options import After, Watch
+from reprokit.capture.options import After, Source, Watch
 
 if TYPE_CHECKING:
     from reprokit.capture.session import Session
@@ -34,6 +34,10 @@ class Options(TypedDict, total=False):
     history: int | None
     watch: Watch
     on: Collection[str]
+    source: Source
+    budget: float | None
+    from_step: int | None
+    on_snapshot: Callable[[Path], object] | None
 
 
 class Span:

@@ -26,7 +26,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import reprokit.capture
 from reprokit.capture import running
 from reprokit.capture.session import Session
 from reprokit.snapshot.format import load
@@ -58,7 +57,8 @@ GUARDS = import_benchmark("faults").GUARDS
 # The guards, their callers, and what runs before or without a loop.
 WITHOUT_FAULTS = {"session", "hooks", "stack", "whole_calls", "options", "launch", "block", "structure", "rank_name"}
 NOT_IN_THESE_RUNS = {"closing", "exceptions", "warned", "words"}
-PARTS = [part.name for part in pkgutil.iter_modules(reprokit.capture.__path__) if part.name not in WITHOUT_FAULTS]
+FOLDER = sys.modules["reprokit.capture"].__path__
+PARTS = [part.name for part in pkgutil.iter_modules(FOLDER) if part.name not in WITHOUT_FAULTS]
 
 
 @pytest.fixture(autouse=True)

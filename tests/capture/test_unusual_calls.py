@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +245,7 @@ def test_quiet_says_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     def fail(*args: Any) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr("reprokit.capture.saving.save", fail)
+    monkeypatch.setattr(import_module("reprokit.capture.saving"), "save", fail)
     with Session(directory=tmp_path, quiet=True, after="continue") as session:
         bad_steps(plain_net(), None)
     assert session.snapshots == []

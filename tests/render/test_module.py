@@ -8,6 +8,7 @@ import io
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -188,7 +189,7 @@ def test_a_parameter_that_a_layer_is_called_with_belongs_to_the_module_around_it
 def test_a_context_that_cannot_be_shown_is_told(reduction: Reduction, tmp_path: Path) -> None:
     reasons: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("reprokit.render.texts.MAX_LINES", 3)
+        patch.setattr(import_module("reprokit.render.texts"), "MAX_LINES", 3)
         assert render_context(reduction, None, tmp_path, tell=reasons.append) is None
     assert len(reasons) == 1 and reasons[0].endswith("lines, and 3 is the limit")
 

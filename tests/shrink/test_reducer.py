@@ -6,6 +6,7 @@ import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ def test_eight_bit_floats_with_which_torch_hardly_computes(dtype: torch.dtype) -
 
     snapshot = failing.record(step, x=torch.full((4, 4), 1.5).to(dtype), scale=torch.zeros(4))
     with pytest.MonkeyPatch.context() as patch:  # the tensors themselves meet every pass
-        patch.setattr("reprokit.shrink.reducer.cuts", lambda candidate, failure: iter(()))
+        patch.setattr(import_module("reprokit.shrink.reducer"), "cuts", lambda candidate, failure: iter(()))
         reduction = shrink(snapshot)
     assert same(signature_of(reduction), signature_of(snapshot))
     assert reduction.one_minimal
@@ -285,7 +286,7 @@ def test_a_flaky_failure_is_told_with_its_rate(monkeypatch: pytest.MonkeyPatch) 
         runs.append(locate(program, tensors) if len(runs) % 2 else None)
         return runs[-1]
 
-    monkeypatch.setattr("reprokit.shrink.checks.nonfinite.locate", sometimes)
+    monkeypatch.setattr(import_module("reprokit.shrink.checks.nonfinite"), "locate", sometimes)
     with pytest.raises(Flaky, match="15 of 30 runs"):
         shrink(failing.zero_by_zero())
 
@@ -313,9 +314,9 @@ def test_a_pass_that_breaks_off_costs_nothing_else(monkeypatch: pytest.MonkeyPat
     def breaks(*args: object) -> None:
         raise RuntimeError("not today\nand more")
 
-    monkeypatch.setattr("reprokit.shrink.problem.find_classes", breaks)
-    monkeypatch.setattr("reprokit.shrink.reducer.explain", breaks)
-    monkeypatch.setattr("reprokit.shrink.reducer.find_context", breaks)
+    monkeypatch.setattr(import_module("reprokit.shrink.problem"), "find_classes", breaks)
+    monkeypatch.setattr(import_module("reprokit.shrink.reducer"), "explain", breaks)
+    monkeypatch.setattr(import_module("reprokit.shrink.reducer"), "find_context", breaks)
     reduction = shrink(failing.zero_by_zero())
     assert reduction.program.num_calls == 1 and not reduction.one_minimal
     assert reduction.untried == ["sizes", "explain"]
@@ -342,9 +343,9 @@ def probes_for_ever(problem: Problem) -> None:
 def test_a_pass_that_never_ends_spends_its_budget_and_says_so(
     endless: Callable[[Problem], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("reprokit.shrink.budget._LEAST_SECONDS", 0.3)
+    monkeypatch.setattr(import_module("reprokit.shrink.budget"), "_LEAST_SECONDS", 0.3)
     rows = [(name, endless if name == "sizes" else run_pass) for name, run_pass in PASSES]
-    monkeypatch.setattr("reprokit.shrink.reducer.PASSES", tuple(rows))
+    monkeypatch.setattr(import_module("reprokit.shrink.reducer"), "PASSES", tuple(rows))
     events: list[Event] = []
     reduction = shrink(failing.masked_softmax(), on_event=events.append)
     assert not reduction.one_minimal and reduction.stopped is None
@@ -355,7 +356,7 @@ def test_a_pass_that_never_ends_spends_its_budget_and_says_so(
 
 
 def test_checks_of_a_pass_are_bounded_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reprokit.shrink.budget._CHECKS", 1)
+    monkeypatch.setattr(import_module("reprokit.shrink.budget"), "_CHECKS", 1)
     reduction = shrink(failing.gradients_added_up())
     assert not reduction.one_minimal and reduction.untried
     assert all(row["checks"] <= 1 for row in reduction.passes if row["name"] != "explain")

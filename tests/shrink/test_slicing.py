@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ def test_a_slice_that_does_not_fail_is_not_used(monkeypatch: pytest.MonkeyPatch)
         limits.append(certainty.isolation.allowed)
         establish(certainty, whole, tell, first)
 
-    monkeypatch.setattr("reprokit.shrink.reducer.slice_to", healthy)
+    monkeypatch.setattr(import_module("reprokit.shrink.reducer"), "slice_to", healthy)
     monkeypatch.setattr(Certainty, "establish", watch)
     reduction = shrink(failing.zero_by_zero())
     assert (reduction.reproduces, reduction.program.num_calls) == ("5/5", 1)

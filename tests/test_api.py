@@ -1,0 +1,90 @@
+"""The public API: the examples of `docs/api.md` run, and a typed project can use every public name."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import reprokit
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+EXAMPLES = "\n\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+
+def fails() -> None:
+    torch.sqrt(torch.zeros(2, requires_grad=True)).sum().backward()
+
+
+def test_the_examples_run(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(EXAMPLES)
+    run = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    lines = run.stdout.splitlines()
+    assert lines[0] == "6 inf torch.log"
+    assert re.fullmatch(r"regression-repro/repro\.py \d+ 20/20", lines[1])
+    assert lines[2] == "step 0: inf in backward"
+    assert lines[3].startswith("`missing.repro.pt` does not exist")
+
+
+def test_every_public_name_is_checked_by_mypy_in_a_program_of_a_user() -> None:
+    user = (ROOT / "tests" / "typed_user.py").read_text(encoding="utf-8")
+    assert [name for name in reprokit.__all__ if f"reprokit.{name}" not in user] == []
+
+
+def test_every_public_name_is_documented() -> None:
+    table = PAGE.partition("\n## ")[0]
+    assert [name for name in reprokit.__all__ if name != "__version__" and not re.search(rf"`{name}\b", table)] == []
+
+
+def test_the_functions_stay_when_packages_of_the_same_names_are_imported() -> None:
+    code = (
+        "import sys, reprokit\n"
+        "names = ('capture', 'locate', 'shrink', 'render')\n"
+        "functions = [getattr(reprokit, name) for name in names]\n"
+        "assert 'torch' not in sys.modules\n"
+        "import reprokit.capture.session, reprokit.locate.blame, reprokit.shrink.reducer, reprokit.render.issue\n"
+        "assert functions == [getattr(reprokit, name) for name in names] and all(map(callable, functions))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'captures'"):
+        reprokit.captures  # noqa: B018
+
+
+def test_on_snapshot_is_called_with_the_file_when_all_hooks_are_gone(tmp_path: Path) -> None:
+    seen: list[tuple[Path, bool]] = []
+
+    def note(path: Path) -> None:
+        fails()  # would be a second snapshot
+        seen.append((path, path.exists()))
+
+    with reprokit.capture(tmp_path / "a.pt", on_snapshot=note, quiet=True) as session:
+        fails()
+    assert seen == [(tmp_path / "a.pt", True)]
+    assert session.snapshots == [tmp_path / "a.pt"]
+
+
+def test_an_exception_of_on_snapshot_is_printed_and_the_file_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(path: Path) -> None:
+        raise RuntimeError("no network")
+
+    with reprokit.capture(tmp_path / "a.pt", on_snapshot=fail, after="continue"):
+        fails()
+        is_after = True
+    assert is_after
+    assert reprokit.load(tmp_path / "a.pt").failure.kind == "inf"
+    assert "`on_snapshot` raised RuntimeError: no network; the snapshot is `" in capsys.readouterr().err
+
+
+def test_on_snapshot_is_not_called_for_a_healthy_run(tmp_path: Path) -> None:
+    with reprokit.capture(tmp_path / "a.pt", on_snapshot=lambda path: pytest.fail("called")):
+        torch.ones(2, requires_grad=True).sum().backward()
