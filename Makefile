@@ -5,12 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types tests gallery clean
+.PHONY: demo test lint types tests docs gallery clean
 
 demo: $(VENV)/.installed
 	$(BIN)/reprokit demo
 
-test: lint types tests
+test: lint types docs tests
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -20,6 +20,9 @@ types: $(VENV)/.installed-dev
 
 tests: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
 
 gallery: $(VENV)/.installed
 	$(BIN)/python examples/gallery/make.py
@@ -36,4 +39,4 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
