@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import os
@@ -15,22 +16,52 @@ from types import ModuleType
 import pytest
 from hypothesis import settings
 
+from tests import processes
+
 ROOT = Path(__file__).resolve().parent.parent
 Run = Callable[..., subprocess.CompletedProcess[str]]
+SECONDS = 120.0  # then a process hangs
 
 settings.register_profile("reprokit", deadline=None)  # how long an example takes depends on what else the machine does
 settings.load_profile("reprokit")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a run in the background, whose children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without it every process would compile all of reprokit: half a second
 os.environ["REPROKIT_SHRINK_NO_WHATIF"] = "1"  # five seconds for every reduction; the tests of the table ask for it
+BEFORE = dict(os.environ)  # a test may have changed it when the server of processes starts
+
+
+def start_python_in(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run ``python *words`` in a folder, with reprokit importable; a hang ends the test."""
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment_with(variables),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
 
 
 def run_python_in(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run ``python *words`` in a folder, with reprokit importable; a hang ends the test."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-    )
+    """`start_python_in` with a process that was forked after ``import torch``, where the system can fork."""
+    if not processes.IS_POSSIBLE:
+        return start_python_in(folder, *words, **variables)
+    return server(*processes.MODULES).run(words, folder, environment_with(variables), SECONDS)
+
+
+def environment_with(variables: dict[str, str]) -> dict[str, str]:
+    """The environment of the tests' processes."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+
+
+@functools.cache
+def server(*modules: str) -> processes.Server:
+    """The process of this test run that has imported these modules."""
+    made = processes.Server(modules, {**BEFORE, "OMP_NUM_THREADS": "1"})
+    atexit.register(made.close)
+    return made
 
 
 def import_benchmark(name: str) -> ModuleType:
@@ -42,11 +73,23 @@ def import_benchmark(name: str) -> ModuleType:
 
 @pytest.fixture
 def run_python(tmp_path: Path) -> Run:
-    """Run ``python *words`` in the test's own folder."""
+    """Run ``python *words`` in the test's own folder, in a process that finds torch imported."""
     return functools.partial(run_python_in, tmp_path)
+
+
+@pytest.fixture
+def start_python(tmp_path: Path) -> Run:
+    """`run_python` with a start of Python: for what depends on it (`processes`)."""
+    return functools.partial(start_python_in, tmp_path)
 
 
 @pytest.fixture
 def run_reprokit(run_python: Run) -> Run:
     """Run ``reprokit *words`` in the test's own folder."""
     return functools.partial(run_python, "-m", "reprokit")
+
+
+@pytest.fixture
+def start_reprokit(start_python: Run) -> Run:
+    """`run_reprokit` with a start of Python."""
+    return functools.partial(start_python, "-m", "reprokit")

@@ -186,9 +186,9 @@ def test_a_failure_is_announced_before_anything_is_played(
         ("import torch\nopen('missing')", 1, "ended with FileNotFoundError; no backward pass"),
     ],
 )
-def test_the_line_comes_last(script: str, code: int, words: str, run_reprokit: Run, tmp_path: Path) -> None:
+def test_the_line_comes_last(script: str, code: int, words: str, start_reprokit: Run, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
-    result = run_reprokit("capture", "train.py")
+    result = start_reprokit("capture", "train.py")
     assert result.returncode == code
     assert words in result.stderr.splitlines()[-1] and result.stderr.count("nothing was saved") == 1
 

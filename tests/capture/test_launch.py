@@ -222,22 +222,22 @@ def outcome(result: subprocess.CompletedProcess[str]) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_runs_as_under_python(name: str, run_python: Run, tmp_path: Path) -> None:
+def test_a_script_runs_as_under_python(name: str, start_python: Run, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "beside.py").write_text("VALUE = 5\n")
     encoding = "latin-1" if name == "coding" else "utf-8"
     (tmp_path / "folder" / "script.py").write_text(dedent(SCRIPTS[name]).lstrip("\n"), encoding=encoding)
     words = ["./folder/script.py", "--json", "-o", "x", "--", "-q"]
-    expected = run_python(*words, OMP_NUM_THREADS="")
+    expected = start_python(*words, OMP_NUM_THREADS="")
     only = ("--on", "nonfinite") if name.startswith("torch_error") else ()  # otherwise a failure to be captured
-    actual = run_python("-m", "reprokit", "capture", *only, *words, OMP_NUM_THREADS="")
+    actual = start_python("-m", "reprokit", "capture", *only, *words, OMP_NUM_THREADS="")
     assert outcome(actual) == outcome(expected)
     assert actual.stderr.startswith("reprokit: watching ")
 
 
-def test_quiet_adds_nothing_at_all(run_python: Run, tmp_path: Path) -> None:
+def test_quiet_adds_nothing_at_all(start_python: Run, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys\nprint(1)\nprint(2, file=sys.stderr)\n")
-    result = run_python("-m", "reprokit", "capture", "-q", "script.py")
+    result = start_python("-m", "reprokit", "capture", "-q", "script.py")
     assert (result.returncode, result.stdout, result.stderr) == (0, "1\n", "2\n")
 
 
@@ -256,61 +256,61 @@ MODULES = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_runs_as_under_python(name: str, run_python: Run, tmp_path: Path) -> None:
+def test_a_module_runs_as_under_python(name: str, start_python: Run, tmp_path: Path) -> None:
     for path, text in MODULES[name].items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
-    expected = run_python("-m", name, "a", "--b")
-    actual = run_python("-m", "reprokit", "capture", "-m", name, "a", "--b")
+    expected = start_python("-m", name, "a", "--b")
+    actual = start_python("-m", "reprokit", "capture", "-m", name, "a", "--b")
     assert outcome(actual) == outcome(expected)
 
 
-def test_a_module_that_raises_shows_its_own_frames_only(run_python: Run, tmp_path: Path) -> None:
+def test_a_module_that_raises_shows_its_own_frames_only(start_python: Run, tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text("def f():\n    raise ValueError('x')\nf()\n")
-    result = run_python("-m", "reprokit", "capture", "-q", "-m", "failing")
+    result = start_python("-m", "reprokit", "capture", "-q", "-m", "failing")
     assert result.returncode == 1
     assert result.stderr.count("File ") == 2
     assert "reprokit" not in result.stderr
 
 
-def test_a_module_whose_import_fails_is_told_apart_from_one_that_is_missing(run_python: Run, tmp_path: Path) -> None:
+def test_a_module_whose_import_fails_is_told_apart_from_one_that_is_missing(start_python: Run, tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("import no_such_dependency\n")
     (tmp_path / "package" / "__main__.py").write_text("")
-    result = run_python("-m", "reprokit", "capture", "-q", "-m", "package")
+    result = start_python("-m", "reprokit", "capture", "-q", "-m", "package")
     assert result.returncode == 1
     assert "ModuleNotFoundError: No module named 'no_such_dependency'" in result.stderr
 
 
 @pytest.mark.parametrize("flag", ["-P", "-I"])
-def test_a_safe_path_stays_safe(flag: str, run_python: Run, tmp_path: Path) -> None:
+def test_a_safe_path_stays_safe(flag: str, start_python: Run, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys\nprint(sys.path)\n")
     root = str(Path(__file__).resolve().parents[2])
     code = f"import sys; sys.path.append({root!r}); from reprokit.cli import main; main(['capture', '-q', 'script.py'])"
-    expected = run_python(flag, "script.py").stdout
-    actual = run_python(flag, "-c", code).stdout
+    expected = start_python(flag, "script.py").stdout
+    actual = start_python(flag, "-c", code).stdout
     assert actual.replace(f", {root!r}]", "]") == expected
 
 
-def test_a_null_byte_is_an_error_of_the_script(run_python: Run, tmp_path: Path) -> None:
+def test_a_null_byte_is_an_error_of_the_script(start_python: Run, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('never')\n\0")
-    result = run_python("-m", "reprokit", "capture", "-q", "script.py")
+    result = start_python("-m", "reprokit", "capture", "-q", "script.py")
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr.startswith("SyntaxError: source code string cannot contain null bytes")
 
 
-def test_a_failing_excepthook_hides_nothing(run_python: Run, tmp_path: Path) -> None:
+def test_a_failing_excepthook_hides_nothing(start_python: Run, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import sys\nsys.excepthook = None\nraise ValueError('the cause')\n")
-    result = run_python("-m", "reprokit", "capture", "-q", "script.py")
+    result = start_python("-m", "reprokit", "capture", "-q", "script.py")
     assert result.returncode == 1
     assert result.stderr.rstrip().endswith("ValueError: the cause")
 
 
-def test_interrupting_ends_as_under_python(run_python: Run, tmp_path: Path) -> None:
+def test_interrupting_ends_as_under_python(start_python: Run, tmp_path: Path) -> None:
     script = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)\n"
     (tmp_path / "script.py").write_text(script)
-    expected = run_python("script.py")
-    actual = run_python("-m", "reprokit", "capture", "script.py")
+    expected = start_python("script.py")
+    actual = start_python("-m", "reprokit", "capture", "script.py")
     assert expected.returncode == -2
     assert outcome(actual) == outcome(expected)
 
@@ -401,10 +401,10 @@ def test_an_import_that_never_comes_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first", ["import importlib.util; importlib.util.find_spec('torch')", "import transformers"])
-def test_a_script_that_asks_for_torch_first_is_watched(first: str, run_reprokit: Run, tmp_path: Path) -> None:
+def test_a_script_that_asks_for_torch_first_is_watched(first: str, start_reprokit: Run, tmp_path: Path) -> None:
     if "transformers" in first:
         pytest.importorskip("transformers")
     loop = "import torch\nw = torch.zeros(1, requires_grad=True)\n(w / w).sum().backward()\nw.data -= w.grad\n"
     (tmp_path / "script.py").write_text(f"{first}\n{loop}")
-    result = run_reprokit("capture", "script.py")
+    result = start_reprokit("capture", "script.py")
     assert result.returncode == 3 and "captured nan from" in result.stderr

@@ -9,7 +9,7 @@ import pytest
 
 from reprokit.cli import main
 from reprokit.snapshot.format import Snapshot, load
-from tests.conftest import run_python_in
+from tests.conftest import start_python_in
 
 TRAINING = """
 import sys
@@ -64,7 +64,7 @@ def train(folder: Path, spread: str, *how: str, captured: bool = True) -> subpro
     (folder / "train.py").write_text(TRAINING.format(spread=spread))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     capture = ["-m", "reprokit", "capture"] if captured else []
-    return run_python_in(folder, *torchrun, *capture, "train.py", *how)
+    return start_python_in(folder, *torchrun, *capture, "train.py", *how)
 
 
 def losses(folder: Path) -> list[list[str]]:

@@ -71,9 +71,9 @@ def assert_one_error(result: subprocess.CompletedProcess[str], text: str, exit_c
 
 
 @pytest.mark.parametrize("words", [["--help"], ["-h"], ["--version"], *([command, "-h"] for command in COMMANDS)])
-def test_help_and_version_without_torch(words: list[str], run_python: Run) -> None:
+def test_help_and_version_without_torch(words: list[str], start_python: Run) -> None:
     code = f"import sys; from reprokit.cli import main; assert main({words!r}) == 0; assert 'torch' not in sys.modules"
-    result = run_python("-c", code)
+    result = start_python("-c", code)
     assert result.returncode == 0, result.stderr
     assert result.stdout
 
@@ -387,9 +387,9 @@ def test_an_output_that_takes_nothing(
     ]
 
 
-def test_an_output_that_knows_few_characters(run_python: Run) -> None:
+def test_an_output_that_knows_few_characters(start_python: Run) -> None:
     code = "from reprokit.cli.console import *; print_json({'a': 'µ\U0001f41b'}); print_text('µ\\n')"
-    result = run_python("-c", code, PYTHONIOENCODING="ascii")
+    result = start_python("-c", code, PYTHONIOENCODING="ascii")
     assert result.stdout == '{"a": "\\u00b5\\ud83d\\udc1b"}\n\\xb5\n'
 
 

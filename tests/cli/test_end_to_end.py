@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+from tests.conftest import run_python_in
 
 HEALTHY = """
 import random, sys
@@ -70,12 +69,8 @@ for step in range(60):
 """
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-
-
 def reprokit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return run(folder, sys.executable, "-m", "reprokit", *arguments)
+    return run_python_in(folder, "-m", "reprokit", *arguments)
 
 
 def test_a_healthy_script_ends_with_the_same_bits(tmp_path: Path) -> None:
@@ -83,7 +78,7 @@ def test_a_healthy_script_ends_with_the_same_bits(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
         (folder / "train.py").write_text(HEALTHY)
-    plain = run(folders[0], sys.executable, "train.py")
+    plain = run_python_in(folders[0], "train.py")
     watched = reprokit(folders[1], "capture", "train.py")
     assert plain.returncode == watched.returncode == 7, watched.stderr
     assert plain.stdout == watched.stdout

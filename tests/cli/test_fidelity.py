@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import run_python_in
 
 TRAINING = """\
 import torch
@@ -48,11 +47,7 @@ class Told:
         self.issue = (folder / "out" / "issue.md").read_text()
 
     def _run(self, *words: str) -> list[str]:
-        root = Path(__file__).resolve().parents[2]
-        environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-        command = [sys.executable, "-m", "reprokit", *words]
-        done = subprocess.run(command, cwd=self._folder, env=environment, capture_output=True, text=True, timeout=300)
-        return done.stderr.splitlines()
+        return run_python_in(self._folder, "-m", "reprokit", *words, COLUMNS="100").stderr.splitlines()
 
 
 @pytest.fixture(scope="module")

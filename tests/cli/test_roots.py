@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from reprokit.program.plain import from_plain, to_plain
 from reprokit.render.frames import frames
 from reprokit.render.survey import survey
 from reprokit.snapshot.format import Snapshot, load
+from tests.conftest import run_python_in
 
 TRAINING = """\
 import torch
@@ -73,10 +73,7 @@ class Told:
         self.report = (folder / "out" / "report.html").read_text()
 
     def _run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        root = Path(__file__).resolve().parents[2]
-        environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-        command = [sys.executable, "-m", "reprokit", *words]
-        return subprocess.run(command, cwd=self._folder, env=environment, capture_output=True, text=True, timeout=300)
+        return run_python_in(self._folder, "-m", "reprokit", *words, COLUMNS="120")
 
 
 @pytest.fixture(scope="module")

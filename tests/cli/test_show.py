@@ -16,6 +16,7 @@ from reprokit.cli import main
 from reprokit.program.ir import Call, Input, Program, Ref, Site
 from reprokit.render.screen import source_lines, steps
 from reprokit.snapshot.format import Snapshot, save
+from tests.conftest import run_python_in
 from tests.shrink import failing
 
 TRAINING = """\
@@ -44,18 +45,11 @@ for step in range(5):
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
     """What capture and show say of a script that fails, and the folder."""
-    import os
-    import subprocess
-    import sys
-
     folder = tmp_path_factory.mktemp("show")
     (folder / "train.py").write_text(TRAINING)
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "COLUMNS": "100", "NO_COLOR": "1"}
 
     def run(*words: str) -> str:
-        command = [sys.executable, "-m", "reprokit", *words]
-        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300).stderr
+        return run_python_in(folder, "-m", "reprokit", *words, COLUMNS="100", NO_COLOR="1").stderr
 
     return run("capture", "-o", "x.pt", "train.py"), run("show", "x.pt"), folder
 

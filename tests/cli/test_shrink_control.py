@@ -46,10 +46,10 @@ from reprokit.shrink.events import (
 from reprokit.shrink.reduction import load
 from reprokit.snapshot import files
 from reprokit.snapshot.format import save
+from tests.conftest import ROOT, run_python_in
 from tests.shrink import failing
 
 begin = CleanProcesses.begin
-ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = {"issue.md", "reduction.pt", "report.html", "repro.py", "test_repro.py"}
 EVENTS: list[Event] = [
     Started(70, 41_230, 60.0, 100),
@@ -462,10 +462,7 @@ sys.exit(main(["shrink", "snap.pt", "--progress", "none"]))
 
 def interrupted(moment: str, times: int = 1) -> subprocess.CompletedProcess[str]:
     """``reprokit shrink`` in a process of its own that gets SIGINT at a moment of its work."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", RUN, moment, str(times)], env=environment, capture_output=True, text=True, timeout=120
-    )
+    return run_python_in(Path.cwd(), "-c", RUN, moment, str(times))
 
 
 def assert_whole(folder: Path, names: set[str]) -> None:
@@ -648,11 +645,8 @@ def test_the_key_pressed_in_a_terminal(snapshot: Path) -> None:
 
 
 def test_ignored_interrupts_stay_ignored(snapshot: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ignoring = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + RUN
-    done = subprocess.run(
-        [sys.executable, "-c", ignoring, "Checked:3", "2"], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = run_python_in(Path.cwd(), "-c", ignoring, "Checked:3", "2")
     assert done.returncode == 0, done.stderr
     assert_whole(Path("snap"), RESULTS)
 

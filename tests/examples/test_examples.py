@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
 import shutil
@@ -14,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import run_python_in
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GALLERY = EXAMPLES / "gallery"
 EXPECTED: dict[str, dict[str, Any]] = json.loads((EXAMPLES / "expected.json").read_text())
 MAKER = runpy.run_path(str(GALLERY / "make.py"))
 SHOWN = {script: GALLERY / name for name, script in MAKER["SCRIPTS"].items()}
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 _VARIES = re.compile(
     r"\d+\.\d+\.\d+[\w.+]*"  # versions
     r"|\d+(?:\.\d+)? ?(?:ms|s|min|µs|us)\b"  # durations
@@ -27,8 +27,7 @@ _VARIES = re.compile(
 
 
 def reprokit(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "reprokit", *arguments]
-    return subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    return run_python_in(folder, "-m", "reprokit", *arguments)
 
 
 def masked(file: Path) -> str:

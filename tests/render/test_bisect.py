@@ -113,11 +113,11 @@ def test_git_bisect_skips_what_does_not_run(results: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("library", "exit_code", "words"), [(BAD, 1, "1 failed"), (GOOD, 0, "1 passed")])
 def test_pytest_fails_while_the_bug_is_there(
-    library: str, exit_code: int, words: str, results: Path, run_python: Run
+    library: str, exit_code: int, words: str, results: Path, start_python: Run
 ) -> None:
     (results / "library.py").write_text(library)
     (results / "conftest.py").write_text(STARTUP)
-    told = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", str(results / "test_repro.py"))
+    told = start_python("-m", "pytest", "-q", "-p", "no:cacheprovider", str(results / "test_repro.py"))
     assert told.returncode == exit_code, told.stdout
     assert words in told.stdout
 

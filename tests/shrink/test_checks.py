@@ -44,7 +44,7 @@ from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction, load
 from reprokit.shrink.signature import Signature
 from reprokit.snapshot.format import Snapshot, save
-from tests.conftest import run_python_in
+from tests.conftest import start_python_in
 from tests.shrink import failing
 from tests.shrink.failing import seeded, traced
 
@@ -620,7 +620,7 @@ def test_the_same_input_gives_the_same_bytes(file: Path, tmp_path: Path) -> None
     found = []
     for seed in ("1", "2"):
         words = ("-c", EVERY_CHECK, f"out{seed}", *(check for check, _ in cases))
-        done = run_python_in(tmp_path, *words, PYTHONHASHSEED=seed)
+        done = start_python_in(tmp_path, *words, PYTHONHASHSEED=seed)
         assert done.returncode == 0, done.stderr
         for number in range(len(cases)):
             out = tmp_path / f"out{seed}" / str(number)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import secrets
 import string
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot, load, save
 from reprokit.snapshot.privacy import private
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
+from tests.conftest import run_python_in
 from tests.render.programs import snapshot_of
 
 ALPHANUMERIC = string.ascii_letters + string.digits
@@ -137,13 +136,8 @@ def test_no_secret_reaches_a_snapshot_or_an_issue(tmp_path: Path, monkeypatch: p
     data = f"--data=https://u:{password}@example.org/d"
     script_and_arguments = ["train.py", "--hub-token", flag, "--max-tokens", "512", data]
     for policy in ("traceback", "all"):
-        done = subprocess.run(
-            [sys.executable, "-m", "reprokit", "capture", "--source", policy, *options, *script_and_arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        words = ["capture", "--source", policy, *options, *script_and_arguments]
+        done = run_python_in(tmp_path, "-m", "reprokit", *words)
         assert done.returncode == 3, done.stderr
         said = contents_of(tmp_path / "snap.repro.pt") + done.stdout + done.stderr
         for secret in (flag, variable, password, remote, literal, quoted, "ada@example.org", "Lovelace"):
