@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -102,9 +103,28 @@ def _collect_env_text(timeout: float) -> str:
 
 def _collect_env_here(found: list[str]) -> None:
     with ignored_errors():
-        from torch.utils.collect_env import get_pretty_env_info
+        from torch.utils import collect_env
 
-        found.append(get_pretty_env_info())  # type: ignore[no-untyped-call]
+        ask_pip = collect_env.get_pip_packages
+        collect_env.get_pip_packages = _packages  # pip takes half a second, and torch sets a variable for it
+        try:
+            found.append(collect_env.get_pretty_env_info())  # type: ignore[no-untyped-call]
+        finally:
+            collect_env.get_pip_packages = ask_pip
+
+
+def _packages(run_lambda: object, patterns: Collection[str] | None = None) -> tuple[str, str]:
+    """The installed packages near torch, as ``collect_env`` takes them from ``pip list --format=freeze``."""
+    from torch.utils import collect_env
+
+    if patterns is None:  # not every torch from 2.6 on has all of these
+        names = (f"{kind}_PATTERNS" for kind in ("PIP", "COMMON", "NVIDIA", "ONEAPI"))
+        patterns = {pattern for name in names for pattern in getattr(collect_env, name, ())}
+    found: dict[str, str] = {}
+    for package in metadata.distributions():
+        found.setdefault(str(package.name), f"{package.name}=={package.version}")
+    lines = [found[name] for name in sorted(found, key=str.lower)]
+    return "pip3", "\n".join(line for line in lines if any(pattern in line for pattern in patterns))
 
 
 def _collect_env_elsewhere(timeout: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -92,3 +93,16 @@ def test_variables_by_allowlist(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = collect_environment(timeout=0)["variables"]
     assert variables["OMP_WAIT_POLICY"] == "PASSIVE"
     assert "MY_OWN_SETTING" not in variables
+
+
+def test_packages_are_those_that_pip_lists_and_no_variable_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils import collect_env
+
+    monkeypatch.delenv("PIP_DISABLE_PIP_VERSION_CHECK", raising=False)
+    collected = collect_environment()["collect_env"]
+    assert "PIP_DISABLE_PIP_VERSION_CHECK" not in os.environ
+    assert f"[pip3] torch=={torch.__version__}" in collected
+    assert collect_env.get_pip_packages is not environment._packages
+    monkeypatch.setenv("PIP_DISABLE_PIP_VERSION_CHECK", "1")  # as torch does
+    listed = collect_env.get_pip_packages(collect_env.run)[1].splitlines()
+    assert sorted(environment._packages(None)[1].splitlines()) == sorted(listed)
