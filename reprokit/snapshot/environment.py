@@ -7,6 +7,8 @@ here raises; what cannot be found out is left out.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import operator
 import os
 import platform
@@ -16,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection
 from importlib import metadata
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -103,23 +106,22 @@ def _collect_env_text(timeout: float) -> str:
 
 def _collect_env_here(found: list[str]) -> None:
     with ignored_errors():
-        from torch.utils import collect_env
-
-        ask_pip = collect_env.get_pip_packages
-        collect_env.get_pip_packages = _packages  # pip takes half a second, and torch sets a variable for it
-        try:
-            found.append(collect_env.get_pretty_env_info())  # type: ignore[no-untyped-call]
-        finally:
-            collect_env.get_pip_packages = ask_pip
+        spec = importlib.util.find_spec("torch.utils.collect_env")
+        assert spec is not None and spec.loader is not None, "torch has this module"
+        module = importlib.util.module_from_spec(spec)  # a copy: only ours does not ask pip
+        spec.loader.exec_module(module)
+        module.get_pip_packages = functools.partial(_packages, module)  # type: ignore[attr-defined]
+        found.append(module.get_pretty_env_info())
 
 
-def _packages(run_lambda: object, patterns: Collection[str] | None = None) -> tuple[str, str]:
-    """The installed packages near torch, as ``collect_env`` takes them from ``pip list --format=freeze``."""
-    from torch.utils import collect_env
+def _packages(module: ModuleType, run_lambda: object, patterns: Collection[str] | None = None) -> tuple[str, str]:
+    """The installed packages near torch, as ``collect_env`` takes them from ``pip list --format=freeze``.
 
+    pip takes half a second, and torch sets a variable of the environment for it.
+    """
     if patterns is None:  # not every torch from 2.6 on has all of these
         names = (f"{kind}_PATTERNS" for kind in ("PIP", "COMMON", "NVIDIA", "ONEAPI"))
-        patterns = {pattern for name in names for pattern in getattr(collect_env, name, ())}
+        patterns = {pattern for name in names for pattern in getattr(module, name, ())}
     found: dict[str, str] = {}
     for package in metadata.distributions():
         found.setdefault(str(package.name), f"{package.name}=={package.version}")
