@@ -61,10 +61,8 @@ def find_subject(program: Program, tensors: Tensors, failure: Failure) -> Subjec
 def is_bad(tensor: torch.Tensor, way: str) -> bool:
     """True if any element is bad in this way."""
     plain = tensor.detach()
-    if plain.layout is not torch.strided:
-        plain = plain.to_dense()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain.resolve_conj())
+    plain = plain if plain.layout is torch.strided else plain.to_dense()
+    plain = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
     return plain.is_floating_point() and bool(bad_mask(plain, way).any())
 
 

@@ -76,46 +76,31 @@ def write_program(
     for value, name in (given or {}).items():
         known.adopt(value, name)
     words = {value: word for value, word in {**result_words(program), **(nouns or {})}.items() if word}
-    return _Writer(
-        program,
-        tensors,
-        frozenset(keep),
-        known,
-        written or {},
-        words,
-        frozenset(aside),
-        WIDTH - indent,
-    ).write()
+    writer = _Writer(program, tensors, frozenset(keep), known, written or {}, words, frozenset(aside), WIDTH - indent)
+    return writer.write()
 
 
+@dataclass
 class _Writer:
-    def __init__(
-        self,
-        program: Program,
-        tensors: Tensors,
-        keep: frozenset[int],
-        known: Names,
-        written: Mapping[int, Literal],
-        nouns: Mapping[int, str],
-        aside: frozenset[int],
-        width: int,
-    ) -> None:
-        self._program = program
-        self._tensors = tensors
-        self._keep = keep
-        self._names = known
-        self._written = written
-        self._nouns = nouns
-        self._aside = aside
-        self._width = width
-        self._input_words = names.names_for_inputs(program, {**input_words(program), **nouns})
-        self._side: dict[str, torch.Tensor] = {}
-        self._inlined: dict[int, Expr] = {}
-        self._waiting: dict[int, tuple[int, Call]] = {}
-        self._lines: list[Line] = []
-        self._expressions: dict[int, str] = {}
-        self._reads = Reads(program, keep)
-        self._targets = Targets(program, self._reads, known, nouns, keep)
+    _program: Program
+    _tensors: Tensors
+    _keep: frozenset[int]
+    _names: Names
+    _written: Mapping[int, Literal]
+    _nouns: Mapping[int, str]
+    _aside: frozenset[int]
+    _width: int
+    _side: dict[str, torch.Tensor] = field(default_factory=dict)
+    _inlined: dict[int, Expr] = field(default_factory=dict)
+    _waiting: dict[int, tuple[int, Call]] = field(default_factory=dict)
+    _lines: list[Line] = field(default_factory=list)
+    _expressions: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        program = self._program
+        self._input_words = names.names_for_inputs(program, {**input_words(program), **self._nouns})
+        self._reads = Reads(program, self._keep)
+        self._targets = Targets(program, self._reads, self._names, self._nouns, self._keep)
         self._plain_params = only_optimized(program)
 
     def write(self) -> Code:

@@ -28,16 +28,16 @@ def markdown_lines(diagnosis: Diagnosis) -> list[str]:
     """The diagnosis as lines of Markdown without a heading; empty when nothing is known."""
     if not diagnosis.is_known:
         return []
-    title, sure = wording.prose(_safe(diagnosis.title)), _SURE.get(diagnosis.confidence, diagnosis.confidence)
-    lines = [f"**{title}** ({sure}). {wording.prose(_safe(diagnosis.mechanism))}", ""]
-    lines += [f"- {wording.prose(_safe(line))}" for line in diagnosis.evidence]
-    lines += [f"- Also: {wording.prose(_safe(_sentence(item['title'])) + _because(item))}" for item in diagnosis.also]
-    lines += ["", f"What to do: {wording.prose(_safe(diagnosis.advice))}"]
-    if diagnosis.fix is not None:
-        lines += ["", *_fix_lines(diagnosis.fix)]
-    lines += [f"- Did not help: {wording.prose(f'{_change(fix)} ({_safe(fix.outcome)}).')}" for fix in diagnosis.tried]
+    shown = page(diagnosis)
+    lines = [f"**{wording.prose(shown['title'])}** ({shown['sure']}). {wording.prose(shown['mechanism'])}", ""]
+    lines += [f"- {wording.prose(line)}" for line in shown["evidence"]]
+    lines += [f"- Also: {wording.prose(line[:1].lower() + line[1:])}" for line in shown["also"]]
+    lines += ["", f"What to do: {wording.prose(shown['advice'])}"]
+    if shown["fix"] is not None:
+        lines += ["", *_fix_lines(shown["fix"])]
+    lines += [f"- Did not help: {wording.prose('{change} ({outcome}).'.format_map(fix))}" for fix in shown["tried"]]
     if diagnosis.note is not None:
-        lines += ["", wording.prose(_safe(diagnosis.note))]
+        lines += ["", wording.prose(shown["note"])]
     if diagnosis.links:
         lines += ["", f"See also {', '.join(diagnosis.links)}."]
     return lines
@@ -49,17 +49,16 @@ def markdown(diagnosis: Diagnosis) -> str:
 
 
 def page(diagnosis: Diagnosis) -> dict[str, Any]:
-    """The diagnosis for a template: plain text, in which parts in backticks are code."""
+    """The diagnosis as plain text, in which parts in backticks are code; only links to web addresses are kept."""
     return {
         "known": diagnosis.is_known,
         "title": _safe(diagnosis.title),
-        "confidence": diagnosis.confidence,
-        "sure": _SURE.get(diagnosis.confidence, ""),
+        "sure": _SURE.get(diagnosis.confidence, diagnosis.confidence),
         "mechanism": _safe(diagnosis.mechanism),
         "evidence": [_safe(line) for line in diagnosis.evidence],
         "advice": _safe(diagnosis.advice),
-        "links": list(diagnosis.links),
-        "also": [f"{_safe(item['title'])}{_because(item)}" for item in diagnosis.also],
+        "links": [link for link in diagnosis.links if link.startswith("https://")],
+        "also": [": ".join(map(_safe, (item["title"], *item["evidence"][:1]))) for item in diagnosis.also],
         "fix": _fix_data(diagnosis.fix) if diagnosis.fix is not None else None,
         "tried": [_fix_data(fix) for fix in diagnosis.tried],
         "note": _safe(diagnosis.note or ""),
@@ -77,12 +76,11 @@ def one_line(diagnosis: Diagnosis) -> str:
     return _safe(words)
 
 
-def _fix_lines(fix: Fix) -> list[str]:
-    lines = [wording.prose(f"{_tried_words(fix)}: {_change(fix)}. Then: {_safe(fix.outcome)}.")]
-    code = _code(fix)
-    if code:
-        ticks = "`" * max(3, wording.longest_run(code, "`") + 1)
-        lines += ["", f"{ticks}python", *code.splitlines(), ticks]
+def _fix_lines(fix: dict[str, Any]) -> list[str]:
+    lines = [wording.prose("{intro}: {change}. Then: {outcome}.".format_map(fix))]
+    if fix["code"]:
+        ticks = "`" * max(3, wording.longest_run(fix["code"], "`") + 1)
+        lines += ["", f"{ticks}python", *fix["code"].splitlines(), ticks]
     return lines
 
 
@@ -95,18 +93,14 @@ def _tried_words(fix: Fix) -> str:
 
 
 def _fix_data(fix: Fix) -> dict[str, Any]:
+    """A fix for a page; of its code, which somebody will paste, nothing that does more than code of a fix does."""
     return {
         "intro": _tried_words(fix),
         "change": _change(fix),
         "outcome": _safe(fix.outcome),
-        "code": _code(fix),
+        "code": redact_source(fix.code) if is_line(fix.code) else "",
         "helped": fix.helped and fix.is_plausible is True,
     }
-
-
-def _code(fix: Fix) -> str:
-    """The code of a fix, which somebody will paste: nothing that does more than code of a fix does."""
-    return redact_source(fix.code) if is_line(fix.code) else ""
 
 
 def _change(fix: Fix, *, with_places: bool = True) -> str:
@@ -115,14 +109,6 @@ def _change(fix: Fix, *, with_places: bool = True) -> str:
     for text, place in zip(fix.text, fix.where, strict=False):
         parts.append(f"{_safe(text)} ({wording.code_span(_safe(place))})" if place and with_places else _safe(text))
     return ", then ".join(dict.fromkeys(parts))
-
-
-def _because(item: dict[str, Any]) -> str:
-    return f": {_safe(item['evidence'][0])}" if item["evidence"] else ""
-
-
-def _sentence(title: str) -> str:
-    return title[:1].lower() + title[1:]
 
 
 def _safe(text: str) -> str:

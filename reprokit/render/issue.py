@@ -50,20 +50,6 @@ class Issue:
     repository: str | None
 
 
-def write_issue(
-    snapshot: Snapshot,
-    script: Script,
-    verified: VerifyResult,
-    *,
-    reduction: Reduction | None = None,
-    template: str | None = None,
-    context: str = "",
-) -> str:
-    """The text of `make_issue`."""
-    made = make_issue(snapshot, script, verified, reduction=reduction, template=template, context=context)
-    return made.text
-
-
 def make_issue(
     snapshot: Snapshot,
     script: Script,

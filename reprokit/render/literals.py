@@ -214,11 +214,7 @@ def _triangles(tensor: torch.Tensor) -> Iterator[Proposal]:
 
 def _shortest_constant(like: torch.Tensor, value: torch.Tensor) -> Literal:
     filled = value.expand(like.shape).contiguous()
-    for function in ("zeros", "ones"):
-        proposal, build = _factory(function, filled)
-        if is_same(build(), filled):
-            return proposal
-    return _full(filled, value.item())[0]
+    return _plain(filled) or _full(filled, value.item())[0]
 
 
 def _repeated_rows(tensor: torch.Tensor, max_literals: int) -> Iterator[Proposal]:

@@ -93,7 +93,7 @@ def write_report(
         "progress": list(_progress(reduction)) if reduction is not None else [],
         "explained": wording.explained(reduction, inputs) if reduction is not None else [],
         "nearest": wording.nearest_words(reduction.nearest, inputs) if reduction and reduction.nearest else None,
-        "diagnosis": _diagnosis(reason) if reason else None,
+        "diagnosis": diagnosis.page(from_plain(reason)) if reason else None,
         "whatif_programs": whatif.programs(tables),
         "whatif_rows": whatif.rows(tables, script.names),
         "environment": [*facts.versions(snapshot.environment), *facts.settings(snapshot.environment)],
@@ -148,12 +148,6 @@ def _progress(reduction: Reduction) -> Iterator[Chart]:
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def _diagnosis(plain: dict[str, Any]) -> dict[str, Any]:
-    """The diagnosis for the template; a link that is no web address is not made one."""
-    page = diagnosis.page(from_plain(plain))
-    return {**page, "links": [link for link in page["links"] if link.startswith("https://")]}
 
 
 def _trouble(found: Survey) -> str:

@@ -98,17 +98,15 @@ def only_optimized(program: Program) -> frozenset[int]:
 _MAX_PARTS = 6
 
 
+@dataclass
 class Targets:
     """Hands out the variables of results. ``nouns`` are those that values had in the user's code."""
 
-    def __init__(
-        self, program: Program, reads: Reads, known: Names, nouns: Mapping[int, str], keep: frozenset[int]
-    ) -> None:
-        self._program = program
-        self._reads = reads
-        self._names = known
-        self._nouns = nouns
-        self._keep = keep
+    _program: Program
+    _reads: Reads
+    _names: Names
+    _nouns: Mapping[int, str]
+    _keep: frozenset[int]
 
     def of(self, index: int, call: Call) -> str | None:
         """What stands left of the equals sign, or ``None`` when nothing needs to."""

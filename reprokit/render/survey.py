@@ -82,24 +82,20 @@ def pattern_of(bad: torch.Tensor) -> str:
         place = ", ".join(str(int(index)) for index in bad.nonzero()[0])
         return f"A single element is bad, at [{place}]."
     for dimension in range(bad.dim()):
-        whole = _whole_slices(bad, dimension)
+        whole = _indexes(bad, dimension, torch.all)
         if whole and bad.dim() > 1 and len(whole) * (total // bad.shape[dimension]) == count:
             return f"Exactly what lies at {_listed(whole)} of dimension {dimension} is bad, and all of it."
-    touched = [_touched(bad, dimension) for dimension in range(bad.dim())]
+    touched = [_indexes(bad, dimension, torch.any) for dimension in range(bad.dim())]
     for dimension, indexes in enumerate(touched):
         if bad.dim() > 1 and len(indexes) < bad.shape[dimension] and len(indexes) <= _MOST_INDEXES:
             return f"All bad elements lie at {_listed(indexes)} of dimension {dimension}."
     return f"{count:,} of {total:,} elements are bad, spread over every dimension."
 
 
-def _whole_slices(bad: torch.Tensor, dimension: int) -> list[int]:
-    slices = bad.movedim(dimension, 0).reshape(bad.shape[dimension], -1).all(1)
-    return [int(index) for index in slices.nonzero().flatten()]
-
-
-def _touched(bad: torch.Tensor, dimension: int) -> list[int]:
-    slices = bad.movedim(dimension, 0).reshape(bad.shape[dimension], -1).any(1)
-    return [int(index) for index in slices.nonzero().flatten()]
+def _indexes(bad: torch.Tensor, dimension: int, test: Callable[[torch.Tensor, int], torch.Tensor]) -> list[int]:
+    """The indexes of a dimension whose slice is bad: throughout (``torch.all``) or somewhere (``torch.any``)."""
+    slices = bad.movedim(dimension, 0).reshape(bad.shape[dimension], -1)
+    return [int(index) for index in test(slices, 1).nonzero().flatten()]
 
 
 def _listed(indexes: list[int]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from reprokit.errors import UsageError
 from reprokit.render import KINDS
 from reprokit.render.gate import require_test
-from reprokit.render.issue import Issue, make_issue, write_issue
+from reprokit.render.issue import Issue, make_issue
 from reprokit.render.module import MAX_LINES, ModuleScript
 from reprokit.render.report import write_report
 from reprokit.render.script import Script, require_whole
@@ -62,7 +62,9 @@ def render_all(
     result = _verified(script, times, processes)
     path = script.write(out_dir)
     texts = {
-        "issue.md": write_issue(snapshot, script, result, reduction=reduction, context=_text_beside(script, context)),
+        "issue.md": make_issue(
+            snapshot, script, result, reduction=reduction, context=_text_beside(script, context)
+        ).text,
         "report.html": write_report(snapshot, script, result, reduction=reduction),
         "test_repro.py": write_test(reduction),
     }
@@ -195,7 +197,7 @@ def _text(opened: Opened, script: Script, kind: str, source: Path) -> str:
     snapshot, verified = _required(opened, source), _verified(script)
     if kind == "report":
         return write_report(snapshot, script, verified, reduction=opened.reduction)
-    return write_issue(snapshot, script, verified, reduction=opened.reduction, context=_context_of(opened, script))
+    return make_issue(snapshot, script, verified, reduction=opened.reduction, context=_context_of(opened, script)).text
 
 
 def _context_of(opened: Opened, script: Script) -> str:

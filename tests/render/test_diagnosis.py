@@ -11,7 +11,7 @@ import torch
 
 from reprokit.cli import main
 from reprokit.locate.diagnose import diagnose
-from reprokit.render.issue import write_issue
+from reprokit.render.issue import make_issue
 from reprokit.render.report import write_report
 from reprokit.render.sources import reduction_script
 from reprokit.shrink.reducer import shrink
@@ -25,10 +25,10 @@ def test_the_issue_and_the_report_tell_it(tmp_path: Path) -> None:
     snapshot = zero_by_zero()
     reduction = shrink(snapshot, out_dir=tmp_path)
     script = reduction_script(reduction, snapshot)
-    without = write_issue(snapshot, script, VERIFIED, reduction=reduction)
+    without = make_issue(snapshot, script, VERIFIED, reduction=reduction).text
     assert "Diagnosis" not in without
     reduction = replace(reduction, diagnosis=diagnose(snapshot, reduction).summary())
-    issue = write_issue(snapshot, script, VERIFIED, reduction=reduction)
+    issue = make_issue(snapshot, script, VERIFIED, reduction=reduction).text
     report = write_report(snapshot, script, VERIFIED, reduction=reduction)
     assert "<summary>Diagnosis" in issue and "no loss to judge it by: divide by at least one" in issue
     assert '<h2 id="diagnosis">Diagnosis</h2>' in report and "no loss to judge it by: divide by at least one" in report

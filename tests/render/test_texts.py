@@ -17,7 +17,7 @@ from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
 from reprokit.render import facts
-from reprokit.render.issue import MAX_CHARACTERS, cut, title, write_issue
+from reprokit.render.issue import MAX_CHARACTERS, cut, make_issue, title
 from reprokit.render.report import write_report
 from reprokit.render.sources import reduction_script, snapshot_script
 from reprokit.render.templates import fence, jinja_environment, template_folder
@@ -92,7 +92,7 @@ def reduced(snapshot: Snapshot, **fields: Any) -> Any:
 def test_the_issue_says_it_all_on_the_first_screen(template: str) -> None:
     snapshot = attention_step()
     reduction = reduced(snapshot)
-    text = write_issue(snapshot, reduction_script(reduction), VERIFIED, reduction=reduction, template=template)
+    text = make_issue(snapshot, reduction_script(reduction), VERIFIED, reduction=reduction, template=template).text
     screen = text.partition("<details>")[0]
     heading = "softmax returns nan for a fully masked row in layers.1.attention (float32, CPU, torch 2.13.0)"
     assert text.startswith(f"<!-- Title: {heading} -->\n")
@@ -110,7 +110,7 @@ def test_the_issue_says_it_all_on_the_first_screen(template: str) -> None:
 
 def test_the_form_of_pytorch_has_its_headings() -> None:
     snapshot = attention_step()
-    text = write_issue(snapshot, snapshot_script(snapshot), VERIFIED, template="pytorch")
+    text = make_issue(snapshot, snapshot_script(snapshot), VERIFIED, template="pytorch").text
     headings = [line for line in text.splitlines() if line.startswith("### ")]
     assert headings == ["### 🐛 Describe the bug", "### Versions"]
 
@@ -119,17 +119,17 @@ def test_a_template_of_the_users_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.md.j2"
     path.write_text("{{ title }} / {{ rate }}")
     snapshot = attention_step()
-    text = write_issue(snapshot, snapshot_script(snapshot), VERIFIED, template=str(path))
+    text = make_issue(snapshot, snapshot_script(snapshot), VERIFIED, template=str(path)).text
     assert text == f"{title(snapshot)} / It failed 20 of 20 runs in the same way, each in a process of its own."
     with pytest.raises(UsageError, match="no issue template `nothing`"):
-        write_issue(snapshot, snapshot_script(snapshot), VERIFIED, template="nothing")
+        make_issue(snapshot, snapshot_script(snapshot), VERIFIED, template="nothing")
 
 
 def test_long_parts_are_cut_where_it_shows() -> None:
     snapshot = attention_step()
     reduction = reduced(snapshot, log=["a line of the log"] * 10_000)
     long = replace(VERIFIED, output="x" * 100_000)
-    text = write_issue(snapshot, reduction_script(reduction), long, reduction=reduction)
+    text = make_issue(snapshot, reduction_script(reduction), long, reduction=reduction).text
     assert len(text) <= MAX_CHARACTERS
     assert text.count("... cut here") == 2
     assert text.count("<details>") == text.count("</details>")
@@ -142,7 +142,7 @@ def test_secrets_are_hidden_again() -> None:
     reduction = reduced(snapshot, log=[f"token {secret}"])
     leaky = replace(VERIFIED, output=secret, error_output=secret)
     script = reduction_script(reduction)
-    assert secret not in write_issue(snapshot, script, leaky, reduction=reduction)
+    assert secret not in make_issue(snapshot, script, leaky, reduction=reduction).text
     assert secret not in write_report(snapshot, script, leaky, reduction=reduction)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from reprokit.render import whatif
-from reprokit.render.issue import write_issue
+from reprokit.render.issue import make_issue
 from reprokit.render.report import with_code, write_report
 from reprokit.render.sources import snapshot_script
 from reprokit.whatif.table import NOT_DONE
@@ -80,7 +80,7 @@ def test_the_issue_has_the_table_where_there_is_one(template: str) -> None:
     snapshot = attention_step()
     for table in (TABLE, {}):
         small = reduced(snapshot, whatif=table)
-        text = write_issue(snapshot, snapshot_script(snapshot), VERIFIED, reduction=small, template=template)
+        text = make_issue(snapshot, snapshot_script(snapshot), VERIFIED, reduction=small, template=template).text
         assert ("\n\n" + whatif.markdown(TABLE, "minimum") + "\n\n" in text) == bool(table)
 
 
