@@ -193,7 +193,8 @@ def _try_all(
 
 def _fails(scene: Scene) -> bool:
     """True if the step failed when it was run again: its origin returned a bad value, or another run fails."""
-    origin = scene.origin if scene.failure.phase == "forward" and not scene.failure.is_derivative else None
+    index = scene.failure.call_index if scene.failure.phase == "forward" else None
+    origin = scene.seen.get(index) if index is not None else None
     if origin is not None and any(map(ways_of, origin.results.values())):
         return True
     return locate(scene.program, scene.tensors) is not None

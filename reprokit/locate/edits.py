@@ -189,5 +189,5 @@ def guard(
 
 def number_for(scene: Scene, operand: Slot, value: str | float) -> float:
     """A number of the catalogue in the dtype of an argument."""
-    x = scene.tensor(operand)
+    x = scene.tensor_if_given(operand)
     return number_named(value, x.dtype if x is not None and x.is_floating_point() else torch.float32)

@@ -107,34 +107,37 @@ class Scene:
         return self.program.calls[self.failure.call_index] if self.failure.call_index is not None else None
 
     @property
-    def origin(self) -> Seen | None:
-        """The origin with its real arguments."""
-        return self.seen.get(self.failure.call_index) if self.failure.call_index is not None else None
+    def origin(self) -> Seen:
+        """The origin with its real arguments; raises `KeyError` without one, or if the run did not get there."""
+        return self.seen[-1 if self.failure.call_index is None else self.failure.call_index]
 
     def operand(self, role: Slot) -> Any:
         """An argument of the origin; raises `KeyError`."""
-        if self.origin is None:
-            raise KeyError(role)
         return self.origin.argument(role)
 
-    def tensor(self, role: Slot) -> torch.Tensor | None:
-        """An argument of the origin, or its ``result``, as a tensor; ``None`` when it is neither tensor nor number."""
-        if role == "result":
-            return self.origin.result if self.origin is not None else None
-        try:
-            found = self.operand(role)
-        except KeyError:
-            return None
+    def tensor(self, role: Slot) -> torch.Tensor:
+        """An argument of the origin, or its ``result``, as a tensor; raises `KeyError` if it is no number either."""
+        found = self.origin.result if role == "result" else self.operand(role)
         if isinstance(found, torch.Tensor):
             return found
-        is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
-        return torch.tensor(float(found), dtype=torch.float64) if is_number else None
+        if not isinstance(found, (int, float)) or isinstance(found, bool):
+            raise KeyError(role)
+        return torch.tensor(float(found), dtype=torch.float64)
+
+    def tensor_if_given(self, role: Slot) -> torch.Tensor | None:
+        """The same; ``None`` for neither tensor nor number."""
+        try:
+            return self.tensor(role)
+        except KeyError:
+            return None
 
     def arguments(self) -> list[torch.Tensor]:
         """All tensors that the origin is given."""
         found: list[torch.Tensor] = []
-        arguments = (self.origin.args, dict(self.origin.kwargs)) if self.origin is not None else ()
-        map_leaves(arguments, lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None)
+        map_leaves(
+            (self.origin.args, dict(self.origin.kwargs)),
+            lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None,
+        )
         return found
 
     def name(self, role: Slot) -> str:

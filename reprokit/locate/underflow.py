@@ -59,7 +59,7 @@ def _find(scene: Scene, role: Slot) -> Underflow | None:
         argument = argument_at(call, slot_of(call, role)) if call is not None else None
     except KeyError:
         return None
-    values = scene.tensor(role)
+    values = scene.tensor_if_given(role)
     if not isinstance(argument, Ref) or values is None:
         return None
     if not bool((values == 0).any()):

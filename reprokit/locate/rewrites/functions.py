@@ -119,8 +119,6 @@ def loss_over_count(scene: Scene) -> Edited | None:
 def guarded_weight_norm(scene: Scene) -> Edited | None:
     """Weight normalisation with a norm that is never zero."""
     weight = scene.tensor("x")
-    if weight is None:
-        return None
 
     def change(editor: Editor, call: Call) -> list[Call] | None:
         if len(call.args) < 2 or not isinstance(call.outputs, Ref):
@@ -265,9 +263,8 @@ def step_in(scene: Scene, dtype: str) -> Edited | None:
 @rewrite
 def dtype_of_parameters(scene: Scene) -> Edited | None:
     """Convert the other floating-point arguments of the origin to the dtype of the parameters among them."""
-    call, origin, index = scene.call, scene.origin, scene.failure.call_index
-    if call is None or origin is None or index is None:
-        return None
+    call, origin, index = scene.origin.call, scene.origin, scene.failure.call_index
+    assert index is not None, "an origin has a number"
     given = {ref.value: item for ref, item in zip(call.args, origin.args, strict=False) if isinstance(ref, Ref)}
     parameters = {item.value for item in scene.program.inputs if item.role == "parameter" or item.requires_grad}
     dtypes = {item.dtype for value, item in given.items() if value in parameters}
@@ -285,10 +282,7 @@ def dtype_of_parameters(scene: Scene) -> Edited | None:
 @rewrite
 def result_at_most(scene: Scene) -> Edited | None:
     """Clamp the origin's result to the largest number of its dtype."""
-    result = scene.origin.result if scene.origin is not None else None
-    if result is None:
-        return None
-    limit = number_named("max", result.dtype)
+    limit = number_named("max", scene.tensor("result").dtype)
 
     def change(editor: Editor, call: Call) -> list[Call] | None:
         if not isinstance(call.outputs, Ref) or call.outputs.value in call.input_refs():

@@ -22,7 +22,7 @@ def clamp(
 ) -> Edited | None:
     """Clamp an argument. From below only, it does not apply to a divisor that is rightly negative somewhere."""
     x = scene.tensor(operand)
-    if x is None or (max is None and operand == "denominator" and bool((x < 0).any())):
+    if max is None and operand == "denominator" and bool((x < 0).any()):
         return None
     bounds = {name: value for name, value in (("min", min), ("max", max)) if value is not None}
     numbers = {name: number_for(scene, operand, value) for name, value in bounds.items()}
@@ -53,7 +53,7 @@ def finite_arguments(scene: Scene) -> Edited | None:
 def plus(scene: Scene, operand: Slot = "x", value: str | float = "eps") -> Edited | None:
     """Add a small number to an argument."""
     x = scene.tensor(operand)
-    if x is None or bool((x < 0).any()):
+    if bool((x < 0).any()):
         return None  # an eps moves the edge, it does not take it away
     return guard(scene, operand, "torch.Tensor.add", number_for(scene, operand, value))
 
@@ -156,7 +156,7 @@ def set_option(scene: Scene, name: str, value: float) -> Edited | None:
 def jitter(scene: Scene, value: float, spread: bool = False) -> Edited | None:
     """Add a small multiple of the identity to a matrix, or with ``spread`` a small diagonal without equal entries."""
     x = scene.tensor("x")
-    if x is None or x.dim() < 2:
+    if x.dim() < 2:
         return None
     size, amount = x.shape[-1], value * max(1.0, float(x.abs().max()))
     values = (amount, 2 * amount) if spread else (amount, amount)

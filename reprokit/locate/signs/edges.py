@@ -14,14 +14,14 @@ from reprokit.locate.signs.registry import Numbers, places, sign
 from reprokit.program.ir import Ref
 
 
-def danger(scene: Scene) -> torch.Tensor | None:
+def danger(scene: Scene) -> torch.Tensor:
     """Where the origin's argument is at or beyond the edge of what it, or its derivative, is defined for."""
-    domain = DOMAINS.get(short_name(scene.call)) if scene.call is not None else None
-    values = scene.tensor(domain.operand) if domain is not None else None
-    if domain is None or values is None or not values.is_floating_point():
-        return None
+    domain = DOMAINS[short_name(scene.origin.call)]
+    values = scene.tensor(domain.operand)
+    if not values.is_floating_point():
+        return torch.zeros_like(values, dtype=torch.bool)
     mask = domain.places(values)
-    exponent = scene.tensor("exponent") if domain.operand == "base" else None
+    exponent = scene.tensor_if_given("exponent") if domain.operand == "base" else None
     if exponent is not None:  # x ** 2 has a derivative everywhere
         mask = mask & ((exponent < 1) | (exponent != exponent.round()))
     return mask
@@ -37,7 +37,7 @@ def is_dangerous(scene: Scene) -> Numbers | None:
 def dropped_later(scene: Scene) -> Numbers | None:
     """True if every dangerous element of the origin is dropped by a later ``where`` or mask."""
     mask, drop = danger(scene), scene.failure.drop
-    if mask is None or not bool(mask.any()) or (drop is not None and drop.is_given):
+    if not bool(mask.any()) or (drop is not None and drop.is_given):
         return None
     for branch in scene.branches:
         kept = _like(branch, mask) if short_name(branch.call) != "mul" else None
@@ -59,7 +59,7 @@ def is_gradient_of(scene: Scene, operand: Slot) -> Numbers | None:
 def drops_nan(scene: Scene, given: bool) -> Numbers | None:
     """True if the forward pass drops NaN values, which the data or the code marks missing numbers with (``given``) or
     the origin made."""
-    drop, result = scene.failure.drop, scene.tensor("result")
+    drop, result = scene.failure.drop, scene.tensor_if_given("result")
     if drop is None or drop.is_given is not given:
         return None
     found = places(result.isnan()) if result is not None else None
@@ -72,8 +72,8 @@ def meets_zero_factor(scene: Scene) -> Numbers | None:
     """True if the origin's infinities are multiplied by zeros later."""
     result = scene.tensor("result")
     for branch in scene.branches:
-        kept = _like(branch, result) if result is not None and short_name(branch.call) == "mul" else None
-        if result is not None and kept is not None and bool((result.isinf() & ~kept).any()):
+        kept = _like(branch, result) if short_name(branch.call) == "mul" else None
+        if kept is not None and bool((result.isinf() & ~kept).any()):
             return {"zeros": int((result.isinf() & ~kept).sum())}
     return None
 
@@ -108,8 +108,6 @@ def is_normalised_later(scene: Scene) -> Numbers | None:
 def equal_values(scene: Scene, within: float = 1e-6) -> Numbers | None:
     """True if a decomposition has eigenvalues or singular values that are equal, or zero, up to rounding."""
     seen = scene.origin
-    if seen is None:
-        return None
     for values in seen.results.values():
         if values.is_complex() or values.dim() == 0 or values.shape[-1] < 2 or _is_matrix_of(values, seen.args):
             continue
@@ -130,8 +128,6 @@ def _is_matrix_of(values: torch.Tensor, args: Sequence[Any]) -> bool:
 def is_singular(scene: Scene) -> Numbers | None:
     """True if a matrix has no inverse, up to rounding, with its rank and condition number."""
     x = _decomposed(scene)
-    if x is None or not x.numel():
-        return None
     values = torch.linalg.svdvals(x.detach().double()).reshape(-1, x.shape[-1])
     ratios = values[:, -1] / values[:, 0].clamp(min=1e-300)
     worst = int(ratios.argmin())
@@ -146,17 +142,15 @@ def is_singular(scene: Scene) -> Numbers | None:
 def is_not_positive(scene: Scene) -> Numbers | None:
     """True if a symmetric matrix has an eigenvalue that is not above zero."""
     x = _decomposed(scene)
-    if x is None:
-        return None
     lowest = float(torch.linalg.eigvalsh(x.detach().double()).min())
     eps = torch.finfo(x.dtype).eps * float(x.abs().max()) * x.shape[-1]
     return {"lowest": lowest, "size": x.shape[-1]} if lowest <= eps else None
 
 
-def _decomposed(scene: Scene) -> torch.Tensor | None:
-    """The square finite matrices of the origin; ``None`` if it raises over something else, such as shapes."""
-    x, failure = scene.tensor("x"), scene.failure
-    if failure.exception is not None and "LinAlgError" not in failure.exception[0]:
-        return None
-    is_square = x is not None and x.dim() > 1 and x.shape[-1] == x.shape[-2]
-    return x if x is not None and is_square and bool(x.isfinite().all()) else None
+def _decomposed(scene: Scene) -> torch.Tensor:
+    """The square finite matrices of the origin; raises `KeyError` if it raises over something else, such as shapes."""
+    x, exception = scene.tensor("x"), scene.failure.exception
+    is_about_shape = exception is not None and "LinAlgError" not in exception[0]
+    if is_about_shape or x.dim() < 2 or x.shape[-1] != x.shape[-2] or not x.numel() or not bool(x.isfinite().all()):
+        raise KeyError("x")
+    return x

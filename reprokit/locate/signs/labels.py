@@ -75,14 +75,12 @@ def _placed(call: Call) -> str:
 @sign
 def label_outside(scene: Scene) -> Numbers | None:
     """True if the call raises over a label, or the number of an embedding's row, outside of what there is."""
-    call = scene.call
-    if call is None:
-        return None
+    call = scene.origin.call
     is_loss = short_name(call) in ("cross_entropy", "nll_loss")
     is_table = short_name(call) in ("embedding", "embedding_bag")
     table = scene.tensor("weight" if is_table else "x")
     labels = scene.tensor("target" if is_loss else "x")
-    if labels is None or table is None or labels.is_floating_point():
+    if labels.is_floating_point():
         return None
     if short_name(call) == "one_hot":
         size = call.kwargs.get("num_classes", call.args[1] if len(call.args) > 1 else -1)
@@ -103,8 +101,6 @@ def _returns_with(scene: Scene, old: torch.Tensor, new: torch.Tensor) -> bool:
     Functions compare sizes before they read values, so a label may be outside and the exception about something else.
     """
     origin = scene.origin
-    if origin is None:
-        return False
     arguments = (origin.args, dict(origin.kwargs))
     args, kwargs = map_leaves(arguments, lambda leaf: new if leaf is old else _copied(leaf))
     try:
@@ -201,7 +197,7 @@ def _two_sizes(message: str) -> tuple[int, int] | None:
 def ignores_all_targets(scene: Scene) -> Numbers | None:
     """True if every target of a loss is the one it ignores."""
     target = scene.tensor("target")
-    if target is None or target.is_floating_point() or not target.numel():
+    if target.is_floating_point() or not target.numel():
         return None
     ignored = scene.operand("ignore_index")
     return {"count": target.numel(), "ignored": ignored} if bool((target == ignored).all()) else None
@@ -211,7 +207,7 @@ def ignores_all_targets(scene: Scene) -> Numbers | None:
 def target_is_impossible(scene: Scene) -> Numbers | None:
     """True if the score of a target class is ``-inf``, so that its loss is infinite."""
     x, target = scene.tensor("x"), scene.tensor("target")
-    if x is None or target is None or target.is_floating_point() or x.dim() < 2 or x.shape[:1] != target.shape[:1]:
+    if target.is_floating_point() or x.dim() < 2 or x.shape[:1] != target.shape[:1]:
         return None
     chosen = x.gather(1, target.clamp(0, x.shape[1] - 1).unsqueeze(1)).squeeze(1)
     return places((chosen == -math.inf) & (target >= 0) & (target != scene.operand("ignore_index")))
@@ -220,10 +216,7 @@ def target_is_impossible(scene: Scene) -> Numbers | None:
 @sign
 def target_is_longer(scene: Scene) -> Numbers | None:
     """True if a target of ``ctc_loss`` needs more steps than its input has (repeats need one more)."""
-    targets = scene.tensor("targets")
-    if targets is None:
-        return None
-    return too_long_target(targets, scene.operand("input_lengths"), scene.operand("target_lengths"))
+    return too_long_target(scene.tensor("targets"), scene.operand("input_lengths"), scene.operand("target_lengths"))
 
 
 def too_long_target(targets: torch.Tensor, input_lengths: Any, target_lengths: Any) -> Numbers | None:

@@ -27,7 +27,7 @@ _TESTS = frozenset([
 def has(scene: Scene, operand: Slot = "x", *, size: bool = False, **wanted: str | float) -> Numbers | None:
     """True if any element of an argument (or of the ``result``) compares as wanted; ``size``: its magnitude."""
     values = scene.tensor(operand)
-    if values is None or values.is_complex() or values.dtype is torch.bool:
+    if values.is_complex() or values.dtype is torch.bool:
         return None
     mask = compare(values.abs() if size else values, wanted)
     if not bool(mask.any()):
@@ -40,8 +40,6 @@ def has(scene: Scene, operand: Slot = "x", *, size: bool = False, **wanted: str 
 def is_negative_to_a_fraction(scene: Scene) -> Numbers | None:
     """True if a negative base meets an exponent that is not whole."""
     base, exponent = scene.tensor("base"), scene.tensor("exponent")
-    if base is None or exponent is None:
-        return None
     mask = (base < 0) & (exponent.double().frac() != 0)
     if not bool(mask.any()):
         return None
@@ -60,7 +58,7 @@ def option(scene: Scene, name: str, **wanted: float) -> Numbers | None:
 def has_row_of(scene: Scene, value: float) -> Numbers | None:
     """True if some row along the call's ``dim`` holds nothing but this value."""
     x, dim = scene.tensor("x"), dimension(scene)
-    if x is None or x.dim() == 0 or not x.numel():
+    if x.dim() == 0 or not x.numel():
         return None
     return places((x == value).all().reshape(1) if dim is None else (x == value).all(dim))
 
@@ -109,8 +107,8 @@ def _is_mask(scene: Scene, seen: Seen, index: int) -> bool:
 @sign
 def reduces_nothing(scene: Scene) -> Numbers | None:
     """True if the argument has no elements, but the result does."""
-    x, result = scene.tensor("x"), scene.tensor("result")
-    if x is None or x.numel() or (result is not None and not result.numel()):
+    x, result = scene.tensor("x"), scene.tensor_if_given("result")
+    if x.numel() or (result is not None and not result.numel()):
         return None
     return {"shape": _shape(x)}
 
@@ -119,7 +117,7 @@ def reduces_nothing(scene: Scene) -> Numbers | None:
 def reduces_one(scene: Scene) -> Numbers | None:
     """True if every result of a reduction is made from a single element."""
     x, result = scene.tensor("x"), scene.tensor("result")
-    if x is None or result is None or not x.numel() or x.numel() != result.numel():
+    if not x.numel() or x.numel() != result.numel():
         return None
     return {"shape": _shape(x)}
 
@@ -128,14 +126,14 @@ def reduces_one(scene: Scene) -> Numbers | None:
 def holds_bad_values(scene: Scene) -> Numbers | None:
     """True if an argument is not finite already."""
     x = scene.tensor("x")
-    return places(~x.isfinite(), operand=scene.name("x")) if x is not None else None
+    return places(~x.isfinite(), operand=scene.name("x"))
 
 
 @sign
 def weight_row_is_zero(scene: Scene) -> Numbers | None:
     """True if a whole row of a weight-normalised weight is zero."""
-    weight, call = scene.tensor("x"), scene.call
-    if weight is None or weight.dim() == 0 or call is None:
+    weight, call = scene.tensor("x"), scene.origin.call
+    if weight.dim() == 0:
         return None
     dim = call.args[2] if len(call.args) > 2 else call.kwargs.get("dim", 0)
     rows = (weight if dim == -1 else weight.movedim(dim, 0)).flatten(1) if weight.dim() > 1 else weight.reshape(-1, 1)
@@ -144,9 +142,7 @@ def weight_row_is_zero(scene: Scene) -> Numbers | None:
 
 def dimension(scene: Scene) -> int | None:
     """The ``dim`` the origin works along, ``None`` for all."""
-    call, x = scene.call, scene.tensor("x")
-    if call is None:
-        return None
+    call, x = scene.origin.call, scene.tensor_if_given("x")
     if short_name(call) in ("cross_entropy", "nll_loss"):
         return 1 if x is not None and x.dim() > 1 else 0
     for name in ("dim", "axis"):
@@ -179,25 +175,15 @@ def divides_by_zero(scene: Scene) -> Numbers | None:
 
 
 def _division(scene: Scene, numerators: Callable[[torch.Tensor], torch.Tensor]) -> Numbers | None:
-    call, denominator = scene.call, scene.tensor("denominator")
-    if call is None or denominator is None:
-        return None
-    numerator = torch.ones(()) if short_name(call) == "reciprocal" else scene.tensor("numerator")
-    if numerator is None:
-        return None
+    is_reciprocal, denominator = short_name(scene.origin.call) == "reciprocal", scene.tensor("denominator")
+    numerator = torch.ones(()) if is_reciprocal else scene.tensor("numerator")
     return places(numerators(numerator) & (denominator == 0), operand=scene.name("denominator"))
 
 
 @sign
 def divides_by_number_zero(scene: Scene) -> Numbers | None:
     """True if the divisor is a Python number that is zero; ``divisor`` calls it as the user's line does."""
-    call, result = scene.call, scene.tensor("result")
-    if call is None or result is None:
-        return None
-    try:
-        number = scene.operand("denominator")
-    except KeyError:
-        return None
+    call, result, number = scene.origin.call, scene.tensor("result"), scene.operand("denominator")
     if not isinstance(number, (int, float)) or number != 0:
         return None
     name = _written_divisor(call.site.code) if call.site is not None else None
@@ -220,7 +206,7 @@ def _written_divisor(line: str) -> str | None:
 def underflowed(scene: Scene, operand: Slot = "x", makers: Sequence[str] | None = None) -> Numbers | None:
     """True if zeros in an argument would not be zero in exact arithmetic; ``makers``: lost by one of these calls."""
     values, found = scene.tensor(operand), find_underflow(scene, operand)
-    if values is None or found is None:
+    if found is None:
         return None
     maker = short_name(scene.program.calls[found.loss.maker])
     if makers is not None and maker not in makers:
@@ -231,23 +217,17 @@ def underflowed(scene: Scene, operand: Slot = "x", makers: Sequence[str] | None 
 @sign
 def divides_infinities(scene: Scene) -> Numbers | None:
     """True if an infinity is divided by an infinity."""
-    numerator, denominator = scene.tensor("numerator"), scene.tensor("denominator")
-    return (
-        places(numerator.isinf() & denominator.isinf()) if numerator is not None and denominator is not None else None
-    )
+    return places(scene.tensor("numerator").isinf() & scene.tensor("denominator").isinf())
 
 
 @sign
 def adds_opposite_infinities(scene: Scene) -> Numbers | None:
     """True if infinities meet that take each other away: in a sum or difference, or within one reduction."""
-    call, x, y = scene.call, scene.tensor("x"), scene.tensor("y")
-    if call is None or x is None:
-        return None
+    call, x = scene.origin.call, scene.tensor("x")
     if short_name(call) in ("sum", "mean", "cumsum"):
         plus, minus = int((x == math.inf).sum()), int((x == -math.inf).sum())
         return {"count": min(plus, minus), "total": x.numel()} if plus and minus else None
-    if y is None:
-        return None
+    y = scene.tensor("y")
     other = -y if short_name(call) == "sub" else y
     return places(x.isinf() & other.isinf() & (x != other))
 
@@ -255,9 +235,6 @@ def adds_opposite_infinities(scene: Scene) -> Numbers | None:
 @sign
 def multiplies_zero_by_infinity(scene: Scene) -> Numbers | None:
     """True if zero meets an infinity in a product, of matrices too."""
-    call, x, y = scene.call, scene.tensor("x"), scene.tensor("y")
-    if call is None or x is None or y is None:
-        return None
-    multiply = function_named(call.target)
+    x, y, multiply = scene.tensor("x"), scene.tensor("y"), function_named(scene.origin.call.target)
     meetings = [multiply((x == 0).double(), y.isinf().double()), multiply(x.isinf().double(), (y == 0).double())]
     return places((meetings[0] + meetings[1]) > 0)

@@ -32,7 +32,7 @@ def overflows(scene: Scene, halves: bool | None = None) -> Numbers | None:
     float32 could hold the result (bfloat16 ends where float32 does), or only where it is not.
     """
     seen, result = scene.origin, scene.tensor("result")
-    if seen is None or result is None or not result.is_floating_point():
+    if not result.is_floating_point():
         return None
     exact = recompute(seen)
     if exact is None or exact.shape != result.shape:
@@ -55,8 +55,8 @@ def overflows(scene: Scene, halves: bool | None = None) -> Numbers | None:
 @sign
 def operand_is_too_large(scene: Scene) -> Numbers | None:
     """True if autocast converts a finite operand of the origin to a dtype that ends below it."""
-    result, call = scene.tensor("result"), scene.call
-    if result is None or call is None or not call.mode.autocast or not is_half(result):
+    result = scene.tensor("result")
+    if not scene.origin.call.mode.autocast or not is_half(result):
         return None
     limit = torch.finfo(result.dtype).max
     for operand in scene.arguments():
@@ -73,7 +73,7 @@ def math_attention_is_finite(scene: Scene) -> Numbers | None:
     program, largest = with_math_attention(scene), _largest_if_finite(scene, first=3)
     if program is None or largest is None or locate(program, scene.tensors) is not None:
         return None
-    mask = scene.tensor("attn_mask" if scene.call is not None and "attn_mask" in scene.call.kwargs else 3)
+    mask = scene.tensor_if_given("attn_mask" if scene.call is not None and "attn_mask" in scene.call.kwargs else 3)
     mask = torch.ones(1) if mask is None else mask
     found = places(~(mask if mask.dtype is torch.bool else mask > -math.inf).any(-1))
     rows = ", and {count} of {total} rows of the mask hide every key".format(**found) if found is not None else ""
@@ -84,8 +84,6 @@ def math_attention_is_finite(scene: Scene) -> Numbers | None:
 def derivative_overflows(scene: Scene) -> Numbers | None:
     """True if a derivative of the origin is beyond the largest number of its dtype and float64 can hold it."""
     seen, leaves, doubles = scene.origin, list[torch.Tensor](), list[torch.Tensor]()
-    if seen is None:
-        return None
 
     def double(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
@@ -116,10 +114,10 @@ def root_of_squares(scene: Scene) -> int | None:
     index, call = scene.failure.call_index, scene.call
     if index is None or call is None or short_name(call) in _NORMS:
         return index if call is None or _order(call) in _EUCLIDEAN else None
-    base, exponent = scene.tensor("x"), scene.tensor("y")
+    exponent = scene.tensor_if_given("y")
     is_square = short_name(call) == "square" or (short_name(call) == "mul" and call.args[:1] == call.args[1:2])
     is_square = is_square or (short_name(call) == "pow" and exponent is not None and bool((exponent == 2).all()))
-    if short_name(call) not in _SQUARES or not is_square or base is None:
+    if short_name(call) not in _SQUARES or not is_square:
         return None
     value = call.output_refs()[0]
     for number in range(index + 1, len(scene.program.calls)):
@@ -142,8 +140,8 @@ def _order(call: Call) -> Any:
 @sign
 def squares_overflow(scene: Scene) -> Numbers | None:
     """True if a norm of finite numbers is infinite only because their squares are."""
-    seen, result, x = scene.origin, scene.tensor("result"), scene.tensor("x")
-    if seen is None or result is None or x is None or not x.is_floating_point() or not bool(x.isfinite().all()):
+    result, x = scene.tensor("result"), scene.tensor("x")
+    if not x.is_floating_point() or not bool(x.isfinite().all()):
         return None
     if bool(result.isfinite().all()) or root_of_squares(scene) is None or not x.numel():
         return None
@@ -157,7 +155,7 @@ def squares_overflow(scene: Scene) -> Numbers | None:
 def turns_bad(scene: Scene) -> Numbers | None:
     """True if everything the origin is given is finite, and its result is not."""
     result, largest = scene.tensor("result"), _largest_if_finite(scene)
-    if largest is None or result is None or not result.is_floating_point() or bool(result.isfinite().all()):
+    if largest is None or not result.is_floating_point() or bool(result.isfinite().all()):
         return None
     return {"largest": largest, "limit": torch.finfo(result.dtype).max, "dtype": dtype_name(result)}
 
@@ -180,7 +178,7 @@ def computes_in_half(scene: Scene) -> Numbers | None:
 def loses_eps(scene: Scene, operand: Slot = "denominator") -> Numbers | None:
     """True if an argument was protected by a small constant that half precision rounds to zero."""
     values = scene.tensor(operand)
-    if values is None or not is_half(values):
+    if not is_half(values):
         return None
     for _, call in scene.makers(operand, 3):
         if short_name(call) in ("add", "clamp", "clamp_min", "maximum"):
@@ -194,13 +192,13 @@ def loses_eps(scene: Scene, operand: Slot = "denominator") -> Numbers | None:
 def loses_eps_argument(scene: Scene) -> Numbers | None:
     """True if the call's own ``eps`` is rounded to zero by half precision."""
     x, eps = scene.tensor("x"), scene.operand("eps")
-    return _lost(eps, x) if x is not None and is_half(x) and is_lost(eps, x.dtype) else None
+    return _lost(eps, x) if is_half(x) and is_lost(eps, x.dtype) else None
 
 
 @sign
 def optimizer_loses_eps(scene: Scene) -> Numbers | None:
     """True if the optimizer's ``eps`` is rounded to zero in the dtype of a parameter."""
-    arguments = scene.origin.kwargs if scene.origin is not None else {}
+    arguments = scene.origin.kwargs
     for group, options in zip(arguments.get("params", ()), arguments.get("options", ()), strict=False):
         eps = options.get("eps")
         for parameter in group:
@@ -228,7 +226,7 @@ def gradients_explode(scene: Scene) -> Numbers | None:
 def gradient_overflows_half(scene: Scene) -> Numbers | None:
     """True if a gradient overflowed in float16; bfloat16 ends where float32 does."""
     result = scene.tensor("result")
-    if not scene.failure.is_derivative or result is None or result.dtype is not torch.float16:
+    if not scene.failure.is_derivative or result.dtype is not torch.float16:
         return None
     return {"dtype": dtype_name(result), "limit": torch.finfo(result.dtype).max}
 
@@ -237,8 +235,6 @@ def gradient_overflows_half(scene: Scene) -> Numbers | None:
 def divides_by_power_of_result(scene: Scene) -> Numbers | None:
     """True if the gradient of a p-norm divides by a power of the norm that is too small to divide by."""
     result, order = scene.tensor("result"), scene.tensor("order")
-    if result is None or order is None:
-        return None
     power = float(order) - 1
     found = result[(result > 0) & (result**power).reciprocal().isinf()]
     return {"lowest": float(found.min()), "power": power, "dtype": dtype_name(result)} if found.numel() else None

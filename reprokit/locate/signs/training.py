@@ -33,9 +33,7 @@ def optimizer_option(scene: Scene, name: str, **wanted: float) -> Numbers | None
 @sign
 def has_bad_number(scene: Scene) -> Numbers | None:
     """True if the origin is given a number, not a tensor, that is not finite: a hyperparameter."""
-    call = scene.call
-    if call is None:
-        return None
+    call = scene.origin.call
     if call.is_optimizer_step:
         for group in _groups(scene):
             for name, value in group.items():
@@ -72,7 +70,7 @@ def negative_squares(scene: Scene) -> Iterator[tuple[int, int]]:
 
 
 def _groups(scene: Scene) -> Sequence[Mapping[str, Any]]:
-    if scene.origin is None or scene.call is None or not scene.call.is_optimizer_step:
+    if not scene.origin.call.is_optimizer_step:
         return ()
     options: Sequence[Mapping[str, Any]] = scene.origin.kwargs.get("options", ())
     return options
