@@ -12,7 +12,7 @@ from dataclasses import replace
 from reprokit.locate.calls import VIEWS, short_name
 from reprokit.locate.scene import Scene
 from reprokit.program.functions import is_factory, is_in_place, is_torch_function
-from reprokit.program.ir import Call, Program, Ref, iter_refs, substitute
+from reprokit.program.ir import Call, Program, Ref, iter_refs
 from reprokit.program.run import run
 
 _MAX_WRITES = 8  # that are tried, each in a run of the step
@@ -123,15 +123,7 @@ def _out_of_place(program: Program, index: int) -> Program | None:
         return None
     new = Ref(program.next_value())
     change = {target.value: new}
-    behind = tuple(
-        replace(
-            item,
-            args=substitute(item.args, change),
-            kwargs=substitute(dict(item.kwargs), change),
-            outputs=substitute(item.outputs, change),
-        )
-        for item in later
-    )
+    behind = tuple(item.substituted(change, outputs=True) for item in later)
     outputs = tuple(new if ref == target else ref for ref in program.outputs)
     return replace(program, calls=(*earlier, *_plain_calls(call, target, new), *behind), outputs=outputs)
 
@@ -151,7 +143,7 @@ def _plain_calls(call: Call, target: Ref, new: Ref) -> list[Call]:
         return [replace(call, target=name, outputs=new)]
     clone = replace(call, target="torch.Tensor.clone", args=(target,), kwargs={}, outputs=new)
     change = {target.value: new}
-    return [clone, replace(call, args=substitute(call.args, change), outputs=substitute(call.outputs, change))]
+    return [clone, call.substituted(change, outputs=True)]
 
 
 def _aliases(program: Program, value: int) -> set[int]:
@@ -196,15 +188,14 @@ def with_graphs_cut(program: Program) -> tuple[Program, Call] | None:
                 calls.append(replace(call, target="torch.Tensor.detach", args=(Ref(value),), kwargs={},
                                      outputs=Ref(following)))  # fmt: skip
                 following += 1
-        args, kwargs = substitute((call.args, dict(call.kwargs)), new_values)
-        calls.append(replace(call, args=args, kwargs=kwargs))
+        calls.append(call.substituted(new_values))
     return (replace(program, calls=tuple(calls)), reader) if reader is not None else None
 
 
 def with_math_attention(scene: Scene) -> Program | None:
     """The program with the origin, an attention without dropout, computed by torch's reference implementation."""
-    call, index = scene.call, scene.failure.call_index
-    if call is None or index is None or not isinstance(call.outputs, Ref):
+    index, call = scene.index, scene.program.calls[scene.index]
+    if not isinstance(call.outputs, Ref):
         return None
     options = dict(zip(("attn_mask", "dropout_p", "is_causal"), call.args[3:], strict=False)) | dict(call.kwargs)
     if options.pop("dropout_p", 0.0):

@@ -18,7 +18,7 @@ from reprokit.locate.calls import short_name
 from reprokit.locate.domains import SPREADING
 from reprokit.locate.notes import Found, Notes
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
-from reprokit.program.ir import Call, Program, Ref, iter_refs, substitute
+from reprokit.program.ir import Call, Program, Ref, iter_refs
 from reprokit.program.run import Outcome, Tensors, bind_arguments, execute, run
 
 
@@ -60,7 +60,7 @@ def explains_gradient(program: Program, tensors: Tensors, value: int, reader: in
     finite = Ref(program.next_value())
     numbers = {"nan": float("nan"), "posinf": _STAND_IN, "neginf": -_STAND_IN}
     made = Call("torch.nan_to_num", (Ref(value),), numbers, finite, mode=calls[reader].mode)
-    rest = [_reading(call, {value: finite}) for call in calls[reader:]]
+    rest = [call.substituted({value: finite}) for call in calls[reader:]]
     changed = run(replace(program, calls=(*calls[:reader], made, *rest)), tensors, keep=starts | {found.value})
     if changed.error is not None or _is_gradient_bad(changed, found):
         return False
@@ -71,10 +71,6 @@ def explains_gradient(program: Program, tensors: Tensors, value: int, reader: in
 def _is_gradient_bad(outcome: Outcome, found: Found) -> bool:
     gradient = outcome.gradients.get(found.value, outcome.values.get(found.value))
     return gradient is None or bool(ways_of(gradient))
-
-
-def _reading(call: Call, values: dict[int, Ref]) -> Call:
-    return replace(call, args=substitute(call.args, values), kwargs=substitute(dict(call.kwargs), values))
 
 
 @dataclass(frozen=True, slots=True)

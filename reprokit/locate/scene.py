@@ -107,9 +107,21 @@ class Scene:
         return self.program.calls[self.failure.call_index] if self.failure.call_index is not None else None
 
     @property
+    def index(self) -> int:
+        """The number of the origin; raises `KeyError` without one."""
+        if self.failure.call_index is None:
+            raise KeyError("origin")
+        return self.failure.call_index
+
+    def recorded(self, role: Slot) -> Any:
+        """An argument of the origin as the program has it: a `Ref` for a tensor; raises `KeyError`."""
+        call = self.program.calls[self.index]
+        return argument_at(call, slot_of(call, role))
+
+    @property
     def origin(self) -> Seen:
         """The origin with its real arguments; raises `KeyError` without one, or if the run did not get there."""
-        return self.seen[-1 if self.failure.call_index is None else self.failure.call_index]
+        return self.seen[self.index]
 
     def operand(self, role: Slot) -> Any:
         """An argument of the origin; raises `KeyError`."""
@@ -142,9 +154,8 @@ class Scene:
 
     def name(self, role: Slot) -> str:
         """What to call an argument of the origin: the input's name in backticks, or a word for its role."""
-        call = self.call
         with contextlib.suppress(KeyError):
-            argument = argument_at(call, slot_of(call, role)) if call is not None else None
+            argument = self.recorded(role)
             for item in self.program.inputs:
                 if isinstance(argument, Ref) and item.value == argument.value:
                     return f"`{item.name}`"
@@ -208,11 +219,8 @@ class Scene:
 
     def makers(self, role: Slot, depth: int = 1) -> Iterator[tuple[int, Call]]:
         """The calls that an argument of the origin comes from, views and casts skipped, up to ``depth`` back."""
-        index, call = self.failure.call_index, self.call
-        if index is None or call is None:
-            return
         with contextlib.suppress(KeyError):
-            yield from self.makers_of(argument_at(call, slot_of(call, role)), index, depth)
+            yield from self.makers_of(self.recorded(role), self.index, depth)
 
     def makers_of(self, argument: Any, before: int, depth: int = 1) -> Iterator[tuple[int, Call]]:
         """The calls that an argument of call number ``before`` comes from, in the same way."""

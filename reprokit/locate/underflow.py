@@ -54,15 +54,11 @@ def find_underflow(scene: Scene, role: Slot) -> Underflow | None:
 
 
 def _find(scene: Scene, role: Slot) -> Underflow | None:
-    call = scene.call
     try:
-        argument = argument_at(call, slot_of(call, role)) if call is not None else None
+        argument, values = scene.recorded(role), scene.tensor(role)
     except KeyError:
         return None
-    values = scene.tensor_if_given(role)
-    if not isinstance(argument, Ref) or values is None:
-        return None
-    if not bool((values == 0).any()):
+    if not isinstance(argument, Ref) or not bool((values == 0).any()):
         return None
     watch = _Watch(frozenset(scene.behind()[-REACH:]))
     before = replace(scene.program, calls=scene.program.calls[: scene.failure.call_index], outputs=())

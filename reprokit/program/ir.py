@@ -145,6 +145,11 @@ class Call:
         """The value numbers written, in order."""
         return tuple(dict.fromkeys(ref.value for ref in iter_refs(self.outputs)))
 
+    def substituted(self, values: Mapping[int, Any], *, outputs: bool = False) -> Call:
+        """The call with other arguments (`Ref` or constants) for the listed values, and other outputs if wanted."""
+        args, kwargs = substitute((self.args, dict(self.kwargs)), values)
+        return replace(self, args=args, kwargs=kwargs, outputs=substitute(self.outputs, values if outputs else {}))
+
 
 @dataclass(frozen=True, slots=True)
 class Input:

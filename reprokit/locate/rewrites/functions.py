@@ -21,7 +21,7 @@ from reprokit.locate.graphs import (
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs.precision import root_of_squares
 from reprokit.program.functions import GRAD_READ
-from reprokit.program.ir import Call, Ref, iter_refs, substitute
+from reprokit.program.ir import Call, Ref, iter_refs
 
 
 @rewrite
@@ -59,9 +59,6 @@ def log_softmax(scene: Scene) -> Edited | None:
 @rewrite
 def xlogy(scene: Scene) -> Edited | None:
     """``torch.xlogy`` in place of a product with a logarithm."""
-    index = scene.failure.call_index
-    if index is None or scene.call is None:
-        return None
     program, editor, found = scene.program, Editor(scene.program), False
     logs = {call.outputs.value: call.args[0] for call in program.calls
             if short_name(call) == "log" and isinstance(call.outputs, Ref) and call.args}  # fmt: skip
@@ -152,8 +149,8 @@ def update_after_backward(scene: Scene) -> Edited | None:
 @rewrite
 def write_without_grad(scene: Scene) -> Edited | None:
     """The write into a leaf under `torch.no_grad`, which changes the leaf; not of values that have a gradient."""
-    index, call, found = scene.failure.call_index, scene.call, written_leaf(scene)
-    if index is None or call is None or found is None:
+    index, call, found = scene.index, scene.program.calls[scene.index], written_leaf(scene)
+    if found is None:
         return None
     target = next(iter_refs(call.args))
     if depends_on_gradients(scene, {ref.value for ref in iter_refs((call.args, call.kwargs))} - {target.value}):
@@ -175,9 +172,7 @@ def write_into_copy(scene: Scene) -> Edited | None:
     for index in range(first, len(calls)):
         call = calls[index]
         if not call.is_optimizer_step and call.target != GRAD_READ:
-            args, kwargs = substitute((call.args, dict(call.kwargs)), {value: new})
-            outputs = substitute(call.outputs, {value: new})
-            changed = replace(call, args=args, kwargs=kwargs, outputs=outputs)
+            changed = call.substituted({value: new}, outputs=True)
             editor.put(index, [copy, changed] if index == first else [changed])
     return Edited(editor.finish(), scene.tensors, is_local=False)
 
@@ -205,8 +200,8 @@ def math_attention(scene: Scene) -> Edited | None:
 @rewrite
 def scale_first(scene: Scene) -> Edited | None:
     """A norm of numbers that were divided by the largest of them, which multiplies the norm."""
-    index, end = scene.failure.call_index, root_of_squares(scene)
-    if index is None or end is None:
+    index, end = scene.index, root_of_squares(scene)
+    if end is None:
         return None
     program, editor = scene.program, Editor(scene.program)
     call, root = program.calls[index], program.calls[end]
@@ -216,7 +211,7 @@ def scale_first(scene: Scene) -> Edited | None:
     sizes, each = editor.call(call, "torch.Tensor.abs", constant)
     largest, top = editor.call(call, "torch.Tensor.amax", each)
     divide, scaled = editor.call(call, "torch.Tensor.div", call.args[0], top)
-    changed, raw = replace(call, args=substitute(call.args, {call.args[0].value: scaled})), editor.value()
+    changed, raw = call.substituted({call.args[0].value: scaled}), editor.value()
     multiply, _ = editor.call(root, "torch.Tensor.mul", raw, top, to=root.outputs)
     if index == end:
         changed = replace(changed, outputs=raw)
@@ -244,8 +239,8 @@ def call_in_float32(scene: Scene) -> Edited | None:
             made.append(cast)
         floats = {value for value in seen if _is_float(scene, value)}
         made = [cast for cast, value in zip(made, seen, strict=True) if value in floats]
-        args, kwargs = substitute((call.args, dict(call.kwargs)), {value: seen[value] for value in floats})
-        return [*made, replace(plain, args=args, kwargs={k: v for k, v in kwargs.items() if k != "dtype"})]
+        cast_call = plain.substituted({value: seen[value] for value in floats})
+        return [*made, replace(cast_call, kwargs={k: v for k, v in cast_call.kwargs.items() if k != "dtype"})]
 
     if scene.call is None or scene.call.name.endswith("_") or scene.call.name.startswith("__i"):
         return None
@@ -263,8 +258,7 @@ def step_in(scene: Scene, dtype: str) -> Edited | None:
 @rewrite
 def dtype_of_parameters(scene: Scene) -> Edited | None:
     """Convert the other floating-point arguments of the origin to the dtype of the parameters among them."""
-    call, origin, index = scene.origin.call, scene.origin, scene.failure.call_index
-    assert index is not None, "an origin has a number"
+    call, origin, index = scene.origin.call, scene.origin, scene.index
     given = {ref.value: item for ref, item in zip(call.args, origin.args, strict=False) if isinstance(ref, Ref)}
     parameters = {item.value for item in scene.program.inputs if item.role == "parameter" or item.requires_grad}
     dtypes = {item.dtype for value, item in given.items() if value in parameters}
@@ -275,7 +269,7 @@ def dtype_of_parameters(scene: Scene) -> Edited | None:
     others = [value for value, item in given.items() if item.is_floating_point() and item.dtype != dtype]
     made = [editor.call(call, f"torch.Tensor.{_METHODS[dtype]}", Ref(value)) for value in others]
     new = dict(zip(others, (ref for _, ref in made), strict=True))
-    editor.put(index, [*(convert for convert, _ in made), replace(call, args=substitute(call.args, new))])
+    editor.put(index, [*(convert for convert, _ in made), call.substituted(new)])
     return Edited(editor.finish(), scene.tensors)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from reprokit.locate.calls import Slot, argument_at, short_name, slot_of
@@ -10,7 +9,7 @@ from reprokit.locate.domains import DOMAINS
 from reprokit.locate.edits import Edited, Editor, everywhere, guard, guarded, number_for, rewrite, with_argument
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs.training import negative_squares
-from reprokit.program.ir import Call, Device, Ref, Symbol, substitute
+from reprokit.program.ir import Call, Device, Ref, Symbol
 
 _TESTS_FOR_NAN = ("isnan", "isfinite", "eq", "ne", "gt", "ge", "lt", "le")
 _TESTS = {"at_most": "__le__", "above": "__gt__", "at_least": "__ge__", "equal": "__eq__"}
@@ -105,8 +104,7 @@ def mask_first(scene: Scene) -> Edited | None:
             guards = [editor.call(call, "torch.Tensor.nan_to_num", Ref(value), 0.0) for value in sorted(meeting)]
             new = dict(zip(sorted(meeting), (ref for _, ref in guards), strict=True))
             if new and short_name(call) not in _TESTS_FOR_NAN:
-                args, kwargs = substitute((call.args, dict(call.kwargs)), new)
-                editor.put(index, [*(guard for guard, _ in guards), replace(call, args=args, kwargs=kwargs)])
+                editor.put(index, [*(guard for guard, _ in guards), call.substituted(new)])
                 is_changed = True
         elif meeting and short_name(call) not in _TESTS_FOR_NAN:
             marked.update(call.output_refs())

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from reprokit.locate.calls import Slot, argument_at, short_name, slot_of
+from reprokit.locate.calls import Slot, short_name
 from reprokit.locate.domains import DOMAINS
 from reprokit.locate.scene import Branch, Scene
 from reprokit.locate.signs.registry import Numbers, places, sign
@@ -49,10 +49,8 @@ def dropped_later(scene: Scene) -> Numbers | None:
 @sign
 def is_gradient_of(scene: Scene, operand: Slot) -> Numbers | None:
     """True if the bad gradient is that of this argument."""
-    call, value = scene.call, scene.failure.value
-    if call is None or value is None:
-        return None
-    return {} if argument_at(call, slot_of(call, operand)) == Ref(value) else None
+    value = scene.failure.value
+    return {} if value is not None and scene.recorded(operand) == Ref(value) else None
 
 
 @sign
@@ -88,11 +86,9 @@ def _like(branch: Branch, mask: torch.Tensor) -> torch.Tensor | None:
 @sign
 def is_normalised_later(scene: Scene) -> Numbers | None:
     """True if the origin's result is divided, later, by a sum over itself."""
-    index = scene.failure.call_index
-    if index is None or scene.call is None:
-        return None
-    known, summed = set(scene.call.output_refs()), set[int]()
-    for call in filter(scene.leads_to_loss, scene.program.calls[index + 1 :]):
+    calls = scene.program.calls[scene.index :]
+    known, summed = set(calls[0].output_refs()), set[int]()
+    for call in filter(scene.leads_to_loss, calls[1:]):
         if short_name(call) in ("sum", "mean", "amax", "max") and known.intersection(call.input_refs()):
             summed.update(call.output_refs())
         elif short_name(call) == "div" and known & set(call.input_refs()) and summed & set(call.input_refs()):

@@ -57,8 +57,8 @@ def updates_before_backward(scene: Scene) -> Numbers | None:
 @sign
 def writes_into_leaf(scene: Scene) -> Numbers | None:
     """The leaf that the origin writes into in place, by itself or through a view."""
-    call, found = scene.call, written_leaf(scene)
-    if call is None or found is None:
+    call, found = scene.program.calls[scene.index], written_leaf(scene)
+    if found is None:
         return None
     value, first = found
     name = next((f"`{item.name}`" for item in scene.program.inputs if item.value == value), "a tensor")

@@ -111,9 +111,9 @@ _TO_ROOT = frozenset({"sum", "mean", "add", "clamp", *VIEWS})
 
 def root_of_squares(scene: Scene) -> int | None:
     """The call that takes the root of the squares which the origin computes: the origin itself if it is a norm."""
-    index, call = scene.failure.call_index, scene.call
-    if index is None or call is None or short_name(call) in _NORMS:
-        return index if call is None or _order(call) in _EUCLIDEAN else None
+    index, call = scene.index, scene.program.calls[scene.index]
+    if short_name(call) in _NORMS:
+        return index if _order(call) in _EUCLIDEAN else None
     exponent = scene.tensor_if_given("y")
     is_square = short_name(call) == "square" or (short_name(call) == "mul" and call.args[:1] == call.args[1:2])
     is_square = is_square or (short_name(call) == "pow" and exponent is not None and bool((exponent == 2).all()))
