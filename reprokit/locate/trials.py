@@ -214,4 +214,4 @@ def _all_words(tensors: list[torch.Tensor], noun: str) -> str:
 
 def _place(scene: Scene, edited: Site | None) -> str:
     site = edited or (scene.call.site if scene.call is not None else scene.failure.site)
-    return f"{site.file}:{site.line}" if site is not None else ""
+    return site.place if site is not None else ""

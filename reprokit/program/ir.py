@@ -81,6 +81,11 @@ class Site:
     function: str = ""
     library: tuple[str, int] | None = None
 
+    @property
+    def place(self) -> str:
+        """``train.py:7``."""
+        return f"{self.file}:{self.line}"
+
 
 @dataclass(frozen=True, slots=True)
 class Mode:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from reprokit.render.names import (
     identifier,
     name_for_input,
     name_for_output,
+    numbered,
     schemas_of,
     signature_of,
 )
@@ -286,8 +286,7 @@ def labels(program: Program) -> dict[int, str]:
     busy: dict[str, float] = {}  # until which call a name is taken
 
     def give(value: int, base: str, index: float, until: float) -> None:
-        numbered = (f"{base}{number}" for number in itertools.count(2))
-        name = next(name for name in itertools.chain([base], numbered) if busy.get(name, -math.inf) <= index)
+        name = next(name for name in numbered(base) if busy.get(name, -math.inf) <= index)
         found[value], busy[name] = name, until
 
     for item in program.inputs:

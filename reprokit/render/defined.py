@@ -7,21 +7,20 @@ applies there is no answer, and the issue may well be about a bug of the functio
 from __future__ import annotations
 
 import contextlib
-import inspect
+import itertools
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
 from reprokit.errors import ReprokitError
-from reprokit.locate.calls import REVERSED, short_name
+from reprokit.locate.calls import REVERSED, default_of, short_name
 from reprokit.locate.domains import INNER
 from reprokit.locate.failure import Drop, Failure
 from reprokit.locate.ways import ways_of
-from reprokit.program.functions import UnknownFunction, function_named
+from reprokit.program.functions import UnknownFunction
 from reprokit.program.ir import Call, Program, iter_refs
 from reprokit.program.run import Tensors, bind_arguments, run
 from reprokit.render import wording
@@ -228,23 +227,14 @@ def _lost_eps(given: Given, dtype: torch.dtype) -> Edge | None:
 
 
 def _epsilons(given: Given) -> Iterator[tuple[str, float]]:
-    groups = given.call.kwargs.get("options", ()) if given.call.is_optimizer_step else (given.kwargs,)
-    defaults = _defaults(given.call)
-    for name in _NAMES_OF_EPS:
-        numbers = (options.get(name, defaults.get(name)) for options in groups)
-        yield from ((name, number) for number in numbers if isinstance(number, float))
-
-
-def _defaults(call: Call) -> dict[str, Any]:
-    """The default values of a function's parameters, or of an optimizer's options."""
-    try:
-        if call.is_optimizer_step:
-            function: Any = getattr(torch.optim, call.target.split(".")[2])
-        else:
-            function = function_named(call.target)
-        return {name: item.default for name, item in inspect.signature(function).parameters.items()}
-    except (AttributeError, TypeError, ValueError, UnknownFunction):
-        return {}
+    """The epsilons of an optimizer's groups, or of a function, given or by default."""
+    groups = given.call.kwargs["options"] if given.call.is_optimizer_step else (given.kwargs,)
+    for name, options in itertools.product(_NAMES_OF_EPS, groups):
+        number = options.get(name)
+        with contextlib.suppress(KeyError):
+            number = default_of(given.call, name) if number is None else number
+        if isinstance(number, float):
+            yield name, number
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@ Functions of one argument are data (`locate/domains.py`), the rest one short fun
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -85,6 +85,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(list(value.values()))
 
 
+Where = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _INDEFINITE = "inf - inf and 0 * inf are NaN"
 
 
@@ -113,42 +114,35 @@ def _operands(given: Given) -> tuple[torch.Tensor, torch.Tensor] | None:
     return tuple(torch.broadcast_tensors(one, other))  # type: ignore[no-untyped-call]
 
 
-def _quotient(given: Given) -> Edge | None:
-    operands = _operands(given) if given.name == "div" else None
-    if operands is None:
-        return None
-    above, below = operands
-    way, at_zero = given.failure.way, below == 0
-    never_zero = ("a divisor that is never zero", given.value(1))
-    if given.failure.is_derivative:
-        fact = with_zero("its derivatives are infinite", given)
-        return Edge("for a divisor of zero", fact, *never_zero) if bool(at_zero.any()) else None
-    if way == "nan" and bool(((above == 0) & at_zero).any()):
-        return Edge("for 0 / 0", "0 / 0 is NaN", *never_zero)
-    if way == "nan" and bool((above.isinf() & below.isinf()).any()):
-        return Edge("for inf / inf", "inf / inf is NaN", "finite operands", given.value(0, 1))
-    if way in INFINITE and bool(((above != 0) & at_zero).any()):
-        return Edge("for a divisor of zero", "a number divided by zero is infinite", *never_zero)
-    return None
+_NEVER_ZERO = "a divisor that is never zero"
+_ANY = ("nan", *INFINITE)
+# Of a function of two operands: whether of its derivative, in which ways, where, and the edge.
+_ARITHMETIC: Mapping[str, Sequence[tuple[bool, Sequence[str], Where, str, str, str, tuple[int, ...]]]] = {
+    "div": (
+        (True, _ANY, lambda a, b: b == 0, "for a divisor of zero", "its derivatives are infinite", _NEVER_ZERO, (1,)),
+        (False, ("nan",), lambda a, b: (a == 0) & (b == 0), "for 0 / 0", "0 / 0 is NaN", _NEVER_ZERO, (1,)),
+        (False, ("nan",), lambda a, b: a.isinf() & b.isinf(), "for inf / inf", "inf / inf is NaN", "finite operands",
+         (0, 1)),
+        (False, INFINITE, lambda a, b: (a != 0) & (b == 0), "for a divisor of zero",
+         "a number divided by zero is infinite", _NEVER_ZERO, (1,)),
+    ),
+    "pow": (
+        (True, _ANY, lambda a, b: (a == 0) & (b < 1) & (b != 0), "at zero", SLOPE_AT_ZERO, "a base away from zero",
+         (0,)),
+        (False, ("nan",), lambda a, b: (a < 0) & (b != b.round()), "for a negative base",
+         "a negative number has no real power with a fractional exponent", "a base that is never negative", (0,)),
+        (False, INFINITE, lambda a, b: (a == 0) & (b < 0), "for zero with a negative exponent",
+         "0 to a negative power is infinite", "a base that is never zero", (0,)),
+    ),
+}  # fmt: skip
 
 
-def _power(given: Given) -> Edge | None:
-    operands = _operands(given) if given.name == "pow" else None
-    if operands is None:
-        return None
-    base, exponent = operands
-    value = given.value(0)
-    if given.failure.is_derivative:
-        if bool(((base == 0) & (exponent < 1) & (exponent != 0)).any()):
-            return Edge("at zero", with_zero(SLOPE_AT_ZERO, given), "a base away from zero", value)
-        return None
-    if given.failure.way == "nan" and bool(((base < 0) & (exponent != exponent.round())).any()):
-        fact = "a negative number has no real power with a fractional exponent"
-        return Edge("for a negative base", fact, "a base that is never negative", value)
-    if given.failure.kind == "inf" and bool(((base == 0) & (exponent < 0)).any()):
-        return Edge(
-            "for zero with a negative exponent", "0 to a negative power is infinite", "a base that is never zero", value
-        )
+def _arithmetic(given: Given) -> Edge | None:
+    operands = _operands(given) if given.name in _ARITHMETIC else None
+    for of_derivative, ways, where, words, fact, wanted, places in _ARITHMETIC.get(given.name, ()) if operands else ():
+        is_meant = of_derivative == given.failure.is_derivative and given.failure.way in ways
+        if operands is not None and is_meant and bool(where(*operands).any()):
+            return Edge(words, with_zero(fact, given), wanted, given.value(*places))
     return None
 
 
@@ -256,7 +250,7 @@ def _infinite_operand(given: Given) -> Edge | None:
 
 
 FORWARD_RULES = (
-    _elementwise, _quotient, _power, _masked_row, _empty, _deviation, _losses, _too_long_targets, _weight_norm,
+    _elementwise, _arithmetic, _masked_row, _empty, _deviation, _losses, _too_long_targets, _weight_norm,
     _infinite_operand,
 )  # fmt: skip
-BACKWARD_RULES = (_elementwise, _quotient, _power, _masked_row, _repeated_eigenvalues)
+BACKWARD_RULES = (_elementwise, _arithmetic, _masked_row, _repeated_eigenvalues)

@@ -205,7 +205,7 @@ def _origin_of(snapshot: Snapshot, value: int) -> str:
 def place(call: Call) -> str:
     """Where a call was written: `` at `train.py:17` in `Net`: `x = a - b` ``, with a space in front."""
     site = call.site
-    words = f" at {wording.code_span(redact_text(f'{site.file}:{site.line}'))}" if site is not None else ""
+    words = f" at {wording.code_span(redact_text(site.place))}" if site is not None else ""
     module = label_of(call)
     words += f" in {wording.code_span(module.strip('<>'))}" if module else ""
     return words + wording.code_of(site)

@@ -99,7 +99,7 @@ def line(failure: Failure) -> str:
     site = failure.site
     if site is None:
         return ""
-    return f"{wording.code_span(redact_text(f'{site.file}:{site.line}'))}{wording.code_of(site)}"
+    return f"{wording.code_span(redact_text(site.place))}{wording.code_of(site)}"
 
 
 def how_much(failure: Failure) -> str:

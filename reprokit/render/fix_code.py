@@ -25,6 +25,7 @@ from reprokit.render.call_code import Statement, labels
 from reprokit.render.code import write_program
 from reprokit.render.expression import Expr, Rank
 from reprokit.render.gate import is_line
+from reprokit.render.names import numbered
 from reprokit.render.spelling import MODULES, Match, is_inside_another, operand_paths, parsed_line, parts_of, rank_of
 from reprokit.render.statements import OFF, is_one_line
 
@@ -288,20 +289,19 @@ class _Piece:
         That is ``train.py:7`` for what can stand in the place of the line, ``in train.py:7`` for the changed calls
         alone; it is also said where these are in a function that the line calls.
         """
-        place = f"{site.file}:{site.line}"
         own = own_line(_on_line(self.before, site), _on_line(self.after, site), _in_words)
         if own:
-            return own, place
+            return own, site.place
         line = self._line()
         whole = self._written(line)
         if len(whole) <= MAX_LINES and stands_for("\n".join(whole), site.code):
-            return "\n".join(whole), place
+            return "\n".join(whole), site.place
         kept = set(map(id, self.after.calls))
         replaced = [call for call in self._old() if id(call) not in kept]
         is_inside = bool(replaced) and all(map(is_inside_another, replaced))
         alone = self._written([number for number in line if number in self.changed])
         found = next((lines for lines in (whole, alone) if len(lines) <= MAX_LINES), [])
-        return "\n".join(found), f"{place}, in what it calls" if is_inside else f"in {place}"
+        return "\n".join(found), f"{site.place}, in what it calls" if is_inside else f"in {site.place}"
 
     def _old(self) -> list[Call]:
         """The calls of the line before the change."""
@@ -373,8 +373,8 @@ def _path(name: str) -> str:
 
 def _unique(wanted: Sequence[str | None], taken: Container[str]) -> str:
     """The first name that is not taken, or the last one with a number."""
-    numbered = (f"{wanted[-1]}{number}" for number in itertools.count(2))
-    return next(name for name in itertools.chain(wanted, numbered) if name is not None and name not in taken)
+    names = itertools.chain(wanted[:-1], numbered(wanted[-1] or "x"))
+    return next(name for name in names if name is not None and name not in taken)
 
 
 def _needed(calls: Sequence[Call], read: set[int]) -> list[Call]:

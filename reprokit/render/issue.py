@@ -219,7 +219,7 @@ def _origin(snapshot: Snapshot) -> str:
 
 
 def _in_line(site: Site | None) -> str:
-    return shorten_paths(redact_text(f"in {site.file}:{site.line}")) if site is not None else ""
+    return shorten_paths(redact_text(f"in {site.place}")) if site is not None else ""
 
 
 def _size(snapshot: Snapshot, reduction: Reduction | None) -> str:

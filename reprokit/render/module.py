@@ -229,7 +229,7 @@ class _Writer:
             lines += [piece for line in body for piece in fold(f"        {line}")]
             lines.append("")
         lines += [f"    {line}" for line in self._body(block, "forward", ("self",))]
-        for name in _numbered(class_name(block.scope.cls)):
+        for name in names.numbered(class_name(block.scope.cls)):
             text = [f"class {name}(nn.Module):", *lines]
             if self._texts.setdefault(name, text) == text:
                 self._classes[block.key] = name
@@ -362,11 +362,3 @@ def _imports(lines: list[str]) -> list[str]:
     if any(re.search(r"\bnn\.(?!functional)", re.sub(r"torch\.nn\.", "", line)) for line in lines):
         found.append("from torch import nn")
     return found
-
-
-def _numbered(name: str) -> Iterator[str]:
-    yield name
-    number = 2
-    while True:
-        yield f"{name}{number}"
-        number += 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TypeGuard
 
 from reprokit.program.ir import Call
-from reprokit.render.names import identifier, name_for_input
+from reprokit.render.names import identifier, name_for_input, numbered
 from reprokit.shrink.context.blocks import ROOT, Block, Key, Tree
 from reprokit.shrink.context.defaults import modules_in_order, own_values
 from reprokit.shrink.context.step import is_container
@@ -134,9 +134,4 @@ def _base(key: Key, parent: str, *, prefers_class: bool) -> tuple[str, str]:
 
 
 def _unique(base: str, taken: set[str]) -> str:
-    if base not in taken and not keyword.iskeyword(base):
-        return base
-    number = 2
-    while f"{base}{number}" in taken:
-        number += 1
-    return f"{base}{number}"
+    return next(name for name in numbered(base) if name not in taken and not keyword.iskeyword(name))

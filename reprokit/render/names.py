@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import functools
 import inspect
+import itertools
 import keyword
 import re
 from collections import Counter
@@ -125,19 +126,16 @@ class Names:
 
     def unique(self, base: str) -> str:
         """An identifier like ``base`` that nothing has yet."""
-        candidates: tuple[str, ...] = _ORDINARY if base == _ORDINARY[0] else ()
-        for candidate in (*candidates, *self._numbered(base)):
-            if candidate not in self._taken:
-                self._taken.add(candidate)
-                return candidate
-        raise AssertionError("unreachable: numbering never ends")
+        ordinary = _ORDINARY if base == _ORDINARY[0] else ()
+        name = next(name for name in itertools.chain(ordinary, numbered(base)) if name not in self._taken)
+        self._taken.add(name)
+        return name
 
-    def _numbered(self, base: str) -> Iterator[str]:
-        yield base
-        number = 2
-        while f"{base}{number}" in self._taken:
-            number += 1
-        yield f"{base}{number}"
+
+def numbered(base: str) -> Iterator[str]:
+    """``x``, ``x2``, ``x3`` and so on."""
+    yield base
+    yield from (f"{base}{number}" for number in itertools.count(2))
 
 
 def names_for_inputs(program: Program, words: Mapping[int, str]) -> dict[int, str]:

@@ -216,5 +216,5 @@ def _gradient_stop(found: Survey, index: int, value: int, names: Mapping[int, st
 
 def _placed(stop: Stop, call: Call) -> Stop:
     site = call.site
-    place = f"{site.file}:{site.line}" if site is not None else ""
+    place = site.place if site is not None else ""
     return replace(stop, module=label_of(call) or "", place=place, code=site.code.strip() if site is not None else "")

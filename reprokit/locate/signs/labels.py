@@ -67,7 +67,7 @@ def writes_into_leaf(scene: Scene) -> Numbers | None:
 
 
 def _placed(call: Call) -> str:
-    place = f" at {call.site.file}:{call.site.line}" if call.site is not None else ""
+    place = f" at {call.site.place}" if call.site is not None else ""
     name = call.target.removeprefix("torch.optim.") if call.is_optimizer_step else short_name(call)
     return f"`{name}`{place}"
 
