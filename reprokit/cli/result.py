@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def print_result(summary: dict[str, Any], folder: Path, verbosity: Verbosity = Verbosity.NORMAL) -> None:
     """What was reached, on stderr: the sizes, the passes (a table with ``-v``), what matters, and what to do next."""
     from reprokit.locate.diagnosis import from_plain
-    from reprokit.render.diagnosis import one_line
+    from reprokit.render.diagnosis_text import one_line
 
     _print_sizes(summary)
     verdicts = ", ".join(f"{count} {name}" for name, count in summary["verdicts"].items() if count)

@@ -24,7 +24,7 @@ from reprokit.program.functions import UnknownFunction
 from reprokit.program.ir import Call, Program, iter_refs
 from reprokit.program.run import Tensors, bind_arguments, run
 from reprokit.render import wording
-from reprokit.render.domains import BACKWARD_RULES, FORWARD_RULES, Edge, Given, Verdict, with_zero
+from reprokit.render.definitions import BACKWARD_RULES, FORWARD_RULES, Edge, Given, Verdict, with_zero
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.references import default_dtype, in_dtype
 from reprokit.shrink.constants import is_number

@@ -16,7 +16,7 @@ from reprokit.program.functions import GRAD_READ, display_name
 from reprokit.program.ir import Call, Input, Program
 from reprokit.render import facts, wording
 from reprokit.render.defined import find_edge
-from reprokit.render.domains import Edge, Verdict
+from reprokit.render.definitions import Edge, Verdict
 from reprokit.shrink.checks.memory import requested_bytes
 from reprokit.snapshot.redact import redact_text
 

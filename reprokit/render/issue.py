@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from reprokit.locate.diagnosis import from_plain
-from reprokit.render import diagnosis, facts, whatif, wording
+from reprokit.render import diagnosis_text, facts, whatif, wording
 from reprokit.render.expectation import OWN, Expectation, expect
 from reprokit.render.script import Script
 from reprokit.render.spelling import in_users_words
@@ -168,7 +168,7 @@ def _matters(reduction: Reduction, script: Script) -> str:
 def _diagnosis(reduction: Reduction | None) -> str:
     if reduction is None or not reduction.diagnosis:
         return ""
-    return shorten_paths(diagnosis.markdown(from_plain(reduction.diagnosis)))
+    return shorten_paths(diagnosis_text.markdown(from_plain(reduction.diagnosis)))
 
 
 def _dtype(source: Reduction | Snapshot) -> str:

@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 
 from reprokit.locate.diagnosis import from_plain
 from reprokit.locate.failure import Failure
-from reprokit.render import diagnosis, drawings, facts, whatif, wording
+from reprokit.render import diagnosis_text, drawings, facts, whatif, wording
 from reprokit.render.call_code import labels
 from reprokit.render.drawings import plot
 from reprokit.render.frames import frames
@@ -93,7 +93,7 @@ def write_report(
         "progress": list(_progress(reduction)) if reduction is not None else [],
         "explained": wording.explained(reduction, inputs) if reduction is not None else [],
         "nearest": wording.nearest_words(reduction.nearest, inputs) if reduction and reduction.nearest else None,
-        "diagnosis": diagnosis.page(from_plain(reason)) if reason else None,
+        "diagnosis": diagnosis_text.page(from_plain(reason)) if reason else None,
         "whatif_programs": whatif.programs(tables),
         "whatif_rows": whatif.rows(tables, script.names),
         "environment": [*facts.versions(snapshot.environment), *facts.settings(snapshot.environment)],

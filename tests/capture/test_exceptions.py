@@ -19,7 +19,7 @@ import reprokit
 from reprokit.capture.rescue import NOT_OF_TORCH
 from reprokit.capture.session import Session
 from reprokit.locate.diagnose import diagnose
-from reprokit.render.diagnosis import markdown, one_line
+from reprokit.render.diagnosis_text import markdown, one_line
 from reprokit.snapshot.format import Snapshot, load
 from tests.capture.traps_checks import (
     BAD_STEP,
@@ -330,9 +330,7 @@ def test_the_last_bad_scalar_is_no_loss(tmp_path: Path) -> None:
     assert "there is no loss to judge it by" in markdown(found)
 
 
-@pytest.mark.parametrize(
-    ("mistake", "error"), [("unknown", NameError), ("[][7]", IndexError), ("len(3)", TypeError)]
-)
+@pytest.mark.parametrize(("mistake", "error"), [("unknown", NameError), ("[][7]", IndexError), ("len(3)", TypeError)])
 def test_a_mistake_of_the_program_is_not_about_a_value(mistake: str, error: type[Exception], tmp_path: Path) -> None:
     """An infinite mask that the loop has just tested has nothing to do with it."""
 
@@ -627,9 +625,7 @@ def exits_after_an_exception_of_the_loop() -> None:
         (exits_after_an_exception_of_the_loop, "IndexError", None),
     ],
 )
-def test_the_exception_behind_an_exit(
-    loop: Callable[[], None], name: str, call: str | None, tmp_path: Path
-) -> None:
+def test_the_exception_behind_an_exit(loop: Callable[[], None], name: str, call: str | None, tmp_path: Path) -> None:
     snapshot = capture_raising(loop, SystemExit, tmp_path)
     assert where(snapshot) == (BAD_STEP, "forward", call)
     assert snapshot.failure.exception is not None and snapshot.failure.exception[0] == name

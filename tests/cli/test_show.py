@@ -14,7 +14,7 @@ from reprokit.capture.block import captured_lines
 from reprokit.capture.words import growth, place_line
 from reprokit.cli import main
 from reprokit.program.ir import Call, Input, Program, Ref, Site
-from reprokit.render.screen import source_lines, steps
+from reprokit.render.way import source_lines, steps
 from reprokit.snapshot.format import Snapshot, save
 from tests.conftest import run_python_in
 from tests.shrink import failing

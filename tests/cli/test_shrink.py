@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-import reprokit.render.diagnosis  # noqa: F401 (the package around it is replaced below)
+import reprokit.render.diagnosis_text  # noqa: F401 (the package around it is replaced below)
 from reprokit.cli import main
 from reprokit.cli.shrink import default_folder
 from reprokit.errors import Flaky, NotReproduced, ReprokitError

@@ -25,7 +25,7 @@ from reprokit.locate.rewrites import REWRITES
 from reprokit.locate.scene import observe
 from reprokit.locate.signs import SIGNS
 from reprokit.locate.trials import Budget, attempt
-from reprokit.render.diagnosis import markdown, one_line, page
+from reprokit.render.diagnosis_text import markdown, one_line, page
 from reprokit.render.expectation import expect
 from reprokit.render.fix_code import fix_code
 from reprokit.render.wording import headline, phase_words

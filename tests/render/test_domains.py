@@ -11,7 +11,7 @@ from reprokit.locate.domains import DOMAINS, number_named
 from reprokit.locate.failure import Failure
 from reprokit.locate.ways import ways_of
 from reprokit.program.ir import Call, Ref
-from reprokit.render.domains import BACKWARD_RULES, FORWARD_RULES, Edge, Given
+from reprokit.render.definitions import BACKWARD_RULES, FORWARD_RULES, Edge, Given
 from reprokit.render.expectation import expect
 from tests.locate.mechanisms import CASES
 

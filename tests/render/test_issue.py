@@ -21,9 +21,9 @@ from reprokit.errors import UsageError
 from reprokit.locate.diagnosis import Diagnosis, Fix
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Site
-from reprokit.render import diagnosis, wording
+from reprokit.render import diagnosis_text, wording
 from reprokit.render.defined import find_edge
-from reprokit.render.domains import Verdict
+from reprokit.render.definitions import Verdict
 from reprokit.render.expectation import expect
 from reprokit.render.facts import where
 from reprokit.render.issue import MAX_CHARACTERS, Issue, make_issue, rate, title
@@ -607,7 +607,7 @@ def test_paths_are_the_same_wherever_an_issue_names_a_line() -> None:
     snapshot = replace(snapshot, program=program, failure=replace(snapshot.failure, site=site))
     fix = Fix("clamp", ("clamp the argument",), "x = x", ("lib/losses.py:7",), True, "loss 1")
     found = Diagnosis(id="a", title="A title", confidence="likely", mechanism="It is.", advice="Do.", fix=fix)
-    shown = f"{title(snapshot)}\n{issue_of(snapshot).text}\n{diagnosis.markdown(found)}"
+    shown = f"{title(snapshot)}\n{issue_of(snapshot).text}\n{diagnosis_text.markdown(found)}"
     assert "in lib/losses.py:7 (" in shown and "(`lib/losses.py:7`)" in shown
     assert not re.search(r"(?<!lib/)losses\.py", shown)
 
