@@ -68,6 +68,18 @@ class Failure:
         return self.phase == "backward" and self.backward_node is not None
 
     @property
+    def reference(self) -> tuple[str, str]:
+        """The reference of a mismatch (``fp64``, ``compile``, ``cpu-cuda``), and its option: a compiler's backend."""
+        name, _, option = self.way.partition(",")[0].partition(":")
+        return name, option
+
+    @property
+    def check(self) -> tuple[str, str]:
+        """The file and the name of the user's own check."""
+        file, _, function = self.way.rpartition(":")
+        return file, function
+
+    @property
     def is_of_whole_step(self) -> bool:
         """True if no single call or input shows it, so that there is no origin to follow it to."""
         return self.kind not in ("nan", "inf", EXCEPTION) and self.call is None and self.input_name is None

@@ -13,7 +13,7 @@ import torch
 
 from reprokit.errors import NotReproduced
 from reprokit.locate.failure import Failure
-from reprokit.locate.ways import bad_mask
+from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, ways_of
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import AUTOGRAD_GRAD, Input, Program, iter_refs
 from reprokit.program.run import Outcome, Tensors, run
@@ -23,7 +23,7 @@ from reprokit.render.layout import fold
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.difference import halves_in, tolerances
 from reprokit.shrink.checks.function import FUNCTION, loss_of, outcome_of
-from reprokit.shrink.checks.mismatch import MISMATCH, NOT_FINITE
+from reprokit.shrink.checks.mismatch import MISMATCH
 from reprokit.shrink.checks.references import in_dtype, on_device
 
 _MAX_MESSAGE = 70
@@ -56,14 +56,6 @@ def find_subject(program: Program, tensors: Tensors, failure: Failure) -> Subjec
     if found:
         return next((subject for subject in found if subject.way == failure.way), found[0])
     raise NotReproduced(f"nothing in the program is `{failure.way}` when it is run again")
-
-
-def is_bad(tensor: torch.Tensor, way: str) -> bool:
-    """True if any element is bad in this way."""
-    plain = tensor.detach()
-    plain = plain if plain.layout is torch.strided else plain.to_dense()
-    plain = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
-    return plain.is_floating_point() and bool(bad_mask(plain, way).any())
 
 
 def write_check(subject: Subject, failure: Failure, code: Code) -> list[str]:
@@ -107,7 +99,7 @@ def _about(subject: Subject, failure: Failure, code: Code) -> str:
 def _question(tensor: torch.Tensor, way: str) -> str:
     if way == "nan":
         return "torch.isnan"
-    if tensor.is_complex() or not is_bad(tensor, "-inf" if way == "+inf" else "+inf"):
+    if tensor.is_complex() or not {PLUS, MINUS} <= {way, *ways_of(tensor)}:
         return "torch.isinf"
     return "torch.isposinf" if way == "+inf" else "torch.isneginf"
 
@@ -137,8 +129,9 @@ def _subjects(failure: Failure, wanted: list[int], outcome: Outcome) -> list[Sub
     """What could be looked at, likeliest first; a gradient may turn from inf to nan between its origin and the leaf."""
 
     def subject(value: int, is_gradient: bool, tensor: torch.Tensor) -> Subject:
-        ways = (failure.way, "nan", "+inf", "-inf")
-        return Subject(value, is_gradient, tensor, next((way for way in ways if is_bad(tensor, way)), ""))
+        found = ways_of(tensor)
+        ways = (failure.way, NAN, PLUS, MINUS)
+        return Subject(value, is_gradient, tensor, next((way for way in ways if way in found), ""))
 
     values = [
         subject(value, False, outcome.values[value]) for value in dict.fromkeys(wanted) if value in outcome.values
@@ -175,7 +168,7 @@ class Parts:
 
 def mismatch_parts(program: Program, tensors: Tensors, failure: Failure) -> Parts:
     """The program as a function, called as it is and in the way of the reference, and an assertion that both agree."""
-    name, _, option = failure.way.removesuffix(NOT_FINITE).partition(":")
+    name, option = failure.reference
     given = Candidate(program, {item.value: tensors[item.value] for item in program.inputs})
     if name == "compile":
         code = _function("step", given, failure)
@@ -191,7 +184,7 @@ def mismatch_parts(program: Program, tensors: Tensors, failure: Failure) -> Part
 
 def function_parts(program: Program, tensors: Tensors, failure: Failure) -> Parts:
     """The program, the object that the user's function is shown, and an assertion that it sees no bug."""
-    file, _, function = failure.way.rpartition(":")
+    file, function = failure.check
     given = Candidate(program, {item.value: tensors[item.value] for item in program.inputs})
     loss = loss_of(given)
     graded = outcome_of(given).gradients

@@ -10,6 +10,7 @@ from typing import Any
 from reprokit.locate.diagnosis import Diagnosis, Fix
 from reprokit.render import wording
 from reprokit.render.gate import is_line
+from reprokit.render.templates import fence
 from reprokit.snapshot.redact import redact_source, redact_text
 
 _SURE = {
@@ -79,8 +80,7 @@ def one_line(diagnosis: Diagnosis) -> str:
 def _fix_lines(fix: dict[str, Any]) -> list[str]:
     lines = [wording.prose("{intro}: {change}. Then: {outcome}.".format_map(fix))]
     if fix["code"]:
-        ticks = "`" * max(3, wording.longest_run(fix["code"], "`") + 1)
-        lines += ["", f"{ticks}python", *fix["code"].splitlines(), ticks]
+        lines += ["", f"{fence(fix['code'])}python", *fix["code"].splitlines(), fence(fix["code"])]
     return lines
 
 

@@ -7,7 +7,7 @@ another shape, and long lists of numbers, are filled line by line and marked ``#
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 WIDTH = 88
 _INDENT = "    "
@@ -58,9 +58,7 @@ def _statement(indent: str, statement: str, width: int) -> list[str]:
 
 def _assignment(statement: str) -> int | None:
     """Where the value of an assignment begins."""
-    depth = 0
-    for position, character in code_characters(statement):
-        depth += (character in _OPEN) - (character in _CLOSE)
+    for position, character, depth in _depths(statement):
         if depth == 0 and character == "=" and statement[position + 1 : position + 2] == " ":
             is_comparison = statement[position - 1] in "=<>!"
             return None if is_comparison else position + 2
@@ -125,40 +123,38 @@ def _fill(line: str, width: int) -> list[str]:
 
 
 def _largest_bracket(line: str) -> tuple[int, int] | None:
-    best: tuple[int, int] | None = None
-    depth, start = 0, 0
-    for position, character in code_characters(line):
-        if character in _OPEN:
-            if depth == 0:
-                start = position
-            depth += 1
-        elif character in _CLOSE:
-            depth -= 1
-            if depth == 0 and position - start > 1 and (best is None or position - start > best[1] - best[0]):
-                best = (start, position)
-    return best
+    """The ends of the largest outermost bracket that is not empty."""
+    spans, start = list[tuple[int, int]](), 0
+    for position, character, depth in _depths(line):
+        if character in _OPEN and depth == 1:
+            start = position
+        elif character in _CLOSE and depth == 0 and position - start > 1:
+            spans.append((start, position))
+    return max(spans, key=lambda span: span[1] - span[0], default=None)
 
 
 def _closing(text: str, start: int) -> int:
-    depth = 0
-    for position, character in code_characters(text):
-        if position >= start:
-            depth += (character in _OPEN) - (character in _CLOSE)
-            if depth == 0:
-                return position
-    raise _UnknownShape
+    """Where the bracket at ``start``, the first one, is closed."""
+    closing = (position for position, _, depth in _depths(text) if position >= start and depth == 0)
+    try:
+        return next(closing)
+    except StopIteration:
+        raise _UnknownShape from None
 
 
 def _split(inside: str) -> list[str]:
     """The parts between the commas that are in no inner bracket."""
-    cuts, depth = [-1], 0
-    for position, character in code_characters(inside):
-        depth += (character in _OPEN) - (character in _CLOSE)
-        if character == "," and depth == 0:
-            cuts.append(position)
-    ends = [*cuts[1:], len(inside)]
-    parts = (inside[start + 1 : end].strip() for start, end in zip(cuts, ends, strict=True))
+    commas = [position for position, character, depth in _depths(inside) if character == "," and depth == 0]
+    parts = (inside[start + 1 : end].strip() for start, end in zip([-1, *commas], [*commas, len(inside)], strict=True))
     return [part for part in parts if part]
+
+
+def _depths(line: str) -> Iterator[tuple[int, str, int]]:
+    """Positions and characters outside of string literals, and how many brackets are open behind each."""
+    depth = 0
+    for position, character in code_characters(line):
+        depth += (character in _OPEN) - (character in _CLOSE)
+        yield position, character, depth
 
 
 def code_characters(line: str) -> Iterable[tuple[int, str]]:

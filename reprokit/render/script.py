@@ -116,7 +116,7 @@ def write_script(
         body=parts.body,
         check=parts.check,
     )
-    require_closed(text, check=_check_of(failure) if parts.beside is not None else None)
+    require_closed(text, check=failure.check if parts.beside is not None else None)
     names = {item.name: parts.code.names[item.value] for item in program.inputs if item.value in parts.code.names}
     return Script(text, parts.code.side, names, parts.beside, bool(withheld))
 
@@ -131,12 +131,6 @@ def _parts(program: Program, tensors: Tensors, failure: Failure, aside: Collecti
     code = write_program(program, tensors, keep=[subject.value] if subject is not None else [], aside=aside)
     check = write_check(subject, failure, code) if subject is not None else []
     return Parts(code, code.body, check)
-
-
-def _check_of(failure: Failure) -> tuple[str, str]:
-    """The file and the function of a check of the user's own."""
-    file, _, function = failure.way.rpartition(":")
-    return file, function
 
 
 def _withheld_lines(program: Program, tensors: Tensors, parts: Parts, withheld: Collection[int]) -> list[str]:

@@ -31,13 +31,17 @@ _OPERATORS = {
     "getitem": "indexing",
     "setitem": "index assignment",
 }
-_PLACES = {"fp64": "in float64", "compile": "in eager mode", "cpu-cuda": "on the other device"}
-_REFERENCES = {"fp64": "float64", "compile": "eager", "cpu-cuda": "the other device"}
+# What a mismatch differs from, in a title and in a sentence.
+_REFERENCES = {
+    "fp64": ("float64", "in float64"),
+    "compile": ("eager", "in eager mode"),
+    "cpu-cuda": ("the other device", "on the other device"),
+}
 
 
 def reference_words(failure: Failure) -> str:
     """What a mismatch differs from: ``float64``."""
-    return _REFERENCES.get(failure.way.partition(":")[0].partition(",")[0], failure.way)
+    return _REFERENCES.get(failure.reference[0], (failure.way, ""))[0]
 
 
 def kind_words(failure: Failure) -> str:
@@ -71,9 +75,9 @@ def headline(failure: Failure) -> str:
     if failure.kind == "exception":
         return f"{call} raises {kind}"
     if failure.kind == "function":
-        return f"{failure.way.rpartition(':')[2]} holds"
+        return f"{failure.check[1]} holds"
     if failure.kind == "mismatch":
-        what = "compiled code" if failure.way.startswith("compile") else "the result" if failure.call is None else call
+        what = "compiled code" if failure.reference[0] == "compile" else "the result" if failure.call is None else call
         return f"{what} differs from {reference_words(failure)}"
     if failure.call is None:
         return f"{call} is {kind} before the first call"
@@ -94,11 +98,11 @@ def observed(failure: Failure, *, is_forward_finite: bool = True) -> str:
     """The observation as a sentence. ``is_forward_finite``: True if only a gradient is nan or inf."""
     name, kind = f"`{failure.call or short_call(failure)}`", kind_words(failure)
     if failure.kind == "function":
-        return f"The check `{failure.way.rpartition(':')[2]}` holds for what the program leaves behind."
+        return f"The check `{failure.check[1]}` holds for what the program leaves behind."
     if failure.kind == "mismatch":
         what = name if failure.call is not None else "The program"
-        way = "compiled" if failure.way.startswith("compile") else "as it is"
-        return f"{what} gives another result {way} than {_PLACES.get(failure.way.split(':')[0].split(',')[0], '')}."
+        way = "compiled" if failure.reference[0] == "compile" else "as it is"
+        return f"{what} gives another result {way} than {_REFERENCES.get(failure.reference[0], ('', ''))[1]}."
     if failure.exception is not None:
         return f"{name} raises `{kind}`" + (f": {message(failure)}." if message(failure) else ".")
     if failure.call is None:
