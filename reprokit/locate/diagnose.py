@@ -19,13 +19,14 @@ from reprokit.locate.diagnosis import UNKNOWN, Diagnosis, Fix
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.notes import failure_of_call
 from reprokit.locate.scene import Scene, Step, observe
-from reprokit.locate.signs import SIGNS, Numbers
+from reprokit.locate.signs import SIGNS, Numbers, edges, labels, operands, precision, training
 from reprokit.locate.trials import Budget, WriteCode, attempt
 from reprokit.locate.underflow import find_underflow
 from reprokit.locate.ways import PLUS, ways_of
 from reprokit.program.run import determinism
 
 MAX_ALSO = 3
+_MODULES_OF_SIGNS = (edges, labels, operands, precision, training)  # each registers its own
 _KINDS = ("nan", "inf", EXCEPTION)
 _VERB = re.compile(r"\b(?:are|have|divide|hold|overflow|raise)\b")
 _SINGULAR = {"are": "is", "have": "has"}

@@ -23,10 +23,7 @@ def find_write(scene: Scene) -> tuple[Call, Program] | None:
 
     The latest such call that alone is at fault, else the first that is together with those before it.
     """
-    if "write" not in scene.found_out:
-        scene.found_out["write"] = next(_tried(scene), None)
-    found: tuple[Call, Program] | None = scene.found_out["write"]
-    return found
+    return scene.once("write", lambda: next(_tried(scene), None))
 
 
 def _tried(scene: Scene) -> Iterator[tuple[Call, Program]]:
@@ -50,10 +47,7 @@ def find_update(scene: Scene) -> tuple[Call, Program] | None:
 
     Updates by hand, one call for each parameter, are moved together.
     """
-    if "update" not in scene.found_out:
-        scene.found_out["update"] = next(_moved(scene), None)
-    found: tuple[Call, Program] | None = scene.found_out["update"]
-    return found
+    return scene.once("update", lambda: next(_moved(scene), None))
 
 
 def _moved(scene: Scene) -> Iterator[tuple[Call, Program]]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -23,6 +23,8 @@ from reprokit.program.functions import function_named
 from reprokit.program.ir import Call, Input, Program, Ref, iter_refs, map_leaves
 from reprokit.program.run import Tensors, bind_arguments, run
 from reprokit.series import failing_series
+
+T = TypeVar("T")
 
 
 class Step(Protocol):
@@ -86,9 +88,9 @@ class Branch:
 
 @dataclass
 class Scene:
-    """What one run showed. ``call`` and ``origin`` are ``None`` when an input was bad before the first call.
+    """The values around a failure in one run. ``call`` is ``None`` when an input was bad before the first call.
 
-    ``peaks`` has the largest finite magnitude in what each call made, ``found_out`` what took another run to find out.
+    ``peaks`` has the largest finite magnitude in the results of each call, ``found_out`` the results of further runs.
     """
 
     program: Program
@@ -105,6 +107,13 @@ class Scene:
     def call(self) -> Call | None:
         """The origin."""
         return self.program.calls[self.failure.call_index] if self.failure.call_index is not None else None
+
+    def once(self, key: Slot, find: Callable[[], T]) -> T:
+        """The result of ``find``, which is called once for each key."""
+        if key not in self.found_out:
+            self.found_out[key] = find()
+        found: T = self.found_out[key]
+        return found
 
     @property
     def index(self) -> int:

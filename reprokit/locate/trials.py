@@ -19,15 +19,16 @@ import torch
 from reprokit.locate.blame import GRAD_SCALER, locate
 from reprokit.locate.catalogue import Remedy
 from reprokit.locate.diagnosis import Fix
-from reprokit.locate.edits import Edited
+from reprokit.locate.edits import REWRITES, Edited
 from reprokit.locate.failure import EXCEPTION, Failure
-from reprokit.locate.rewrites import REWRITES
+from reprokit.locate.rewrites import functions, guards
 from reprokit.locate.scene import Scene, observe
 from reprokit.locate.ways import ways_of
 from reprokit.program.functions import UnknownFunction
 from reprokit.program.ir import AUTOGRAD_GRAD, Program, Ref, Site, iter_refs
 from reprokit.program.run import Outcome, Tensors, run
 
+_MODULES_OF_REWRITES = (functions, guards)  # each registers its own
 MAX_CHANGES = 4  # in one fix, when each change uncovers the next failure
 _FAR = 1000.0  # how many times the usual loss of the steps before
 _FAR_FROM_ALL = 10.0  # how many times the second largest of them

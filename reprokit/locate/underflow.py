@@ -47,10 +47,7 @@ class Underflow:
 
 def find_underflow(scene: Scene, role: Slot) -> Underflow | None:
     """The zeros in an argument of the origin that exact arithmetic would not have made; ``None`` if there are none."""
-    if role not in scene.found_out:
-        scene.found_out[role] = _find(scene, role)
-    found: Underflow | None = scene.found_out[role]
-    return found
+    return scene.once(role, lambda: _find(scene, role))
 
 
 def _find(scene: Scene, role: Slot) -> Underflow | None:

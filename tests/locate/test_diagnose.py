@@ -21,7 +21,7 @@ from reprokit.locate.catalogue import CONFIDENCES, TIERS, Remedy, entries
 from reprokit.locate.diagnose import diagnose, matches, numbers_of
 from reprokit.locate.diagnosis import UNKNOWN, Diagnosis, from_plain
 from reprokit.locate.domains import number_named
-from reprokit.locate.rewrites import REWRITES
+from reprokit.locate.edits import REWRITES
 from reprokit.locate.scene import observe
 from reprokit.locate.signs import SIGNS
 from reprokit.locate.trials import Budget, attempt

@@ -10,7 +10,7 @@ import torch
 from reprokit.locate.calls import Slot, short_name
 from reprokit.locate.domains import DOMAINS
 from reprokit.locate.scene import Branch, Scene
-from reprokit.locate.signs.registry import Numbers, places, sign
+from reprokit.locate.signs import Numbers, places, sign
 from reprokit.program.ir import Ref
 
 

@@ -13,8 +13,8 @@ from reprokit.locate.calls import short_name
 from reprokit.locate.failure import EXCEPTION
 from reprokit.locate.graphs import find_update, find_write, written_leaf
 from reprokit.locate.scene import Scene
+from reprokit.locate.signs import Numbers, dtype_name, places, sign
 from reprokit.locate.signs.operands import dimension
-from reprokit.locate.signs.registry import Numbers, dtype_name, places, sign
 from reprokit.program.ir import Call, map_leaves
 from reprokit.program.run import execute
 

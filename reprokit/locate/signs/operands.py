@@ -11,7 +11,7 @@ import torch
 from reprokit.locate.calls import Slot, short_name, slot_of
 from reprokit.locate.domains import compare
 from reprokit.locate.scene import Scene, Seen
-from reprokit.locate.signs.registry import Numbers, dtype_name, is_wanted, places, sign
+from reprokit.locate.signs import Numbers, dtype_name, is_wanted, places, sign
 from reprokit.locate.underflow import find_underflow
 from reprokit.program.functions import function_named
 from reprokit.program.ir import iter_refs

@@ -11,7 +11,7 @@ from reprokit.locate.blame import locate
 from reprokit.locate.calls import VIEWS, Slot, short_name
 from reprokit.locate.graphs import with_math_attention
 from reprokit.locate.scene import Scene, recompute
-from reprokit.locate.signs.registry import (
+from reprokit.locate.signs import (
     Numbers,
     dtype_name,
     is_half,

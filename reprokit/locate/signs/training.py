@@ -13,7 +13,7 @@ import torch
 from reprokit.locate.calls import short_name
 from reprokit.locate.domains import WEIGHTED
 from reprokit.locate.scene import Scene
-from reprokit.locate.signs.registry import Numbers, is_wanted, places, sign
+from reprokit.locate.signs import Numbers, is_wanted, places, sign
 from reprokit.locate.ways import largest_finite
 from reprokit.program.ir import Ref
 
