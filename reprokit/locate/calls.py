@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from reprokit.locate.ways import MINUS, NAN, PLUS
@@ -74,7 +76,7 @@ def _position(call: Call, role: str) -> int:
         return len(roles) - 1 - position if call.name in REVERSED else position
     if role in ("x", "y"):
         return "xy".index(role)
-    parameters = list(_parameters(call))
+    parameters = list(exact_signature_of(call.target))
     if role not in parameters:
         raise KeyError(role)
     return parameters.index(role)
@@ -94,18 +96,24 @@ def default_of(call: Call, name: Slot) -> Any:
     known = (short_name(call), name)
     if known in _BUILTIN_DEFAULTS:
         return _BUILTIN_DEFAULTS[known]
-    parameter = _parameters(call).get(str(name))
+    parameter = exact_signature_of(call.target).get(str(name))
     if parameter is None or parameter.default is inspect.Parameter.empty:
         raise KeyError(name)
     return parameter.default
 
 
-def _parameters(call: Call) -> dict[str, inspect.Parameter]:
-    """The parameters of the call's function, none for what has no signature."""
+@functools.cache
+def exact_signature_of(target: str) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a function written in Python, whose defaults can be relied on; empty for any other."""
     try:
-        return dict(inspect.signature(function_named(call.target)).parameters)
-    except (TypeError, ValueError, UnknownFunction):
+        function = function_named(target)
+        parameters = inspect.signature(function).parameters if inspect.isfunction(function) else {}
+    except (UnknownFunction, TypeError, ValueError):
         return {}
+    if list(parameters) == ["args", "kwargs"]:  # torch's boolean dispatch, to a name with an underscore before it
+        real = getattr(inspect.getmodule(function), f"_{target.rpartition('.')[2]}", None)
+        return inspect.signature(real).parameters if inspect.isfunction(real) else {}
+    return parameters
 
 
 def constant_ways(call: Call) -> set[str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from reprokit.locate.calls import exact_signature_of
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Program, Ref, map_leaves
 from reprokit.program.run import Tensors
 from reprokit.render import expression
@@ -23,7 +24,6 @@ from reprokit.render.expression import AUGMENTED, BINARY, REFLECTED, UNARY, Expr
 from reprokit.render.literals import as_given, is_same, number_text
 from reprokit.render.names import (
     Names,
-    exact_signature_of,
     identifier,
     name_for_input,
     name_for_output,

@@ -250,20 +250,6 @@ def signature_of(target: str) -> Mapping[str, inspect.Parameter]:
 
 
 @functools.cache
-def exact_signature_of(target: str) -> Mapping[str, inspect.Parameter]:
-    """The parameters of a function written in Python, whose defaults can be relied on; empty for any other."""
-    try:
-        function = function_named(target)
-        parameters = inspect.signature(function).parameters if inspect.isfunction(function) else {}
-    except (UnknownFunction, TypeError, ValueError):
-        return {}
-    if list(parameters) == ["args", "kwargs"]:  # torch's boolean dispatch, to a name with an underscore before it
-        real = getattr(inspect.getmodule(function), f"_{target.rpartition('.')[2]}", None)
-        return inspect.signature(real).parameters if inspect.isfunction(real) else {}
-    return parameters
-
-
-@functools.cache
 def schemas_of(target: str) -> tuple[tuple[tuple[str, bool], ...], ...]:
     """For every overload of a builtin its positional parameters: the name, and whether it is a flag."""
     namespace, _, name = target.rpartition(".")
