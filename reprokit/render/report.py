@@ -67,7 +67,6 @@ def write_report(
     shown_frames, frames_left_out = frames(found)
     texts = _long_texts(snapshot, script, verified, reduction)
     tables = reduction.whatif if reduction is not None else {}
-    inputs = wording.shown_names(reduction, script.names) if reduction is not None else {}
     reason = reduction.diagnosis if reduction is not None else None
     content = {
         "title": title(snapshot, reduction),
@@ -88,11 +87,6 @@ def write_report(
         "frames": shown_frames,
         "frames_left_out": frames_left_out,
         "reduction": reduction,
-        "num_calls": reduction.program.num_calls if reduction is not None else None,
-        "num_elements": count_elements(reduction.program, reduction.tensors) if reduction is not None else None,
-        "progress": list(_progress(reduction)) if reduction is not None else [],
-        "explained": wording.explained(reduction, inputs) if reduction is not None else [],
-        "nearest": wording.nearest_words(reduction.nearest, inputs) if reduction and reduction.nearest else None,
         "diagnosis": diagnosis_text.page(from_plain(reason)) if reason else None,
         "whatif_programs": whatif.programs(tables),
         "whatif_rows": whatif.rows(tables, script.names),
@@ -102,10 +96,22 @@ def write_report(
         "num_variables": len(snapshot.environment.get("variables", {})),
         "range_text": range_text,
         "with_code": with_code,
+        **(_of_reduction(reduction, script) if reduction is not None else {}),
     }
     page = render_template(TEMPLATE, **content, redacted=[])
     hidden = _redacted(texts, page)
     return render_template(TEMPLATE, **content, redacted=hidden) if hidden else page
+
+
+def _of_reduction(reduction: Reduction, script: Script) -> dict[str, Any]:
+    inputs = wording.shown_names(reduction, script.names)
+    return {
+        "num_calls": reduction.program.num_calls,
+        "num_elements": count_elements(reduction.program, reduction.tensors),
+        "progress": list(_progress(reduction)),
+        "explained": wording.explained(reduction, inputs),
+        "nearest": wording.nearest_words(reduction.nearest, inputs) if reduction.nearest else None,
+    }
 
 
 def with_code(text: str) -> Markup:
