@@ -245,7 +245,7 @@ def _written(options: Mapping[str, Any], leaf: Leaf) -> dict[str, Expr]:
 
 def _unusual(cls: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that differ from the class's defaults."""
-    defaults = _defaults(cls)
+    defaults = optimizer_defaults(cls)
     return {name: value for name, value in options.items() if name in defaults and not _is_equal(value, defaults[name])}
 
 
@@ -266,7 +266,8 @@ def _is_accepted(cls: str, options: Mapping[str, Any], tensors: Tensors) -> bool
 
 
 @functools.cache
-def _defaults(cls: str) -> Mapping[str, Any]:
+def optimizer_defaults(cls: str) -> Mapping[str, Any]:
+    """The default options of one of torch's optimizers."""
     return dict(_make(cls).defaults)
 
 

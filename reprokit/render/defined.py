@@ -24,6 +24,7 @@ from reprokit.program.functions import UnknownFunction
 from reprokit.program.ir import Call, Program, iter_refs
 from reprokit.program.run import Tensors, bind_arguments, run
 from reprokit.render import wording
+from reprokit.render.call_code import optimizer_defaults
 from reprokit.render.definitions import BACKWARD_RULES, FORWARD_RULES, Edge, Given, Verdict, with_zero
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.references import default_dtype, in_dtype
@@ -228,11 +229,13 @@ def _lost_eps(given: Given, dtype: torch.dtype) -> Edge | None:
 
 def _epsilons(given: Given) -> Iterator[tuple[str, float]]:
     """The epsilons of an optimizer's groups, or of a function, given or by default."""
-    groups = given.call.kwargs["options"] if given.call.is_optimizer_step else (given.kwargs,)
+    call, is_step = given.call, given.call.is_optimizer_step
+    groups = call.kwargs["options"] if is_step else (given.kwargs,)
     for name, options in itertools.product(_NAMES_OF_EPS, groups):
         number = options.get(name)
-        with contextlib.suppress(KeyError):
-            number = default_of(given.call, name) if number is None else number
+        if number is None:
+            with contextlib.suppress(KeyError):
+                number = optimizer_defaults(call.target.rpartition(".")[0])[name] if is_step else default_of(call, name)
         if isinstance(number, float):
             yield name, number
 
