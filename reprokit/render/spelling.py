@@ -10,7 +10,7 @@ import ast
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -215,50 +215,27 @@ def parsed_line(code: str) -> ParsedLine | None:
 
 def _operands(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
     """What a part of the line operates on in the order of the call's arguments, if it is this call."""
-    reader = _READERS.get(type(node))
-    return reader(node, call) if reader is not None else None
+    name, is_method = call.name, _is_method(call)
+    match node:
+        case ast.BinOp(left, op, right) if is_method:
+            reflected = (right, left) if REFLECTED.get(name) == SYMBOLS[type(op)] else None
+            return (left, right) if BINARY.get(name) == SYMBOLS[type(op)] else reflected
+        case ast.AugAssign(target, op, value) if is_method and AUGMENTED.get(name) == f"{SYMBOLS[type(op)]}=":
+            return target, value
+        case ast.Compare(left, [op], [right]) if is_method and BINARY.get(name) == SYMBOLS.get(type(op), ""):
+            return left, right
+        case ast.UnaryOp(op, operand) if is_method and UNARY.get(name) == SYMBOLS.get(type(op), ""):
+            return (operand,)
+        case ast.Subscript(value, _) if call.target == f"{_METHOD}__getitem__":
+            return (value,)
+        case ast.Attribute(value, attribute) if call.target == f"{_METHOD}{attribute}.__get__":
+            return (value,)
+        case ast.Call():
+            return _of_call(node, call)
+    return None
 
 
-def _of_binary(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
-    assert isinstance(node, ast.BinOp)
-    symbol = SYMBOLS[type(node.op)]
-    if not _is_method(call):
-        return None
-    if BINARY.get(call.name) == symbol:
-        return node.left, node.right
-    return (node.right, node.left) if REFLECTED.get(call.name) == symbol else None
-
-
-def _of_augmented(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
-    assert isinstance(node, ast.AugAssign)
-    is_it = _is_method(call) and AUGMENTED.get(call.name) == f"{SYMBOLS[type(node.op)]}="
-    return (node.target, node.value) if is_it else None
-
-
-def _of_comparison(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
-    assert isinstance(node, ast.Compare)
-    is_it = _is_method(call) and len(node.ops) == 1 and BINARY.get(call.name) == SYMBOLS.get(type(node.ops[0]), "")
-    return (node.left, node.comparators[0]) if is_it else None
-
-
-def _of_unary(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
-    assert isinstance(node, ast.UnaryOp)
-    is_it = _is_method(call) and UNARY.get(call.name) == SYMBOLS.get(type(node.op), "")
-    return (node.operand,) if is_it else None
-
-
-def _of_subscript(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
-    assert isinstance(node, ast.Subscript)
-    return (node.value,) if call.target == f"{_METHOD}__getitem__" else None
-
-
-def _of_attribute(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
-    assert isinstance(node, ast.Attribute)
-    return (node.value,) if call.target == f"{_METHOD}{node.attr}.__get__" else None
-
-
-def _of_call(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
-    assert isinstance(node, ast.Call)
+def _of_call(node: ast.Call, call: Call) -> Sequence[ast.expr] | None:
     if any(isinstance(argument, ast.Starred) for argument in node.args):
         return None
     function = node.func
@@ -283,17 +260,6 @@ def rank_of(node: ast.AST) -> Rank:
 
 def _word(node: ast.Name | ast.Attribute) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr
-
-
-_READERS: Mapping[type[ast.AST], Callable[[ast.AST, Call], Sequence[ast.expr] | None]] = {
-    ast.BinOp: _of_binary,
-    ast.AugAssign: _of_augmented,
-    ast.Compare: _of_comparison,
-    ast.UnaryOp: _of_unary,
-    ast.Subscript: _of_subscript,
-    ast.Attribute: _of_attribute,
-    ast.Call: _of_call,
-}
 
 
 def _is_method(call: Call) -> bool:
