@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from reprokit.locate.calls import VIEWS, short_name
 from reprokit.locate.failure import EXCEPTION, Failure, label_of
@@ -18,11 +17,9 @@ from reprokit.render import facts, wording
 from reprokit.render.defined import find_edge
 from reprokit.render.definitions import Edge, Verdict
 from reprokit.shrink.checks.memory import requested_bytes
+from reprokit.shrink.reduction import Reduction
+from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
-
-if TYPE_CHECKING:
-    from reprokit.shrink.reduction import Reduction
-    from reprokit.snapshot.format import Snapshot
 
 OWN, TORCH = "own", "torch"
 _TEMPLATES = {"transformers": "transformers", "lightning": "lightning", "pytorch_lightning": "lightning"}

@@ -8,25 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reprokit.locate.diagnosis import from_plain
+from reprokit.program.ir import Site
 from reprokit.render import diagnosis_text, facts, whatif, wording
 from reprokit.render.expectation import OWN, Expectation, expect
 from reprokit.render.script import Script
 from reprokit.render.spelling import in_users_words
 from reprokit.render.templates import Template, find_template
+from reprokit.render.verify import VerifyResult
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.reduction import Reduction
+from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
 from reprokit.whatif.table import CONTEXT, MINIMUM
 from reprokit.whatif.variants import home_of
 from reprokit.words import counted
-
-if TYPE_CHECKING:
-    from reprokit.program.ir import Site
-    from reprokit.render.verify import VerifyResult
-    from reprokit.shrink.reduction import Reduction
-    from reprokit.snapshot.format import Snapshot
 
 MAX_CHARACTERS = 65_536
 MAX_SCRIPT_LINES = 40

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
@@ -24,17 +24,13 @@ from reprokit.render.ranges import Range, range_text
 from reprokit.render.script import Script
 from reprokit.render.survey import Survey, survey
 from reprokit.render.templates import render_template
+from reprokit.render.verify import VerifyResult
 from reprokit.render.way import ways
 from reprokit.series import by_optimizer, titled
-from reprokit.snapshot.format import count_elements
+from reprokit.shrink.reduction import Reduction
+from reprokit.snapshot.format import Snapshot, count_elements
 from reprokit.snapshot.redact import REDACTED, redact_text
 from reprokit.words import counted
-
-if TYPE_CHECKING:
-    from reprokit.render.verify import VerifyResult
-    from reprokit.shrink.reduction import Reduction
-    from reprokit.snapshot.format import Snapshot
-
 
 TEMPLATE = "report.html.j2"
 MAX_TEXT = 30_000

@@ -8,29 +8,27 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reprokit.errors import NotASnapshot, NotReproduced, ReprokitError, SnapshotError, UsageError
-from reprokit.program.ir import Ref, map_leaves
+from reprokit.program.ir import Program, Ref, map_leaves
 from reprokit.render.literals import is_same
 from reprokit.render.module import ModuleScript, write_module_script
 from reprokit.render.script import Script, write_script
 from reprokit.render.statements import needed_mode
 from reprokit.render.withhold import beyond_limit, without_data
+from reprokit.shrink import reduction as reductions
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.context.blocks import Block
 from reprokit.shrink.context.defaults import initial
+from reprokit.shrink.context.piece import Context
 from reprokit.shrink.plainness import constant_of, contents
+from reprokit.shrink.reduction import Reduction
+from reprokit.shrink.resume import fingerprint
+from reprokit.snapshot import format as snapshots
+from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.paths import REDUCTION_FILE, hint_for_folder
-from reprokit.snapshot.privacy import private
-
-if TYPE_CHECKING:
-    from reprokit.program.ir import Program
-    from reprokit.shrink.context.piece import Context
-    from reprokit.shrink.reduction import Reduction
-    from reprokit.snapshot.format import Snapshot
-    from reprokit.snapshot.privacy import Source
-
+from reprokit.snapshot.privacy import Source, private
 
 MAX_LOOKED_AT = 20
 
@@ -50,6 +48,13 @@ class Opened:
             return reduction_script(self.reduction, self.snapshot, withheld=self.withheld)
         assert self.snapshot is not None
         return snapshot_script(self.snapshot)
+
+    def whole(self, path: Path) -> Snapshot:
+        """The snapshot; raises `UsageError` if the source at ``path`` is a reduction without one."""
+        if self.snapshot is not None:
+            return self.snapshot
+        assert self.reduction is not None, "a source holds one or the other"
+        raise _missing_snapshot(path, self.reduction)
 
     def private(self, policy: Source, *, no_data: bool) -> Opened:
         """The same with no more of the user's source than the policy allows, and without recorded data."""
@@ -78,8 +83,6 @@ def open_source(path: Path, snapshot: Path | None = None) -> Opened:
 
     ``snapshot`` is the file that a reduction was made from, where it is not beside it.
     """
-    from reprokit.snapshot import format as snapshots
-
     if snapshot is not None:
         return _with_snapshot(open_source(path), path, snapshot)
     if os.path.isdir(path):
@@ -100,8 +103,6 @@ def open_source(path: Path, snapshot: Path | None = None) -> Opened:
 
 def _with_snapshot(opened: Opened, path: Path, file: Path) -> Opened:
     """The source with the snapshot in ``file``, which has to be the one that the reduction was made from."""
-    from reprokit.snapshot import format as snapshots
-
     if opened.reduction is None:
         raise UsageError(f"`{path}` is a snapshot already", hint="leave out --snapshot, which is about a reduction")
     found = snapshots.load(file)
@@ -119,16 +120,12 @@ def _open_folder(folder: Path) -> Opened:
 
 
 def _open_reduction(file: Path) -> Opened:
-    from reprokit.shrink import reduction as reductions
-
     reduction = reductions.load(file)
     return Opened(reduction, _snapshot_beside(file.parent, reduction))
 
 
 def _snapshot_beside(folder: Path, reduction: Reduction) -> Snapshot | None:
     """The snapshot that a reduction was made from: in the folder around, by its name or as another of that kind."""
-    from reprokit.snapshot import format as snapshots
-
     around = folder.resolve().parent
     named = (around / name for name in _likely_names(folder, reduction))
     for file in dict.fromkeys([*named, *sorted(around.glob("*.repro.pt"))[:MAX_LOOKED_AT]]):
@@ -142,8 +139,6 @@ def _snapshot_beside(folder: Path, reduction: Reduction) -> Snapshot | None:
 
 
 def _is_made_from(reduction: Reduction, snapshot: Snapshot) -> bool:
-    from reprokit.shrink.resume import fingerprint
-
     return bool(reduction.origin.get("snapshot", fingerprint(snapshot)) == fingerprint(snapshot))
 
 
@@ -159,7 +154,7 @@ def _origin_name(reduction: Reduction) -> str:
     return Path(str(reduction.origin.get("file", ""))).name
 
 
-def missing_snapshot(path: Path, reduction: Reduction) -> UsageError:
+def _missing_snapshot(path: Path, reduction: Reduction) -> UsageError:
     """The error for a reduction whose snapshot is needed and was not found: what was looked for, and what to give."""
     folder = path if path.is_dir() else path.parent
     names = ", ".join(f"`{name}`" for name in _likely_names(folder, reduction))

@@ -13,16 +13,13 @@ from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 from reprokit.program.functions import is_torch_function
 from reprokit.program.ir import Call, Program, Ref
 from reprokit.render.expression import AUGMENTED, BINARY, BINARY_RANKS, REFLECTED, SYMBOLS, UNARY, Rank, quoted
 from reprokit.shrink.context.variables import first_readers, is_handed_on
+from reprokit.snapshot.format import Snapshot
 from reprokit.words import item_name
-
-if TYPE_CHECKING:
-    from reprokit.snapshot.format import Snapshot
 
 _METHOD = "torch.Tensor."
 _UNNAMED = re.compile(r"input(_\d+)?")

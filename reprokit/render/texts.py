@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ from reprokit.render.sources import (
     Opened,
     context_script,
     is_minimum_again,
-    missing_snapshot,
     open_source,
     reduction_script,
     without_source,
@@ -61,10 +59,9 @@ def render_all(
     snapshot, reduction = private(snapshot, source), without_source(reduction, source)
     result = _verified(script, times, processes)
     path = script.write(out_dir)
+    beside = _beside(script, context.read_text(encoding="utf-8")) if context is not None else ""
     texts = {
-        "issue.md": make_issue(
-            snapshot, script, result, reduction=reduction, context=_text_beside(script, context)
-        ).text,
+        "issue.md": make_issue(snapshot, script, result, reduction=reduction, context=beside).text,
         "report.html": write_report(snapshot, script, result, reduction=reduction),
         "test_repro.py": write_test(reduction),
     }
@@ -99,12 +96,12 @@ def render_context(
 
     ``tell`` is given the reason when there is one that cannot be shown.
     """
-    found = _verified_context(reduction, snapshot, out_dir, times, tell, processes)
+    found = _verified_context(reduction, snapshot, times, tell, processes)
     if found is None:
         return None
-    path, script, result = found
+    script, result = found
     return {
-        "path": str(path),
+        "path": str(script.write(out_dir)),
         "modules": script.modules,
         "calls": script.calls,
         "lines": script.num_lines,
@@ -129,11 +126,14 @@ def render_one(
     script = opened.script()
     if kind == "repro":
         return _write_repro(script, source, out)
-    text = _text(opened, script, kind, source)
-    if out is None:
-        return text
-    write_text(out, text)
-    return out
+    if kind == "test":
+        text = write_test(opened.reduction or opened.whole(source))
+    elif kind == "report":
+        require_whole(script)
+        text = write_report(opened.whole(source), script, _verified(script), reduction=opened.reduction)
+    else:
+        text = _issue(opened, source, script).issue.text
+    return _written(text, out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +157,16 @@ def prepare_issue(
     if template is not None:
         find_template(template)  # reports a mistake in it before any work
     opened = open_source(source, snapshot).private(policy, no_data=no_data)
-    whole = _required(opened, source)
-    script = opened.script()
+    opened.whole(source)  # raises before any work
+    return _issue(opened, source, opened.script(), template)
+
+
+def _issue(opened: Opened, source: Path, script: Script, template: str | None = None) -> PreparedIssue:
     require_whole(script)
-    verified = _verified(script)
-    context = _context_of(opened, script)
-    issue = make_issue(whole, script, verified, reduction=opened.reduction, template=template, context=context)
+    snapshot, reduction, verified = opened.whole(source), opened.reduction, _verified(script)
+    found = _verified_context(reduction, snapshot) if reduction is not None else None
+    context = _beside(script, found[0].text) if found is not None else ""
+    issue = make_issue(snapshot, script, verified, reduction=reduction, template=template, context=context)
     return PreparedIssue(issue, script, context)
 
 
@@ -184,35 +188,19 @@ def _write_repro(script: Script, source: Path, out: Path | None) -> Path | str:
             f"the repro of `{source}` needs a file of tensors beside it",
             hint="name an existing folder with -o, to write both there",
         )
+    return _written(script.text, out)
+
+
+def _written(text: str, out: Path | None) -> Path | str:
     if out is None:
-        return script.text
-    write_text(out, script.text)
+        return text
+    write_text(out, text)
     return out
 
 
-def _text(opened: Opened, script: Script, kind: str, source: Path) -> str:
-    if kind == "test":
-        return write_test(opened.reduction or _required(opened, source))
-    require_whole(script)
-    snapshot, verified = _required(opened, source), _verified(script)
-    if kind == "report":
-        return write_report(snapshot, script, verified, reduction=opened.reduction)
-    return make_issue(snapshot, script, verified, reduction=opened.reduction, context=_context_of(opened, script)).text
-
-
-def _context_of(opened: Opened, script: Script) -> str:
-    """The text of the context, written and verified as `render_context` does it."""
-    if opened.reduction is None:
-        return ""
-    with tempfile.TemporaryDirectory(prefix="reprokit-") as folder:
-        found = _verified_context(opened.reduction, opened.snapshot, Path(folder))
-        return _text_beside(script, found[0] if found is not None else None)
-
-
-def _text_beside(script: Script, context: Path | None) -> str:
+def _beside(script: Script, context: str) -> str:
     """The text of the context, empty where it is the repro itself."""
-    text = context.read_text(encoding="utf-8") if context is not None else ""
-    return text if text != script.text else ""
+    return context if context != script.text else ""
 
 
 def presentable_context(
@@ -235,12 +223,11 @@ def presentable_context(
 def _verified_context(
     reduction: Reduction,
     snapshot: Snapshot | None,
-    folder: Path,
     times: int = TIMES,
     tell: Callable[[str], None] = lambda reason: None,
     processes: CleanProcesses | None = None,
-) -> tuple[Path, ModuleScript, VerifyResult] | None:
-    """The context as a file that fails by itself every time; otherwise ``None``, and `tell` gets the reason."""
+) -> tuple[ModuleScript, VerifyResult] | None:
+    """The context as a script that fails by itself every time; otherwise ``None``, and `tell` gets the reason."""
     script = presentable_context(reduction, snapshot, tell)
     if script is None:
         return None
@@ -248,7 +235,7 @@ def _verified_context(
     if not (result.fails and result.is_unanimous):
         tell(f"only {result.num_failed} of {times} runs of it failed by themselves")
         return None
-    return script.write(folder), script, result
+    return script, result
 
 
 def _verified(
@@ -259,10 +246,3 @@ def _verified(
         return processes.begin(script, times).result()
     with CleanProcesses() as own:
         return own.begin(script, times).result()
-
-
-def _required(opened: Opened, path: Path) -> Snapshot:
-    if opened.snapshot is not None:
-        return opened.snapshot
-    assert opened.reduction is not None, "a source holds one or the other"
-    raise missing_snapshot(path, opened.reduction)

@@ -10,17 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from reprokit.locate.failure import EXCEPTION, label_of
 from reprokit.program.ir import Call, Program, Site
 from reprokit.render.call_code import call_text, labels
 from reprokit.render.ranges import Range, range_text
 from reprokit.render.survey import Survey, survey, written_by
-
-if TYPE_CHECKING:
-    from reprokit.snapshot.format import Snapshot
-
+from reprokit.snapshot.format import Snapshot
 
 MAX_BEFORE = 16
 WORTH_LEAVING = 2  # so few take hardly more room than the line that says they are missing
