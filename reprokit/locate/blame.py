@@ -92,7 +92,7 @@ def _with_cause(failure: Failure, program: Program, tensors: Tensors, notes: Not
 
 
 def _watch(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tensor], *, after: bool) -> Found | None:
-    """What the watch sees around one call."""
+    """A bad value around one call that ends the run."""
     if call.is_differentiation and not after:
         return _bad_start(notes, index, call, values)
     if call.is_differentiation and call.target != "torch.autograd.grad":

@@ -50,7 +50,7 @@ def short_name(call: Call) -> str:
 
 
 def slot_of(call: Call, role: Slot) -> Slot:
-    """Where an argument stands: a position, or the name of a keyword argument.
+    """The slot of an argument: a position, or the name of a keyword argument.
 
     ``role`` is a position, ``x`` or ``y`` for the first and second operand, a role such as ``denominator``, or the name
     that the function's signature gives; raises `KeyError`.

@@ -33,7 +33,7 @@ _SINGULAR = {"are": "is", "have": "has"}
 
 
 class Reduced(Protocol):
-    """What a diagnosis takes from a reduction."""
+    """The part of a reduction that a diagnosis reads."""
 
     @property
     def nearest(self) -> Mapping[str, Any] | None:
@@ -73,7 +73,7 @@ def diagnose(
 
 
 def matches(scene: Scene) -> list[tuple[Entry, Numbers]]:
-    """The entries that apply with what their signs saw, the one that says most first.
+    """The entries that apply with the numbers of their signs, the most specific first.
 
     Entries of context (growth over many steps, say) explain a failure only when nothing at the origin does.
     """
@@ -127,7 +127,7 @@ def _rank(entry: Entry) -> tuple[Any, ...]:
 
 
 def numbers_of(entry: Entry, scene: Scene) -> Numbers | None:
-    """What the signs of an entry saw, ``None`` when it does not apply."""
+    """The numbers of an entry's signs, ``None`` when it does not apply."""
     failure, call = scene.failure, scene.call
     if failure.kind not in entry.kinds:
         return None
@@ -208,7 +208,7 @@ def _best(tried: list[Fix]) -> Fix | None:
 
 
 def _next_remedies(scene: Scene) -> list[Remedy]:
-    """What may be changed next when an edit moved the failure on to another call."""
+    """The remedies to try when an edit moved the failure to another call."""
     return [remedy for entry, _ in matches(scene) for remedy in entry.remedies]
 
 

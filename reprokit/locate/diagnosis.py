@@ -1,4 +1,4 @@
-"""What a diagnosis says, as plain data: mechanism, evidence, how sure it is, what to do, and which fixes were tried.
+"""A diagnosis as plain data: mechanism, evidence, confidence, advice, and the fixes that were tried.
 
 A fix is worth nothing until the captured step was run with it, so every `Fix` says what happened when it was.
 """
@@ -64,7 +64,7 @@ class Diagnosis:
 
 
 def resting_on_replay(diagnosis: Diagnosis, note: str | None) -> Diagnosis:
-    """The diagnosis of a step whose replay is not what happened in training: no more than possible, and it says why."""
+    """The diagnosis of a step whose replay is not what happened in training: no more than possible, with the reason."""
     if not diagnosis.is_known:
         return diagnosis
     why = f" ({note})" if note else ""

@@ -1,4 +1,4 @@
-"""What torch's functions compute, and the arguments at which they, or their derivatives, are not finite.
+"""Torch's functions by kind, and the arguments at which they, or their derivatives, are not finite.
 
 The tables from which signs, rewrites, the search for dropped values and the texts of an issue take what they know.
 """
@@ -58,7 +58,7 @@ def number_named(name: str | float, dtype: torch.dtype) -> float:
 
 
 def compare(values: torch.Tensor, wanted: dict[str, Any]) -> torch.Tensor:
-    """Where values compare as wanted: ``below``, ``at_least``, ... a number, or a word for one."""
+    """A mask of the values that compare as wanted: ``below``, ``at_least``, ... a number, or a word for one."""
     dtype = values.dtype if values.is_floating_point() else torch.float32
     mask = torch.ones_like(values, dtype=torch.bool)
     for name, bound in wanted.items():
@@ -88,7 +88,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Domain:
-    """Where a function, and where only its derivative, is not finite; ``harmless`` is an argument outside of both."""
+    """Arguments at which a function, or only its derivative, is not finite; ``harmless`` is outside of both."""
 
     forward: tuple[Point, ...] = ()
     backward: tuple[Point, ...] = ()

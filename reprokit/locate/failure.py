@@ -1,4 +1,4 @@
-"""What went wrong, where and in which way: the answer that the rest of reprokit works with."""
+"""The failure of a program: its origin, phase and kind, as the rest of reprokit uses it."""
 
 from __future__ import annotations
 

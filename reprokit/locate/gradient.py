@@ -24,7 +24,7 @@ from reprokit.program.run import Tensors, run
 
 @dataclass(slots=True)
 class _Passage:
-    """What went through a node: badness of the gradients that came in and went out, and when."""
+    """A pass through a node: badness of the gradients that came in and went out, and its order."""
 
     order: int
     incoming: bool
@@ -171,7 +171,7 @@ def _origins(
 
 
 def _num_inputs(node: Node) -> int:
-    """How many gradients can come into a node."""
+    """The number of gradients that can come into a node."""
     metadata = getattr(node, "_input_metadata", None)
     return len(metadata) if metadata is not None else 16
 

@@ -97,7 +97,7 @@ def bad_operand(program: Program, tensors: Tensors, notes: Notes, index: int) ->
 
 @dataclass
 class _Trial:
-    """An observer that makes one call with ordinary numbers; ``returns`` says whether it does not raise then."""
+    """An observer that makes one call with ordinary numbers; ``returns``: True if the call does not raise then."""
 
     index: int
     bad: frozenset[int]

@@ -22,7 +22,7 @@ Ways = frozenset[str]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the watch saw: ``where`` is ``start`` (of a differentiation), ``gradient``, ``parameter`` or ``output``."""
+    """A bad value that ends a run; ``where``: ``start`` (of backward), ``gradient``, ``parameter`` or ``output``."""
 
     where: str
     value: int

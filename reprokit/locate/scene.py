@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Step(Protocol):
-    """What a diagnosis is made from; a snapshot is one."""
+    """The data of a diagnosis; a snapshot is one."""
 
     @property
     def program(self) -> Program:
@@ -40,7 +40,7 @@ class Step(Protocol):
 
     @property
     def failure(self) -> Failure:
-        """What went wrong."""
+        """The failure of the step."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -162,7 +162,7 @@ class Scene:
         return found
 
     def name(self, role: Slot) -> str:
-        """What to call an argument of the origin: the input's name in backticks, or a word for its role."""
+        """The name of an argument of the origin: the input's name in backticks, or a word for its role."""
         with contextlib.suppress(KeyError):
             argument = self.recorded(role)
             for item in self.program.inputs:
@@ -331,7 +331,7 @@ def _near(scene: Scene) -> set[int]:
 
 
 def _kept(call: Call, values: Mapping[int, torch.Tensor], downstream: set[int]) -> Iterator[torch.Tensor]:
-    """Where a call keeps elements of a value that is downstream of the origin, if it is one that drops some."""
+    """Masks of the elements that a call keeps of a value downstream of the origin; none if it drops none."""
 
     def is_downstream(argument: Any) -> bool:
         return isinstance(argument, Ref) and argument.value in downstream

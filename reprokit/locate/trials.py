@@ -41,7 +41,7 @@ WriteCode = Callable[[Program, Program, Tensors], str]
 
 @dataclass
 class Budget:
-    """How many runs of the step are left, and until when they may begin."""
+    """The runs of the step that are left, and the seconds in which they may begin."""
 
     runs: int = 24
     seconds: float = 10.0
@@ -67,7 +67,7 @@ def watched(program: Program) -> Program:
 
 
 def failure_of(edited: Edited) -> Failure | None:
-    """What is wrong with an edited step, if anything."""
+    """The failure of an edited step, if it fails."""
     with warnings.catch_warnings(action="ignore"):
         return locate(edited.program, edited.tensors)
 
@@ -132,7 +132,7 @@ def _is_same(failure: Failure, before: Failure) -> bool:
 
 
 def _still(failure: Failure, before: Failure) -> str:
-    """What an edited step does instead of becoming finite."""
+    """The behaviour of an edited step that is not finite."""
     name = f"`{failure.call or failure.input_name or failure.backward_node}`"
     if failure.exception is not None:
         first_line = (failure.exception[1].strip().splitlines() or [""])[0]
@@ -143,7 +143,7 @@ def _still(failure: Failure, before: Failure) -> str:
 
 
 def _finite(edited: Edited, timeline: Sequence[Mapping[str, Any]]) -> tuple[str, bool | None]:
-    """What the whole step leaves behind: ``loss 2.31, all 34 gradients finite, all parameters finite``; maybe nothing.
+    """The results of the whole step: ``loss 2.31, all 34 gradients finite, all parameters finite``; maybe nothing.
 
     And whether its loss is plausible: one that is far above those of the steps before is finite and no good. ``None``
     if the program computes no loss.

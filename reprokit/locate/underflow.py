@@ -39,7 +39,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Underflow:
-    """Where an argument of the origin is zero and would not be in exact arithmetic, and what lost it."""
+    """A mask of the zeros in an argument that exact arithmetic would not have made, and the call that made them."""
 
     lost: torch.Tensor
     loss: Loss
@@ -153,7 +153,7 @@ class _Watch:
 
 
 def _made_of(call: Call, values: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-    """Where a call returns something other than zero for other values of its arguments; ``None`` if it refuses them."""
+    """A mask of the results that are not zero for other values of the arguments; ``None`` if it refuses them."""
     args, kwargs = bind_arguments(call, values)
     try:
         with torch.no_grad():

@@ -20,7 +20,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Badness:
-    """Where a tensor is bad: per way the first index and the number of elements."""
+    """The bad elements of a tensor: per way the first index and the number of elements."""
 
     ways: frozenset[str]
     first: dict[str, tuple[int, ...]]
@@ -61,7 +61,7 @@ def _once(values: torch.Tensor) -> torch.Tensor:
 
 
 def bad_mask(values: torch.Tensor, way: str) -> torch.Tensor:
-    """Where ``values`` is bad in this way."""
+    """A mask of the elements that are bad in this way."""
     if way == NAN:
         return torch.isnan(values)
     return values == (float("inf") if way == PLUS else float("-inf"))
@@ -85,7 +85,7 @@ def largest_finite(tensor: torch.Tensor) -> float:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor that is spread over several; any other tensor itself."""
+    """The local part of a tensor that is spread over processes; any other tensor itself."""
     to_local: Callable[[], torch.Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 

@@ -62,7 +62,7 @@ def write_call(call: Call, leaf: Leaf) -> Expr | Statement:
 
 
 def callee(target: str) -> str:
-    """How a function is named in a repro."""
+    """The name of a function in a repro."""
     return f"F.{target[len(_FUNCTIONAL) :]}" if target.startswith(_FUNCTIONAL) else target
 
 
@@ -157,7 +157,7 @@ def _means_the_same(target: str, count: int) -> bool:
 
 
 def _flags_by_name(call: Call, arguments: list[Any], keywords: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """``True`` and ``False`` say nothing by themselves: the first one, and what follows it, becomes a keyword."""
+    """Passes the first ``True`` or ``False``, and all arguments behind it, by keyword."""
     first = next((place for place, value in enumerate(arguments) if place and isinstance(value, bool)), None)
     if first is None:
         return arguments, keywords
@@ -168,7 +168,7 @@ def _flags_by_name(call: Call, arguments: list[Any], keywords: dict[str, Any]) -
 
 
 def _parameter_names(call: Call, arguments: list[Any]) -> list[str] | None:
-    """What the function calls the parameters that take these arguments, if that is known for certain."""
+    """The names of the parameters that take these arguments, if they are known for certain."""
     count = len(arguments)
     exact = exact_signature_of(call.target)
     if exact:

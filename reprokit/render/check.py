@@ -41,7 +41,7 @@ class Subject:
 
 
 def find_subject(program: Program, tensors: Tensors, failure: Failure) -> Subject | None:
-    """What to look at, ``None`` for an exception; raises `NotReproduced` when nothing fails in the same way."""
+    """The tensor to look at, ``None`` for an exception; raises `NotReproduced` when nothing fails in the same way."""
     wanted = list(_candidates(program, failure))
     outcome = run(program, tensors, keep=frozenset(wanted))
     if failure.kind == "exception":
@@ -72,7 +72,7 @@ def write_check(subject: Subject, failure: Failure, code: Code) -> list[str]:
 
 
 def outcome_words(subject: Subject | None, code: Code, failure: Failure) -> str:
-    """What became of the failure where the repro looks, if that is bad in another way: ``, which makes x.grad nan``."""
+    """The kind of bad value that a repro shows, if not that of the failure: ``, which makes x.grad nan``."""
     if subject is None or subject.way == failure.way:
         return ""
     return f", which makes {code.names[subject.value]}{'.grad' * subject.is_gradient} {_WORDS[subject.way]}"
@@ -86,7 +86,7 @@ def message(subject: Subject, failure: Failure, code: Code) -> str:
 
 
 def _about(subject: Subject, failure: Failure, code: Code) -> str:
-    """What the message is about: the expression if it is short, else the variable."""
+    """The subject of the message: the expression if it is short, else the variable."""
     name = code.names[subject.value]
     if subject.is_gradient:
         return f"{name}.grad"
@@ -126,7 +126,7 @@ def _candidates(program: Program, failure: Failure) -> Iterator[int]:
 
 
 def _subjects(failure: Failure, wanted: list[int], outcome: Outcome) -> list[Subject]:
-    """What could be looked at, likeliest first; a gradient may turn from inf to nan between its origin and the leaf."""
+    """The tensors to look at, likeliest first; a gradient may turn from inf to nan between its origin and the leaf."""
 
     def subject(value: int, is_gradient: bool, tensor: torch.Tensor) -> Subject:
         found = ways_of(tensor)
@@ -154,7 +154,7 @@ _WORDS_OF_A_CHECK = ("runpy", "SimpleNamespace", "outcome", "exception", "error"
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a script is made of: code with its inputs, the statements, the assertion.
+    """The parts of a script: code with its inputs, the statements, the assertion.
 
     ``imports`` replace those of the code, ``beside`` names a file of the user's that it runs.
     """

@@ -213,7 +213,7 @@ class _Writer:
             self._assign(index, made, self._inlined.pop(longest), mode)
 
     def _length(self, call: Call, written: Expr | Statement, mode: Mode) -> int:
-        """How long the line gets, about."""
+        """The approximate length of the line."""
         noun = self._nouns.get(call.outputs.value) if isinstance(call.outputs, Ref) else None
         name = len(noun or names.name_for_output(call)) + len(" = ") if isinstance(written, Expr) else 0
         return name + len(written.text) + 4 * (bool(mode.autocast or mode.inference) + (mode.grad == mode.inference))

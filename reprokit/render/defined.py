@@ -36,7 +36,7 @@ _NAMES_OF_EPS = ("eps", "epsilon")
 
 
 def find_edge(program: Program, tensors: Tensors, failure: Failure) -> Edge | None:
-    """What explains a failure of this program, ``None`` when nothing known does or there is no origin."""
+    """The edge that explains a failure of this program; ``None`` without one or without an origin."""
     if failure.kind not in ("nan", "inf"):
         return None
     if failure.drop is not None:
@@ -90,7 +90,7 @@ def _bad_number(given: Given) -> Edge | None:
 
 
 def _in_double(given: Given, program: Program, tensors: Tensors) -> Edge | None:
-    """What float64 makes of the same operands says whether the result fits the dtype at all."""
+    """The edge found by running the origin in float64: whether the result fits the dtype."""
     origin, is_backward = given.origin, given.failure.is_derivative
     bad = origin.bad if origin is not None else None
     if origin is None or bad is None:
@@ -107,7 +107,7 @@ def _in_double(given: Given, program: Program, tensors: Tensors) -> Edge | None:
 def _compared(
     given: Given, origin: Origin, exact: float | None, dtype: torch.dtype, read: Sequence[torch.Tensor]
 ) -> Edge:
-    """What follows from the largest magnitude in float64; ``None`` stands for one that is not finite.
+    """The edge that follows from the largest magnitude in float64; ``None`` stands for one that is not finite.
 
     ``read`` is what the result or the gradient is computed from.
     """

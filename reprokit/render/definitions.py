@@ -1,4 +1,4 @@
-"""What functions are defined to return at the edges of their domain, as rules over the values that a call was given.
+"""Rules for the results that functions are defined to return at the edges of their domain, over the operands of a call.
 
 Functions of one argument are data (`locate/domains.py`), the rest one short function each. A rule returns an `Edge` or
 ``None``.
@@ -22,7 +22,7 @@ from reprokit.shrink.exact import Origin
 
 
 class Verdict(Enum):
-    """Whose doing a failure is: ``DEFINED`` if the function is defined to give it, ``BETTER`` if its definition gives a
+    """The cause of a failure: ``DEFINED`` if the function is defined to give it, ``BETTER`` if its definition gives a
     finite number that fits the dtype, ``OPEN`` if float64 is not finite either and no rule says why."""
 
     DEFINED = "defined"
@@ -32,7 +32,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What explains a failure.
+    """The explanation of a failure.
 
     ``words`` go into a title, behind "log returns nan". ``fact`` is a sentence about the function without its
     ends, ``wanted`` what a finite result takes. ``values`` are the operands in question, and ``subject`` what of them.
@@ -102,7 +102,7 @@ def _elementwise(given: Given) -> Edge | None:
 
 
 def with_zero(fact: str, given: Given) -> str:
-    """What a derivative that is infinite makes of a gradient of zero."""
+    """The fact, with the product of an infinite derivative and a gradient of zero."""
     return f"{fact}, and 0 * inf is NaN" if given.failure.is_derivative and given.failure.way == "nan" else fact
 
 

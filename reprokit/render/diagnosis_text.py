@@ -104,7 +104,7 @@ def _fix_data(fix: Fix) -> dict[str, Any]:
 
 
 def _change(fix: Fix, *, with_places: bool = True) -> str:
-    """What was changed and where, one part a change, each once."""
+    """The changes and their places, one part a change, each once."""
     parts = []
     for text, place in zip(fix.text, fix.where, strict=False):
         parts.append(f"{_safe(text)} ({wording.code_span(_safe(place))})" if place and with_places else _safe(text))

@@ -81,7 +81,7 @@ Point = tuple[float, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Where a number lies between the ends of an axis, as a fraction."""
+    """The place of a number between the ends of an axis, as a fraction."""
 
     low: float
     high: float
@@ -218,7 +218,7 @@ class Axis:
 
     @property
     def beyond_text(self) -> str:
-        """What to say of formats whose limits are too far away to be drawn."""
+        """A sentence on formats whose limits are too far away to be drawn."""
         said = [
             f"{limit.dtype} from {tick_text(limit.tiny, 1)} to {tick_text(limit.largest, 1)}" for limit in self.beyond
         ]
@@ -332,7 +332,7 @@ def position_map(found: Positions) -> Markup:
 
 
 def _runs(cells: Sequence[str]) -> list[tuple[int, int, str]]:
-    """Where bad cells of one kind begin, how many follow each other, and which kind."""
+    """Runs of bad cells of one kind: first column, length, kind."""
     runs: list[tuple[int, int, str]] = []
     for column, way in enumerate(cells):
         if not way:

@@ -1,4 +1,4 @@
-"""What should have happened instead, whose code it belongs to, and so which template an issue about it begins with.
+"""The expected result instead of a failure, the owner of the code, and the template for an issue about it.
 
 A NaN that a function is defined to return is no defect of the function: then the text says so, names the step that made
 the operand, and does not send the reader upstream.
@@ -86,7 +86,7 @@ def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectatio
 
 
 def _of_cause(snapshot: Snapshot, failure: Failure, cause: Failure, owner: str) -> Expectation:
-    """What to say of an exception with a bad value behind it."""
+    """The texts about an exception with a bad value behind it."""
     kind, observed = wording.kind_words(cause), _with_training(wording.observed(failure), snapshot.failure, failure)
     name = wording.code_span(snapshot.failure.call or "")
     expected = "The call returns, as it does with finite numbers in place of those that are not."
@@ -119,7 +119,7 @@ def is_refusal(failure: Failure) -> bool:
 
 
 def _with_training(observed: str, recorded: Failure, reduced: Failure) -> str:
-    """What was observed, with the message of the training step where the reduced one has another."""
+    """The observation, with the message of the training step if the reduced one has another."""
     message = wording.message(recorded)
     if not message or message == wording.message(reduced):
         return observed
@@ -168,7 +168,7 @@ def _operands(edge: Edge | None, recorded: Edge | None, reduction: Reduction | N
 
 
 def _remark(snapshot: Snapshot, failure: Failure, edge: Edge | None, operands: tuple[int, ...], owner: str) -> str:
-    """Where the operands came from, and whom that concerns."""
+    """The origin of the operands, and the owner of that question."""
     whom = _whom(owner)
     if requested_bytes(failure) is not None:
         return f"Why it needs so much memory is a question about {whom}."
@@ -188,7 +188,7 @@ def _remark(snapshot: Snapshot, failure: Failure, edge: Edge | None, operands: t
 
 
 def _origin_of(snapshot: Snapshot, value: int) -> str:
-    """How the training step came by a value: an input of it, or the result of a call."""
+    """The origin of a value in the training step: an input of it, or a call."""
     failing = snapshot.failure.call_index
     made = _maker(snapshot.program, value, failing) if failing is not None else None
     if isinstance(made, Input):
@@ -200,7 +200,7 @@ def _origin_of(snapshot: Snapshot, value: int) -> str:
 
 
 def place(call: Call) -> str:
-    """Where a call was written: `` at `train.py:17` in `Net`: `x = a - b` ``, with a space in front."""
+    """The place of a call: `` at `train.py:17` in `Net`: `x = a - b` ``, with a space in front."""
     site = call.site
     words = f" at {wording.code_span(redact_text(site.place))}" if site is not None else ""
     module = label_of(call)

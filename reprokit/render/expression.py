@@ -19,7 +19,7 @@ from reprokit.program.ir import Device, Slice, Symbol
 
 
 class Rank(IntEnum):
-    """How tightly an expression binds."""
+    """Precedence of the outermost operator of an expression."""
 
     TUPLE = 0
     COMPARE = 1

@@ -1,4 +1,4 @@
-"""What is known of a snapshot, as names and values: gathered here once, laid out by terminal, issue and report.
+"""The facts of a snapshot as names and values: gathered here once, laid out by terminal, issue and report.
 
 Values are redacted text in which code stands in backticks.
 """
@@ -26,7 +26,7 @@ _NOTICED = {
 
 
 def of_failure(snapshot: Snapshot) -> list[Fact]:
-    """What failed, where and when, and how far the replay can be trusted."""
+    """The failure, its place and step, and the fidelity of the replay."""
     failure = snapshot.failure
     noticed = f", noticed in {noticed_in(snapshot)}" if noticed_in(snapshot) else ""
     message = f": {wording.message(failure)}" if wording.message(failure) else ""
@@ -68,7 +68,7 @@ def where(snapshot: Snapshot) -> str:
 
 
 def _is_without_gradients(snapshot: Snapshot) -> bool:
-    """True if everything that ran, ran under ``no_grad``: a validation pass, say."""
+    """True if everything that ran, ran under ``no_grad``: such as a validation pass."""
     calls = snapshot.program.calls
     return snapshot.failure.phase == "forward" and bool(calls) and not any(call.mode.grad for call in calls)
 
@@ -103,7 +103,7 @@ def line(failure: Failure) -> str:
 
 
 def how_much(failure: Failure) -> str:
-    """How many elements of the bad tensor are bad; nothing of a single number."""
+    """The number of bad elements of the bad tensor; empty for a single number."""
     if failure.num_elements <= 1 or not failure.num_bad:
         return ""
     verb = "is" if failure.num_bad == 1 else "are"
@@ -123,7 +123,7 @@ def when(snapshot: Snapshot) -> str:
 
 
 def noticed_in(snapshot: Snapshot) -> str:
-    """Where the bad value was seen; empty for an exception."""
+    """The place where the bad value was noticed; empty for an exception."""
     return _NOTICED.get(snapshot.observed_at, "")
 
 
@@ -160,7 +160,7 @@ def source(snapshot: Snapshot) -> list[Fact]:
 
 
 def _shown(rows: Iterable[tuple[str, Any]]) -> list[Fact]:
-    """The rows that say something, redacted."""
+    """The rows that are not empty, redacted."""
     return [(name, redact_text(_plain(value))) for name, value in rows if value not in (None, [], "")]
 
 

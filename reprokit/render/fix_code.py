@@ -99,7 +99,7 @@ class _Line:
     # -- what is new ---------------------------------------------------------------------------------------------
 
     def _replacement(self, call: Call) -> Expr:
-        """What stands in the place of a call."""
+        """The expression in the place of a call."""
         made = self._roots.get(call.output_refs(), [])
         if not made or (len(made) > 1 and not call.output_refs()):
             raise _NotShown
@@ -132,7 +132,7 @@ class _Line:
         return written if own is not None else Expr(self._polish(written.text), written.rank)
 
     def _operand(self, value: int, operands: Operands) -> ast.expr:
-        """The part of the line that says a value which is not new."""
+        """The part of the line for a value that is not new."""
         node = operands.get(value) or (None if self._writes_in_place else self._operands.get(value))
         if node is None:
             raise _NotShown
@@ -174,7 +174,7 @@ class _Line:
         return b"".join((*pieces, self._source[position:end])).decode()
 
     def _pieces(self, node: ast.AST, replaced: Mapping[ast.AST, Expr]) -> Iterator[tuple[int, int, str]]:
-        """Where in the text the outermost of the replaced parts stand, and what comes there."""
+        """The spans of the outermost replaced parts, with their new text."""
         found = list[tuple[int, int, str]]()
         for child in ast.iter_child_nodes(node):
             if child in replaced:
@@ -184,7 +184,7 @@ class _Line:
         return iter(sorted(found))
 
     def _fitted(self, node: ast.AST, is_operand: bool, new: Expr) -> tuple[int, int, str]:
-        """Where a part stands and what comes there, with the parentheses that it needs."""
+        """The span of a part and its new text, with the parentheses that it needs."""
         start, end = self._span(node)
         if not is_operand:
             return start, end, new.text
@@ -257,7 +257,7 @@ _LIMITS = {
 
 
 def fix_code(before: Program, after: Program, tensors: Tensors) -> str:
-    """The changed lines of a step, each below a comment that says where it is; empty when there is nothing to show.
+    """The changed lines of a step, each below a comment with its place; empty when there is nothing to show.
 
     ``before`` and ``after`` share the calls that were not touched.
     """
@@ -356,7 +356,7 @@ class _Piece:
         return [*lines[:-1], re.sub(r"^\w+ = ", "return ", lines[-1])]
 
     def _paths(self) -> Mapping[int, str]:
-        """How the line reaches the values that it reads."""
+        """The paths of the values that the line reads."""
         return operand_paths(self._old())
 
 

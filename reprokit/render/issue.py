@@ -110,7 +110,7 @@ def title(snapshot: Snapshot, reduction: Reduction | None = None, expectation: E
 
 
 def rate(verified: VerifyResult) -> str:
-    """How often it fails, in the counts of the runs."""
+    """A sentence with the number of runs that fail."""
     runs, apart = f"{verified.times} runs", "each in a process of its own"
     if verified.num_failed:
         is_one_way = verified.fails and verified.agreed == verified.num_failed
@@ -121,12 +121,12 @@ def rate(verified: VerifyResult) -> str:
 
 
 def shown_output(script: Script, verified: VerifyResult) -> str:
-    """What a repro printed, or how it ended where that would tell values that are withheld."""
+    """The output of a repro, or its end if the output would show withheld values."""
     return (verified.output.strip() if not script.is_withheld else "") or verified.signature
 
 
 def cut(text: str, limit: int) -> str:
-    """The beginning of a text that is too long, with a line that says so."""
+    """The beginning of a text that is too long, and a line with the number of characters left out."""
     if len(text) <= limit:
         return text
     kept = text[: max(0, limit - 60)]
@@ -148,7 +148,7 @@ def _long_texts(
 
 
 def _names_of_data(script: Script, reduction: Reduction | None) -> dict[str, str]:
-    """What the repro calls inputs of the step; parameters and buffers keep their full names."""
+    """The names of inputs of the step in the repro; parameters and buffers keep their full names."""
     items = reduction.program.inputs if reduction is not None else ()
     data = [item.name for item in items if item.role not in ("parameter", "buffer")]
     return {name: script.names[name] for name in data if name in script.names}
@@ -193,14 +193,14 @@ def _autocast_lost(snapshot: Snapshot, source: Reduction | Snapshot) -> str:
 
 
 def _device(source: Reduction | Snapshot, snapshot: Snapshot) -> str:
-    """Where the program runs, which is not the GPU of the machine only because there is one."""
+    """The device of the program, which is not always the GPU of the machine."""
     home = home_of(Candidate(source.program, source.tensors))
     names = snapshot.environment.get("devices", ())
     return str(names[0]) if home == "cuda" and names else home.upper()
 
 
 def _versions(environment: Mapping[str, Any]) -> str:
-    """What ``collect_env`` said, and the libraries that the program had imported."""
+    """The output of ``collect_env``, and the libraries that the program had imported."""
     collected = redact_text(str(environment.get("collect_env") or "").strip())
     if not collected:
         return _lines(facts.versions(environment))

@@ -1,4 +1,4 @@
-"""How a statement is laid out over several lines: the way `ruff format` does it, so that a repro passes its check.
+"""Statements over several lines, laid out as `ruff format` does it, so that a repro passes its check.
 
 Only the shapes that occur in a repro are known: calls, displays and assertions. What is longer than a line and has
 another shape, and long lists of numbers, are filled line by line and marked ``# fmt: skip``. Needs no torch.
@@ -57,7 +57,7 @@ def _statement(indent: str, statement: str, width: int) -> list[str]:
 
 
 def _assignment(statement: str) -> int | None:
-    """Where the value of an assignment begins."""
+    """The position of the value of an assignment."""
     for position, character, depth in _depths(statement):
         if depth == 0 and character == "=" and statement[position + 1 : position + 2] == " ":
             is_comparison = statement[position - 1] in "=<>!"
@@ -134,7 +134,7 @@ def _largest_bracket(line: str) -> tuple[int, int] | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the bracket at ``start``, the first one, is closed."""
+    """The position of the bracket that closes the one at ``start``, the first one."""
     closing = (position for position, _, depth in _depths(text) if position >= start and depth == 0)
     try:
         return next(closing)

@@ -61,7 +61,7 @@ def literal(tensor: torch.Tensor, max_literals: int = MAX_LITERALS) -> Literal |
 
 
 def as_given(tensor: torch.Tensor) -> torch.Tensor:
-    """What a program gets for this input: a plain dense copy that keeps the order of the dimensions in memory."""
+    """The tensor that a program gets for an input: a dense copy that keeps the order of the dimensions in memory."""
     plain = tensor.detach().cpu()
     if plain.layout is not torch.strided or plain.is_quantized:
         return plain.clone()
@@ -116,7 +116,7 @@ def _contiguous(tensor: torch.Tensor, max_literals: int) -> Literal | None:
 
 
 def _plain(tensor: torch.Tensor) -> Literal | None:
-    """``zeros`` or ``ones``, which say more than anything shorter."""
+    """``zeros`` or ``ones``, which are clearer than anything shorter."""
     proposals = (_factory(function, tensor) for function in ("zeros", "ones"))
     return next((found for found, build in proposals if is_same(build(), tensor)), None)
 

@@ -122,7 +122,7 @@ class _Writer:
     # -- the script ----------------------------------------------------------------------------------------------
 
     def _subject(self) -> Subject | None:
-        """What the check looks at: something that the script itself can see."""
+        """The tensor that the check looks at, one that the script itself has."""
         program, failure = self._context.program, self._context.failure
         seen = {ref.value for ref in program.outputs} | {item.value for item in program.inputs}
         if failure.value not in seen:
@@ -192,7 +192,7 @@ class _Writer:
         )
 
     def _paths(self, inside: Key) -> dict[int, str]:
-        """How parameters and buffers that modules keep are reached from a forward or from the script."""
+        """The paths of parameters and buffers of modules, from a forward or from the script."""
         values = (value for value in self._inputs if value in self._tree.owners or value in self._names.layer_of)
         paths = {value: self._names.value_path(value, inside) for value in values}
         return {value: path for value, path in paths.items() if path is not None}

@@ -20,7 +20,7 @@ _RESERVED = frozenset({"torch", "nn", "F", "Module", "Path", *dir(builtins)})
 
 @dataclass
 class ModuleNames:
-    """What every module, and every parameter in one, is called.
+    """The names of modules and of the parameters in them.
 
     ``attributes`` holds for each module its name in its parent; in the script it is a variable. In a chain it is the
     number of the place. ``own`` holds the names of parameters by value.
@@ -44,7 +44,7 @@ class ModuleNames:
                 self.layer_of.update(dict.fromkeys(block.layer.state.values(), key))
 
     def module_path(self, key: Key, inside: Key) -> str | None:
-        """How a module is reached from the forward of another one (or from the script); ``None`` from elsewhere."""
+        """The path of a module from the forward of another one (or from the script); ``None`` from elsewhere."""
         steps: list[str] = []
         if key[0].endswith("()"):
             return function_name(key[1])
@@ -58,7 +58,7 @@ class ModuleNames:
         return path.removeprefix(".") if inside == ROOT_KEY else f"self{path}"
 
     def value_path(self, value: int, inside: Key) -> str | None:
-        """How a parameter or buffer is reached, likewise."""
+        """The same for a parameter or buffer."""
         owner = self.layer_of.get(value) or self.tree.owners.get(value)
         path = self.module_path(owner, inside) if owner is not None else None
         return f"{path}.{self.own[value]}" if path is not None else None

@@ -158,7 +158,7 @@ def _with_owner(path: str) -> str | None:
 
 
 def name_for_input(item: Input, program: Program, word: str | None = None) -> str:
-    """A word for an input: its own name if that says anything, the user's ``word``, the parameter that takes it."""
+    """A word for an input: its own name unless that is generic, the user's ``word``, the parameter that takes it."""
     if item.role == "gradient":
         return "grad"
     own, users = _own_name(item), identifier(word) if word is not None else None
@@ -172,12 +172,12 @@ def name_for_input(item: Input, program: Program, word: str | None = None) -> st
 
 
 def has_own_name(item: Input) -> bool:
-    """True if the name of an input says anything."""
+    """True unless the name of an input is generic."""
     return _own_name(item) is not None
 
 
 def _own_name(item: Input) -> str | None:
-    """What is left of an input's own name, if it says anything."""
+    """The readable part of an input's own name, ``None`` for a generic name."""
     parametrized = _PARAMETRIZED.search(item.name)
     if parametrized is not None:
         return None if parametrized[2] else identifier(str(parametrized[1]))

@@ -47,7 +47,7 @@ class Chart(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What was left after a number of checks."""
+    """The size of the program after a number of checks."""
 
     checks: float
     calls: float
@@ -116,7 +116,7 @@ def with_code(text: str) -> Markup:
 
 
 def _bad_name(failure: Failure, names: Mapping[int, str]) -> str:
-    """What the bad tensor is called."""
+    """The name of the bad tensor."""
     name = names.get(failure.value, "the tensor") if failure.value is not None else "the tensor"
     return f"gradient of {name}" if failure.is_derivative else name
 
@@ -172,7 +172,7 @@ def _long_texts(
 
 
 def _redacted(texts: Mapping[str, str], page: str) -> list[tuple[str, int]]:
-    """Where something secret was taken out, and how often."""
+    """The texts with redacted parts, and the number of these."""
     words = {"output": "output of the repro", "log": "log", "collect_env": "collect_env", "diff": "uncommitted changes"}
     counts = {words[name]: _num_hidden(text) for name, text in texts.items()}
     counts["rest of the page"] = _num_hidden(page) - sum(counts.values())

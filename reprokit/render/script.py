@@ -1,4 +1,4 @@
-"""The repro script: a program in Python that says what it shows, runs, prints what it observed and asserts.
+"""The repro script: a program in Python that names its failure, runs, prints its observation and asserts.
 
 It needs torch and nothing of reprokit. It ends with exit code 1 while the failure is there and with 0 once it is gone.
 """

@@ -1,4 +1,4 @@
-"""What can be rendered: a reduction with the snapshot it came from, or a snapshot alone, found by path.
+"""The sources of a rendering: a reduction with the snapshot it came from, or a snapshot alone, found by path.
 
 A folder that `shrink` wrote stands for the reduction in it. Opening either kind of file executes nothing from it.
 """
@@ -143,7 +143,7 @@ def _is_made_from(reduction: Reduction, snapshot: Snapshot) -> bool:
 
 
 def _likely_names(folder: Path, reduction: Reduction) -> list[str]:
-    """What the snapshot may be called: as when it was shrunk, or like the folder."""
+    """Likely names of the snapshot: its name when it was shrunk, or that of the folder."""
     name = folder.resolve().name
     origin = _origin_name(reduction)
     return list(dict.fromkeys([*([origin] if origin else []), f"{name}.repro.pt", f"{name}.pt"]))
@@ -205,7 +205,7 @@ def context_script(reduction: Reduction, snapshot: Snapshot | None = None) -> Mo
 
 
 def _needing_numbers(context: Context) -> Program:
-    """The program with only those inputs whose numbers a script has to say: they are neither drawn nor what a layer
+    """The program with only those inputs whose numbers a script spells out: they are neither drawn nor what a layer
     starts with."""
     start = initial(context.tree, context.tensors, context.drawn)
     made = {value for value, tensor in start.items() if is_same(tensor, context.tensors[value])} | set(context.drawn)

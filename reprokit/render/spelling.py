@@ -1,4 +1,4 @@
-"""What the user's own line says of a call: the names of what it was given, of what it returned, operator or method.
+"""The spelling of a call in the user's line: names of its operands and results, operator or method.
 
 The line is parsed, the part of it that is the call is found by the function's name or operator, and its operands are
 read off. Where a line is not whole, or two parts of it say different things, it says nothing.
@@ -40,7 +40,7 @@ Match = tuple[ast.AST, Sequence[ast.expr]]
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """What a line says of a call: names by value.
+    """The names in a line of one call, by value.
 
     ``operands`` is what it was given, ``variables`` those of them that are plain variables there, ``paths`` the whole
     text of variables and attributes (``self.weight``, ``state["avg"]``), ``results`` what it was assigned to.
@@ -64,7 +64,7 @@ def is_inside_another(call: Call) -> bool:
 
 
 def input_words(program: Program) -> dict[int, str]:
-    """For inputs the names that they have on the first line that says so."""
+    """The names of inputs, from the first line that has one."""
     inputs = {item.value for item in program.inputs}
     return {value: word for value, word in operand_words(program.calls).items() if value in inputs}
 
@@ -81,12 +81,12 @@ def in_users_words(snapshot: Snapshot) -> Snapshot:
 
 
 def operand_words(calls: Sequence[Call]) -> dict[int, str]:
-    """For whatever calls read the names on the first line that says so."""
+    """The names of the values that calls read, from the first line that has one."""
     return _first_said(spelling.operands for spelling in spellings(calls))
 
 
 def operand_paths(calls: Sequence[Call]) -> dict[int, str]:
-    """For whatever calls read how it is reached on the first line that says so, where that is no call itself."""
+    """The paths of the values that calls read, from the first line that has one and no call in it."""
     return _first_said(spelling.paths for spelling in spellings(calls))
 
 
@@ -99,7 +99,7 @@ def result_words(program: Program) -> dict[int, str]:
 
 
 def _first_said(said: Iterable[Mapping[int, str]]) -> dict[int, str]:
-    """For each value what the first that speaks of it says."""
+    """For each value its first name."""
     words: dict[int, str] = {}
     for names in said:
         for value, word in names.items():
@@ -108,7 +108,7 @@ def _first_said(said: Iterable[Mapping[int, str]]) -> dict[int, str]:
 
 
 def spellings(calls: Sequence[Call]) -> list[Spelling]:
-    """What the lines say of calls in order.
+    """The spellings of calls in order.
 
     Where a line has several parts that could be a call, they are told apart if the program has all of them, in a loop
     as often as it goes round.
@@ -150,7 +150,7 @@ def _told_apart(run: Sequence[Call]) -> Iterator[Sequence[Match]]:
 
 
 def _read(call: Call, matches: Sequence[Match]) -> Spelling:
-    """What all parts of the line agree on."""
+    """The names on which all parts of the line agree."""
     operands: dict[int, str] = {}
     variables: dict[int, str] = {}
     paths: dict[int, str] = {}
@@ -211,7 +211,7 @@ def parsed_line(code: str) -> ParsedLine | None:
 
 
 def _operands(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
-    """What a part of the line operates on in the order of the call's arguments, if it is this call."""
+    """The operands of a part of the line in the order of the call's arguments, if it is this call."""
     name, is_method = call.name, _is_method(call)
     match node:
         case ast.BinOp(left, op, right) if is_method:
@@ -247,7 +247,7 @@ def _of_call(node: ast.Call, call: Call) -> Sequence[ast.expr] | None:
 
 
 def rank_of(node: ast.AST) -> Rank:
-    """How tightly a part of a line binds."""
+    """The rank of a part of a line."""
     if isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Compare)):
         operators = node.ops if isinstance(node, ast.Compare) else [node.op]
         symbol = SYMBOLS.get(type(operators[0]), "")
@@ -264,7 +264,7 @@ def _is_method(call: Call) -> bool:
 
 
 def _name(node: ast.expr) -> str | None:
-    """What an operand is called: a variable, an attribute, a key, or what a function of it still goes by."""
+    """The name of an operand: a variable, an attribute, a key; also of a view or cast of one."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):

@@ -109,7 +109,7 @@ class Targets:
     _keep: frozenset[int]
 
     def of(self, index: int, call: Call) -> str | None:
-        """What stands left of the equals sign, or ``None`` when nothing needs to."""
+        """The target left of the equals sign, ``None`` if none is needed."""
         outputs = call.outputs
         if isinstance(outputs, Ref):
             if outputs.value not in self._names:

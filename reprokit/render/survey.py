@@ -51,7 +51,7 @@ class Positions:
 
 
 def positions_of(tensor: torch.Tensor, name: str) -> Positions | None:
-    """Where ``tensor`` is not finite; ``None`` if it is finite, or has no elements that could tell."""
+    """The places where ``tensor`` is not finite; ``None`` if it is finite, or has no floating-point elements."""
     values = local_part(tensor.detach())
     if not values.is_floating_point() or values.layout is not torch.strided or values.is_meta or not values.numel():
         return None
@@ -74,7 +74,7 @@ def positions_of(tensor: torch.Tensor, name: str) -> Positions | None:
 
 
 def pattern_of(bad: torch.Tensor) -> str:
-    """How the bad elements lie, in a sentence: all, one, whole slices, or scattered."""
+    """The pattern of the bad elements as a sentence: all, one, whole slices, or scattered."""
     total, count = bad.numel(), int(bad.sum())
     if count == total:
         return "Every element is bad." if total > 1 else "It is a single number."
@@ -117,7 +117,7 @@ def _grid(mask: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Survey:
-    """What the run showed.
+    """Ranges and places measured in one run.
 
     ``written`` holds the range of a value after a call, by (index, value); ``inputs`` the range of what the program was
     given, when it was first read; ``gradients`` what the backward passes sent to a value. ``operands`` is what the

@@ -48,7 +48,7 @@ runpy.run_path(script, run_name="__main__")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How one run ended. ``exit_code`` is ``None`` when it took too long."""
+    """The end of one run. ``exit_code`` is ``None`` when it took too long."""
 
     exit_code: int | None
     stdout: str
@@ -62,13 +62,13 @@ class Run:
 
     @property
     def signature(self) -> tuple[int | None, str, str]:
-        """What two runs must share to have ended in the same way."""
+        """Equal for two runs that ended in the same way."""
         return self.exit_code, self.last_line, self.stdout
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """How many of the runs agree, and how these ended; ``num_failed`` of all runs show the bug, in whatever words."""
+    """The number of runs that agree, and their end; ``num_failed`` of all runs show the bug, in any words."""
 
     times: int
     agreed: int
@@ -95,7 +95,7 @@ class VerifyResult:
         return f"{self.agreed}/{self.times}"
 
     def summary(self) -> dict[str, Any]:
-        """What ``reprokit verify --json`` prints."""
+        """The result as ``reprokit verify --json`` prints it."""
         return {
             "schema": 1,
             "times": self.times,
@@ -245,7 +245,7 @@ def verify(path: Path | str, times: int = 20, *, seconds_per_run: float = SECOND
 
 
 def _file_of(path: Path) -> Path:
-    """What stands for a folder of results: the repro in it, or the reduction if that is not there any more."""
+    """The file of a folder of results: its repro, else its reduction."""
     inside = (path / name for name in (REPRO_FILE, REDUCTION_FILE))
     return next((file for file in inside if file.is_file()), path) if os.path.isdir(path) else path
 

@@ -93,7 +93,7 @@ def _of_gradient(found: Survey, names: Mapping[int, str]) -> Way | None:
 
 
 def _of_optimizer(found: Survey, names: Mapping[int, str]) -> Way | None:
-    """What the optimizer had for the parameter that it ruined, and the parameter afterwards."""
+    """The optimizer's operands for the parameter that became bad, and the parameter after the step."""
     failure = found.failure
     if not found.optimizer or failure.call_index is None or failure.value is None:
         return None
@@ -138,7 +138,7 @@ def _is_computed(found: Survey, value: int, before: int) -> bool:
 
 
 def _oddness(found: Range) -> tuple[bool, bool, float]:
-    """How far from ordinary numbers a range is: not finite, of floats, and decades from 1.
+    """The distance of a range from ordinary numbers: not finite, of floats, and decades from 1.
 
     The smallest of many ordinary numbers is small: one of a thousand is three decades below the others, and more.
     """
@@ -255,7 +255,7 @@ def source_lines(snapshot: Snapshot) -> list[SourceLine]:
 
 
 def steps(snapshot: Snapshot) -> list[ShownCall]:
-    """What the origin was given, the calls before it, and the origin itself, measured in one run of the program.
+    """The operands of the origin, the calls before it, and the origin itself, measured in one run of the program.
 
     Empty where there is no origin, or where the program cannot be run up to it here.
     """
@@ -276,7 +276,7 @@ def steps(snapshot: Snapshot) -> list[ShownCall]:
 
 
 def _gradient(found: Survey, names: Mapping[int, str]) -> list[ShownCall]:
-    """What a backward failure made of the gradient."""
+    """The gradient of a backward failure."""
     value = found.failure.value
     if not found.failure.is_derivative or value is None or value not in found.gradients:
         return []

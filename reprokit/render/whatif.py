@@ -21,7 +21,7 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """How a program ended in a variant: one of the four answers, what to add to it, and the time of a run."""
+    """The result of a program in a variant: one of the four answers, what to add to it, and the time of a run."""
 
     answer: str
     detail: str

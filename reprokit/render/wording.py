@@ -40,7 +40,7 @@ _REFERENCES = {
 
 
 def reference_words(failure: Failure) -> str:
-    """What a mismatch differs from: ``float64``."""
+    """The reference of a mismatch: ``float64``."""
     return _REFERENCES.get(failure.reference[0], (failure.way, ""))[0]
 
 
@@ -162,7 +162,7 @@ def expected(failure: Failure) -> str:
 
 
 def shown_names(reduction: Reduction, names: Mapping[str, str]) -> dict[str, str]:
-    """What the text calls the inputs: as the repro does, where it has a variable for them."""
+    """The names of inputs in texts: those of the repro's variables if there are any."""
     incoming = {item.name: "incoming gradient" for item in reduction.program.inputs if item.role == "gradient"}
     return {**incoming, **names, **_gradients_of_parameters(reduction.program, names)}
 
@@ -249,7 +249,7 @@ OUTSIDE = "outside of any module"
 
 
 def phase_words(failure: Failure) -> str:
-    """Where in the step it happens. An exception may come long before the model is called: from the data, say."""
+    """The phase of the failure. An exception may come long before the model is called, such as from the data."""
     if failure.is_of_whole_step:
         return "over the whole step"
     is_called = failure.kind == "exception" and failure.call is not None
@@ -294,5 +294,5 @@ def _shortened(text: str, limit: int) -> str:
 
 
 def longest_run(text: str, character: str) -> int:
-    """How often a character follows itself at most."""
+    """The length of the longest run of a character."""
     return max((len(run) for run in re.findall(re.escape(character) + "+", text)), default=0)

@@ -34,7 +34,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A rewrite to try, its parameters, and how to say it in a sentence.
+    """A rewrite to try, its parameters, and a sentence about it.
 
     ``code`` says it in Python where no line of the user's does, as with the options of an optimizer. ``{call}`` is the
     origin, ``{optimizer}`` its class where it is an optimizer's step, ``{line}`` the user's line that it comes from,

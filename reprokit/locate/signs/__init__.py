@@ -26,7 +26,7 @@ def sign(function: Sign) -> Sign:
 
 
 def places(mask: torch.Tensor | None, **more: Any) -> Numbers | None:
-    """How many of how many elements, with ``more`` to say; ``None`` when there are none."""
+    """The count of elements in a mask, its size, and ``more`` numbers; ``None`` for an empty mask."""
     count = int(mask.sum()) if mask is not None else 0
     return {"count": count, "total": mask.numel(), **more} if mask is not None and count else None
 

@@ -15,7 +15,7 @@ from reprokit.program.ir import Ref
 
 
 def danger(scene: Scene) -> torch.Tensor:
-    """Where the origin's argument is at or beyond the edge of what it, or its derivative, is defined for."""
+    """A mask of the origin's argument: at or beyond the edge of what it, or its derivative, is defined for."""
     domain = DOMAINS[short_name(scene.origin.call)]
     values = scene.tensor(domain.operand)
     if not values.is_floating_point():

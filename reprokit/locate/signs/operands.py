@@ -88,7 +88,7 @@ def counts_something(scene: Scene) -> Numbers | None:
 
 
 def _is_mask(scene: Scene, seen: Seen, index: int) -> bool:
-    """True if what a call reduces says which elements count: flags, whole numbers, or 0 and 1 from a comparison.
+    """True if the argument of a reduction marks elements that count: flags, whole numbers, 0 and 1 from a comparison.
 
     What is divided itself is no mask, even if it is zero throughout.
     """
@@ -192,7 +192,7 @@ def divides_by_number_zero(scene: Scene) -> Numbers | None:
 
 
 def _written_divisor(line: str) -> str | None:
-    """What the only division of a line divides by; ``None`` for a literal, and for a line that cannot be parsed."""
+    """The divisor of the only division of a line; ``None`` for a literal, and for a line that cannot be parsed."""
     try:
         nodes = list(ast.walk(ast.parse(line.strip())))
     except SyntaxError:

@@ -132,7 +132,7 @@ def root_of_squares(scene: Scene) -> int | None:
 
 
 def _order(call: Call) -> Any:
-    """Which norm a call computes: its ``p`` or ``ord``; that of 2 of a matrix is none of squares."""
+    """The order of a norm: its ``p`` or ``ord``; that of 2 of a matrix is none of squares."""
     order = call.kwargs.get("ord", call.kwargs.get("p", call.args[1] if len(call.args) > 1 else None))
     return "spectral" if order == 2 and short_name(call) == "matrix_norm" else order
 
