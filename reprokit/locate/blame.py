@@ -58,7 +58,7 @@ def _located(program: Program, tensors: Tensors, notes: Notes) -> Failure | None
     found = notes.found or _at_end(program, notes, outcome)
     if found is None:
         return None
-    if found.where == "gradient":
+    if found.is_gradient:
         return _blame_gradient(program, tensors, notes, found)
     return _Walk(program, tensors, notes).blame(found.value, found.way, found.index)
 
@@ -112,7 +112,7 @@ def _bad_start(notes: Notes, index: int, call: Call, values: Mapping[int, torch.
         if _given_gradients(call):
             ways &= {NAN}  # not a loss: an infinity in it may be wanted, and the gradient decides
         if ways and not _is_overflow_of_scaler(notes, index, value):
-            return Found("start", value, _worst(ways), index)
+            return Found(value, _worst(ways), index)
     return None
 
 
@@ -124,13 +124,13 @@ def _is_overflow_of_scaler(notes: Notes, index: int, value: int) -> bool:
     return not any(notes.reads[writer].values())
 
 
-def _first_bad(where: str, given: Iterable[tuple[int, frozenset[str]]], index: int) -> Found | None:
-    return next((Found(where, value, _worst(ways), index) for value, ways in given if ways), None)
+def _first_bad(given: Iterable[tuple[int, frozenset[str]]], index: int, *, is_gradient: bool = False) -> Found | None:
+    return next((Found(value, _worst(ways), index, is_gradient) for value, ways in given if ways), None)
 
 
 def _bad_leaf(notes: Notes, index: int) -> Found | None:
     grads = ((value, ways_of(leaf.grad)) for value, leaf in notes.leaves.items() if leaf.grad is not None)
-    return _first_bad("gradient", grads, index)
+    return _first_bad(grads, index, is_gradient=True)
 
 
 def _bad_rewritten(notes: Notes, before: int) -> Found | None:
@@ -140,19 +140,19 @@ def _bad_rewritten(notes: Notes, before: int) -> Found | None:
         ways = ways_of(leaf.grad) if leaf is not None and leaf.grad is not None else frozenset()
         value = next(iter(call.output_refs()), -1)
         if ways and (notes.writer(value, before) or 0) > number:
-            return Found("assigned", value, _worst(ways), before)
+            return Found(value, _worst(ways), before)
     return None
 
 
 def _bad_assigned(notes: Notes, index: int, call: Call) -> Found | None:
     """A gradient that the loop itself put in place."""
     given = ((ref.value, notes.reads[index].get(ref.value, CLEAN)) for ref in iter_refs(call.args[1:]))
-    return _first_bad("assigned", given, index)
+    return _first_bad(given, index)
 
 
 def _bad_parameter(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> Found | None:
     parameters = dict.fromkeys(ref.value for group in call.kwargs["params"] for ref in group)
-    return _first_bad("parameter", ((value, ways_of(values[value])) for value in parameters), index + 1)
+    return _first_bad(((value, ways_of(values[value])) for value in parameters), index + 1)
 
 
 def _at_end(program: Program, notes: Notes, outcome: Outcome) -> Found | None:
@@ -165,8 +165,8 @@ def _at_end(program: Program, notes: Notes, outcome: Outcome) -> Found | None:
     )
     return (
         _bad_rewritten(notes, end)
-        or _first_bad("output", ((value, ways_of(outcome.values[value])) for value in outputs), end)
-        or _first_bad("parameter", ((value, ways_of(outcome.inputs[value])) for value in states), end)
+        or _first_bad(((value, ways_of(outcome.values[value])) for value in outputs), end)
+        or _first_bad(((value, ways_of(outcome.inputs[value])) for value in states), end)
     )
 
 
@@ -309,10 +309,10 @@ class _Walk:
     def _blame_call(self, index: int, value: int, way: str) -> Failure:
         call = self._program.calls[index]
         if call.target == "torch.autograd.grad":
-            found = Found("gradient", value, way, index)
+            found = Found(value, way, index, is_gradient=True)
             return _blame_gradient(self._program, self._tensors, self.notes, found)
         if call.target == GRAD_READ:
-            found = Found("gradient", call.input_refs()[0], way, self._last_differentiation(index))
+            found = Found(call.input_refs()[0], way, self._last_differentiation(index), is_gradient=True)
             return _blame_gradient(self._program, self._tensors, self.notes, found)
         failure = failure_of_call(self._program, index, phase_of(call), way, value=value)
         if failure.phase == "forward" and value not in call.output_refs():

@@ -22,12 +22,12 @@ Ways = frozenset[str]
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A bad value that ends a run; ``where``: ``start`` (of backward), ``gradient``, ``parameter`` or ``output``."""
+    """A bad value that ends a run at call number ``index``. ``is_gradient``: the ``.grad`` of the value is bad."""
 
-    where: str
     value: int
     way: str
     index: int
+    is_gradient: bool = False
 
 
 def phase_of(call: Call) -> str:
