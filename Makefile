@@ -5,15 +5,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types tests docs gallery clean
+# Tests that need neither torch nor a process of their own.
+QUICK := tests/test_documentation.py tests/test_corpus_benchmark.py \
+	tests/render/test_expression.py tests/snapshot/test_redact.py tests/snapshot/test_files.py tests/snapshot/test_source.py
+
+.PHONY: demo check test lint types tests docs gallery clean
 
 demo: $(VENV)/.installed
 	$(BIN)/reprokit demo
+
+check: lint types
+	$(BIN)/pytest -q $(QUICK)
 
 test: lint types docs tests
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports --no-cache
 
 types: $(VENV)/.installed-dev
 	$(BIN)/mypy

@@ -123,6 +123,7 @@ def test_the_mean_leaves_out_as_much_at_either_end(overhead: ModuleType) -> None
     assert quadruples.summary()["mean"] == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_overhead_runs(start_python: Run, tmp_path: Path) -> None:
     files = ("--json", "result.json", "--markdown", "table.md")
     done = start_python(str(BENCHMARKS / "overhead.py"), "--quick", "--shapes", "mlp", *files)
@@ -144,6 +145,7 @@ def test_overhead_runs(start_python: Run, tmp_path: Path) -> None:
     assert every_step["copy_bytes"] == shape["state_bytes"]
 
 
+@pytest.mark.slow
 def test_capture_runs(start_python: Run) -> None:
     done = start_python(str(BENCHMARKS / "capture.py"), "--quick", "--shapes", "mlp")
     assert done.returncode == 0, done.stderr

@@ -23,6 +23,7 @@ LOOPS = st.builds(generated.Loop, **FIELDS).map(generated.Loop.settled)
 FEW = settings(derandomize=True, max_examples=25, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.slow
 @FEW
 @given(LOOPS)
 def test_the_ways_of_watching_agree(loop: Any) -> None:
@@ -30,6 +31,7 @@ def test_the_ways_of_watching_agree(loop: Any) -> None:
     assert row.agrees and not (row.changed or row.broken), agree.table([row])
 
 
+@pytest.mark.slow
 @settings(FEW, max_examples=10)
 @given(LOOPS)
 def test_a_healthy_loop_is_left_alone(loop: Any) -> None:

@@ -80,6 +80,7 @@ def capture_once(folder: Path, *, bad: bool = False, error: bool = False) -> Non
             raise ValueError("out of the block")
 
 
+@pytest.mark.slow
 def test_nothing_piles_up(tmp_path: Path) -> None:
     capture_once(tmp_path)
     gc.collect()

@@ -11,6 +11,8 @@ from reprokit.cli import main
 from reprokit.snapshot.format import Snapshot, load
 from tests.conftest import start_python_in
 
+pytestmark = pytest.mark.slow
+
 TRAINING = """
 import sys
 import torch

@@ -572,6 +572,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_under_torchrun(run_python: Run, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(DISTRIBUTED_SCRIPT)
     words = ["--standalone", "--nproc-per-node", "2", "-m", "reprokit", "capture"]

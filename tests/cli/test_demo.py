@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import Run
 
 
+@pytest.mark.slow
 def test_the_demo_leaves_all_results(run_reprokit: Run, tmp_path: Path) -> None:
     result = run_reprokit("demo", "--json", "--dir", "shown")
     assert result.returncode == 0, result.stderr

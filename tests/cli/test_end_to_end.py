@@ -12,6 +12,8 @@ import torch
 
 from tests.conftest import run_python_in
 
+pytestmark = pytest.mark.slow
+
 HEALTHY = """
 import random, sys
 import torch

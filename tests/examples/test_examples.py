@@ -57,6 +57,7 @@ def assert_shown(made: Path, shown: Path) -> None:
     assert headings(made / "report.html") == headings(shown / "report.html") != []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", EXPECTED)
 def test_an_example_from_script_to_repro(script: str, tmp_path: Path) -> None:
     expected = EXPECTED[script]
@@ -85,6 +86,7 @@ def test_an_example_from_script_to_repro(script: str, tmp_path: Path) -> None:
         assert_shown(tmp_path / "out", SHOWN[script])
 
 
+@pytest.mark.slow
 def test_the_gallery_is_made_by_the_public_commands(tmp_path: Path) -> None:
     command = [sys.executable, str(GALLERY / "make.py"), "--into", str(tmp_path), "forward"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

@@ -13,6 +13,8 @@ from reprokit.render.expectation import expect
 from reprokit.snapshot.format import load
 from tests.integrations.conftest import Finished, Run
 
+pytestmark = pytest.mark.slow
+
 MISMATCH = "The size of tensor a (4) must match the size of tensor b (3) at non-singleton dimension 0"
 
 

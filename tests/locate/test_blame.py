@@ -245,8 +245,7 @@ def test_a_scaled_loss_may_overflow() -> None:
     scaled = Call("torch.Tensor.mul", (Ref(0), Ref(1)), outputs=Ref(2), scope=(GRAD_SCALER,))
     made = program([scaled, call("torch.Tensor.backward", Ref(2))], [Input(0, "loss", requires_grad=True), "scale"])
     assert locate(made, {0: torch.tensor(1e30), 1: torch.tensor(1.0)}) is None
-    failure = locate(made, {0: torch.tensor(1e30), 1: torch.tensor(1e30)})
-    assert failure is None or failure.phase == "backward"  # the loss itself is fine
+    assert locate(made, {0: torch.tensor(1e30), 1: torch.tensor(1e30)}) is None  # loss and gradient are finite
 
 
 def test_the_optimizer() -> None:

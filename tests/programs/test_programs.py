@@ -20,6 +20,8 @@ import pytest
 from reprokit.cli import main
 from tests.conftest import ROOT, import_benchmark
 
+pytestmark = pytest.mark.slow
+
 PROGRAMS = Path(__file__).parent
 PRELOADED = ROOT / "tests" / "integrations" / "scripts" / "preloaded.py"
 CASES: dict[str, dict[str, Any]] = {

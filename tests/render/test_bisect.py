@@ -18,6 +18,8 @@ from reprokit.render.texts import render_one
 from reprokit.snapshot.format import Snapshot, save
 from tests.conftest import Run
 
+pytestmark = pytest.mark.slow
+
 # What the interpreter loads at its start: the library of the repository replaces one function of torch.
 STARTUP = "import library\n"
 GOOD = """\

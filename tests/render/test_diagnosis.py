@@ -43,6 +43,7 @@ def test_it_is_kept_in_the_file(tmp_path: Path) -> None:
     assert load(tmp_path / "kept.pt").diagnosis == reduction.diagnosis
 
 
+@pytest.mark.slow
 def test_the_code_of_a_fix_is_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -634,6 +634,7 @@ def test_a_zip_has_the_same_bytes_every_time(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.zip", "b.zip"]
 
 
+@pytest.mark.slow
 def test_the_command_names_a_file_that_is_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
@@ -649,6 +650,7 @@ def test_the_command_names_a_file_that_is_there(
     assert "unpack issue.md" in capsys.readouterr().err  # another text than that in the folder
 
 
+@pytest.mark.slow
 def test_the_command_line_writes_and_tells(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
@@ -685,6 +687,7 @@ def attention(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_zip_holds_the_piece_of_the_model(attention: Path, tmp_path: Path) -> None:
     assert main(["render", str(attention / "out"), "--zip", "-q", "-o", str(tmp_path / "x.zip")]) == 0
     with zipfile.ZipFile(tmp_path / "x.zip") as archive:
