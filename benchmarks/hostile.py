@@ -48,7 +48,7 @@ from torch import nn
 import reprokit
 from reprokit.cli.app import main as command
 from reprokit.render.gate import require_closed
-from reprokit.render.verify import CleanProcesses, Run
+from reprokit.render.verify import CleanProcesses, CleanRun
 from reprokit.shrink.reducer import shrink
 from reprokit.snapshot import grammar
 from reprokit.snapshot.format import load
@@ -479,7 +479,7 @@ def _not_opened(processes: CleanProcesses) -> None:
     """Stands for the start of clean processes."""
 
 
-def _here(processes: CleanProcesses, number: int, script: Path, times: int, seconds: float) -> list[Run]:
+def _here(processes: CleanProcesses, number: int, script: Path, times: int, seconds: float) -> list[CleanRun]:
     """Stands for the clean processes of `verify`: the script, in this process."""
     output, errors = io.StringIO(), ""
     with contextlib.redirect_stdout(output):
@@ -487,7 +487,7 @@ def _here(processes: CleanProcesses, number: int, script: Path, times: int, seco
             runpy.run_path(str(script), run_name="__main__")
         except Exception:
             errors = traceback.format_exc()
-    return [Run(1 if errors else 0, output.getvalue(), errors)]
+    return [CleanRun(1 if errors else 0, output.getvalue(), errors)]
 
 
 # -- reading texts ------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from reprokit.locate.calls import constant_ways
 from reprokit.locate.failure import EXCEPTION, Drop, Failure, kind_of, module_of
 from reprokit.locate.gradient import Blame, GradientWatch, blame_gradient
 from reprokit.locate.hidden import bad_operand, explains_gradient, find_drop
-from reprokit.locate.notes import Found, Notes, failure_of_call, phase_of
+from reprokit.locate.notes import BadValue, Notes, failure_of_call, phase_of
 from reprokit.locate.ways import CLEAN, MINUS, NAN, PLUS, ways_of
 from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name, is_factory
 from reprokit.program.ir import OPAQUE, Call, Program, Scope, iter_refs
@@ -87,11 +87,11 @@ def locate_exception(program: Program, tensors: Tensors) -> Failure | None:
 
 def _with_cause(failure: Failure, program: Program, tensors: Tensors, notes: Notes) -> Failure:
     bad = bad_operand(program, tensors, notes, failure.call_index or 0)
-    cause = _Walk(program, tensors, notes).blame(bad.value, bad.way, bad.at) if bad is not None else None
+    cause = _Walk(program, tensors, notes).blame(bad.value, bad.way, bad.index) if bad is not None else None
     return replace(failure, cause=cause)
 
 
-def _watch(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tensor], *, after: bool) -> Found | None:
+def _watch(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tensor], *, after: bool) -> BadValue | None:
     """A bad value around one call that ends the run."""
     if call.is_differentiation and not after:
         return _bad_start(notes, index, call, values)
@@ -104,7 +104,7 @@ def _watch(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tens
     return None
 
 
-def _bad_start(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> Found | None:
+def _bad_start(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> BadValue | None:
     for value in _starts(call):
         if not values[value].requires_grad:
             continue  # the differentiation itself is going to object
@@ -112,7 +112,7 @@ def _bad_start(notes: Notes, index: int, call: Call, values: Mapping[int, torch.
         if _given_gradients(call):
             ways &= {NAN}  # not a loss: an infinity in it may be wanted, and the gradient decides
         if ways and not _is_overflow_of_scaler(notes, index, value):
-            return Found(value, _worst(ways), index)
+            return BadValue(value, _worst(ways), index)
     return None
 
 
@@ -124,38 +124,40 @@ def _is_overflow_of_scaler(notes: Notes, index: int, value: int) -> bool:
     return not any(notes.reads[writer].values())
 
 
-def _first_bad(given: Iterable[tuple[int, frozenset[str]]], index: int, *, is_gradient: bool = False) -> Found | None:
-    return next((Found(value, _worst(ways), index, is_gradient) for value, ways in given if ways), None)
+def _first_bad(
+    given: Iterable[tuple[int, frozenset[str]]], index: int, *, is_gradient: bool = False
+) -> BadValue | None:
+    return next((BadValue(value, _worst(ways), index, is_gradient) for value, ways in given if ways), None)
 
 
-def _bad_leaf(notes: Notes, index: int) -> Found | None:
+def _bad_leaf(notes: Notes, index: int) -> BadValue | None:
     grads = ((value, ways_of(leaf.grad)) for value, leaf in notes.leaves.items() if leaf.grad is not None)
     return _first_bad(grads, index, is_gradient=True)
 
 
-def _bad_rewritten(notes: Notes, before: int) -> Found | None:
+def _bad_rewritten(notes: Notes, before: int) -> BadValue | None:
     """A gradient that was finite after the backward pass and that something, such as clipping, has written since."""
     for number, call in enumerate(notes.program.calls[:before]):
         leaf = notes.leaves.get(call.input_refs()[0]) if call.target == GRAD_READ else None
         ways = ways_of(leaf.grad) if leaf is not None and leaf.grad is not None else frozenset()
         value = next(iter(call.output_refs()), -1)
         if ways and (notes.writer(value, before) or 0) > number:
-            return Found(value, _worst(ways), before)
+            return BadValue(value, _worst(ways), before)
     return None
 
 
-def _bad_assigned(notes: Notes, index: int, call: Call) -> Found | None:
+def _bad_assigned(notes: Notes, index: int, call: Call) -> BadValue | None:
     """A gradient that the loop itself put in place."""
     given = ((ref.value, notes.reads[index].get(ref.value, CLEAN)) for ref in iter_refs(call.args[1:]))
     return _first_bad(given, index)
 
 
-def _bad_parameter(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> Found | None:
+def _bad_parameter(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> BadValue | None:
     parameters = dict.fromkeys(ref.value for group in call.kwargs["params"] for ref in group)
     return _first_bad(((value, ways_of(values[value])) for value in parameters), index + 1)
 
 
-def _at_end(program: Program, notes: Notes, outcome: Outcome) -> Found | None:
+def _at_end(program: Program, notes: Notes, outcome: Outcome) -> BadValue | None:
     end = len(program.calls)
     outputs = (ref.value for ref in program.outputs if ref.value in outcome.values)
     states = (
@@ -170,7 +172,7 @@ def _at_end(program: Program, notes: Notes, outcome: Outcome) -> Found | None:
     )
 
 
-def _blame_gradient(program: Program, tensors: Tensors, notes: Notes, found: Found) -> Failure:
+def _blame_gradient(program: Program, tensors: Tensors, notes: Notes, found: BadValue) -> Failure:
     """Blame a bad gradient on a node, or on the forward when the node only passed on a NaN that was there before."""
     blame = blame_gradient(program, tensors, found, notes.inner)
     walk = _Walk(program, tensors, notes)
@@ -189,7 +191,7 @@ def _blame_gradient(program: Program, tensors: Tensors, notes: Notes, found: Fou
 
 
 def _hidden_infinity(
-    program: Program, tensors: Tensors, walk: _Walk, found: Found, index: int | None
+    program: Program, tensors: Tensors, walk: _Walk, found: BadValue, index: int | None
 ) -> Failure | None:
     """The origin of an infinity that call number ``index`` reads, if its backward pass fails because of that."""
     if index is None:
@@ -309,10 +311,10 @@ class _Walk:
     def _blame_call(self, index: int, value: int, way: str) -> Failure:
         call = self._program.calls[index]
         if call.target == "torch.autograd.grad":
-            found = Found(value, way, index, is_gradient=True)
+            found = BadValue(value, way, index, is_gradient=True)
             return _blame_gradient(self._program, self._tensors, self.notes, found)
         if call.target == GRAD_READ:
-            found = Found(call.input_refs()[0], way, self._last_differentiation(index), is_gradient=True)
+            found = BadValue(call.input_refs()[0], way, self._last_differentiation(index), is_gradient=True)
             return _blame_gradient(self._program, self._tensors, self.notes, found)
         failure = failure_of_call(self._program, index, phase_of(call), way, value=value)
         if failure.phase == "forward" and value not in call.output_refs():

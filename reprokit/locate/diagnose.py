@@ -18,9 +18,9 @@ from reprokit.locate.catalogue import CONFIDENCES, TIERS, Entry, Remedy, entries
 from reprokit.locate.diagnosis import UNKNOWN, Diagnosis, Fix
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.notes import failure_of_call
-from reprokit.locate.scene import Scene, Step, observe
+from reprokit.locate.scene import CapturedStep, Scene, observe
 from reprokit.locate.signs import SIGNS, Numbers, edges, labels, operands, precision, training
-from reprokit.locate.trials import Budget, WriteCode, attempt
+from reprokit.locate.trials import TrialBudget, WriteCode, attempt
 from reprokit.locate.underflow import find_underflow
 from reprokit.locate.ways import PLUS, ways_of
 from reprokit.program.run import determinism
@@ -41,7 +41,11 @@ class Reduced(Protocol):
 
 
 def diagnose(
-    step: Step, reduction: Reduced | None = None, *, budget: Budget | None = None, write: WriteCode | None = None
+    step: CapturedStep,
+    reduction: Reduced | None = None,
+    *,
+    budget: TrialBudget | None = None,
+    write: WriteCode | None = None,
 ) -> Diagnosis:
     """The diagnosis of a captured step (a snapshot). ``reduction`` adds what its search found out.
 
@@ -54,7 +58,7 @@ def diagnose(
         found = matches(scene)
         if not found:
             return _unknown("No entry of the catalogue fits what the origin was given.")
-        note, tried = _try_all(scene, found, budget or Budget(), write)
+        note, tried = _try_all(scene, found, budget or TrialBudget(), write)
     (entry, numbers), *others = found
     fix = _best(tried)
     return Diagnosis(
@@ -170,7 +174,7 @@ def _optimizer(target: str) -> str | None:
 
 
 def _try_all(
-    scene: Scene, found: list[tuple[Entry, Numbers]], budget: Budget, write: WriteCode | None
+    scene: Scene, found: list[tuple[Entry, Numbers]], budget: TrialBudget, write: WriteCode | None
 ) -> tuple[str | None, list[Fix]]:
     """All remedies of the best entries in order, until one helps and leaves a plausible loss."""
     remedies = [remedy for entry, _ in found for remedy in entry.remedies]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from reprokit.locate.failure import Failure, kind_of
-from reprokit.locate.notes import Found, failure_of_call
+from reprokit.locate.notes import BadValue, failure_of_call
 from reprokit.locate.ways import NAN, Badness, examine
 from reprokit.program.backward import Edge, Node, NodeOwners, edge_of, reachable
 from reprokit.program.functions import GRAD_WRITES
@@ -103,7 +103,7 @@ class Blame:
         return None
 
 
-def blame_gradient(program: Program, tensors: Tensors, found: Found, seen: object = None) -> Blame:
+def blame_gradient(program: Program, tensors: Tensors, found: BadValue, seen: object = None) -> Blame:
     """The origin of a bad gradient that was seen after differentiation call ``found.index``.
 
     ``found.value`` is the leaf with the bad ``.grad``, or the result of ``torch.autograd.grad`` that is bad. Runs the
@@ -123,7 +123,7 @@ def blame_gradient(program: Program, tensors: Tensors, found: Found, seen: objec
     return Blame(_failure(program, watch, origin, node, slot), watch.passages[origin].incoming, watch)
 
 
-def _target_edge(program: Program, watch: GradientWatch, found: Found) -> Edge | None:
+def _target_edge(program: Program, watch: GradientWatch, found: BadValue) -> Edge | None:
     """The edge whose gradient was seen to be bad."""
     call = program.calls[found.index]
     wanted = found.value
@@ -198,7 +198,7 @@ def _failure(program: Program, watch: GradientWatch, origin: Node, node: Node, s
     )
 
 
-def _unexplained(program: Program, watch: GradientWatch, found: Found) -> Failure:
+def _unexplained(program: Program, watch: GradientWatch, found: BadValue) -> Failure:
     """No node made it: finite contributions overflowed where they were added up, or the gradient was given bad."""
     for index, edges in watch.edges.items():
         call = program.calls[index]

@@ -16,7 +16,7 @@ import torch
 from reprokit.arrivals import pass_on
 from reprokit.locate.calls import short_name
 from reprokit.locate.domains import SPREADING
-from reprokit.locate.notes import Found, Notes
+from reprokit.locate.notes import BadValue, Notes
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
 from reprokit.program.ir import Call, Program, Ref, iter_refs
 from reprokit.program.run import Outcome, Tensors, bind_arguments, execute, run
@@ -50,7 +50,7 @@ def _reads_nan(reads: dict[int, frozenset[str]], values: Set[int]) -> bool:
 _STAND_IN = 1.0  # any moderate number will do
 
 
-def explains_gradient(program: Program, tensors: Tensors, value: int, reader: int, found: Found) -> bool:
+def explains_gradient(program: Program, tensors: Tensors, value: int, reader: int, found: BadValue) -> bool:
     """True if the gradient is finite without the infinities that call number ``reader`` reads in ``value``, and the
     loss another one: a branch that `torch.where` drops has no part in the loss, so its backward pass is the failure.
     """
@@ -68,18 +68,9 @@ def explains_gradient(program: Program, tensors: Tensors, value: int, reader: in
     return any(not torch.equal(plain.values[key], changed.values[key]) for key in starts)
 
 
-def _is_gradient_bad(outcome: Outcome, found: Found) -> bool:
+def _is_gradient_bad(outcome: Outcome, found: BadValue) -> bool:
     gradient = outcome.gradients.get(found.value, outcome.values.get(found.value))
     return gradient is None or bool(ways_of(gradient))
-
-
-@dataclass(frozen=True, slots=True)
-class BadValue:
-    """A value that is bad in this way when call number ``at`` reads it."""
-
-    value: int
-    way: str
-    at: int
 
 
 def bad_operand(program: Program, tensors: Tensors, notes: Notes, index: int) -> BadValue | None:

@@ -21,7 +21,7 @@ Ways = frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class BadValue:
     """A bad value that ends a run at call number ``index``. ``is_gradient``: the ``.grad`` of the value is bad."""
 
     value: int
@@ -55,7 +55,7 @@ class Notes:
     """
 
     program: Program
-    watch: Callable[..., Found | None] = lambda *_, **__: None
+    watch: Callable[..., BadValue | None] = lambda *_, **__: None
     wanted: Set[int] = frozenset()
     inner: Observer | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Notes:
     writes: dict[int, dict[int, Ways]] = field(default_factory=dict)
     places: dict[tuple[int | None, int], Badness] = field(default_factory=dict)
     leaves: dict[int, torch.Tensor] = field(default_factory=dict)
-    found: Found | None = None
+    found: BadValue | None = None
     _writers: dict[int, list[int]] = field(default_factory=dict)
     _storages: dict[int, set[int]] = field(default_factory=dict)
     _known: dict[int, tuple[int, Ways]] = field(default_factory=dict)

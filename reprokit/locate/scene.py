@@ -27,7 +27,7 @@ from reprokit.series import failing_series
 T = TypeVar("T")
 
 
-class Step(Protocol):
+class CapturedStep(Protocol):
     """The data of a diagnosis; a snapshot is one."""
 
     @property
@@ -52,7 +52,7 @@ class Step(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ObservedCall:
     """A call with the real arguments it was run with, and its results by value number."""
 
     call: Call
@@ -98,7 +98,7 @@ class Scene:
     failure: Failure
     timeline: Sequence[Mapping[str, Any]] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
-    seen: dict[int, Seen] = field(default_factory=dict)
+    seen: dict[int, ObservedCall] = field(default_factory=dict)
     peaks: dict[int, float] = field(default_factory=dict)
     branches: list[Branch] = field(default_factory=list)
     found_out: dict[Slot, Any] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class Scene:
         return argument_at(call, slot_of(call, role))
 
     @property
-    def origin(self) -> Seen:
+    def origin(self) -> ObservedCall:
         """The origin with its real arguments; raises `KeyError` without one, or if the run did not get there."""
         return self.seen[self.index]
 
@@ -247,7 +247,7 @@ class Scene:
                 yield from self.makers_of((call.args, dict(call.kwargs)), index, depth - 1)
 
 
-def recompute(seen: Seen) -> torch.Tensor | None:
+def recompute(seen: ObservedCall) -> torch.Tensor | None:
     """The first result of a call if it had been made in float64; ``None`` where that cannot be had."""
     if short_name(seen.call) in ("half", "to", "bfloat16", "type", "type_as", "float"):
         first = seen.args[0] if seen.args else None
@@ -269,7 +269,7 @@ def _doubled(leaf: Any) -> Any:
     return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
 
-def observe(step: Step) -> Scene:
+def observe(step: CapturedStep) -> Scene:
     """The scene of a step's failure, from one run."""
     scene = Scene(step.program, step.tensors, step.failure, failing_series(step.timeline), step.settings)
     run(_needed(step), step.tensors, observer=_Watch(scene))
@@ -277,7 +277,7 @@ def observe(step: Step) -> Scene:
     return scene
 
 
-def _needed(step: Step) -> Program:
+def _needed(step: CapturedStep) -> Program:
     """The program; up to its last call in a forward pass, where the failure is in one too."""
     origin, calls = step.failure.call_index, step.program.calls
     if origin is None or step.failure.phase != "forward" or step.failure.is_derivative:
@@ -298,7 +298,7 @@ class _Watch:
         """Copy what the calls near the origin are given."""
         if index in self._near:
             args, kwargs = map_leaves(bind_arguments(call, values), _copied)
-            self._scene.seen[index] = Seen(call, args, kwargs)
+            self._scene.seen[index] = ObservedCall(call, args, kwargs)
         if self._downstream.intersection(call.input_refs()):
             self._note_branch(call, values)
 

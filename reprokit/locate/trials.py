@@ -40,7 +40,7 @@ WriteCode = Callable[[Program, Program, Tensors], str]
 
 
 @dataclass
-class Budget:
+class TrialBudget:
     """The runs of the step that are left, and the seconds in which they may begin."""
 
     runs: int = 24
@@ -73,7 +73,7 @@ def failure_of(edited: Edited) -> Failure | None:
 
 
 def attempt(
-    scene: Scene, remedy: Remedy, budget: Budget, next_remedies: NextRemedies, write: WriteCode | None = None
+    scene: Scene, remedy: Remedy, budget: TrialBudget, next_remedies: NextRemedies, write: WriteCode | None = None
 ) -> Fix | None:
     """Try a remedy on the step of a scene; ``None`` when it does not apply to it, or the budget is spent.
 

@@ -23,7 +23,7 @@ from reprokit.render import expression
 from reprokit.render.expression import AUGMENTED, BINARY, REFLECTED, UNARY, Expr
 from reprokit.render.literals import as_given, is_same, number_text
 from reprokit.render.names import (
-    Names,
+    Identifiers,
     identifier,
     name_for_input,
     name_for_output,
@@ -194,7 +194,7 @@ def _is_default(value: Any, parameter: inspect.Parameter | None) -> bool:
     return isinstance(value, (bool, int, float, str, type(None))) and bool(value == parameter.default)
 
 
-def write_step(call: Call, leaf: Leaf, names: Names, tensors: Tensors) -> Iterator[str]:
+def write_step(call: Call, leaf: Leaf, names: Identifiers, tensors: Tensors) -> Iterator[str]:
     """The statements of a ``torch.optim.<Class>.step`` call."""
     groups = list(
         zip(call.kwargs["params"], call.kwargs["grads"], call.kwargs["options"], call.kwargs["state"], strict=True)

@@ -22,8 +22,7 @@ from reprokit.render.expression import quoted
 from reprokit.render.layout import fold
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.difference import halves_in, tolerances
-from reprokit.shrink.checks.function import FUNCTION, loss_of, outcome_of
-from reprokit.shrink.checks.mismatch import MISMATCH
+from reprokit.shrink.checks.function import loss_of, outcome_of
 from reprokit.shrink.checks.references import in_dtype, on_device
 
 _MAX_MESSAGE = 70
@@ -145,15 +144,13 @@ def _exception_name(failure: Failure) -> str:
     return failure.exception[0] if failure.exception is not None else "exception"
 
 
-__all__ = ["FUNCTION", "MISMATCH", "Parts", "function_parts", "mismatch_parts"]
-
 _INDENT = "    "
 _WORDS_OF_A_COMPARISON = ("step", "reference", "actual", "expected")
 _WORDS_OF_A_CHECK = ("runpy", "SimpleNamespace", "outcome", "exception", "error", "check", "verdict")
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class ScriptParts:
     """The parts of a script: code with its inputs, the statements, the assertion.
 
     ``imports`` replace those of the code, ``beside`` names a file of the user's that it runs.
@@ -166,7 +163,7 @@ class Parts:
     beside: str | None = None
 
 
-def mismatch_parts(program: Program, tensors: Tensors, failure: Failure) -> Parts:
+def mismatch_parts(program: Program, tensors: Tensors, failure: Failure) -> ScriptParts:
     """The program as a function, called as it is and in the way of the reference, and an assertion that both agree."""
     name, option = failure.reference
     given = Candidate(program, {item.value: tensors[item.value] for item in program.inputs})
@@ -182,7 +179,7 @@ def mismatch_parts(program: Program, tensors: Tensors, failure: Failure) -> Part
     return _in_two_ways(on_device(given, "cuda"), on_device(given, "cpu"), failure, ".cuda()", ".cpu()", " on the CPU")
 
 
-def function_parts(program: Program, tensors: Tensors, failure: Failure) -> Parts:
+def function_parts(program: Program, tensors: Tensors, failure: Failure) -> ScriptParts:
     """The program, the object that the user's function is shown, and an assertion that it sees no bug."""
     file, function = failure.check
     given = Candidate(program, {item.value: tensors[item.value] for item in program.inputs})
@@ -209,10 +206,12 @@ def function_parts(program: Program, tensors: Tensors, failure: Failure) -> Part
     ]
     own = ("import runpy", "from pathlib import Path", "from types import SimpleNamespace")
     body = _caught(code.body) if raises else code.body
-    return Parts(code, body, check, _with_imports(code.imports, own), file)
+    return ScriptParts(code, body, check, _with_imports(code.imports, own), file)
 
 
-def _in_two_ways(one: Candidate, other: Candidate, failure: Failure, into: str, into_other: str, words: str) -> Parts:
+def _in_two_ways(
+    one: Candidate, other: Candidate, failure: Failure, into: str, into_other: str, words: str
+) -> ScriptParts:
     """As it is and changed; two functions where the change goes beyond the inputs."""
     code, changed = _function("step", one, failure), _function("step", other, failure)
     codes = [code]
@@ -227,10 +226,10 @@ def _in_two_ways(one: Candidate, other: Candidate, failure: Failure, into: str, 
     return _compared(one, failure, codes, calls)
 
 
-def _compared(given: Candidate, failure: Failure, codes: Sequence[Code], calls: Sequence[str]) -> Parts:
+def _compared(given: Candidate, failure: Failure, codes: Sequence[Code], calls: Sequence[str]) -> ScriptParts:
     body = [line for code in codes for line in (*code.body, "", "")]
     check = [*calls, 'print("actual =", actual)', 'print("expected =", expected)', _assertion(given, failure)]
-    return Parts(replace(codes[0], inputs=(*codes[0].inputs, "", "")), body[:-1], check)
+    return ScriptParts(replace(codes[0], inputs=(*codes[0].inputs, "", "")), body[:-1], check)
 
 
 def _assertion(given: Candidate, failure: Failure) -> str:

@@ -23,7 +23,7 @@ from reprokit.render.call_code import Statement, write_step
 from reprokit.render.expression import Expr
 from reprokit.render.layout import WIDTH, fold
 from reprokit.render.literals import Literal, as_given, literal
-from reprokit.render.names import Names
+from reprokit.render.names import Identifiers
 from reprokit.render.spelling import input_words, result_words
 from reprokit.render.statements import Line, Reads, Targets, is_one_line, needed_mode, only_optimized, under_modes
 from reprokit.shrink.plainness import seed_of
@@ -72,7 +72,7 @@ def write_program(
     stay away from, inputs in ``aside`` go to the side file whatever they are. The body will be indented by ``indent``.
     """
     program = replace(program, calls=tuple(call for call in program.calls if not _changes_nothing(call)))
-    known = Names(frozenset(reserved))
+    known = Identifiers(frozenset(reserved))
     for value, name in (given or {}).items():
         known.adopt(value, name)
     words = {value: word for value, word in {**result_words(program), **(nouns or {})}.items() if word}
@@ -85,7 +85,7 @@ class _Writer:
     _program: Program
     _tensors: Tensors
     _keep: frozenset[int]
-    _names: Names
+    _names: Identifiers
     _written: Mapping[int, Literal]
     _nouns: Mapping[int, str]
     _aside: frozenset[int]

@@ -25,7 +25,7 @@ from reprokit.program.ir import Call, Program, iter_refs
 from reprokit.program.run import Tensors, bind_arguments, run
 from reprokit.render import wording
 from reprokit.render.call_code import optimizer_defaults
-from reprokit.render.definitions import BACKWARD_RULES, FORWARD_RULES, Edge, Given, Verdict, with_zero
+from reprokit.render.definitions import BACKWARD_RULES, FORWARD_RULES, Defect, Edge, Given, with_zero
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.references import default_dtype, in_dtype
 from reprokit.shrink.constants import is_number
@@ -121,7 +121,7 @@ def _compared(
         fact = with_zero(fact, given)
         return Edge("where its derivative overflows", fact, wanted, operands if len(operands) == 1 else ())
     if exact is None:
-        return Edge("", _why_open(dtype, is_backward), "other operands", deciding, verdict=Verdict.OPEN)
+        return Edge("", _why_open(dtype, is_backward), "other operands", deciding, verdict=Defect.OPEN)
     wanted, what = f"operands small enough for {name}", _bad_name(given, origin)
     converted = _too_large_to_convert(origin, dtype) if not is_backward else ()
     if converted:
@@ -137,7 +137,7 @@ def _compared(
         fact = f"its {inner} overflow {name} on the way, whose largest number is {limit:.3g}"
         return Edge(f"where {inner} overflow {name}", fact, wanted, deciding)
     fact = f"float64 gives about {exact:.3g}, which {name} can hold"
-    return Edge(f"although float64 gives {exact:.3g}", fact, "", deciding, verdict=Verdict.BETTER)
+    return Edge(f"although float64 gives {exact:.3g}", fact, "", deciding, verdict=Defect.BETTER)
 
 
 def _too_large_to_convert(origin: Origin, dtype: torch.dtype) -> tuple[int, ...]:
@@ -223,7 +223,7 @@ def _lost_eps(given: Given, dtype: torch.dtype) -> Edge | None:
             fact = (
                 f"`{name}={number:g}` rounds to zero in {short}, so it no longer keeps the denominator from being zero"
             )
-            return Edge(f"because {name}={number:g} is 0 in {short}", fact, "", verdict=Verdict.BETTER)
+            return Edge(f"because {name}={number:g} is 0 in {short}", fact, "", verdict=Defect.BETTER)
     return None
 
 

@@ -21,7 +21,7 @@ from reprokit.program.ir import Call, Ref, iter_refs
 from reprokit.shrink.exact import Origin
 
 
-class Verdict(Enum):
+class Defect(Enum):
     """The cause of a failure: ``DEFINED`` if the function is defined to give it, ``BETTER`` if its definition gives a
     finite number that fits the dtype, ``OPEN`` if float64 is not finite either and no rule says why."""
 
@@ -44,7 +44,7 @@ class Edge:
     wanted: str
     values: tuple[int, ...] = ()
     subject: str = "values"
-    verdict: Verdict = Verdict.DEFINED
+    verdict: Defect = Defect.DEFINED
     is_forward_finite: bool = True
 
 

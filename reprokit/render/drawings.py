@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-from reprokit.render.ranges import Limits, Range, limits_of, range_text
+from reprokit.render.ranges import FormatLimits, Range, limits_of, range_text
 from reprokit.render.survey import Positions
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -181,16 +181,16 @@ _APART = 60.0  # per cent between two limits whose labels fit into one line
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class LogAxis:
     """A logarithmic axis shared by strips, in exponents of ten, with the formats' limits that lie on it."""
 
     low: float
     high: float
     limits: tuple[tuple[float, str], ...]
-    beyond: tuple[Limits, ...]
+    beyond: tuple[FormatLimits, ...]
 
     @classmethod
-    def over(cls, ranges: Sequence[Range]) -> Axis:
+    def over(cls, ranges: Sequence[Range]) -> LogAxis:
         """The axis for these ranges. A limit is on it if values come near, or if the format is a small one."""
         numbers = [end for found in ranges for end in (found.least, found.high) if end]
         low, high = _exponents(numbers) if numbers else (-1.0, 1.0)
@@ -225,7 +225,7 @@ class Axis:
         return f"Far outside of this axis: the limits of {', '.join(said)}." if said else ""
 
 
-def strip(found: Range | None, axis: Axis) -> Markup:
+def strip(found: Range | None, axis: LogAxis) -> Markup:
     """One range on the axis: a bar over its magnitudes, a ring for zeros, and words for what is not finite."""
     marks = [_upright(axis.place(tick), "grid") for tick in axis.ticks]
     marks += [_upright(axis.place(exponent), "limit", text) for exponent, text in axis.limits]
@@ -238,7 +238,7 @@ def strip(found: Range | None, axis: Axis) -> Markup:
     )
 
 
-def strip_header(axis: Axis) -> Markup:
+def strip_header(axis: LogAxis) -> Markup:
     """The labels above strips: powers of ten, then a line for every format's limits."""
     powers = [(axis.place(tick), power_text(tick), "tick", "middle") for tick in axis.ticks]
     lines = [_legible([(_ZERO_AT, "0", "tick", "middle"), *powers])]
@@ -281,7 +281,7 @@ def _packed(lines: list[list[_Label]]) -> list[list[_Label]]:
     return packed
 
 
-def _bar(found: Range, axis: Axis) -> list[str]:
+def _bar(found: Range, axis: LogAxis) -> list[str]:
     middle = STRIP_HEIGHT / 2
     marks = []
     if found.low == 0:

@@ -15,7 +15,7 @@ from reprokit.program.functions import GRAD_READ, display_name
 from reprokit.program.ir import Call, Input, Program
 from reprokit.render import facts, wording
 from reprokit.render.defined import find_edge
-from reprokit.render.definitions import Edge, Verdict
+from reprokit.render.definitions import Defect, Edge
 from reprokit.shrink.checks.memory import requested_bytes
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot
@@ -139,18 +139,18 @@ def _expected(failure: Failure, edge: Edge | None) -> str:
         return wording.expected(failure)
     about = "a finite gradient" if failure.is_derivative else "a finite result"
     about = "a finite parameter after the step" if failure.call and failure.call.startswith("torch.optim.") else about
-    if edge.verdict is Verdict.BETTER:
+    if edge.verdict is Defect.BETTER:
         return f"{about[0].upper()}{about[1:]}: {edge.fact}."
     name = wording.code_span(failure.call or wording.short_call(failure))
     needs = f"{about[0].upper()}{about[1:]}, which needs {edge.wanted}."
-    if edge.verdict is Verdict.OPEN:
+    if edge.verdict is Defect.OPEN:
         return f"{needs} No check shows a defect of {name}: {edge.fact}."
     return f"{needs} For what it is given, {name} does what it is defined to do: {edge.fact}."
 
 
 def _other_reason(recorded: Edge | None, edge: Edge | None) -> str:
     """A sentence about the reason of the training step where the smallest program fails for another one."""
-    edges = [found for found in (recorded, edge) if found is not None and found.verdict is Verdict.DEFINED]
+    edges = [found for found in (recorded, edge) if found is not None and found.verdict is Defect.DEFINED]
     if recorded is None or len(edges) < 2 or edges[0].wanted == edges[1].wanted:
         return ""
     return f"The training step failed for another reason, since {recorded.fact}: it needed {recorded.wanted}. "
@@ -174,7 +174,7 @@ def _remark(snapshot: Snapshot, failure: Failure, edge: Edge | None, operands: t
         return f"Why it needs so much memory is a question about {whom}."
     if is_refusal(failure):
         return f"Why it is given these arguments is a question about {whom}."
-    if edge is None or edge.verdict is Verdict.BETTER:
+    if edge is None or edge.verdict is Defect.BETTER:
         return ""
     origins = list(dict.fromkeys(filter(None, (_origin_of(snapshot, value) for value in operands))))
     if not origins:
@@ -229,7 +229,7 @@ def _owner(snapshot: Snapshot, failure: Failure, edge: Edge | None) -> str:
         return TORCH if any(word in f"{kind} {message}" for word in _INTERNAL) else OWN
     if failure.kind == "mismatch":
         return TORCH
-    return TORCH if edge is not None and edge.verdict is Verdict.BETTER else OWN
+    return TORCH if edge is not None and edge.verdict is Defect.BETTER else OWN
 
 
 def _library(snapshot: Snapshot) -> str | None:

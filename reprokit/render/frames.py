@@ -20,7 +20,7 @@ Key = tuple[Scope, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Magnitudes:
     """Finite magnitudes over several tensors, and how many of their elements are not finite."""
 
     low: float | None
@@ -34,7 +34,7 @@ class Span:
         return math.nan if self.num_nan else math.inf if self.num_inf else self.high
 
     @classmethod
-    def over(cls, ranges: Iterable[Range | None]) -> Span | None:
+    def over(cls, ranges: Iterable[Range | None]) -> Magnitudes | None:
         """The span of the ranges of numbers among these, ``None`` without any."""
         known = [found for found in ranges if found is not None and found.is_float]
         if not known:
@@ -52,13 +52,13 @@ class Frame:
     number: int
     module: str
     cls: str
-    weights: Span | None
-    inputs: Span | None
-    outputs: Span | None
+    weights: Magnitudes | None
+    inputs: Magnitudes | None
+    outputs: Magnitudes | None
     is_origin: bool
 
     @property
-    def spans(self) -> tuple[Span | None, ...]:
+    def spans(self) -> tuple[Magnitudes | None, ...]:
         """Weights, inputs and outputs."""
         return self.weights, self.inputs, self.outputs
 
@@ -97,9 +97,9 @@ class _Frames:
             number,
             level.label,
             level.cls,
-            Span.over(self._weights_of(own)),
-            Span.over(self._inputs_of(indexes, inside)),
-            Span.over(self._outputs_of(indexes, inside)),
+            Magnitudes.over(self._weights_of(own)),
+            Magnitudes.over(self._inputs_of(indexes, inside)),
+            Magnitudes.over(self._outputs_of(indexes, inside)),
             self._found.failure.call_index in own,
         )
 

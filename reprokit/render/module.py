@@ -254,7 +254,7 @@ class _Writer:
         return [head, *(f"    {line}" for line in body or ["pass"])]
 
     def _argument_names(self, block: Block) -> Iterator[tuple[int, str]]:
-        known = names.Names(_RESERVED)
+        known = names.Identifiers(_RESERVED)
         inner = replace(self._context.program, calls=tuple(calls_of(block)))
         words = {value: word for value, word in operand_words(inner.calls).items() if names.identifier(word)}
         makers = {v: call for call in self._context.program.calls for v in call.output_refs()}
@@ -297,7 +297,7 @@ class _Writer:
 def _words_for_unnamed(tree: Tree, words: Mapping[int, str]) -> dict[int, str]:
     """Words for inputs that the user's lines do not name and a module or function reads, so that each has one name on
     both sides of a call, and no other value has it."""
-    program, known = tree.program, names.Names(_RESERVED.union(words.values()))
+    program, known = tree.program, names.Identifiers(_RESERVED.union(words.values()))
     blocks = [block for block in tree.root.blocks() if block is not tree.root and block.layer is None]
     read = {value for block in blocks for value in block.reads}
     unnamed = [item for item in program.inputs if item.value in read - words.keys() and not names.has_own_name(item)]

@@ -89,7 +89,7 @@ _LOSSES = ("cross_entropy", "binary_cross_entropy", "kl_div", "binary_cross_entr
 _PART_NOUNS = {"where": "index", "nonzero": "index", "chunk": "chunk", "split": "part", "unbind": "part"}
 
 
-class Names:
+class Identifiers:
     """Hands out unique identifiers. Invariant: a value number keeps its name."""
 
     def __init__(self, reserved: frozenset[str] = frozenset()) -> None:

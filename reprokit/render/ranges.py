@@ -43,7 +43,7 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FormatLimits:
     """The largest finite and the smallest normal number of a format."""
 
     dtype: str
@@ -89,13 +89,13 @@ def range_text(found: Range | None) -> str:
     return ", ".join(words)
 
 
-def limits_of(dtype: str) -> Limits | None:
+def limits_of(dtype: str) -> FormatLimits | None:
     """The limits of a floating-point format by its name; ``None`` for any other."""
     found = getattr(torch, dtype, None)
     if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
         return None
     numbers = torch.finfo(found)
-    return Limits(dtype, numbers.tiny, numbers.max)
+    return FormatLimits(dtype, numbers.tiny, numbers.max)
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -46,7 +46,7 @@ class Chart(NamedTuple):
     note: str
 
 
-class Progress(NamedTuple):
+class Remaining(NamedTuple):
     """The size of the program after a number of checks."""
 
     checks: float
@@ -186,18 +186,18 @@ def _num_hidden(text: str) -> int:
 _LINE = re.compile(r"(\d+): .*: ([\d,]+) calls?, ([\d,]+) elements?$", re.DOTALL)
 
 
-def progress(reduction: Reduction) -> list[Progress]:
+def progress(reduction: Reduction) -> list[Remaining]:
     """From the whole step to the minimum, one for every change of size; empty when nothing was kept."""
     lines = [match for line in reduction.log if (match := _LINE.match(line))]
     if not lines:
         return []
     before = reduction.before
-    steps = [Progress(0, before["calls"], before["elements"])]
+    steps = [Remaining(0, before["calls"], before["elements"])]
     for line in lines:
         calls, elements = (int(number.replace(",", "")) for number in line.groups()[1:])
         if (calls, elements) != (steps[-1].calls, steps[-1].elements):
-            steps.append(Progress(int(line[1]), calls, elements))
-    return [*steps, Progress(max(reduction.checks, int(lines[-1][1])), steps[-1].calls, steps[-1].elements)]
+            steps.append(Remaining(int(line[1]), calls, elements))
+    return [*steps, Remaining(max(reduction.checks, int(lines[-1][1])), steps[-1].calls, steps[-1].elements)]
 
 
 def sentences(snapshot: Snapshot, reduction: Reduction | None, verified: VerifyResult) -> list[str]:

@@ -15,11 +15,13 @@ from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Program
 from reprokit.program.run import Tensors
-from reprokit.render.check import FUNCTION, MISMATCH, Parts, find_subject, function_parts, mismatch_parts, write_check
+from reprokit.render.check import ScriptParts, find_subject, function_parts, mismatch_parts, write_check
 from reprokit.render.code import SIDE_FILE, write_program
 from reprokit.render.gate import require_closed
 from reprokit.render.templates import render_template
 from reprokit.render.wording import headline, phase_words
+from reprokit.shrink.checks.function import FUNCTION
+from reprokit.shrink.checks.mismatch import MISMATCH
 from reprokit.snapshot.files import replaced, write_text
 from reprokit.snapshot.paths import REPRO_FILE
 from reprokit.snapshot.redact import redact_text
@@ -121,7 +123,7 @@ def write_script(
     return Script(text, parts.code.side, names, parts.beside, bool(withheld))
 
 
-def _parts(program: Program, tensors: Tensors, failure: Failure, aside: Collection[int]) -> Parts:
+def _parts(program: Program, tensors: Tensors, failure: Failure, aside: Collection[int]) -> ScriptParts:
     """The sections of the script; what a repro asserts depends on the kind of the failure."""
     if failure.kind == MISMATCH:
         return mismatch_parts(program, tensors, failure)
@@ -130,10 +132,10 @@ def _parts(program: Program, tensors: Tensors, failure: Failure, aside: Collecti
     subject = find_subject(program, tensors, failure)
     code = write_program(program, tensors, keep=[subject.value] if subject is not None else [], aside=aside)
     check = write_check(subject, failure, code) if subject is not None else []
-    return Parts(code, code.body, check)
+    return ScriptParts(code, code.body, check)
 
 
-def _withheld_lines(program: Program, tensors: Tensors, parts: Parts, withheld: Collection[int]) -> list[str]:
+def _withheld_lines(program: Program, tensors: Tensors, parts: ScriptParts, withheld: Collection[int]) -> list[str]:
     names = parts.code.names
     found = [item.value for item in program.inputs if item.value in withheld and item.value in names]
     described = [f"`{names[value]}` ({tensors[value].dtype}, {tuple(tensors[value].shape)})" for value in found]

@@ -11,7 +11,7 @@ from typing import Any
 from reprokit.program.functions import all_written, hidden_writes, is_in_place
 from reprokit.program.ir import BACKWARD, OPAQUE, ZERO_GRAD, Call, Mode, Program, Ref, iter_refs
 from reprokit.render import call_code, names
-from reprokit.render.names import Names
+from reprokit.render.names import Identifiers
 
 
 class Reads:
@@ -104,7 +104,7 @@ class Targets:
 
     _program: Program
     _reads: Reads
-    _names: Names
+    _names: Identifiers
     _nouns: Mapping[int, str]
     _keep: frozenset[int]
 

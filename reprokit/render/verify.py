@@ -47,7 +47,7 @@ runpy.run_path(script, run_name="__main__")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CleanRun:
     """The end of one run. ``exit_code`` is ``None`` when it took too long."""
 
     exit_code: int | None
@@ -129,7 +129,7 @@ class CleanProcesses:
     def __init__(self, beside: Sequence[Path] = ()) -> None:
         self._beside = tuple(beside)
         self._server: subprocess.Popen[str] | None = None
-        self._reports: dict[int, list[Run]] = {}
+        self._reports: dict[int, list[CleanRun]] = {}
         self._known: dict[str, Verification] = {}
         self._folders = contextlib.ExitStack()
 
@@ -193,7 +193,7 @@ class CleanProcesses:
                 os.write(self._server.stdin.fileno(), f"{json.dumps(job)}\n".encode())
         return Verification(self, number, script, times, seconds)
 
-    def runs(self, number: int, script: Path, times: int, seconds: float) -> list[Run]:
+    def runs(self, number: int, script: Path, times: int, seconds: float) -> list[CleanRun]:
         """The runs of a job; what a server that has ended leaves undone is done by new interpreters."""
         runs = self._reports[number]
         while len(runs) < times and self._server is not None:
@@ -250,7 +250,7 @@ def _file_of(path: Path) -> Path:
     return next((file for file in inside if file.is_file()), path) if os.path.isdir(path) else path
 
 
-def _judge(runs: Sequence[Run], seconds: float) -> VerifyResult:
+def _judge(runs: Sequence[CleanRun], seconds: float) -> VerifyResult:
     signature, agreed = Counter(run.signature for run in runs).most_common(1)[0]
     typical = next(run for run in runs if run.signature == signature)
     text = "timeout" if typical.exit_code is None else f"exit code {typical.exit_code}"
@@ -270,7 +270,7 @@ def side_files(script: Path) -> list[Path]:
     return [script.parent / name for name in names if (script.parent / name).is_file()]
 
 
-def _interpreter_run(script: Path, seconds: float) -> Run:
+def _interpreter_run(script: Path, seconds: float) -> CleanRun:
     """One run in a fresh interpreter."""
     with tempfile.TemporaryDirectory(prefix="reprokit-") as folder:
         for path in (script, *side_files(script)):
@@ -287,19 +287,19 @@ def _interpreter_run(script: Path, seconds: float) -> Run:
                 timeout=seconds,
             )
         except subprocess.TimeoutExpired:
-            return Run(None, "", "")
+            return CleanRun(None, "", "")
         except OSError as error:
             raise ReprokitError(f"cannot start `{sys.executable}`", note=str(error)) from error
         return _tidied(done.returncode, done.stdout, done.stderr, folder)
 
 
-def _tidied(exit_code: int | None, stdout: str, stderr: str, folder: str) -> Run:
+def _tidied(exit_code: int | None, stdout: str, stderr: str, folder: str) -> CleanRun:
     """A run without what differs from one process to the next by nature: its folder and memory addresses."""
 
     def tidy(text: str) -> str:
         return re.sub(r"\b0x[0-9a-f]{6,}", "0x...", text.replace(os.path.realpath(folder), ".").replace(folder, "."))
 
-    return Run(exit_code, tidy(stdout), tidy(stderr))
+    return CleanRun(exit_code, tidy(stdout), tidy(stderr))
 
 
 def _environment() -> dict[str, str]:

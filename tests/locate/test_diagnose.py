@@ -24,7 +24,7 @@ from reprokit.locate.domains import number_named
 from reprokit.locate.edits import REWRITES
 from reprokit.locate.scene import observe
 from reprokit.locate.signs import SIGNS
-from reprokit.locate.trials import Budget, attempt
+from reprokit.locate.trials import TrialBudget, attempt
 from reprokit.render.diagnosis_text import markdown, one_line, page
 from reprokit.render.expectation import expect
 from reprokit.render.fix_code import fix_code
@@ -103,7 +103,7 @@ def helpful() -> frozenset[str]:
     for entry in entries():
         scene = observe(CASES[entry.id]())
         for remedy in entry.remedies:
-            fix = attempt(scene, remedy, Budget(seconds=60), lambda scene: [])
+            fix = attempt(scene, remedy, TrialBudget(seconds=60), lambda scene: [])
             if fix is not None and fix.helped:
                 found.add(remedy.rewrite)
     return frozenset(found)
@@ -172,7 +172,7 @@ def test_an_optimizer_is_named() -> None:
 def test_a_rewrite_that_does_not_help_is_said_not_to() -> None:
     scene = observe(CASES["division-by-zero"]())
     remedy = Remedy("away_from_zero", {"operand": "numerator"}, "replace zeros in the numerator")
-    fix = attempt(scene, remedy, Budget(), lambda scene: [])
+    fix = attempt(scene, remedy, TrialBudget(), lambda scene: [])
     assert fix is not None and not fix.helped and "still gives +inf" in fix.outcome
 
 
@@ -296,7 +296,7 @@ def test_what_the_catalogue_does_not_know_is_said() -> None:
 
 
 def test_the_budget_bounds_the_tries() -> None:
-    found = diagnose(CASES["log-of-zero"](), budget=Budget(runs=0))
+    found = diagnose(CASES["log-of-zero"](), budget=TrialBudget(runs=0))
     assert found.id == "log-of-zero" and found.fix is None and found.tried == ()
     assert found.note is not None and "Time was up" in found.note
 
@@ -357,7 +357,7 @@ def test_in_place_calls_are_fixed_in_place() -> None:
 def test_an_edited_step_that_raises_is_no_fix() -> None:
     scene = observe(CASES["half-overflow"]())
     remedy = Remedy("set_argument", {"name": "weight", "value": 2.0}, "another weight")
-    fix = attempt(scene, remedy, Budget(), lambda scene: [])
+    fix = attempt(scene, remedy, TrialBudget(), lambda scene: [])
     assert fix is not None and not fix.helped and "raises TypeError" in fix.outcome
 
 

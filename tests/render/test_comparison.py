@@ -9,8 +9,9 @@ import torch
 
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref
-from reprokit.render.check import FUNCTION, MISMATCH
 from reprokit.render.script import write_script
+from reprokit.shrink.checks.function import FUNCTION
+from reprokit.shrink.checks.mismatch import MISMATCH
 
 WORDS = ["step", "reference", "actual", "expected", "outcome", "check", "verdict", "exception", "error", "runpy"]
 

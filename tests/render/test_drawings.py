@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprokit.render.drawings import (
-    Axis,
+    LogAxis,
     Scale,
     decade_ticks,
     linear_ticks,
@@ -55,18 +55,18 @@ def test_decade_ticks_are_powers_inside(low: float, span: float, count: int) -> 
 
 
 def test_small_formats_have_their_limits_on_the_axis() -> None:
-    half = Axis.over([measure(torch.tensor([1.0, 2.0]).half())])
+    half = LogAxis.over([measure(torch.tensor([1.0, 2.0]).half())])
     assert [text for _, text in half.limits] == ["float16 up to 65,504", "float16 normal from 6.1×10⁻⁵"]
     assert half.beyond == ()
-    single = Axis.over([measure(torch.tensor([1.0, 2.0]))])
+    single = LogAxis.over([measure(torch.tensor([1.0, 2.0]))])
     assert single.limits == () and "float32 from 10⁻³⁸ to 3×10³⁸" in single.beyond_text
-    large = Axis.over([measure(torch.tensor([1.0, 1e37]))])
+    large = LogAxis.over([measure(torch.tensor([1.0, 1e37]))])
     assert [text for _, text in large.limits] == ["float32 up to 3.4×10³⁸"]
 
 
 def test_everything_on_an_axis_lies_inside_the_strip() -> None:
     ranges = [measure(torch.tensor([1e-30, 1e30])), measure(torch.tensor([0.0, 5.0, math.inf]).half())]
-    axis = Axis.over(ranges)
+    axis = LogAxis.over(ranges)
     for found in ranges:
         places = [float(place) for place in re.findall(r'x[12]?="([\d.-]+)%"', strip(found, axis))]
         assert places and all(0 <= place <= 100 for place in places)
@@ -88,7 +88,7 @@ def test_everything_on_an_axis_lies_inside_the_strip() -> None:
 )
 def test_the_ends_of_every_format_can_be_drawn(tensor: torch.Tensor) -> None:
     found = measure(tensor)
-    axis = Axis.over([found])
+    axis = LogAxis.over([found])
     drawing = strip(found, axis)
     assert 'class="bar"' in drawing and axis.ticks
     assert all(0 <= float(place) <= 100 for place in re.findall(r'x[12]?="([\d.-]+)%"', drawing))
@@ -102,7 +102,7 @@ def test_the_largest_and_smallest_losses_can_be_drawn(losses: tuple[float, ...])
 
 
 def test_ranges_without_numbers_still_have_an_axis() -> None:
-    axis = Axis.over([measure(torch.tensor([math.nan])), measure(torch.zeros(1))])
+    axis = LogAxis.over([measure(torch.tensor([math.nan])), measure(torch.zeros(1))])
     assert axis.low < axis.high and ">nan</text>" in strip(measure(torch.tensor([math.nan])), axis)
 
 
@@ -146,7 +146,7 @@ def test_the_map_draws_neighbours_as_one() -> None:
 
 @pytest.mark.parametrize("ends", [(2.6e-4, 4.1), (1e-4, 1e4), (1e-30, 1e30), (1.5, 2.5), (0.9e-4, 1.1e-4)])
 def test_labels_above_strips_do_not_touch(ends: tuple[float, float]) -> None:
-    header = strip_header(Axis.over([measure(torch.tensor(ends))]))
+    header = strip_header(LogAxis.over([measure(torch.tensor(ends))]))
     labels = re.findall(r'x="([\d.]+)%" y="12" text-anchor="middle">([^<]+)<', header)
     assert len(labels) >= 2 and labels[0][1] == "0"
     for (place, text), (following, next_text) in itertools.pairwise(labels):

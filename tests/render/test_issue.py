@@ -23,7 +23,7 @@ from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Site
 from reprokit.render import diagnosis_text, wording
 from reprokit.render.defined import find_edge
-from reprokit.render.definitions import Verdict
+from reprokit.render.definitions import Defect
 from reprokit.render.expectation import expect
 from reprokit.render.facts import where
 from reprokit.render.issue import MAX_CHARACTERS, Issue, make_issue, rate, title
@@ -146,7 +146,7 @@ def ctc(targets: Any, length: Any) -> Snapshot:
 def test_an_edge_is_seen_in_the_values(snapshot: Any, words: str) -> None:
     made = snapshot()
     edge = find_edge(made.program, made.tensors, made.failure)
-    assert edge is not None and (edge.words, edge.verdict) == (words, Verdict.DEFINED)
+    assert edge is not None and (edge.words, edge.verdict) == (words, Defect.DEFINED)
     found = expect(made)
     assert (found.owner, found.template) == ("own", "generic")
     assert "does what it is defined to do" in found.expected

@@ -15,7 +15,7 @@ from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Symbol
 from reprokit.render.call_code import labels
 from reprokit.render.frames import MAX_FRAMES, frames
 from reprokit.render.ranges import limits_of, measure, range_text
-from reprokit.render.report import MAX_TEXT, Progress, progress, sentences, write_report
+from reprokit.render.report import MAX_TEXT, Remaining, progress, sentences, write_report
 from reprokit.render.sources import reduction_script, snapshot_script
 from reprokit.render.survey import MAX_COLUMNS, MAX_ROWS, Survey, pattern_of, positions_of, survey
 from reprokit.render.way import MAX_BEFORE, MAX_CALL, Way, ways
@@ -425,7 +425,7 @@ def test_progress_is_read_from_the_log() -> None:
         "a remark",
     ]
     found = progress(reduced(attention_step(), log=log, before={"calls": 9, "elements": 99}, checks=11))
-    assert found == [Progress(0, 9, 99), Progress(1, 3, 20), Progress(4, 3, 2), Progress(11, 3, 2)]
+    assert found == [Remaining(0, 9, 99), Remaining(1, 3, 20), Remaining(4, 3, 2), Remaining(11, 3, 2)]
     assert progress(reduced(attention_step(), log=[])) == []
 
 

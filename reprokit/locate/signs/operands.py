@@ -10,7 +10,7 @@ import torch
 
 from reprokit.locate.calls import Slot, short_name, slot_of
 from reprokit.locate.domains import compare
-from reprokit.locate.scene import Scene, Seen
+from reprokit.locate.scene import ObservedCall, Scene
 from reprokit.locate.signs import Numbers, dtype_name, is_wanted, places, sign
 from reprokit.locate.underflow import find_underflow
 from reprokit.program.functions import function_named
@@ -87,7 +87,7 @@ def counts_something(scene: Scene) -> Numbers | None:
     return None
 
 
-def _is_mask(scene: Scene, seen: Seen, index: int) -> bool:
+def _is_mask(scene: Scene, seen: ObservedCall, index: int) -> bool:
     """True if the argument of a reduction marks elements that count: flags, whole numbers, 0 and 1 from a comparison.
 
     What is divided itself is no mask, even if it is zero throughout.
