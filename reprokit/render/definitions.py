@@ -17,6 +17,7 @@ import torch
 from reprokit.locate.domains import DOMAINS, INFINITE, SLOPE_AT_ZERO, SPECTRA, spectrum_of
 from reprokit.locate.failure import Failure
 from reprokit.locate.signs.labels import too_long_target
+from reprokit.locate.signs.operands import zero_rows
 from reprokit.program.ir import Call, Ref, iter_refs
 from reprokit.shrink.exact import Origin
 
@@ -221,9 +222,7 @@ def _too_long_targets(given: Given) -> Edge | None:
 def _weight_norm(given: Given) -> Edge | None:
     if given.name != "weight_norm" or not given.tensors:
         return None
-    weight, dim = given.tensors[0], given.option("dim", 2, 0)
-    rows = weight.reshape(1, -1) if dim == -1 else weight.movedim(dim, 0).reshape(weight.shape[dim], -1)
-    if given.failure.way != "nan" or not bool((rows == 0).all(dim=1).any()):
+    if given.failure.way != "nan" or not bool(zero_rows(given.tensors[0], given.option("dim", 2, 0)).any()):
         return None
     fact = "g * v / ||v|| is 0 / 0 where v is zero"
     return Edge("for a row of zeros", fact, "a weight without rows of zeros", given.value(0))

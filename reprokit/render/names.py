@@ -14,7 +14,6 @@ import keyword
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import overrides
@@ -241,7 +240,7 @@ def signature_of(target: str) -> Mapping[str, inspect.Parameter]:
         function = function_named(target)
     except UnknownFunction:
         return {}
-    for described in (function, _override(function)):
+    for described in (function, overrides.get_testing_overrides().get(function)):
         try:
             return inspect.signature(described).parameters if described is not None else {}
         except (TypeError, ValueError):
@@ -259,10 +258,6 @@ def schemas_of(target: str) -> tuple[tuple[tuple[str, bool], ...], ...]:
         tuple((item.name, str(item.type) == "bool") for item in arguments if not item.kwarg_only)
         for arguments in (getattr(packet, overload)._schema.arguments for overload in overloads)
     )
-
-
-def _override(function: Any) -> Any:
-    return overrides.get_testing_overrides().get(function)
 
 
 def _parameter_at(target: str, position: int) -> str:

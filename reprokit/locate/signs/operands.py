@@ -135,9 +135,13 @@ def weight_row_is_zero(scene: Scene) -> Numbers | None:
     weight, call = scene.tensor("x"), scene.origin.call
     if weight.dim() == 0:
         return None
-    dim = call.args[2] if len(call.args) > 2 else call.kwargs.get("dim", 0)
-    rows = (weight if dim == -1 else weight.movedim(dim, 0)).flatten(1) if weight.dim() > 1 else weight.reshape(-1, 1)
-    return places((rows == 0).all(1))
+    return places(zero_rows(weight, call.args[2] if len(call.args) > 2 else call.kwargs.get("dim", 0)))
+
+
+def zero_rows(weight: torch.Tensor, dim: int) -> torch.Tensor:
+    """A mask of the rows of a weight-normalised weight, along ``dim``, that are zero; of -1 the whole is one row."""
+    rows = weight.reshape(1, -1) if dim == -1 else weight.movedim(dim, 0).reshape(weight.shape[dim], -1)
+    return (rows == 0).all(1)
 
 
 def dimension(scene: Scene) -> int | None:
