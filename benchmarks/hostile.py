@@ -50,8 +50,8 @@ from reprokit.cli.app import main as command
 from reprokit.render.gate import require_closed
 from reprokit.render.verify import CleanProcesses, CleanRun
 from reprokit.shrink.reducer import shrink
-from reprokit.snapshot import grammar
-from reprokit.snapshot.format import load
+from reprokit.shrink.reduction import Reduction
+from reprokit.snapshot.format import Snapshot, load
 from reprokit.visible import visible
 
 MEMORY = 8 * 2**30
@@ -221,7 +221,7 @@ def joined(trials: Sequence[Trial], seeds: dict[str, JSON]) -> Iterator[Trial]:
 
 
 def _full(content: JSON) -> JSON:
-    full = payloads.filled(content, grammar.SNAPSHOT if content["kind"] == "snapshot" else grammar.REDUCTION)
+    full = payloads.filled(content, Snapshot if content["kind"] == "snapshot" else Reduction)
     if isinstance(full.get("origin"), dict):
         full["origin"].pop("snapshot", None)  # so that the crafted snapshot beside it is taken for its own
     return full

@@ -1,21 +1,24 @@
 """Files as a stranger could send them: texts that try to leave their place, in every field, and damage of every kind.
 
-`fields` walks the grammar of the files itself (`reprokit.snapshot.grammar`), so that a field which is added there is
+`fields` walks the types of the files itself (`reprokit.grammar`), so that a field which is added there is
 attacked without anybody thinking of it. A payload that is run as code writes the file `marker` and does nothing else.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from reprokit.snapshot import grammar
+from reprokit.grammar import key_of
 
 WORD = "hostile0"  # in every payload; where it appears decides whether a text stayed in its place
 Path_ = tuple[Any, ...]  # keys and positions that lead into nested data
@@ -30,7 +33,7 @@ def contexts(marker: Path) -> dict[str, str]:
         "statement": f"{WORD}\n{code}\n#",
         "comment": f"{WORD}\r{code}\r#\x0c\n{code}\n#\x85{code}\u2028{code}\n",
         "string": f"{WORD}' + str({code}) + '\" + str({code}) + \"\\",
-        "docstring": f'{WORD}"""\n{code}\n"""\'\'\'\n{code}\n\'\'\'',
+        "docstring": f"{WORD}\"\"\"\n{code}\n\"\"\"'''\n{code}\n'''",
         "dunder": f"__import__('pathlib').Path({str(marker)!r}).touch() or {WORD}",
         "inline code": f"{WORD}` <b>{WORD}</b> ``<i>{WORD}</i>`` ![x](https://{WORD}/x.png) [a](javascript:{WORD})",
         "block": f"{WORD}\n\n# {WORD}\n\n```\n</details>\n\n<h1>{WORD}</h1>\n\n~~~\n***{WORD}***\n\n- [x] {WORD}\n",
@@ -48,37 +51,36 @@ def contexts(marker: Path) -> dict[str, str]:
 # -- what the grammar allows ------------------------------------------------------------------------------------------
 
 
-def sample(kind: grammar.Kind) -> Any:
-    """A value of a kind, with as much in it as the kind allows."""
-    inside = inspect.getclosurevars(kind).nonlocals
-    maker = kind.__qualname__.partition(".")[0]
-    if maker == "record":
-        return {name: sample(part) for name, part in {**inside["needed"], **inside["more"]}.items()}
-    if maker == "list_of":
-        return [sample(inside["kind"])]
-    if maker == "tuple_of":
-        return tuple(map(sample, inside["kinds"]))
-    if maker == "map_of":
-        return {sample(inside["key"]): sample(inside["value"])}
-    if maker == "optional":
-        return sample(inside["kind"])
-    if maker == "either":
-        return sample(inside["second" if "second" in inside else "first"])
-    if maker == "one_of":
-        return next(word for word in inside["words"] if word)
-    if maker == "_of":
-        return {bool: True, type(None): None}.get(inside["types"][0], "words")
-    plain = {"tensor": torch.zeros(16, dtype=torch.uint8), "link": "https://github.com/x/y"}
-    return plain.get(maker, 1 if maker in ("integer", "count", "positive", "number") else "words")
+def sample(hint: Any) -> Any:
+    """A value of a field's type, with as much in it as the type allows."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        kind = hint.__metadata__[0]
+        words = inspect.getclosurevars(kind).nonlocals.get("words", ())
+        plain = {"link": "https://github.com/x/y", "_plain_tensor": torch.zeros(16, dtype=torch.uint8)}
+        return next(filter(None, words), plain.get(kind.__name__, 1 if args[0] is int else "words"))
+    if origin in (Union, UnionType):
+        return sample([arg for arg in args if arg is not NoneType][-1])
+    if origin in (tuple, list):
+        return [sample(arg) for arg in args if arg is not Ellipsis]
+    if origin is not None:
+        return {sample(args[0]): sample(args[1])}
+    if is_dataclass(hint):
+        hints = get_type_hints(hint, include_extras=True)
+        return {key_of(item): sample(hints[item.name]) for item in dataclasses.fields(hint)}
+    return hint is bool or 1
 
 
-def filled(content: Mapping[str, Any], kinds: Mapping[str, grammar.Kind]) -> dict[str, Any]:
+def filled(content: Mapping[str, Any], cls: type) -> dict[str, Any]:
     """A file with a sample in every field that it leaves empty; what belongs to its program stays."""
     found = copy.deepcopy(dict(content))
-    for name, kind in kinds.items():
-        if name not in ("failure", "signature") and not (isinstance(found.get(name), (int, str)) and found[name]):
-            found[name] = _merged(found.get(name), sample(kind))
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        if name not in _OF_PROGRAM and not (isinstance(found.get(name), (int, str)) and found[name]):
+            found[name] = _merged(found.get(name), sample(hint))
     return found
+
+
+_OF_PROGRAM = ("program", "tensors", "failure", "signature", "context")
 
 
 def _merged(value: Any, full: Any) -> Any:

@@ -1,32 +1,45 @@
 """The steps of a training in numbers: one series for each optimizer where several take turns, else a single one.
 
-A row of a timeline has the name of its optimizer only if there are several; the last row is the step that failed.
+A step has the name of its optimizer only if there are several; the last one is the step that failed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-Row = Mapping[str, Any]
+from reprokit.grammar import Count, Name, left_out
 
 
-def by_optimizer(timeline: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of every optimizer by its name, which is empty for a single series."""
-    found: dict[str, list[Row]] = {}
+@dataclass(frozen=True, slots=True)
+class StepNumbers:
+    """A training step: what the loop computed in it, and how long it took. ``None``: unknown."""
+
+    step: Count
+    loss: float | None = None
+    lr: float | None = None
+    grad_norm: float | None = None
+    scale: float | None = None
+    seconds: float | None = None
+    optimizer: Name | None = left_out()
+
+
+def by_optimizer(timeline: Sequence[StepNumbers]) -> dict[str, list[StepNumbers]]:
+    """The steps of every optimizer by its name, which is empty for a single series."""
+    found: dict[str, list[StepNumbers]] = {}
     for row in timeline:
-        found.setdefault(str(row.get("optimizer", "")), []).append(row)
+        found.setdefault(row.optimizer or "", []).append(row)
     return found
 
 
-def failing_series(timeline: Sequence[Row]) -> list[Row]:
-    """The rows that may be compared with the step that failed, this one included."""
-    return by_optimizer(timeline)[str(timeline[-1].get("optimizer", ""))] if timeline else []
+def failing_series(timeline: Sequence[StepNumbers]) -> list[StepNumbers]:
+    """The steps that may be compared with the one that failed, this one included."""
+    return by_optimizer(timeline)[timeline[-1].optimizer or ""] if timeline else []
 
 
-def has_several_optimizers(timeline: Sequence[Row]) -> bool:
+def has_several_optimizers(timeline: Sequence[StepNumbers]) -> bool:
     """True if optimizers take turns."""
-    return any("optimizer" in row for row in timeline)
+    return any(row.optimizer is not None for row in timeline)
 
 
 def titled(title: str, optimizer: str) -> str:

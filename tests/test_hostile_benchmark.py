@@ -22,7 +22,7 @@ from reprokit.render.gate import require_closed
 from reprokit.render.script import write_script
 from reprokit.render.templates import jinja_environment
 from reprokit.render.wording import prose
-from reprokit.snapshot import grammar
+from reprokit.shrink.reduction import Answered, Reduction, WhatIf
 from reprokit.visible import visible, visible_line, visible_name
 from tests.conftest import import_benchmark
 from tests.render.programs import masked_softmax, snapshot_of
@@ -61,7 +61,7 @@ def test_files_from_strangers(hostile: ModuleType, tmp_path: Path) -> None:
 
 def test_every_text_of_the_grammar_is_attacked(hostile: ModuleType, tmp_path: Path) -> None:
     payloads = hostile.payloads
-    full = payloads.filled({}, grammar.REDUCTION)
+    full = payloads.filled({}, Reduction)
     names = {".".join(str(part) for part in path) for path in payloads.texts(full)}
     assert {"diagnosis.links.0", "diagnosis.fix.code", "diagnosis.also.0.title", "origin.file", "log.0"} <= names
     assert len(payloads.fields(full)) * len(payloads.contexts(tmp_path)) > 1500
@@ -94,8 +94,8 @@ def test_prose_is_text_and_code(text: str) -> None:
 @settings(max_examples=100)
 @given(ANYTHING, ANYTHING)
 def test_a_cell_stays_a_cell(name: str, detail: str) -> None:
-    row = {"variant": "v", "name": visible_line(name), "answer": "same", "detail": visible_line(detail), "seconds": 1.0}
-    table = whatif.markdown({"tables": {"minimum": [row]}}, "minimum")
+    row = Answered("v", visible_line(name), "same", visible_line(detail), 1.0)
+    table = whatif.markdown(WhatIf(tables={"minimum": (row,)}), "minimum")
     tokens = MarkdownIt("commonmark").enable("table").parse(f"{table}\n") if table else []
     assert [token.type for token in tokens].count("td_open") in (0, 2)
     assert {inner.type for token in tokens for inner in token.children or ()} <= TEXT_OR_CODE

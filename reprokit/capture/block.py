@@ -17,6 +17,7 @@ from reprokit.capture.options import DEFAULT_ON, DEFAULT_PERCENT, After, Source,
 from reprokit.capture.rank_name import check_name, current_folder
 from reprokit.capture.words import cause_line, growth, place_line, what
 from reprokit.errors import UsageError
+from reprokit.series import StepNumbers
 from reprokit.visible import tell
 from reprokit.words import replay_words
 
@@ -93,9 +94,7 @@ def capture(
                     tell(line)
 
 
-def captured_lines(
-    path: Path, result: Mapping[str, Any], start: Path | None, command: Sequence[str] = ()
-) -> list[str]:
+def captured_lines(path: Path, result: Mapping[str, Any], start: Path | None, command: Sequence[str] = ()) -> list[str]:
     """The failure, its file, and the next command; paths as seen from the folder ``start``.
 
     A step that was not noted is to be captured once more, with the ``command`` line of the script if there is one.
@@ -103,7 +102,8 @@ def captured_lines(
     shown = shown_path(path, start)
     place = place_line(result)
     told = [f"  {line}" for line in (place, cause_line(result)) if line is not None]
-    told += [f"  {name}  {numbers}" for name, numbers in growth(result["timeline"]) if name.startswith(_TOLD)]
+    timeline = [StepNumbers(**row) for row in result["timeline"]]
+    told += [f"  {name}  {numbers}" for name, numbers in growth(timeline) if name.startswith(_TOLD)]
     doubt = replay_words(result.get("fidelity", "exact"), result.get("fidelity_note"))
     told += [f"  {doubt}"] if doubt else []
     failure = result["failure"]

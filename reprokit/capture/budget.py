@@ -60,7 +60,7 @@ class Budget:
         noted = f"only every {_ordinal(self.every)} step was noted" if self.every else "no step was noted"
         return f"step {step} was not noted: {noted}, to keep the budget (`--from-step {step}` notes it in the next run)"
 
-    def describe(self, *, is_noted: bool) -> dict[str, int]:
+    def describe(self, *, is_noted: bool) -> dict[str, Any]:
         """The settings of a snapshot of a step that ``is_noted`` or not; empty if the tape notes every step."""
         found = {"noted_every": self.every} if self.every != 1 else {}
         return found if is_noted else {**found, "is_noted": False}

@@ -20,7 +20,7 @@ from reprokit.capture.player import describe_mismatch, is_close
 from reprokit.locate.blame import exception_failure, locate_with_losses
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.program.memory import same_bits
-from reprokit.program.run import determinism, run
+from reprokit.program.run import Settings, determinism, run
 from reprokit.snapshot.format import Snapshot, load, save
 
 
@@ -89,7 +89,7 @@ def _signature(failure: Failure) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def _by_itself(settings: Mapping[str, Any]) -> Iterator[None]:
+def _by_itself(settings: Settings) -> Iterator[None]:
     """The settings of the file, without the modes and generators of the code around."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())

@@ -29,7 +29,7 @@ from reprokit.capture.player import Player, leaves_in
 from reprokit.capture.replay import Replayed, replay
 from reprokit.capture.state import Copies, give_gradients, owned_by
 from reprokit.capture.structure import is_leaf
-from reprokit.capture.timeline import with_optimizers
+from reprokit.capture.timeline import Turn, with_optimizers
 from reprokit.capture.written import address_of
 from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.failure import EXCEPTION, Failure, kind_of
@@ -40,8 +40,8 @@ from reprokit.program.memory import same_bits
 from reprokit.program.run import Modes, matmul_precision
 from reprokit.program.trace import Origin, Tracer
 from reprokit.snapshot.environment import collect_environment
-from reprokit.snapshot.format import Snapshot
-from reprokit.snapshot.rng import get_rng_state
+from reprokit.snapshot.format import CaptureSettings, Snapshot
+from reprokit.snapshot.rng import Generators, get_rng_state
 from reprokit.snapshot.source import describe_source
 
 GRADIENTS_NOT_KEPT = (
@@ -77,9 +77,9 @@ class FailedStep:
     generators: dict[str, Any] | None
     completed: int
     micro_step: int
-    timeline: list[dict[str, Any]]
+    timeline: list[Turn]
     command: list[str]
-    capture: dict[str, Any]
+    capture: CaptureSettings
     raised: Raised | None = None
     likewise: list[Entry] = field(default_factory=list)
     keep: Entry | None = None
@@ -152,7 +152,7 @@ class _Played:
 
     replayed: Replayed
     failure: Failure | None
-    rng: dict[str, Any]
+    rng: Generators
     hooks: UserHooks
 
     notes: list[str]
@@ -311,7 +311,7 @@ def _assemble(
     replayed: Replayed,
     failure: Failure,
     notes: list[str],
-    rng: dict[str, Any],
+    rng: Generators,
     frame: FrameType | None,
 ) -> Snapshot:
     return Snapshot(
@@ -325,7 +325,7 @@ def _assemble(
         fidelity_note="; ".join(dict.fromkeys(notes)) or None,
         environment=collect_environment(),
         source=describe_source(_running_file(), step.command),
-        settings={**_settings(), **step.capture},
+        settings=_with_switches(step.capture),
         rng=rng,
         timeline=with_optimizers(step.timeline, names_of(step.optimizers, frame)),
         command=step.command,
@@ -362,13 +362,14 @@ def _observed_kind(pending: Entry | None) -> str:
     return kind_of(NAN if NAN in ways or not ways else ways[0])
 
 
-def _settings() -> dict[str, Any]:
-    """The switches a replay needs to give the same bits."""
-    return {
-        "num_threads": torch.get_num_threads(),
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "matmul_precision": matmul_precision(),
-    }
+def _with_switches(capture: CaptureSettings) -> CaptureSettings:
+    """The settings with the switches of now, which a replay needs to give the same bits."""
+    return replace(
+        capture,
+        num_threads=torch.get_num_threads(),
+        deterministic_algorithms=torch.are_deterministic_algorithms_enabled(),
+        matmul_precision=matmul_precision(),
+    )
 
 
 @contextlib.contextmanager

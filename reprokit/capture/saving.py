@@ -30,7 +30,7 @@ from reprokit.capture.timeline import number_of
 from reprokit.capture.training import Training
 from reprokit.capture.watch import bad_tensor
 from reprokit.program.ir import AUTOGRAD_GRAD
-from reprokit.snapshot.format import Snapshot, save
+from reprokit.snapshot.format import CaptureSettings, Snapshot, save
 from reprokit.snapshot.privacy import Source, private
 
 NOT_KEPT = "the state from before the step was not kept, so there was no going back"
@@ -354,13 +354,13 @@ class _Describing:
             optimizers=training.history.optimizers,
             compiled=training.compiled,
             command=self._command,
-            capture={
+            capture=CaptureSettings(
                 **self._described,
                 **training.budget.describe(is_noted=is_noted),
-                "history_steps": len(training.history.steps),
-                "history_bytes": training.history.state.copies.num_bytes,
+                history_steps=len(training.history.steps),
+                history_bytes=training.history.state.copies.num_bytes,
                 **training.ranks.describe(),
-            },
+            ),
         )
 
 

@@ -8,13 +8,41 @@ from __future__ import annotations
 import collections
 import itertools
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
+from reprokit.series import StepNumbers
+
 TIMELINE_STEPS = 100
 _MOST_SERIES = 4  # optimizers with a series of their own; more are parts of one, such as one for each parameter
+
+
+class Turn(NamedTuple):
+    """A step in numbers, and the ``id`` of the optimizer that made it; ``None``: it is not over."""
+
+    numbers: StepNumbers
+    optimizer: int | None
+
+
+class _Noted(NamedTuple):
+    """A step as it is kept."""
+
+    place: int
+    number: int
+    loss: Any
+    rate: Any
+    norm: Any
+    scale: Any
+    seconds: float
+    optimizer: int | None
+
+    def turn(self) -> Turn:
+        """In numbers."""
+        loss, rate, norm, scale = map(number_of, (self.loss, self.rate, self.norm, self.scale))
+        return Turn(StepNumbers(self.number, loss, rate, norm, scale, round(self.seconds, 6)), self.optimizer)
 
 
 class Timeline:
@@ -23,7 +51,7 @@ class Timeline:
     def __init__(self) -> None:
         self.loss: torch.Tensor | float | None = None
         self.grad_norm: torch.Tensor | None = None
-        self._steps: collections.deque[tuple[Any, ...]] = collections.deque(maxlen=TIMELINE_STEPS)
+        self._steps: collections.deque[_Noted] = collections.deque(maxlen=TIMELINE_STEPS)
         self._started = time.perf_counter()
 
     def end_step(
@@ -31,7 +59,7 @@ class Timeline:
     ) -> None:
         """A step is over: the ``place``-th that any optimizer made, in iteration ``number``."""
         seconds = now - self._started
-        self._steps.append((place, number, self.loss, rate, self.grad_norm, scale, seconds, optimizer))
+        self._steps.append(_Noted(place, number, self.loss, rate, self.grad_norm, scale, seconds, optimizer))
         self._started = now
         self.loss = self.grad_norm = None
 
@@ -39,13 +67,12 @@ class Timeline:
         """So much time has passed unwatched."""
         self._started += seconds
 
-    def until(self, place: int, number: int, loss: float | None) -> list[dict[str, Any]]:
+    def until(self, place: int, number: int, loss: float | None) -> list[Turn]:
         """The steps up to the one at ``place``, which is iteration ``number`` and may be running still."""
-        steps = [_describe(*step[1:]) for step in self._steps if step[0] <= place]
-        if any(step[0] == place for step in self._steps):
+        steps = [step.turn() for step in self._steps if step.place <= place]
+        if any(step.place == place for step in self._steps):
             return steps
-        running = _describe(number, self.loss, None, self.grad_norm, None, 0.0, None)
-        return [*steps, {**running, "loss": loss, "seconds": None}]
+        return [*steps, Turn(StepNumbers(number, loss, grad_norm=number_of(self.grad_norm)), None)]
 
 
 def number_of(value: Any) -> float | None:
@@ -55,19 +82,19 @@ def number_of(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def with_optimizers(steps: list[dict[str, Any]], names: Mapping[int, str]) -> list[dict[str, Any]]:
+def with_optimizers(turns: Sequence[Turn], names: Mapping[int, str]) -> list[StepNumbers]:
     """The steps with the names of their optimizers where several take turns, else without.
 
     ``names`` are by ``id``. A step that is not over is given to the optimizer whose turn it should be.
     """
-    order = [step["optimizer"] for step in steps if step["optimizer"] is not None]
-    if steps and steps[-1]["optimizer"] is None and order:
+    order = [turn.optimizer for turn in turns if turn.optimizer is not None]
+    if turns and turns[-1].optimizer is None and order:
         order.append(_next(order))
     num_turns = sum(one != other for one, other in itertools.pairwise(order))
     if not 1 < len(set(order)) <= min(num_turns, _MOST_SERIES):
-        return [{name: value for name, value in step.items() if name != "optimizer"} for step in steps]
+        return [turn.numbers for turn in turns]
     known = {key: names.get(key, f"optimizer {number}") for number, key in enumerate(dict.fromkeys(order), 1)}
-    return [{**step, "optimizer": known.get(step["optimizer"], known[order[-1]])} for step in steps]
+    return [replace(turn.numbers, optimizer=known.get(turn.optimizer or 0, known[order[-1]])) for turn in turns]
 
 
 def _next(order: list[int]) -> int:
@@ -77,17 +104,3 @@ def _next(order: list[int]) -> int:
             if order[end - length : end] == order[-length:]:
                 return order[end]
     return order[0]
-
-
-def _describe(
-    step: int, loss: Any, rate: Any, norm: Any, scale: Any, seconds: float, optimizer: int | None
-) -> dict[str, Any]:
-    return {
-        "step": step,
-        "loss": number_of(loss),
-        "lr": number_of(rate),
-        "grad_norm": number_of(norm),
-        "scale": number_of(scale),
-        "seconds": round(seconds, 6),
-        "optimizer": optimizer,
-    }

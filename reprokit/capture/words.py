@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from reprokit.series import by_optimizer, titled
+from reprokit.series import StepNumbers, by_optimizer, titled
 from reprokit.words import in_root
 
 _STEPS = 6
@@ -54,15 +54,15 @@ def place_line(result: Mapping[str, Any]) -> str | None:
     return ", ".join(words) or None
 
 
-def growth(timeline: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def growth(timeline: Sequence[StepNumbers]) -> Iterator[tuple[str, str]]:
     """The numbers of the last training steps, by name; numbers that never changed are left out.
 
     Every name of an optimizer has the same steps, with a dash where there was no number.
     """
     for (name, key), (optimizer, rows) in itertools.product(_NUMBERS, by_optimizer(timeline).items()):
-        values = [row[key] for row in rows if row.get(key) is not None]
+        values = [value for row in rows if (value := getattr(row, key)) is not None]
         if len(values) > 1 and (key == "loss" or len(set(values)) > 1):
-            shown = (row.get(key) for row in rows[-_STEPS:])
+            shown = (getattr(row, key) for row in rows[-_STEPS:])
             yield (
                 titled(name, optimizer),
                 "  ".join("-" if value is None else f"{value:.4g}" for value in shown) + _trend(values),

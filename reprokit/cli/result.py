@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from reprokit.capture.block import shown_path
 from reprokit.cli.console import Verbosity, say, shown_command
+from reprokit.grammar import read
 from reprokit.render.wording import nearest_words
 from reprokit.snapshot.redact import redact_text
 from reprokit.words import counted, replay_words
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 def print_result(summary: dict[str, Any], folder: Path, verbosity: Verbosity = Verbosity.NORMAL) -> None:
     """What was reached, on stderr: the sizes, the passes (a table with ``-v``), what matters, and what to do next."""
-    from reprokit.locate.diagnosis import from_plain
+    from reprokit.locate.diagnosis import Diagnosis
     from reprokit.render.diagnosis_text import one_line
 
     _print_sizes(summary)
@@ -33,7 +34,7 @@ def print_result(summary: dict[str, Any], folder: Path, verbosity: Verbosity = V
     for line in (*_stopped(summary), *summary.get("notes", ()), *_matters(summary)):
         say(line)
     if summary.get("diagnosis"):
-        say(f"diagnosis: {one_line(from_plain(summary['diagnosis']))}")
+        say(f"diagnosis: {one_line(read(Diagnosis, summary['diagnosis']))}")
     doubt = replay_words(summary.get("fidelity", "exact"), summary.get("fidelity_note"))
     if doubt:
         say(f"note that {redact_text(doubt)}")
@@ -59,12 +60,14 @@ def _stopped(summary: dict[str, Any]) -> Iterator[str]:
 
 def _matters(summary: dict[str, Any]) -> Iterator[str]:
     """Which inputs are free, and the nearest variant that passes."""
+    from reprokit.shrink.parts import Nearest
+
     names = summary["repro"].get("names", {})
     free = [names.get(item["input"], item["input"]) for item in summary.get("explain", ()) if item["free"]]
     if free:
         yield f"any value fails: {', '.join(free)}"
     if summary.get("nearest"):
-        new, old = nearest_words(summary["nearest"], names)
+        new, old = nearest_words(read(Nearest, summary["nearest"]), names)
         yield f"passes with {new} instead of {old}"
 
 

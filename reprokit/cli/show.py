@@ -49,7 +49,7 @@ class Show:
             with deadline(self.seconds, too_long(self.seconds, hint)):
                 print_screen(snapshot, f"{what(summary)} at step {snapshot.step}", next_command=shown_command(*words))
             if self.verbosity is Verbosity.VERBOSE:
-                click.echo(f"\n{snapshot.environment.get('collect_env', '')}", err=True)
+                click.echo(f"\n{snapshot.environment.collect_env}", err=True)
         return 0
 
 
@@ -144,9 +144,9 @@ def _facts(snapshot: Snapshot) -> Table:
 def _capture(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     """How it was watched."""
     settings = snapshot.settings
-    if "rank" in settings:
-        yield "process", f"rank {settings['rank']} of {settings.get('world_size', 1)}"
-    if "watch" in settings:
-        earlier = counted(settings.get("history_steps", 0), "earlier optimizer step")
-        size = f"{settings.get('history_bytes', 0) / 2**20:,.1f} MiB of state"
-        yield "capture", f"{settings['watch']}, with {earlier} and {size}"
+    if settings.rank is not None:
+        yield "process", f"rank {settings.rank} of {settings.world_size or 1}"
+    if settings.watch is not None:
+        earlier = counted(settings.history_steps or 0, "earlier optimizer step")
+        size = f"{(settings.history_bytes or 0) / 2**20:,.1f} MiB of state"
+        yield "capture", f"{settings.watch}, with {earlier} and {size}"

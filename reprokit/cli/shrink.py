@@ -31,11 +31,12 @@ from reprokit.words import counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from reprokit.locate.diagnosis import Diagnosis
     from reprokit.program.ir import Program
     from reprokit.program.run import Tensors
     from reprokit.render.script import Script
     from reprokit.render.verify import CleanProcesses
-    from reprokit.shrink.reduction import Reduction
+    from reprokit.shrink.reduction import Reduction, WhatIf
     from reprokit.snapshot.format import Snapshot
     from reprokit.snapshot.privacy import Source as SourcePolicy
 
@@ -221,13 +222,14 @@ class _Work:
         return reduction
 
     @contextlib.contextmanager
-    def _comparing(self, reduction: Reduction) -> Iterator[Callable[[], dict[str, Any]]]:
+    def _comparing(self, reduction: Reduction) -> Iterator[Callable[[], WhatIf]]:
         """The what-if table in the making."""
+        from reprokit.shrink.reduction import WhatIf
         from reprokit.whatif.table import making_of_reduction
 
         plan = self._plan
         if not plan.whatif:
-            yield dict
+            yield WhatIf
             return
         self._view.show(Comparing(WHATIF_SECONDS))
         check = plan.check.text if plan.check is not None else None
@@ -238,7 +240,7 @@ class _Work:
                 table = stack.enter_context(making)
             except ReprokitError as error:
                 say(f"there is no what-if table: {error.message}", plan.verbosity)
-                table = dict
+                table = WhatIf
             yield table
 
     def _write_all(self, reduction: Reduction, was_interrupted: bool) -> dict[str, Any]:
@@ -271,7 +273,7 @@ class _Work:
             )
             with self._interrupts.held():
                 put_in_place(Path(staging), self._folder)
-                origin = {**reduction.origin, "file": self._plan.snapshot.name}  # by which `render` finds it again
+                origin = replace(reduction.origin, file=self._plan.snapshot.name)  # by which `render` finds it again
                 replace(reduction, origin=origin).save(self._folder / REDUCTION_FILE)
         fidelity = {"fidelity": self._snapshot.fidelity, "fidelity_note": self._snapshot.fidelity_note}
         summary = {**reduction.summary(), **fidelity, "context": context, "repro": repro}
@@ -308,8 +310,8 @@ class _Work:
             print_json({"schema": 1, "verdict": VERDICTS[type(error)], "message": error.message, "note": error.note})
 
 
-def _diagnosed(snapshot: Snapshot) -> dict[str, Any] | None:
-    """The diagnosis as plain data. An error in it is printed; the rest of the result stays."""
+def _diagnosed(snapshot: Snapshot) -> Diagnosis | None:
+    """The diagnosis. An error in it is printed; the rest of the result stays."""
     from reprokit.locate.diagnose import diagnose
     from reprokit.locate.diagnosis import resting_on_replay
     from reprokit.render.fix_code import fix_code
@@ -326,7 +328,7 @@ def _diagnosed(snapshot: Snapshot) -> dict[str, Any] | None:
         found = diagnose(in_users_words(snapshot), write=write)
         if snapshot.fidelity == "unfaithful":
             found = resting_on_replay(found, snapshot.fidelity_note)
-        return found.summary()
+        return found
     except Exception as error:
         say(f"no diagnosis: {type(error).__name__}: {error}")
         return None

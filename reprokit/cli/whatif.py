@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,11 +14,13 @@ from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, p
 from reprokit.cli.deadline import deadline, too_long
 from reprokit.cli.views import View, open_view, progress_option
 from reprokit.errors import UsageError
+from reprokit.grammar import plain_of
 from reprokit.shrink.events import Compared, Started
 from reprokit.snapshot.paths import REDUCTION_FILE
 
 if TYPE_CHECKING:
     from reprokit.render.sources import Opened
+    from reprokit.shrink.reduction import WhatIf as Answers
     from reprokit.whatif.trial import Trial
     from reprokit.whatif.variants import Variant
 
@@ -55,10 +57,10 @@ class WhatIf:
             file = self.source / REDUCTION_FILE if self.source.is_dir() else self.source
             replace(opened.reduction, whatif=table).save(file)
         if self.json:
-            print_json({"schema": 1, **table})
+            print_json({"schema": 1, **plain_of(table)})
         if self.verbosity is not Verbosity.QUIET:
             print_table(table)
-        say(f"{table['seconds']:.1f} s" + (", kept in the reduction" if self.keep else ""), self.verbosity)
+        say(f"{table.seconds or 0:.1f} s" + (", kept in the reduction" if self.keep else ""), self.verbosity)
         return 0
 
 
@@ -84,7 +86,7 @@ def command(source: Path, seconds: float, keep: bool, progress: str, verbosity: 
     return WhatIf(source, seconds, keep, json, Verbosity(verbosity or "normal"), progress)
 
 
-def print_table(table: dict[str, Any]) -> None:
+def print_table(table: Answers) -> None:
     """The table on stderr."""
     from rich.console import Console
     from rich.table import Table
@@ -101,8 +103,9 @@ def print_table(table: dict[str, Any]) -> None:
     Console(stderr=True, highlight=False).print(shown)
 
 
-def _table(opened: Opened, seconds: float, view: View) -> dict[str, Any]:
+def _table(opened: Opened, seconds: float, view: View) -> Answers:
     """The table; every answer is shown as soon as it is there."""
+    from reprokit.program.run import Settings
     from reprokit.render.whatif import WORDS
     from reprokit.snapshot.format import count_elements
     from reprokit.whatif.table import of_reduction, of_snapshot
@@ -115,7 +118,7 @@ def _table(opened: Opened, seconds: float, view: View) -> dict[str, Any]:
     assert subject is not None, "a source holds one or the other"
     view.show(Started(subject.program.num_calls, count_elements(subject.program, subject.tensors), seconds))
     if opened.reduction is not None:
-        settings = opened.snapshot.settings if opened.snapshot is not None else {}
+        settings = opened.snapshot.settings if opened.snapshot is not None else Settings()
         return of_reduction(opened.reduction, settings, seconds=seconds, tell=tell)
     assert opened.snapshot is not None, "a source holds one or the other"
     return of_snapshot(opened.snapshot, seconds=seconds, tell=tell)

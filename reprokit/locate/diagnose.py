@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
 from reprokit.locate.blame import locate
 from reprokit.locate.calls import short_name
 from reprokit.locate.catalogue import CONFIDENCES, TIERS, Entry, Remedy, entries
-from reprokit.locate.diagnosis import UNKNOWN, Diagnosis, Fix
+from reprokit.locate.diagnosis import UNKNOWN, Also, Diagnosis, Fix
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.notes import failure_of_call
 from reprokit.locate.scene import CapturedStep, Scene, observe
@@ -32,11 +32,23 @@ _VERB = re.compile(r"\b(?:are|have|divide|hold|overflow|raise)\b")
 _SINGULAR = {"are": "is", "have": "has"}
 
 
+class Exchanged(Protocol):
+    """A number that was exchanged for another one."""
+
+    @property
+    def from_(self) -> float:
+        """The number of the step."""
+
+    @property
+    def to(self) -> float:
+        """The number with which it passes."""
+
+
 class Reduced(Protocol):
     """The part of a reduction that a diagnosis reads."""
 
     @property
-    def nearest(self) -> Mapping[str, Any] | None:
+    def nearest(self) -> Exchanged | None:
         """The smallest change found that passes."""
 
 
@@ -108,15 +120,14 @@ def _at_root(scene: Scene) -> Scene:
     return observe(replace(scene, failure=moved))
 
 
-def _also(entry: Entry, others: list[tuple[Entry, Numbers]]) -> Iterator[dict[str, Any]]:
+def _also(entry: Entry, others: list[tuple[Entry, Numbers]]) -> Iterator[Also]:
     """The other entries that apply and looked at something that those before them did not."""
     known = {condition.sign for condition in entry.when} | {"raises"}  # the message is printed anyway
     for other, numbers in others:
         signs = {condition.sign for condition in other.when}
         if other.tier != "general" and not signs <= known:
             known |= signs
-            evidence = [_said(line, numbers) for line in other.evidence]
-            yield {"id": other.id, "title": other.title, "evidence": evidence}
+            yield Also(other.id, other.title, tuple(_said(line, numbers) for line in other.evidence))
 
 
 def _said(line: str, numbers: Numbers) -> str:
@@ -218,9 +229,9 @@ def _next_remedies(scene: Scene) -> list[Remedy]:
 
 def _from(reduction: Reduced | None) -> list[str]:
     nearest = reduction.nearest if reduction is not None else None
-    if nearest is None or not all(isinstance(nearest.get(name), (int, float)) for name in ("to", "from")):
+    if nearest is None:
         return []
-    return [f"The smallest program passes once {nearest['from']:.6g} is changed to {nearest['to']:.6g} in one place."]
+    return [f"The smallest program passes once {nearest.from_:.6g} is changed to {nearest.to:.6g} in one place."]
 
 
 def _unknown(why: str) -> Diagnosis:

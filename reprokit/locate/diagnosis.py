@@ -1,12 +1,14 @@
-"""A diagnosis as plain data: mechanism, evidence, confidence, advice, and the fixes that were tried.
+"""A diagnosis: mechanism, evidence, confidence, advice, and the fixes that were tried.
 
 A fix is worth nothing until the captured step was run with it, so every `Fix` says what happened when it was.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from reprokit.grammar import Line, Name, Text, link, one_of
 
 UNKNOWN = "unknown"
 
@@ -21,13 +23,22 @@ class Fix:
     ends before a loss that could show whether it helped.
     """
 
-    id: str
-    text: tuple[str, ...]
-    code: str
-    where: tuple[str, ...]
+    id: Name
+    text: tuple[Text, ...]
+    code: Text
+    where: tuple[Line, ...]
     helped: bool
-    outcome: str
+    outcome: Text
     is_plausible: bool | None = True
+
+
+@dataclass(frozen=True, slots=True)
+class Also:
+    """A further entry that applies, and what was seen of it."""
+
+    id: Name
+    title: Line
+    evidence: tuple[Text, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +51,22 @@ class Diagnosis:
     says why no fix was tried.
     """
 
-    id: str
-    title: str
-    mechanism: str
-    evidence: tuple[str, ...] = ()
-    confidence: str = "none"
-    advice: str = ""
-    links: tuple[str, ...] = ()
-    also: tuple[dict[str, Any], ...] = ()
+    id: Name
+    title: Line
+    mechanism: Text
+    evidence: tuple[Text, ...] = ()
+    confidence: Annotated[str, one_of("certain", "likely", "possible", "none")] = "none"
+    advice: Text = ""
+    links: tuple[Annotated[str, link], ...] = ()
+    also: tuple[Also, ...] = ()
     fix: Fix | None = None
     tried: tuple[Fix, ...] = ()
-    note: str | None = None
+    note: Text | None = None
 
     @property
     def is_known(self) -> bool:
         """True if an entry of the catalogue applies."""
         return self.id != UNKNOWN
-
-    def summary(self) -> dict[str, Any]:
-        """The diagnosis as plain data."""
-        plain: dict[str, Any] = _listed(asdict(self))
-        return plain
 
 
 def resting_on_replay(diagnosis: Diagnosis, note: str | None) -> Diagnosis:
@@ -70,23 +76,3 @@ def resting_on_replay(diagnosis: Diagnosis, note: str | None) -> Diagnosis:
     why = f" ({note})" if note else ""
     basis = f"This rests on a replay that differs from training{why}: the training may have failed in another way."
     return replace(diagnosis, confidence="possible", evidence=(basis, *diagnosis.evidence))
-
-
-def from_plain(plain: dict[str, Any]) -> Diagnosis:
-    """The inverse of `Diagnosis.summary`; raises `TypeError`, `ValueError` or `KeyError` on anything else."""
-    fields = dict(plain)
-    for name in ("evidence", "links", "also"):
-        fields[name] = tuple(fields[name])
-    fields["fix"] = _fix(fields["fix"]) if fields["fix"] is not None else None
-    fields["tried"] = tuple(_fix(item) for item in fields["tried"])
-    return Diagnosis(**fields)
-
-
-def _fix(plain: dict[str, Any]) -> Fix:
-    return Fix(**{**plain, "text": tuple(plain["text"]), "where": tuple(plain["where"])})
-
-
-def _listed(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _listed(item) for name, item in value.items()}
-    return [_listed(item) for item in value] if isinstance(value, (list, tuple)) else value

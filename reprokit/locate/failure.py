@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import astuple, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated
 
-from reprokit.program.ir import Call, Program, Site
+from reprokit.grammar import Count, Line, Name, Row, Text, one_of
+from reprokit.program.ir import Call, Phase, Program, Site
 
 EXCEPTION = "exception"  # the kind of a failure that is not a bad value
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(Row):
     """The call that drops NaN values of the forward pass before the loss.
 
     ``call`` is its public name, ``value`` the first value that holds them. ``is_given``: they came with the data or as
     a literal, and mark what is missing. Else the origin made them.
     """
 
-    call_index: int
-    call: str
+    call_index: Count
+    call: Name
     value: int
     is_given: bool
 
@@ -43,23 +43,23 @@ class Failure:
     ``drop``: the loss is finite because a later call drops NaN values, and the backward pass multiplies zero with them.
     """
 
-    phase: str
-    kind: str
-    way: str = ""
-    call: str | None = None
-    call_index: int | None = None
-    backward_node: str | None = None
-    module: str | None = None
+    phase: Phase
+    kind: Annotated[str, one_of("nan", "inf", EXCEPTION, "mismatch", "function")]
+    way: Line = ""
+    call: Name | None = None
+    call_index: Count | None = None
+    backward_node: Name | None = None
+    module: Name | None = None
     site: Site | None = None
     value: int | None = None
-    element: tuple[int, ...] | None = None
-    num_bad: int = 0
-    num_elements: int = 0
-    input_name: str | None = None
-    exception: tuple[str, str] | None = None
+    element: tuple[Count, ...] | None = None
+    num_bad: Count = 0
+    num_elements: Count = 0
+    input_name: Name | None = None
+    exception: tuple[Name, Text] | None = None
     drop: Drop | None = None
     is_overflow: bool = False
-    spectrum: str = ""
+    spectrum: Annotated[str, one_of("", "zero", "repeated")] = ""
     cause: Failure | None = None
 
     @property
@@ -118,23 +118,3 @@ def root_of(failure: Failure, program: Program) -> str | None:
     """The name of the root in which a step failed, where there are several."""
     scope = program.calls[failure.call_index].scope if failure.call_index is not None else ()
     return (scope[-1].root or None) if scope and failure.module is not None else None
-
-
-def to_plain(failure: Failure) -> dict[str, Any]:
-    """The failure as a dict of plain data."""
-    site = failure.site
-    plain = {name: getattr(failure, name) for name in Failure.__dataclass_fields__}
-    plain["drop"] = list(astuple(failure.drop)) if failure.drop else None
-    plain["cause"] = to_plain(failure.cause) if failure.cause else None
-    plain["site"] = [site.file, site.line, site.code, site.function, site.library] if site else None
-    return plain
-
-
-def from_plain(plain: Mapping[str, Any]) -> Failure:
-    """The inverse of `to_plain` for fields that conform to the grammar of a file."""
-    fields = dict(plain)
-    fields["site"] = Site(*fields["site"]) if fields["site"] is not None else None
-    fields["element"] = tuple(fields["element"]) if fields["element"] is not None else None
-    fields["drop"] = Drop(*fields["drop"]) if fields.get("drop") is not None else None
-    fields["cause"] = from_plain(fields["cause"]) if fields.get("cause") is not None else None
-    return Failure(**fields)

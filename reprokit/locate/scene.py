@@ -21,8 +21,8 @@ from reprokit.locate.failure import Failure
 from reprokit.locate.ways import largest_finite
 from reprokit.program.functions import function_named
 from reprokit.program.ir import Call, Input, Program, Ref, iter_refs, map_leaves
-from reprokit.program.run import Tensors, bind_arguments, run
-from reprokit.series import failing_series
+from reprokit.program.run import Settings, Tensors, bind_arguments, run
+from reprokit.series import StepNumbers, failing_series
 
 T = TypeVar("T")
 
@@ -43,11 +43,11 @@ class CapturedStep(Protocol):
         """The failure of the step."""
 
     @property
-    def settings(self) -> Mapping[str, Any]:
+    def settings(self) -> Settings:
         """The determinism switches."""
 
     @property
-    def timeline(self) -> Sequence[Mapping[str, Any]]:
+    def timeline(self) -> Sequence[StepNumbers]:
         """The steps before, in numbers."""
 
 
@@ -96,8 +96,8 @@ class Scene:
     program: Program
     tensors: Tensors
     failure: Failure
-    timeline: Sequence[Mapping[str, Any]] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    timeline: Sequence[StepNumbers] = ()
+    settings: Settings = Settings()
     seen: dict[int, ObservedCall] = field(default_factory=dict)
     peaks: dict[int, float] = field(default_factory=dict)
     branches: list[Branch] = field(default_factory=list)

@@ -10,9 +10,8 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -27,6 +26,7 @@ from reprokit.locate.ways import ways_of
 from reprokit.program.functions import UnknownFunction
 from reprokit.program.ir import AUTOGRAD_GRAD, Program, Ref, Site, iter_refs
 from reprokit.program.run import Outcome, Tensors, run
+from reprokit.series import StepNumbers
 
 _MODULES_OF_REWRITES = (functions, guards)  # each registers its own
 MAX_CHANGES = 4  # in one fix, when each change uncovers the next failure
@@ -142,7 +142,7 @@ def _still(failure: Failure, before: Failure) -> str:
     return f"then {name} gives {failure.way or failure.kind} in the {failure.phase} pass"
 
 
-def _finite(edited: Edited, timeline: Sequence[Mapping[str, Any]]) -> tuple[str, bool | None]:
+def _finite(edited: Edited, timeline: Sequence[StepNumbers]) -> tuple[str, bool | None]:
     """The results of the whole step: ``loss 2.31, all 34 gradients finite, all parameters finite``; maybe nothing.
 
     And whether its loss is plausible: one that is far above those of the steps before is finite and no good. ``None``
@@ -189,14 +189,14 @@ def _numbers(outcome: Outcome, losses: list[int]) -> list[float]:
     return [float(number.detach()) for number in found if number.numel() == 1]
 
 
-def _compared(numbers: list[float], timeline: Sequence[Mapping[str, Any]]) -> tuple[float | None, bool | None]:
+def _compared(numbers: list[float], timeline: Sequence[StepNumbers]) -> tuple[float | None, bool | None]:
     """The usual size of the loss in the steps before, if there were any, and whether these numbers are plausible.
 
     One step whose loss has exploded already, as it does one step before an overflow, is no measure.
     """
     if not numbers:
         return None, None
-    before = [abs(row["loss"]) for row in timeline if row.get("loss") is not None and math.isfinite(row["loss"])]
+    before = [abs(row.loss) for row in timeline if row.loss is not None and math.isfinite(row.loss)]
     worst = max(map(abs, numbers))
     if not before:
         return None, worst < _ABSURD

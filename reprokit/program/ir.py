@@ -9,8 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
+from reprokit.grammar import Count, Line, Name, Row, one_of
+
+PHASES = ("forward", "backward", "optimizer")
+Phase = Annotated[str, one_of(*PHASES)]
+ROLES = ("parameter", "buffer", "batch", "random", "state", "gradient", "rng", "opaque")
 ZERO_GRAD = "torch.optim.Optimizer.zero_grad"
 BACKWARD = "torch.Tensor.backward"
 AUTOGRAD_BACKWARD = "torch.autograd.backward"
@@ -49,16 +54,16 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Scope:
+class Scope(Row):
     """One level of module nesting: dotted path inside its root (empty for the root itself), class name, n-th call.
 
     ``root`` is what the user calls the root; it is empty where that is not needed to tell it from others.
     """
 
-    path: str
-    cls: str
-    count: int = 0
-    root: str = ""
+    path: Name
+    cls: Name
+    count: Count = 0
+    root: Name = ""
 
     @property
     def full_path(self) -> str:
@@ -72,14 +77,14 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class Site(Row):
     """Where a call was written: the user's innermost line, and the line inside the library it went through."""
 
-    file: str
-    line: int
-    code: str = ""
-    function: str = ""
-    library: tuple[str, int] | None = None
+    file: Line
+    line: Count
+    code: Line = ""
+    function: Name = ""
+    library: tuple[Line, Count] | None = None
 
     @property
     def place(self) -> str:
@@ -157,7 +162,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class Input(Row):
     """A tensor the program starts from.
 
     ``role``: ``parameter``, ``buffer``, ``batch`` (anything else the step was given), ``random`` (the outcome of a
@@ -167,8 +172,8 @@ class Input:
     """
 
     value: int
-    name: str
-    role: str = "batch"
+    name: Name
+    role: Annotated[str, one_of(*ROLES)] = "batch"
     requires_grad: bool = False
 
 
@@ -180,7 +185,7 @@ class ModuleNote:
     user classes.
     """
 
-    cls: str
+    cls: Name
     training: bool = True
     arguments: Mapping[str, Any] = field(default_factory=dict)
     file: str = ""

@@ -10,13 +10,16 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any
 
+from reprokit.grammar import count, integer, line, name, of, one_of, plain_of, read, shown, text
 from reprokit.program.functions import allowed_names, symbol_named
 from reprokit.program.ir import (
     AUTOGRAD_BACKWARD,
     BACKWARD,
     OPAQUE,
+    PHASES,
     ZERO_GRAD,
     Call,
     Device,
@@ -30,11 +33,8 @@ from reprokit.program.ir import (
     Slice,
     Symbol,
 )
-from reprokit.visible import visible, visible_line, visible_name
+from reprokit.visible import visible
 
-T = TypeVar("T")
-PHASES = ("forward", "backward", "optimizer")
-ROLES = ("parameter", "buffer", "batch", "random", "state", "gradient", "rng", "opaque")
 _SPECIAL = frozenset({BACKWARD, AUTOGRAD_BACKWARD, ZERO_GRAD, OPAQUE})
 _SCALARS = (bool, int, float, str, type(None))
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
@@ -47,7 +47,7 @@ def to_plain(program: Program) -> dict[str, Any]:
     """The program as nested dicts, lists and scalars."""
     return {
         "calls": [_call_to_plain(call) for call in program.calls],
-        "inputs": [[i.value, i.name, i.role, i.requires_grad] for i in program.inputs],
+        "inputs": [plain_of(item) for item in program.inputs],
         "outputs": [ref.value for ref in program.outputs],
         "modules": {path: _note_to_plain(note) for path, note in program.modules.items()},
     }
@@ -58,12 +58,12 @@ def from_plain(plain: Mapping[str, Any]) -> Program:
     try:
         program = Program(
             calls=tuple(_call_from_plain(item) for item in plain["calls"]),
-            inputs=tuple(Input(_int(v), _name(n), _one_of(ROLES, r), _bool(g)) for v, n, r, g in plain["inputs"]),
-            outputs=tuple(Ref(_int(value)) for value in plain["outputs"]),
-            modules={_name(path): _note_from_plain(note) for path, note in plain["modules"].items()},
+            inputs=tuple(read(Input, item) for item in plain["inputs"]),
+            outputs=tuple(Ref(integer(value)) for value in plain["outputs"]),
+            modules={name(path): _note_from_plain(note) for path, note in plain["modules"].items()},
         )
         check(program)
-    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise ValueError(f"malformed program: {error}") from error
     return program
 
@@ -72,16 +72,16 @@ def check(program: Program) -> None:
     """Raise `ValueError` unless every value is defined before it is read."""
     known = {item.value for item in program.inputs}
     if len(known) != len(program.inputs):
-        raise ValueError("malformed program: an input is defined twice")
+        raise ValueError("an input is defined twice")
     for number, call in enumerate(program.calls):
         unknown = [value for value in call.input_refs() if value not in known]
         if unknown:
-            raise ValueError(f"malformed program: call {number} reads value {unknown[0]} before it is defined")
+            raise ValueError(f"call {number} reads value {unknown[0]} before it is defined")
         if call.target != OPAQUE:
             known.update(call.output_refs())
     lost = [ref.value for ref in program.outputs if ref.value not in known]
     if lost:
-        raise ValueError(f"malformed program: it returns value {lost[0]}, which is not defined")
+        raise ValueError(f"it returns value {lost[0]}, which is not defined")
 
 
 def argument_to_plain(value: Any) -> Any:
@@ -120,18 +120,18 @@ def argument_from_plain(plain: Any) -> Any:
         reader = _READERS.get(tag)
         if reader is not None:
             return reader(content)
-    raise ValueError(f"malformed program: unknown argument `{_shown(plain)}`")
+    raise ValueError(f"unknown argument `{shown(plain)}`")
 
 
 _READERS: dict[str, Callable[[Any], Any]] = {
     "tuple": lambda content: tuple(argument_from_plain(item) for item in content),
     "dict": lambda content: {_scalar(key): argument_from_plain(item) for key, item in content},
-    "ref": lambda content: Ref(_int(content)),
+    "ref": lambda content: Ref(integer(content)),
     "symbol": lambda content: Symbol(_symbol(content)),
     "device": lambda content: Device(_matching(_DEVICE, content, "device")),
     "slice": lambda content: Slice(*(argument_from_plain(item) for item in content)),
     "ellipsis": lambda content: Ellipsis,
-    "complex": lambda content: complex(*(_of(float, part) for part in content)),
+    "complex": lambda content: complex(*(of(float)(part) for part in content)),
 }
 
 
@@ -143,7 +143,7 @@ def _call_to_plain(call: Call) -> dict[str, Any]:
         "kwargs": argument_to_plain(dict(call.kwargs)),
         "outputs": argument_to_plain(call.outputs),
         "scope": [_scope_to_plain(level) for level in call.scope],
-        "site": _site_to_plain(call.site),
+        "site": plain_of(call.site),
         "mode": [mode.grad, [list(pair) for pair in mode.autocast], mode.inference, argument_to_plain(mode.rng)],
         "phase": call.phase,
     }
@@ -153,28 +153,28 @@ def _call_from_plain(plain: Mapping[str, Any]) -> Call:
     grad, autocast, inference, rng = plain["mode"]
     call = Call(
         target=_target(plain["target"]),
-        args=_of(tuple, argument_from_plain(plain["args"])),
+        args=of(tuple)(argument_from_plain(plain["args"])),
         kwargs=_keywords(argument_from_plain(plain["kwargs"]), is_text=plain["target"] == OPAQUE),
         outputs=_outputs(argument_from_plain(plain["outputs"])),
         scope=tuple(_scope_from_plain(*level) for level in plain["scope"]),
-        site=_site_from_plain(plain["site"]),
+        site=read(Site, plain["site"]) if plain["site"] is not None else None,
         mode=Mode(
-            _bool(grad),
+            of(bool)(grad),
             tuple((_matching(_DEVICE_TYPE, device, "device"), _symbol(dtype)) for device, dtype in autocast),
-            _bool(inference),
-            _of(Ref, argument_from_plain(rng)) if rng is not None else None,
+            of(bool)(inference),
+            of(Ref)(argument_from_plain(rng)) if rng is not None else None,
         ),
-        phase=_one_of(PHASES, plain["phase"]),
+        phase=one_of(*PHASES)(plain["phase"]),
     )
     _require_shape(call)
     return call
 
 
 def _target(value: Any) -> str:
-    name = _str(value)
-    if name not in allowed_names() and name not in _SPECIAL:
-        raise ValueError(f"`{_shown(name)}` is not a torch function that a program may call")
-    return name
+    target = text(value)
+    if target not in allowed_names() and target not in _SPECIAL:
+        raise ValueError(f"`{shown(target)}` is not a torch function that a program may call")
+    return target
 
 
 def _require_shape(call: Call) -> None:
@@ -184,27 +184,26 @@ def _require_shape(call: Call) -> None:
     elif call.target == ZERO_GRAD:
         (given,) = call.args
         if call.kwargs or not isinstance(given, list) or not all(isinstance(item, Ref) for item in given):
-            raise ValueError("malformed program: `zero_grad` takes a list of tensors")
+            raise ValueError("`zero_grad` takes a list of tensors")
     elif call.target == OPAQUE:
         kinds = {"name": str, "source": str, "is_compiled": bool, "is_transform": bool, "is_scripted": bool}
         is_described = all(isinstance(item, kinds.get(name, ())) for name, item in call.kwargs.items())
         if not is_described or not all(isinstance(item, Ref) for item in call.args):
-            raise ValueError("malformed program: an opaque call has a name and a source")
+            raise ValueError("an opaque call has a name and a source")
         if not {"name", "source"} <= call.kwargs.keys():
-            raise ValueError("malformed program: an opaque call has no name or no source")
+            raise ValueError("an opaque call has no name or no source")
 
 
 def _require_step(call: Call) -> None:
     """The parameters, gradients, options and state of an optimizer's groups, all of one length."""
-    groups = list(zip(*(_of(list, call.kwargs[name]) for name in _GROUPS), strict=True))
+    groups = list(zip(*(of(list)(call.kwargs[group]) for group in _GROUPS), strict=True))
     if call.args or len(call.kwargs) != len(_GROUPS):
-        raise ValueError("malformed program: an optimizer's step has other arguments than its groups")
+        raise ValueError("an optimizer's step has other arguments than its groups")
     for params, grads, options, state in groups:
-        for param, grad, values in zip(_of(list, params), _of(list, grads), _of(list, state), strict=True):
-            _of(Ref, param)
-            if grad is not None:
-                _of(Ref, grad)
-            _of(dict, values)
+        for param, grad, values in zip(*map(of(list), (params, grads, state)), strict=True):
+            of(Ref)(param)
+            of(Ref, NoneType)(grad)
+            of(dict)(values)
         _keywords(options)
 
 
@@ -214,7 +213,7 @@ _GROUPS = ("params", "grads", "options", "state")
 def _outputs(value: Any) -> Any:
     """The structure of a result: values, ``None``, and containers of them."""
     if any(not isinstance(leaf, Ref) and leaf is not None for leaf in _leaves(value)):
-        raise ValueError("malformed program: the result of a call is no tensor")
+        raise ValueError("the result of a call is no tensor")
     return value
 
 
@@ -231,41 +230,27 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _keywords(value: Any, *, is_text: bool = False) -> dict[str, Any]:
     """Arguments by name, all of them names that Python accepts; those of an opaque call are for people to read."""
-    given: dict[str, Any] = _of(dict, value)
+    given: dict[str, Any] = of(dict)(value)
     if is_text:
         given = {key: visible(item) if isinstance(item, str) else item for key, item in given.items()}
-    for name in given:
-        if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name) or keyword.iskeyword(name):
-            raise ValueError(f"malformed program: `{_shown(name)}` is not the name of an argument")
+    for key in given:
+        if not isinstance(key, str) or not _IDENTIFIER.fullmatch(key) or keyword.iskeyword(key):
+            raise ValueError(f"`{shown(key)}` is not the name of an argument")
     return given
 
 
 def _symbol(value: Any) -> str:
-    name = _str(value)
-    symbol_named(name)
-    return name
+    symbol = text(value)
+    symbol_named(symbol)
+    return symbol
 
 
 def _scope_to_plain(level: Scope) -> list[Any]:
     return [level.path, level.cls, level.count, *([level.root] if level.root else [])]
 
 
-def _scope_from_plain(path: Any, cls: Any, count: Any, root: Any = "") -> Scope:
-    return Scope(_name(path), _name(cls), _count(count), _name(root))
-
-
-def _site_to_plain(site: Site | None) -> Any:
-    if site is None:
-        return None
-    return [site.file, site.line, site.code, site.function, list(site.library) if site.library else None]
-
-
-def _site_from_plain(plain: Any) -> Site | None:
-    if plain is None:
-        return None
-    file, line, code, function, library = plain
-    inside = (_line(library[0]), _count(library[1])) if library else None
-    return Site(_line(file), _count(line), _line(code), _name(function), inside)
+def _scope_from_plain(path: Any, cls: Any, number: Any, root: Any = "") -> Scope:
+    return read(Scope, [path, cls, number, root])
 
 
 def _note_to_plain(note: ModuleNote) -> list[Any]:
@@ -273,68 +258,18 @@ def _note_to_plain(note: ModuleNote) -> list[Any]:
 
 
 def _note_from_plain(plain: Any) -> ModuleNote:
-    cls, training, arguments, file, line, source = plain
+    cls, training, arguments, file, number, source = plain
     given = _keywords(argument_from_plain(arguments))
-    return ModuleNote(_name(cls), _bool(training), given, _line(file), _count(line), visible(_str(source)))
-
-
-def _int(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or abs(value) > _LARGEST_INT:
-        raise ValueError(f"malformed program: `{_shown(value)}` is not a number")
-    return value
-
-
-def _bool(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"malformed program: `{_shown(value)}` is neither true nor false")
-    return value
-
-
-def _one_of(known: tuple[str, ...], value: Any) -> str:
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(f"malformed program: `{_shown(value)}` is none of {', '.join(known)}")
-    return str(value)
+    return ModuleNote(name(cls), of(bool)(training), given, line(file), count(number), text(source))
 
 
 def _matching(pattern: re.Pattern[str], value: Any, noun: str) -> str:
-    if not pattern.fullmatch(_str(value)):
-        raise ValueError(f"malformed program: `{_shown(value)}` is not a {noun}")
+    if not pattern.fullmatch(text(value)):
+        raise ValueError(f"`{shown(value)}` is not a {noun}")
     return str(value)
-
-
-def _count(value: Any) -> int:
-    if _int(value) < 0:
-        raise ValueError(f"malformed program: {value} is negative")
-    return int(value)
-
-
-def _name(value: Any) -> str:
-    return visible_name(_str(value))
-
-
-def _line(value: Any) -> str:
-    return visible_line(_str(value))
-
-
-def _str(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"malformed program: `{_shown(value)}` is not text")
-    return value
 
 
 def _scalar(key: Any) -> Any:
     if not isinstance(key, _SCALARS) or (isinstance(key, int) and abs(key) > _LARGEST_INT):
-        raise ValueError("malformed program: a constant is no text and no number")
+        raise ValueError("a constant is no text and no number")
     return visible(key) if isinstance(key, str) else key
-
-
-def _shown(value: Any) -> str:
-    """A value in a message: only texts and small numbers, because the text of nested data may take for ever."""
-    is_short = value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**64)
-    return f"{visible_name(value):.60}" if isinstance(value, str) else str(value) if is_short else type(value).__name__
-
-
-def _of(kind: type[T], value: Any) -> T:
-    if not isinstance(value, kind):
-        raise ValueError(f"malformed program: `{_shown(value)}` is not a {kind.__name__}")
-    return value

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 import torch
 
 from reprokit.arrivals import pass_on
+from reprokit.grammar import Positive, left_out, one_of
 from reprokit.program.functions import UnknownFunction, all_written, function_named, optimizer_named, symbol_named
 from reprokit.program.ir import (
     AUTOGRAD_BACKWARD,
@@ -31,6 +32,7 @@ from reprokit.program.ir import (
 )
 from reprokit.program.memory import copy_of
 
+T = TypeVar("T")
 Tensors = Mapping[int, torch.Tensor]
 
 
@@ -149,24 +151,36 @@ def assign(outputs: Any, result: Any, values: dict[int, torch.Tensor]) -> None:
             assign(part, result[key], values)
 
 
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The switches of torch that a replay needs to give the same bits; ``None``: as they are."""
+
+    num_threads: Positive | None = left_out()
+    deterministic_algorithms: bool | None = left_out()
+    matmul_precision: Annotated[str, one_of("highest", "high", "medium")] | None = left_out()
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
 @contextlib.contextmanager
-def determinism(settings: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Run under recorded settings (`num_threads`, `deterministic_algorithms`, `matmul_precision`), then give them
-    back."""
-    settings = settings or {}
+def determinism(settings: Settings | None = None) -> Iterator[None]:
+    """Run under recorded settings, then give the settings of before back."""
+    settings = settings or Settings()
     before = (
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         matmul_precision(),
     )
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    is_deterministic = bool(settings.get("deterministic_algorithms", before[1]))
+    is_deterministic = _given(settings.deterministic_algorithms, before[1])
     is_change = is_deterministic != before[1] or (is_deterministic and not warn_only)
     try:
-        torch.set_num_threads(int(settings.get("num_threads", before[0])))
+        torch.set_num_threads(_given(settings.num_threads, before[0]))
         if is_change:  # the call imports torch's compiler, which takes seconds
             torch.use_deterministic_algorithms(is_deterministic, warn_only=True)
-        _set_matmul_precision(settings.get("matmul_precision", before[2]))
+        _set_matmul_precision(settings.matmul_precision)
         yield
     finally:
         torch.set_num_threads(before[0])

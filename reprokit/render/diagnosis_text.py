@@ -59,7 +59,7 @@ def page(diagnosis: Diagnosis) -> dict[str, Any]:
         "evidence": [_safe(line) for line in diagnosis.evidence],
         "advice": _safe(diagnosis.advice),
         "links": [link for link in diagnosis.links if link.startswith("https://")],
-        "also": [": ".join(map(_safe, (item["title"], *item["evidence"][:1]))) for item in diagnosis.also],
+        "also": [": ".join(map(_safe, (item.title, *item.evidence[:1]))) for item in diagnosis.also],
         "fix": _fix_data(diagnosis.fix) if diagnosis.fix is not None else None,
         "tried": [_fix_data(fix) for fix in diagnosis.tried],
         "note": _safe(diagnosis.note or ""),

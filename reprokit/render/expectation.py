@@ -162,7 +162,7 @@ def _operands(edge: Edge | None, recorded: Edge | None, reduction: Reduction | N
     values = (recorded.values if recorded is not None else ()) or (edge.values if edge is not None else ())
     if reduction is None:
         return values
-    free = {item["input"] for item in reduction.explain if item["free"]}
+    free = {item.input for item in reduction.explain if item.free}
     named = {item.value for item in reduction.program.inputs if item.name in free}
     return tuple(value for value in values if value not in named)
 

@@ -5,12 +5,13 @@ Values are redacted text in which code stands in backticks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from reprokit.locate.failure import Failure, root_of
 from reprokit.render import wording
 from reprokit.series import has_several_optimizers
+from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
 from reprokit.words import counted, in_root, replay_words
@@ -127,41 +128,40 @@ def noticed_in(snapshot: Snapshot) -> str:
     return _NOTICED.get(snapshot.observed_at, "")
 
 
-def versions(environment: Mapping[str, Any]) -> list[Fact]:
+def versions(environment: Environment) -> list[Fact]:
     """Versions, the machine, and the libraries that the program had imported."""
-    rows = [(name, environment.get(name)) for name in ("torch", "python", "platform", "cuda", "cudnn", "devices")]
+    rows = [(name, getattr(environment, name)) for name in ("torch", "python", "platform", "cuda", "cudnn", "devices")]
     return _shown([*rows, *libraries(environment)])
 
 
-def libraries(environment: Mapping[str, Any]) -> list[Fact]:
+def libraries(environment: Environment) -> list[Fact]:
     """The libraries that the program had imported."""
-    return _shown(sorted(environment.get("libraries", {}).items()))
+    return _shown(sorted(environment.libraries.items()))
 
 
-def settings(environment: Mapping[str, Any]) -> list[Fact]:
+def settings(environment: Environment) -> list[Fact]:
     """Environment variables and switches of torch."""
-    switches = ((name.replace("_", " "), value) for name, value in environment.get("switches", {}).items())
-    return _shown([*sorted(environment.get("variables", {}).items()), *switches])
+    switches = ((name.replace("_", " "), value) for name, value in environment.switches.items())
+    return _shown([*sorted(environment.variables.items()), *switches])
 
 
 def source(snapshot: Snapshot) -> list[Fact]:
     """The command, and the state of the repository."""
     git = snapshot.source
-    commit = git.get("commit")
-    changed = ", with uncommitted changes" if git.get("dirty") else ""
+    changed = ", with uncommitted changes" if git.dirty else ""
     return _shown(
         [
-            ("command", " ".join(git.get("command") or snapshot.command)),
-            ("file", git.get("file")),
-            ("commit", f"{commit[:12]} on {git.get('branch') or 'no branch'}{changed}" if commit else ""),
-            ("remote", git.get("remote")),
+            ("command", " ".join(git.command or snapshot.command)),
+            ("file", git.file),
+            ("commit", f"{git.commit[:12]} on {git.branch or 'no branch'}{changed}" if git.commit else ""),
+            ("remote", git.remote),
         ]
     )
 
 
 def _shown(rows: Iterable[tuple[str, Any]]) -> list[Fact]:
     """The rows that are not empty, redacted."""
-    return [(name, redact_text(_plain(value))) for name, value in rows if value not in (None, [], "")]
+    return [(name, redact_text(_plain(value))) for name, value in rows if value not in (None, (), "")]
 
 
 def _plain(value: Any) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reprokit.locate.diagnosis import from_plain
 from reprokit.program.ir import Site
 from reprokit.render import diagnosis_text, facts, whatif, wording
 from reprokit.render.expectation import OWN, Expectation, expect
@@ -20,6 +19,7 @@ from reprokit.render.templates import Template, find_template
 from reprokit.render.verify import VerifyResult
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.reduction import Reduction
+from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
 from reprokit.whatif.table import CONTEXT, MINIMUM
@@ -102,7 +102,7 @@ def title(snapshot: Snapshot, reduction: Reduction | None = None, expectation: E
     module = (facts.module(snapshot) or "").strip("<>")
     if found.owner == OWN and found.words:
         words.append(f"in {module}" if module else _in_line(snapshot.failure.site))
-    number = str(snapshot.environment.get("torch", "")).partition("+")[0]
+    number = snapshot.environment.torch.partition("+")[0]
     version = f"torch {number}" if number else ""
     parts = (_dtype(source), _autocast_lost(snapshot, source), _device(source, snapshot), version)
     details = ", ".join(part for part in parts if part)
@@ -164,9 +164,9 @@ def _matters(reduction: Reduction, script: Script) -> str:
 
 
 def _diagnosis(reduction: Reduction | None) -> str:
-    if reduction is None or not reduction.diagnosis:
+    if reduction is None or reduction.diagnosis is None:
         return ""
-    return shorten_paths(diagnosis_text.markdown(from_plain(reduction.diagnosis)))
+    return shorten_paths(diagnosis_text.markdown(reduction.diagnosis))
 
 
 def _dtype(source: Reduction | Snapshot) -> str:
@@ -195,13 +195,13 @@ def _autocast_lost(snapshot: Snapshot, source: Reduction | Snapshot) -> str:
 def _device(source: Reduction | Snapshot, snapshot: Snapshot) -> str:
     """The device of the program, which is not always the GPU of the machine."""
     home = home_of(Candidate(source.program, source.tensors))
-    names = snapshot.environment.get("devices", ())
-    return str(names[0]) if home == "cuda" and names else home.upper()
+    names = snapshot.environment.devices
+    return names[0] if home == "cuda" and names else home.upper()
 
 
-def _versions(environment: Mapping[str, Any]) -> str:
+def _versions(environment: Environment) -> str:
     """The output of ``collect_env``, and the libraries that the program had imported."""
-    collected = redact_text(str(environment.get("collect_env") or "").strip())
+    collected = redact_text(environment.collect_env.strip())
     if not collected:
         return _lines(facts.versions(environment))
     return f"{collected}\n\n{_lines(facts.libraries(environment))}".strip()
@@ -223,13 +223,13 @@ def _in_line(site: Site | None) -> str:
 def _size(snapshot: Snapshot, reduction: Reduction | None) -> str:
     if reduction is None:
         return counted(snapshot.program.num_calls, "torch call")
-    before, checks = counted(reduction.before["calls"], "torch call"), counted(reduction.checks, "check")
+    before, checks = counted(reduction.before.calls, "torch call"), counted(reduction.checks, "check")
     return f"{before} to {reduction.program.num_calls:,}, in {checks}"
 
 
 def _own_repository(snapshot: Snapshot) -> str | None:
     """The user's own repository on GitHub, as ``owner/name``."""
-    _, found, path = str(snapshot.source.get("remote") or "").replace(":", "/").partition("github.com/")
+    _, found, path = (snapshot.source.remote or "").replace(":", "/").partition("github.com/")
     parts = path.removesuffix("/").removesuffix(".git").split("/")
     return "/".join(parts) if found and len(parts) == 2 and all(parts) else None
 

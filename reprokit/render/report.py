@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
-from reprokit.locate.diagnosis import from_plain
 from reprokit.locate.failure import Failure
 from reprokit.render import diagnosis_text, drawings, facts, whatif, wording
 from reprokit.render.call_code import labels
@@ -27,7 +26,7 @@ from reprokit.render.templates import render_template
 from reprokit.render.verify import VerifyResult
 from reprokit.render.way import ways
 from reprokit.series import by_optimizer, titled
-from reprokit.shrink.reduction import Reduction
+from reprokit.shrink.reduction import Reduction, WhatIf
 from reprokit.snapshot.format import Snapshot, count_elements
 from reprokit.snapshot.redact import REDACTED, redact_text
 from reprokit.words import counted
@@ -62,7 +61,7 @@ def write_report(
     found = survey(snapshot, _bad_name(failure, names))
     shown_frames, frames_left_out = frames(found)
     texts = _long_texts(snapshot, script, verified, reduction)
-    tables = reduction.whatif if reduction is not None else {}
+    tables = reduction.whatif if reduction is not None else WhatIf()
     reason = reduction.diagnosis if reduction is not None else None
     content = {
         "title": title(snapshot, reduction),
@@ -83,13 +82,13 @@ def write_report(
         "frames": shown_frames,
         "frames_left_out": frames_left_out,
         "reduction": reduction,
-        "diagnosis": diagnosis_text.page(from_plain(reason)) if reason else None,
+        "diagnosis": diagnosis_text.page(reason) if reason is not None else None,
         "whatif_programs": whatif.programs(tables),
         "whatif_rows": whatif.rows(tables, script.names),
         "environment": [*facts.versions(snapshot.environment), *facts.settings(snapshot.environment)],
         "source": facts.source(snapshot),
         "texts": texts,
-        "num_variables": len(snapshot.environment.get("variables", {})),
+        "num_variables": len(snapshot.environment.variables),
         "range_text": range_text,
         "with_code": with_code,
         **(_of_reduction(reduction, script) if reduction is not None else {}),
@@ -129,10 +128,9 @@ def _operands(operands: Mapping[int, Range], names: Mapping[int, str]) -> list[t
 
 def _timeline(snapshot: Snapshot) -> Iterator[Chart]:
     """One chart for every number that an optimizer had in at least two steps."""
-    entries = [entry for entry in snapshot.timeline if isinstance(entry.get("step"), int)]
-    for (key, what), (optimizer, rows) in itertools.product(_SERIES, by_optimizer(entries).items()):
+    for (key, what), (optimizer, rows) in itertools.product(_SERIES, by_optimizer(snapshot.timeline).items()):
         name = titled(what, redact_text(optimizer))
-        points = [(float(row["step"]), _number(row.get(key))) for row in rows]
+        points = [(float(row.step), getattr(row, key)) for row in rows]
         svg = plot(points, f"{name} per step, with the failing step marked", mark=float(snapshot.step))
         if svg is not None:
             last = next(value for _, value in reversed(points) if value is not None)
@@ -148,10 +146,6 @@ def _progress(reduction: Reduction) -> Iterator[Chart]:
             yield Chart(name, svg, f"{steps[0][place]:,.0f} to {steps[-1][place]:,.0f}")
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
 def _trouble(found: Survey) -> str:
     """Why the step could not be measured to its end, redacted; nothing where it could."""
     error = found.error
@@ -165,8 +159,8 @@ def _long_texts(
     texts = {
         "output": shown_output(script, verified),
         "log": wording.renamed("\n".join(reduction.log), script.names) if reduction is not None else "",
-        "collect_env": str(snapshot.environment.get("collect_env", "")),
-        "diff": str(snapshot.source.get("diff") or ""),
+        "collect_env": snapshot.environment.collect_env,
+        "diff": snapshot.source.diff,
     }
     return {name: cut(redact_text(text), MAX_TEXT) for name, text in texts.items()}
 
@@ -192,7 +186,7 @@ def progress(reduction: Reduction) -> list[Remaining]:
     if not lines:
         return []
     before = reduction.before
-    steps = [Remaining(0, before["calls"], before["elements"])]
+    steps = [Remaining(0, before.calls, before.elements)]
     for line in lines:
         calls, elements = (int(number.replace(",", "")) for number in line.groups()[1:])
         if (calls, elements) != (steps[-1].calls, steps[-1].elements):
@@ -225,7 +219,7 @@ def _size(snapshot: Snapshot, reduction: Reduction | None) -> Iterator[str]:
     elements = count_elements(reduction.program, reduction.tensors)
     verb = "is" if after == 1 else "are"
     yield (
-        f"Of {counted(before['calls'], 'torch call')} on {counted(before['elements'], 'input element')}, "
+        f"Of {counted(before.calls, 'torch call')} on {counted(before.elements, 'input element')}, "
         f"{counted(after, 'call')} on {counted(elements, 'element')} {verb} enough to show it."
     )
     said = wording.message(reduction.failure)

@@ -72,10 +72,10 @@ class Opened:
 
 def without_source(reduction: Reduction, policy: Source) -> Reduction:
     """The reduction, whose diagnosis holds lines of the user's source in the code of its fix, as the policy allows."""
-    fix = (reduction.diagnosis or {}).get("fix")
-    if policy != "none" or not fix:
+    found = reduction.diagnosis
+    if policy != "none" or found is None or found.fix is None:
         return reduction
-    return replace(reduction, diagnosis={**(reduction.diagnosis or {}), "fix": {**fix, "code": ""}})
+    return replace(reduction, diagnosis=replace(found, fix=replace(found.fix, code="")))
 
 
 def open_source(path: Path, snapshot: Path | None = None) -> Opened:
@@ -139,7 +139,7 @@ def _snapshot_beside(folder: Path, reduction: Reduction) -> Snapshot | None:
 
 
 def _is_made_from(reduction: Reduction, snapshot: Snapshot) -> bool:
-    return bool(reduction.origin.get("snapshot", fingerprint(snapshot)) == fingerprint(snapshot))
+    return reduction.origin.snapshot in (None, fingerprint(snapshot))
 
 
 def _likely_names(folder: Path, reduction: Reduction) -> list[str]:
@@ -151,7 +151,7 @@ def _likely_names(folder: Path, reduction: Reduction) -> list[str]:
 
 def _origin_name(reduction: Reduction) -> str:
     """The name of the file that was shrunk, empty where it is not known."""
-    return Path(str(reduction.origin.get("file", ""))).name
+    return Path(reduction.origin.file or "").name
 
 
 def _missing_snapshot(path: Path, reduction: Reduction) -> UsageError:
@@ -180,12 +180,12 @@ def reduction_script(
     context = context_script(reduction, snapshot) if reduction.level == "module" else None
     if context is not None:
         return Script(context.text)
-    version = snapshot.environment.get("torch") if snapshot is not None else None
+    version = (snapshot.environment.torch or None) if snapshot is not None else None
     return write_script(
         reduction.program,
         reduction.tensors,
         reduction.failure,
-        num_calls_before=reduction.before.get("calls"),
+        num_calls_before=reduction.before.calls,
         torch_version=version,
         aside=beyond_limit(reduction.program, reduction.tensors),
         withheld=withheld,
@@ -197,9 +197,9 @@ def context_script(reduction: Reduction, snapshot: Snapshot | None = None) -> Mo
     context = reduction.context
     if context is None or beyond_limit(_needing_numbers(context), context.tensors):
         return None
-    version = snapshot.environment.get("torch") if snapshot is not None else None
+    version = (snapshot.environment.torch or None) if snapshot is not None else None
     try:
-        return write_module_script(context, num_calls_before=reduction.before.get("calls"), torch_version=version)
+        return write_module_script(context, num_calls_before=reduction.before.calls, torch_version=version)
     except NotReproduced:
         return None
 
@@ -218,7 +218,7 @@ def snapshot_script(snapshot: Snapshot) -> Script:
         snapshot.program,
         snapshot.tensors,
         snapshot.failure,
-        torch_version=snapshot.environment.get("torch"),
+        torch_version=snapshot.environment.torch or None,
         aside=beyond_limit(snapshot.program, snapshot.tensors),
     )
 

@@ -1,4 +1,4 @@
-"""The what-if table as text: pure functions of the plain data that a reduction keeps.
+"""The what-if table as text: pure functions of what a reduction keeps.
 
 `rows` is for HTML, where a template chooses the marks; `plain_rows` for a terminal; `markdown` for an issue, whose text
 must not differ from one run to the next: it has no times, and leaves out what there was no time for.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from reprokit.render.wording import prose, renamed
+from reprokit.shrink.reduction import Answered, WhatIf
 from reprokit.snapshot.redact import redact_text
 from reprokit.whatif.table import MINIMUM, NOT_DONE
 
@@ -42,41 +42,41 @@ class Row:
     cells: tuple[Cell | None, ...]
 
 
-def programs(table: Mapping[str, Any]) -> list[str]:
+def programs(table: WhatIf) -> list[str]:
     """The programs that were run: ``minimum``, ``context``, ``snapshot``."""
-    return list(table.get("tables", {}))
+    return list(table.tables or {})
 
 
-def rows(table: Mapping[str, Any], inputs: Mapping[str, str] | None = None) -> list[Row]:
+def rows(table: WhatIf, inputs: Mapping[str, str] | None = None) -> list[Row]:
     """The table by variant, in its order; details are redacted. ``inputs`` are the names of those of the minimum."""
     found: dict[str, dict[str, Cell]] = {}
     names: dict[str, str] = {}
-    for program, items in table.get("tables", {}).items():
+    for program, items in (table.tables or {}).items():
         for item in items:
-            names[item["variant"]] = item["name"]
-            found.setdefault(item["variant"], {})[program] = _cell(item, inputs if program == MINIMUM else None)
+            names[item.variant] = item.name
+            found.setdefault(item.variant, {})[program] = _cell(item, inputs if program == MINIMUM else None)
     return [
         Row(names[variant], tuple(cells.get(program) for program in programs(table)))
         for variant, cells in found.items()
     ]
 
 
-def markdown(table: Mapping[str, Any], program: str, inputs: Mapping[str, str] | None = None) -> str:
+def markdown(table: WhatIf, program: str, inputs: Mapping[str, str] | None = None) -> str:
     """A Markdown table about one program, a line for every way in which it ended; empty without any.
 
     ``inputs`` says what the inputs of the program are called where the table is read.
     """
     variants: dict[str, list[str]] = {}
-    for item in table.get("tables", {}).get(program, ()):
-        if not item["detail"].startswith(NOT_DONE):
-            variants.setdefault(_cell(item, inputs).text, []).append(item["name"])
+    for item in (table.tables or {}).get(program, ()):
+        if not item.detail.startswith(NOT_DONE):
+            variants.setdefault(_cell(item, inputs).text, []).append(item.name)
     if not variants:
         return ""
     body = ((_cell_text("; ".join(names)), _cell_text(text)) for text, names in variants.items())
     return "\n".join(f"| {run} | {result} |" for run, result in (("how it is run", "result"), ("---", "---"), *body))
 
 
-def plain_rows(table: Mapping[str, Any]) -> list[list[str]]:
+def plain_rows(table: WhatIf) -> list[list[str]]:
     """Header and rows without any markup, for a terminal."""
     header = ["", *(word for program in programs(table) for word in (program, "time"))]
     body = [[row.name.replace("`", ""), *(word for cell in row.cells for word in _words(cell))] for row in rows(table)]
@@ -100,6 +100,6 @@ def _words(cell: Cell | None) -> tuple[str, str]:
     return (cell.text, cell.time) if cell is not None else ("", "")
 
 
-def _cell(item: Mapping[str, Any], inputs: Mapping[str, str] | None) -> Cell:
-    detail = redact_text(renamed(item["detail"], inputs or {}))
-    return Cell(item["answer"], detail, seconds_text(item["seconds"]))
+def _cell(item: Answered, inputs: Mapping[str, str] | None) -> Cell:
+    detail = redact_text(renamed(item.detail, inputs or {}))
+    return Cell(item.answer, detail, seconds_text(item.seconds))

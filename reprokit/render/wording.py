@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from reprokit.locate.failure import Drop, Failure
+from reprokit.shrink.parts import Nearest, Place, Varied
 from reprokit.snapshot.redact import redact_source, redact_text
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def renamed(text: str, names: Mapping[str, str]) -> str:
 
 def explained(reduction: Reduction, names: Mapping[str, str]) -> list[tuple[str, str]]:
     """For every input and constant that is left: what the repro calls it, and whether it matters."""
-    inputs = [(names.get(item["input"], item["input"]), _says(item)) for item in reduction.explain]
+    inputs = [(_input_name(item, names), _says(item)) for item in reduction.explain]
     constants = [(_constant_name(item), _says(item)) for item in reduction.constants]
     return inputs + constants
 
@@ -211,27 +212,28 @@ def what_matters(reduction: Reduction, names: Mapping[str, str]) -> str:
     return " ".join(sentences)
 
 
-def nearest_words(nearest: Mapping[str, Any], names: Mapping[str, str]) -> tuple[str, str]:
+def nearest_words(nearest: Nearest, names: Mapping[str, str]) -> tuple[str, str]:
     """The nearest variant that passes, and what is there instead: ``x[0, 1] = 88`` and ``100``."""
-    if "input" in nearest:
-        place = ", ".join(map(str, nearest["element"]))
-        name = names.get(nearest["input"], nearest["input"]) + (f"[{place}]" if place else "")
-    else:
-        name = _constant_name(nearest)
-    return f"{name} = {_number(nearest['to'])}", _number(nearest["from"])
+    element = ", ".join(map(str, nearest.element or ()))
+    name = _constant_name(nearest) if nearest.input is None else _input_name(nearest, names)
+    return f"{name}{f'[{element}]' if element else ''} = {_number(nearest.to)}", _number(nearest.from_)
 
 
-def _says(item: Mapping[str, Any]) -> str:
-    if not item.get("tried", True):
+def _input_name(place: Place, names: Mapping[str, str]) -> str:
+    return names.get(place.input or "", place.input or "")
+
+
+def _says(item: Varied) -> str:
+    if item.tried is False:
         return "not varied"
-    return _FREE if item["free"] else _MATTERS
+    return _FREE if item.free else _MATTERS
 
 
-def _constant_name(item: Mapping[str, Any]) -> str:
+def _constant_name(item: Place) -> str:
     """``exponent of pow``, ``constant of the division``."""
-    name = item["call"].rpartition(".")[2]
+    name = (item.call or "").rpartition(".")[2]
     operation = _OPERATORS.get(name.strip("_")) if name.startswith("__") else None
-    argument = "constant" if item["argument"] == "other" else item["argument"]
+    argument = "constant" if item.argument == "other" else item.argument
     return f"{argument} of {f'the {operation}' if operation else name.strip('_')}"
 
 

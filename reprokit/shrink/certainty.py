@@ -7,12 +7,12 @@ with a stated confidence, and its result is run again in the end.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from reprokit.errors import Flaky, NotReproduced
 from reprokit.locate.failure import Failure
+from reprokit.program.run import Settings
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.protocol import SignatureCheck
 from reprokit.shrink.determinism import MEASURED_RUNS, Rate, RepeatedCheck, Rule, rule_for, settings_that_matter
@@ -37,7 +37,7 @@ class Certainty:
     oracle: Oracle
     isolation: Isolation
     check: SignatureCheck
-    settings: Mapping[str, Any]
+    settings: Settings
     is_own_check: bool
     failure: Failure
     rule: Rule | None = None
@@ -124,7 +124,7 @@ class Certainty:
         if not self.is_own_check:
             return []
 
-        def report(settings: Mapping[str, Any]) -> Report:
+        def report(settings: Settings) -> Report:
             with self.isolation.observing(Task.of(Guarded(self.check), settings)):
                 return self.isolation.report(candidate)
 

@@ -10,13 +10,13 @@ are exact binomial tails.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from reprokit.locate.failure import Failure
+from reprokit.program.run import Settings
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.protocol import Check
 from reprokit.shrink.isolation.task import Report
@@ -99,10 +99,10 @@ class RepeatedCheck:
 
 
 def settings_that_matter(
-    report: Callable[[Mapping[str, Any]], Report],
+    report: Callable[[Settings], Report],
     check: Check,
     candidate: Candidate,
-    settings: Mapping[str, Any],
+    settings: Settings,
     *,
     is_flaky: bool,
 ) -> list[str]:
@@ -111,16 +111,16 @@ def settings_that_matter(
     Deterministic algorithms are tried for flaky failures and on CUDA only: elsewhere they change nothing in a failure
     that happens every time, and switching them on loads torch's compiler. A run that breaks off says nothing.
     """
-    threads = int(settings.get("num_threads", torch.get_num_threads()))
-    trials: list[tuple[str, dict[str, Any]]] = []
+    threads = settings.num_threads or torch.get_num_threads()
+    trials: list[tuple[str, Settings]] = []
     if threads > 1:
-        trials.append(("with 1 thread", {"num_threads": 1}))
+        trials.append(("with 1 thread", replace(settings, num_threads=1)))
     if is_flaky or any(tensor.is_cuda for tensor in candidate.tensors.values()):
-        trials.append(("with deterministic algorithms", {"deterministic_algorithms": True}))
+        trials.append(("with deterministic algorithms", replace(settings, deterministic_algorithms=True)))
     runs = _SETTING_RUNS if is_flaky else 1
     found = []
-    for words, change in trials:
-        reports = [report({**settings, **change}) for _ in range(runs)]
+    for words, changed in trials:
+        reports = [report(changed) for _ in range(runs)]
         if any(one.error is not None for one in reports):
             continue
         rate = Rate.of(check, candidate, [one.observation for one in reports])

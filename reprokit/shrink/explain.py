@@ -15,7 +15,7 @@ from reprokit.shrink.arguments import leaves
 from reprokit.shrink.budget import OutOfBudget
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.oracle import Verdict
-from reprokit.shrink.parts import Change, ConstantPart, InputPart, Part
+from reprokit.shrink.parts import Change, ConstantPart, InputPart, Nearest, Part, Varied
 from reprokit.shrink.plainness import shortened
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.safety import is_safe
@@ -34,9 +34,9 @@ class Explanation:
     budget of the whole reduction was spent on the way.
     """
 
-    inputs: list[dict[str, Any]] = field(default_factory=list)
-    constants: list[dict[str, Any]] = field(default_factory=list)
-    nearest: dict[str, Any] | None = None
+    inputs: list[Varied] = field(default_factory=list)
+    constants: list[Varied] = field(default_factory=list)
+    nearest: Nearest | None = None
     is_complete: bool = True
 
 
@@ -49,11 +49,11 @@ def explain(problem: Problem) -> Explanation:
         if item.role != "rng":
             part = InputPart(problem.best, item)
             free = trials.is_free(part)
-            found.inputs.append(_item({"input": item.name}, free))
+            found.inputs.append(_varied(free, input=item.name))
             parts.append((free, part))
     for constant in _constants(problem.best, trials):
         free = trials.is_free(constant)
-        found.constants.append(_item(constant.description, free))
+        found.constants.append(_varied(free, call=constant.call, argument=constant.name, value=constant.number))
         parts.append((free, constant))
     found.nearest = _nearest(trials, [part for free, part in parts if free is False])
     found.is_complete = not trials.is_over
@@ -93,8 +93,8 @@ class _Trials:
         return True if was_run and not self.is_over else None
 
 
-def _item(description: dict[str, Any], free: bool | None) -> dict[str, Any]:
-    return {**description, "free": bool(free), **({"tried": False} if free is None else {})}
+def _varied(free: bool | None, **place: Any) -> Varied:
+    return Varied(**place, free=bool(free), tried=False if free is None else None)
 
 
 def _constants(best: Candidate, trials: _Trials) -> list[ConstantPart]:
@@ -113,15 +113,17 @@ def _constants(best: Candidate, trials: _Trials) -> list[ConstantPart]:
     return found
 
 
-def _nearest(trials: _Trials, parts: list[Part]) -> dict[str, Any] | None:
+def _nearest(trials: _Trials, parts: list[Part]) -> Nearest | None:
     """The smallest change of one number that passes, among the first few that were found."""
-    found: list[tuple[float, dict[str, Any]]] = []
+    found: list[tuple[float, Nearest]] = []
     for part in parts:
         for change in part.changes():
             target = next((n for n in _targets(change) if trials.passes(change, n)), None)
             if target is not None:
                 near = _nearer(trials, change, target)
-                found.append((_distance(change.old, near), {**change.description, "from": change.old, "to": near}))
+                place = change.place
+                at = (place.input, place.element, place.call, place.argument, place.value)
+                found.append((_distance(change.old, near), Nearest(*at, from_=change.old, to=near)))
                 break
         if len(found) == _MAX_CHANGES:
             break

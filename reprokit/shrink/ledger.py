@@ -8,27 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.reduction import Reduction
+from reprokit.shrink.reduction import PassRow, Reduction
 from reprokit.snapshot.format import count_elements
 from reprokit.words import counted
 
 _NUMBERS = ("checks", "successes", "calls", "elements", "seconds")
-
-
-@dataclass
-class PassRow:
-    """What a pass did in all rounds: checks, changes kept, calls and elements that went, and how long it took."""
-
-    name: str
-    checks: int = 0
-    successes: int = 0
-    calls: int = 0
-    elements: int = 0
-    seconds: float = 0.0
 
 
 @dataclass
@@ -57,7 +44,7 @@ class Ledger:
         self.elements = count_elements(earlier.program, earlier.tensors)
         self.log = list(earlier.log)
         self.checks, self.verdicts, self.seconds = earlier.checks, dict(earlier.verdicts), earlier.seconds
-        self.rows = {row["name"]: PassRow(**row) for row in earlier.passes}
+        self.rows = {row.name: replace(row) for row in earlier.passes}
 
     @contextmanager
     def passing(self, name: str) -> Iterator[PassRow]:
@@ -98,6 +85,6 @@ class Ledger:
         self.log.append(f"{self.checks}: {change}: {counted(self.calls, 'call')}, {counted(self.elements, 'element')}")
         return change
 
-    def table(self) -> list[dict[str, Any]]:
-        """The rows as plain data."""
-        return [{**asdict(row), "seconds": round(row.seconds, 4)} for row in self.rows.values()]
+    def table(self) -> list[PassRow]:
+        """The rows as a reduction keeps them."""
+        return [replace(row, seconds=round(row.seconds, 4)) for row in self.rows.values()]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from reprokit.grammar import Count, Name, left_out
 from reprokit.program.ir import Call, Input
 from reprokit.shrink.arguments import Path, with_leaf
 from reprokit.shrink.candidate import Candidate
@@ -17,7 +18,35 @@ from reprokit.shrink.plainness import constant_of, contents
 from reprokit.shrink.safety import trusts_arguments
 
 _MAX_ELEMENTS = 16
+Number = float | bool
 _PLAIN = (0.0, 1.0, -1.0, 0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An input, one of its elements, or an argument of a call."""
+
+    input: Name | None = left_out()
+    element: tuple[Count, ...] | None = left_out()
+    call: Name | None = left_out()
+    argument: Name | None = left_out()
+    value: Number | None = left_out()
+
+
+@dataclass(frozen=True, slots=True)
+class Varied(Place):
+    """A part of the result that is ``free`` if every other content fails too. ``tried`` is false if none could run."""
+
+    free: bool = False
+    tried: bool | None = left_out()
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest(Place):
+    """The smallest change of one number that passes."""
+
+    from_: Number = 0.0
+    to: Number = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +54,7 @@ class Change:
     """One number of the result exchanged: what it is, and what makes a candidate of a new number."""
 
     name: str
-    description: dict[str, Any]
+    place: Place
     old: float | int | bool
     dtype: torch.dtype
     apply: Callable[[float | int | bool], Candidate]
@@ -68,9 +97,9 @@ class InputPart:
         if tensor.is_floating_point() or tensor.dtype is torch.bool or self._may_index:
             for index in range(min(tensor.numel(), _MAX_ELEMENTS)):
                 place = [int(i) for i in torch.unravel_index(torch.tensor(index), tensor.shape)] if tensor.dim() else []
-                description = {"input": self._item.name, "element": place}
+                found = Place(self._item.name, tuple(place))
                 yield Change(
-                    self.name, description, tensor[tuple(place)].item(), tensor.dtype, self._with_element(tuple(place))
+                    self.name, found, tensor[tuple(place)].item(), tensor.dtype, self._with_element(tuple(place))
                 )
 
     def _with_element(self, place: tuple[int, ...]) -> Callable[[float | int | bool], Candidate]:
@@ -112,7 +141,7 @@ class ConstantPart:
         self._best, self._index, self._path, self.number = best, index, path, number
         call = best.program.calls[index]
         self.name = _argument_name(call, path)
-        self.description = {"call": call.target, "argument": self.name, "value": number}
+        self.call = call.target
 
     def variants(self) -> Iterator[Candidate]:
         """A few other numbers."""
@@ -123,8 +152,7 @@ class ConstantPart:
 
     def changes(self) -> Iterator[Change]:
         """The number itself."""
-        description = {name: self.description[name] for name in ("call", "argument")}
-        yield Change(self.name, description, self.number, torch.float64, self.apply)
+        yield Change(self.name, Place(call=self.call, argument=self.name), self.number, torch.float64, self.apply)
 
     def apply(self, number: float | int | bool) -> Candidate:
         """The candidate with another number here."""

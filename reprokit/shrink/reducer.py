@@ -10,9 +10,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from reprokit.errors import NotReproduced, ReprokitError, UsageError
 from reprokit.locate.failure import Failure
@@ -55,7 +54,7 @@ from reprokit.shrink.passes.setting import drop_autocast, simplify_precision, si
 from reprokit.shrink.passes.sizes import drop_dimensions, shrink_sizes
 from reprokit.shrink.passes.values import simplify_values
 from reprokit.shrink.problem import Problem
-from reprokit.shrink.reduction import Reduction
+from reprokit.shrink.reduction import Origin, Reduction, Size
 from reprokit.shrink.resume import load_earlier, origin_of
 from reprokit.shrink.slicing import slice_to
 from reprokit.snapshot.format import Snapshot
@@ -113,7 +112,7 @@ def shrink(
     """
     if level not in LEVELS:
         raise UsageError(f"there is no level `{level}`", hint=f"one of {', '.join(LEVELS)}")
-    origin = {**origin_of(snapshot), "check": check or ""}
+    origin = replace(origin_of(snapshot), check=check or "")
     file = out_dir / REDUCTION_FILE if out_dir is not None else None
     earlier = load_earlier(file, snapshot, origin, level) if resume and file is not None and file.exists() else None
     with warnings.catch_warnings(), determinism(snapshot.settings), _hint_of(snapshot):
@@ -134,7 +133,7 @@ def _hint_of(snapshot: Snapshot) -> Iterator[None]:
     try:
         yield
     except NotReproduced as error:
-        if not snapshot.settings.get("is_noted", True):
+        if snapshot.settings.is_noted is False:
             error.hint = f"capture step {snapshot.step} again with `--from-step {snapshot.step}`"
         raise
 
@@ -147,7 +146,7 @@ class _Run:
     snapshot: Snapshot
     file: Path | None
     tell: Callable[[Event], None]
-    origin: dict[str, Any]
+    origin: Origin
     earlier: Reduction | None
     oracle: Oracle
     certainty: Certainty
@@ -385,7 +384,7 @@ class _Run:
             program,
             {item.value: best.tensors[item.value] for item in program.inputs},
             failure if failure is not None else self.certainty.failure,
-            {"calls": self.snapshot.program.num_calls, "elements": self.snapshot.num_elements},
+            Size(self.snapshot.program.num_calls, self.snapshot.num_elements),
             self.certainty.check.summary(),
             checks=ledger.checks,
             verdicts={verdict.value: ledger.verdicts.get(verdict.value, 0) for verdict in Verdict},

@@ -3,24 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
-from reprokit.errors import SnapshotError
-from reprokit.locate import failure as failures
+from reprokit.grammar import Count, Line, Name, Text, left_out, one_of, plain_of
+from reprokit.locate.diagnosis import Diagnosis
 from reprokit.locate.failure import Failure
-from reprokit.program import plain
 from reprokit.program.ir import Program
-from reprokit.shrink.context import piece as pieces
 from reprokit.shrink.context.piece import Context
+from reprokit.shrink.parts import Nearest, Varied
 from reprokit.shrink.plainness import contents
-from reprokit.snapshot import grammar
-from reprokit.snapshot.format import checked, count_elements, read_file, require_call, storable, write_file
+from reprokit.shrink.signature import Signed
+from reprokit.snapshot.format import StoredProgram, StoredTensors, count_elements, read_content, storable, write_file
 
 KIND = "reduction"
+Verdict = Annotated[str, one_of("same", "other", "passes", "invalid")]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Calls of a program, and elements of its inputs."""
+
+    calls: Count
+    elements: Count
+
+
+@dataclass(slots=True)
+class PassRow:
+    """What a pass did in all rounds: checks, changes kept, calls and elements that went, and how long it took.
+
+    Not frozen: a pass that runs counts in it.
+    """
+
+    name: Name
+    checks: Count = 0
+    successes: Count = 0
+    calls: int = 0
+    elements: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The snapshot that a reduction was made from, with which torch and which check."""
+
+    snapshot: Name | None = left_out()
+    torch: Line | None = left_out()
+    check: Line | None = left_out()
+    file: Line | None = left_out()
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """How a program ended in a variant, and the seconds of a run."""
+
+    variant: Name
+    name: Line
+    answer: Annotated[str, one_of("same", "other", "passes", "cannot_run")]
+    detail: Line
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """The answers for every program that was run in other settings, and the seconds that it took; empty: not run."""
+
+    budget: float | None = left_out()
+    seconds: float | None = left_out()
+    tables: Mapping[Annotated[str, one_of("minimum", "context", "snapshot")], tuple[Answered, ...]] | None = left_out()
 
 
 @dataclass(frozen=True)
@@ -39,31 +92,31 @@ class Reduction:
     if none was made.
     """
 
-    program: Program
-    tensors: dict[int, torch.Tensor]
+    program: StoredProgram
+    tensors: StoredTensors
     failure: Failure
-    before: dict[str, int]
-    signature: dict[str, Any]
-    checks: int = 0
-    verdicts: dict[str, int] = field(default_factory=dict)
+    before: Size
+    signature: Signed
+    checks: Count = 0
+    verdicts: dict[Verdict, Count] = field(default_factory=dict)
     seconds: float = 0.0
-    reproduces: str = ""
-    explain: list[dict[str, Any]] = field(default_factory=list)
+    reproduces: Line = ""
+    explain: list[Varied] = field(default_factory=list)
     one_minimal: bool = False
-    log: list[str] = field(default_factory=list)
-    passes: list[dict[str, Any]] = field(default_factory=list)
-    constants: list[dict[str, Any]] = field(default_factory=list)
-    nearest: dict[str, Any] | None = None
-    explain_checks: int = 0
-    stopped: str | None = None
-    untried: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    origin: dict[str, Any] = field(default_factory=dict)
-    known: dict[str, str] = field(default_factory=dict)
-    level: str = "op"
+    log: list[Line] = field(default_factory=list)
+    passes: list[PassRow] = field(default_factory=list)
+    constants: list[Varied] = field(default_factory=list)
+    nearest: Nearest | None = None
+    explain_checks: Count = 0
+    stopped: Line | None = None
+    untried: list[Line] = field(default_factory=list)
+    notes: list[Text] = field(default_factory=list)
+    origin: Origin = Origin()
+    known: dict[Name, Verdict] = field(default_factory=dict)
+    level: Annotated[str, one_of("op", "module", "step")] = "op"
     context: Context | None = None
-    whatif: dict[str, Any] = field(default_factory=dict)
-    diagnosis: dict[str, Any] | None = None
+    whatif: WhatIf = WhatIf()
+    diagnosis: Diagnosis | None = None
 
     def summary(self) -> dict[str, Any]:
         """What ``reprokit shrink --json`` prints, without what rendering adds."""
@@ -78,29 +131,29 @@ class Reduction:
             "verdicts": dict(self.verdicts),
             "seconds": round(self.seconds, 3),
             "reproduces": self.reproduces,
-            "explain": self.explain,
-            "constants": self.constants,
-            "nearest": self.nearest,
+            "explain": plain_of(self.explain),
+            "constants": plain_of(self.constants),
+            "nearest": plain_of(self.nearest),
             "explain_checks": self.explain_checks,
-            "before": self.before,
-            "signature": self.signature,
+            "before": plain_of(self.before),
+            "signature": plain_of(self.signature),
             "one_minimal": self.one_minimal,
             "stopped": self.stopped,
             "untried": self.untried,
-            "passes": self.passes,
+            "passes": plain_of(self.passes),
             "notes": self.notes,
-            "whatif": self.whatif,
-            "diagnosis": self.diagnosis,
+            "whatif": plain_of(self.whatif),
+            "diagnosis": plain_of(self.diagnosis),
         }
 
     def save(self, path: Path | str) -> None:
         """Write the reduction atomically."""
-        content = {name: getattr(self, name) for name in Reduction.__dataclass_fields__}
-        content["program"] = plain.to_plain(self.program)
-        content["failure"] = failures.to_plain(self.failure)
-        content["tensors"] = {value: storable(tensor) for value, tensor in self.tensors.items()}
-        content["context"] = pieces.to_plain(self.context)
-        write_file(path, KIND, content)
+        context = replace(self.context, tensors=_storable(self.context.tensors)) if self.context is not None else None
+        write_file(path, KIND, replace(self, tensors=_storable(self.tensors), context=context))
+
+
+def _storable(tensors: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    return {value: storable(tensor) for value, tensor in tensors.items()}
 
 
 def load(path: Path | str) -> Reduction:
@@ -108,17 +161,7 @@ def load(path: Path | str) -> Reduction:
 
     What a file of an earlier version does not hold has its default.
     """
-    content = read_file(path, KIND)
-    defaults = {item.name: item.default_factory() for item in fields(Reduction) if callable(item.default_factory)}
-    defaults |= {item.name: item.default for item in fields(Reduction) if item.default is not MISSING}
-    try:
-        found = {**defaults, **content}
-        context = found.pop("context")
-        made = Reduction(**checked(found, grammar.REDUCTION), context=pieces.from_plain(context))
-        require_call(made.program, made.failure)
-        return made
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise SnapshotError(f"`{path}` is damaged: {error}", hint="shrink the snapshot again") from error
+    return read_content(Reduction, path, KIND)
 
 
 def _largest(program: Program, tensors: Mapping[int, torch.Tensor]) -> float | None:

@@ -12,14 +12,29 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from reprokit.grammar import Line, Name, left_out
 from reprokit.locate.calls import constant_ways
 from reprokit.locate.failure import Failure
 from reprokit.locate.ways import NAN, ways_of
-from reprokit.program.ir import Program, Ref
+from reprokit.program.ir import Phase, Program, Ref
 from reprokit.program.run import Tensors
 
 Given = frozenset[tuple[int | str, str]]
 ACCUMULATION = "AccumulateGrad"
+
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """A signature in words: what made two failures the same, and the user's check if there was one."""
+
+    phase: Phase
+    kind: Name
+    call: Name | None = None
+    backward_node: Name | None = left_out()
+    input: Name | None = left_out()
+    drop: Name | None = left_out()
+    exception: Name | None = left_out()
+    check: Line | None = left_out()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +77,10 @@ class Signature:
             (failure.cause.kind, failure.cause.call) if failure.cause is not None else None,
         )
 
-    def summary(self) -> dict[str, Any]:
-        """The signature as plain data."""
-        found: dict[str, Any] = {"phase": self.phase, "kind": self.kind, "call": self.call}
-        optional = {"backward_node": self.backward_node, "input": self.input, "drop": self.drop}
-        found.update({name: value for name, value in optional.items() if value is not None})
-        if self.exception is not None:
-            found["exception"] = self.exception[0]
-        return found
+    def summary(self) -> Signed:
+        """The signature as a reduction keeps it."""
+        exception = self.exception[0] if self.exception is not None else None
+        return Signed(self.phase, self.kind, self.call, self.backward_node, self.input, self.drop, exception)
 
 
 def same(first: Signature, second: Signature) -> bool:

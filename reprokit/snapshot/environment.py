@@ -16,7 +16,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
 from types import ModuleType
 from typing import Any
@@ -24,27 +25,45 @@ from typing import Any
 import torch
 
 from reprokit.arrivals import ignored_errors
+from reprokit.grammar import Line, Name, Scalar, Text
 from reprokit.snapshot.redact import redact_text, select_variables
 
 COLLECT_SECONDS = 30.0
 _LIBRARIES = ("accelerate", "deepspeed", "lightning", "numpy", "pytorch_lightning", "transformers", "triton")
 
 
-def collect_environment(timeout: float = COLLECT_SECONDS) -> dict[str, Any]:
-    """Everything about the environment as plain data; ``collect_env`` is empty when it takes over ``timeout`` s."""
-    return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "platform": redact_text(platform.platform()),
-        "machine": platform.machine(),
-        "libraries": _library_versions(),
-        "cuda": torch.version.cuda,
-        "cudnn": _cudnn_version(),
-        "devices": _device_names(),
-        "switches": collect_switches(),
-        "variables": select_variables(os.environ),
-        "collect_env": redact_text(_collect_env_text(timeout)),
-    }
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Versions, devices, switches of torch and environment variables; empty: unknown."""
+
+    python: Line = ""
+    torch: Line = ""
+    platform: Line = ""
+    machine: Line = ""
+    libraries: Mapping[Name, Line] = field(default_factory=dict)
+    cuda: Line | None = None
+    cudnn: int | None = None
+    devices: tuple[Line, ...] = ()
+    switches: Mapping[Name, Scalar] = field(default_factory=dict)
+    variables: Mapping[Name, Line] = field(default_factory=dict)
+    collect_env: Text = ""
+
+
+def collect_environment(timeout: float = COLLECT_SECONDS) -> Environment:
+    """Everything about the environment; ``collect_env`` is empty when it takes over ``timeout`` s."""
+    return Environment(
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        platform=redact_text(platform.platform()),
+        machine=platform.machine(),
+        libraries=_library_versions(),
+        cuda=torch.version.cuda,
+        cudnn=_cudnn_version(),
+        devices=_device_names(),
+        switches=collect_switches(),
+        variables=select_variables(os.environ),
+        collect_env=redact_text(_collect_env_text(timeout)),
+    )
 
 
 def collect_switches() -> dict[str, Any]:
@@ -75,13 +94,13 @@ def _cudnn_version() -> int | None:
     return None
 
 
-def _device_names() -> list[str]:
+def _device_names() -> tuple[str, ...]:
     """The accelerators in use; a device that the program never started is not started for this."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return []
+        return ()
     with ignored_errors():
-        return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return []
+        return tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return ()
 
 
 def _flushes_denormals() -> bool:

@@ -9,51 +9,86 @@ import pickle
 import zipfile
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Protocol, TypeVar
 
 import torch
 
 from reprokit.errors import NewerFormat, NotASnapshot, SnapshotError, TruncatedSnapshot
-from reprokit.locate import failure as failures
+from reprokit.grammar import Count, Line, Text, left_out, one_of, plain_of, read
 from reprokit.locate.failure import Failure, is_vacuous, root_of
 from reprokit.program import plain
 from reprokit.program.functions import display_name
 from reprokit.program.ir import Program, Site
-from reprokit.snapshot import grammar
+from reprokit.program.run import Settings
+from reprokit.series import StepNumbers
+from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.files import replaced
 from reprokit.snapshot.limits import require_bounded, require_stored
 from reprokit.snapshot.paths import require_file
+from reprokit.snapshot.rng import Generators, PlainTensor
+from reprokit.snapshot.source import SourceState
 from reprokit.visible import visible_name
 
 FORMAT = "reprokit"
 VERSION = 1
+StoredProgram = Annotated[Program, plain.from_plain]
+StoredTensors = dict[int, PlainTensor]
+plain_of.register(Program)(plain.to_plain)
+Content = TypeVar("Content", bound="FailedProgram")
+
+
+class FailedProgram(Protocol):
+    """A program with its tensors and its failure, as every file holds one."""
+
+    @property
+    def program(self) -> Program:
+        """The calls."""
+
+    @property
+    def tensors(self) -> Mapping[int, torch.Tensor]:
+        """The inputs of the program by value number."""
+
+    @property
+    def failure(self) -> Failure:
+        """What goes wrong in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSettings(Settings):
+    """The settings of torch, and those of the capture: how it watched, what it kept, which process it was."""
+
+    watch: Annotated[str, one_of("every-step", "sampled", "deferred")] | None = left_out()
+    history_steps: Count | None = left_out()
+    history_bytes: Count | None = left_out()
+    rank: Count | None = left_out()
+    world_size: Count | None = left_out()
+    noted_every: Count | None = left_out()
+    is_noted: bool | None = left_out()
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """One failed step: its program and tensors, the failure, and what surrounded it.
 
-    ``step`` and ``micro_step`` count from 0. ``fidelity`` is ``exact``, ``close`` or ``unfaithful``. ``settings``
-    are the determinism switches
-    that a replay needs. ``timeline`` has one dict per step: step, loss, learning rate, gradient norm, seconds.
+    ``step`` and ``micro_step`` count from 0. The types of the fields are the grammar of the file.
     """
 
-    program: Program
-    tensors: dict[int, torch.Tensor]
+    program: StoredProgram
+    tensors: StoredTensors
     failure: Failure
-    step: int
-    micro_step: int
-    observed_at: str
-    fidelity: str = "exact"
-    fidelity_note: str | None = None
-    environment: dict[str, Any] = field(default_factory=dict)
-    source: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    rng: dict[str, Any] = field(default_factory=dict)
-    timeline: list[dict[str, Any]] = field(default_factory=list)
-    command: list[str] = field(default_factory=list)
+    step: Count
+    micro_step: Count
+    observed_at: Annotated[str, one_of("loss", "gradient", "parameter", "output", "exception", "")]
+    fidelity: Annotated[str, one_of("exact", "close", "unfaithful")] = "exact"
+    fidelity_note: Text | None = None
+    environment: Environment = Environment()
+    source: SourceState = SourceState()
+    settings: CaptureSettings = CaptureSettings()
+    rng: Generators = Generators()
+    timeline: list[StepNumbers] = field(default_factory=list)
+    command: list[Line] = field(default_factory=list)
 
     @property
     def num_elements(self) -> int:
@@ -68,11 +103,11 @@ class Snapshot:
             "fidelity": self.fidelity,
             **({"fidelity_note": self.fidelity_note} if self.fidelity != "exact" else {}),
             "program": {"calls": self.program.num_calls, "elements": self.num_elements},
-            "environment": self.environment,
-            "git": self.source,
-            "rng": {name: _describe_state(state) for name, state in self.rng.items()},
-            "timeline": self.timeline,
-            "capture": {name: self.settings[name] for name in _CAPTURE_SETTINGS if name in self.settings},
+            "environment": plain_of(self.environment),
+            "git": plain_of(self.source),
+            "rng": _describe_state(plain_of(self.rng)),
+            "timeline": plain_of(self.timeline),
+            "capture": {k: v for k, v in plain_of(self.settings).items() if k not in Settings.__dataclass_fields__},
         }
 
     def _describe_failure(self) -> dict[str, Any]:
@@ -112,9 +147,6 @@ def _describe_site(site: Site | None) -> dict[str, Any] | None:
     return {"file": site.file, "line": site.line, "code": site.code} if site else None
 
 
-_CAPTURE_SETTINGS = ("watch", "history_steps", "history_bytes", "rank", "world_size", "noted_every", "is_noted")
-
-
 def count_elements(program: Program, tensors: Mapping[int, torch.Tensor]) -> int:
     """Elements over all inputs of a program, generator states not counted."""
     return sum(tensors[item.value].numel() for item in program.inputs if item.role != "rng")
@@ -122,47 +154,39 @@ def count_elements(program: Program, tensors: Mapping[int, torch.Tensor]) -> int
 
 def save(snapshot: Snapshot, path: Path | str) -> None:
     """Write a snapshot; raises `OSError` when the disk says no, and leaves nothing half-written."""
-    content = {name: getattr(snapshot, name) for name in Snapshot.__dataclass_fields__}
-    content["program"] = plain.to_plain(snapshot.program)
-    content["failure"] = failures.to_plain(snapshot.failure)
-    content["tensors"] = storable_together(snapshot.tensors)
-    write_file(path, "snapshot", content)
+    write_file(path, "snapshot", replace(snapshot, tensors=storable_together(snapshot.tensors)))
 
 
 def load(path: Path | str) -> Snapshot:
     """Read a snapshot without executing anything from it; raises `SnapshotError`, or `UsageError` without a file."""
-    content = read_file(path, "snapshot")
+    return read_content(Snapshot, path, "snapshot")
+
+
+def read_content(cls: type[Content], path: Path | str, kind: str) -> Content:
+    """What a file of this kind holds; raises `SnapshotError`, or `UsageError` without a file."""
+    content = read_file(path, kind)
     try:
-        fields = checked(content, grammar.SNAPSHOT)
-        require_call(fields["program"], fields["failure"])
-        return Snapshot(**fields)
+        fields = {name: value for name, value in content.items() if name not in _HEADER}
+        made = read(cls, fields, is_whole=cls is Snapshot)
+        for part in (made, getattr(made, "context", None)):
+            if part is not None:
+                require_consistent(part)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise SnapshotError(f"`{path}` is damaged: {error}", hint="capture it again") from error
+        raise SnapshotError(f"`{path}` is damaged: {error}", hint=_again(kind)) from error
+    return made
 
 
-def checked(content: Mapping[str, Any], kinds: Mapping[str, grammar.Kind]) -> dict[str, Any]:
-    """The fields of a file: program, tensors and failure, and the others by their kinds; raises `ValueError`."""
-    rest = {name: value for name, value in content.items() if name not in _OWN_READER}
-    fields = grammar.conform(rest, kinds)
-    program = plain.from_plain(content["program"])
-    return {
-        **fields,
-        "program": program,
-        "tensors": _tensors(program, content["tensors"]),
-        "failure": failures.from_plain(fields["failure"]),
-    }
+_HEADER = frozenset({"format", "kind", "version"})
 
 
-_OWN_READER = frozenset({"format", "kind", "version", "program", "tensors"})
-
-
-def _tensors(program: Program, tensors: Any) -> dict[int, torch.Tensor]:
-    """The tensors of a file, one for each input of its program."""
-    found: dict[int, torch.Tensor] = grammar.map_of(grammar.integer, grammar.tensor)(tensors)
-    lacking = [item.name for item in program.inputs if item.value not in found]
+def require_consistent(step: FailedProgram) -> None:
+    """Raise `ValueError` unless every input has a tensor, and the calls that the failure names are there."""
+    lacking = [item.name for item in step.program.inputs if item.value not in step.tensors]
     if lacking:
         raise ValueError(f"the input `{lacking[0]}` has no tensor")
-    return found
+    if step.failure.cause is not None and step.failure.cause.cause is not None:
+        raise ValueError("the cause of the failure has a cause")
+    require_call(step.program, step.failure)
 
 
 def require_call(program: Program, failure: Failure) -> None:
@@ -199,10 +223,10 @@ def storable(tensor: torch.Tensor) -> torch.Tensor:
     return plain_tensor
 
 
-def write_file(path: Path | str, kind: str, content: Mapping[str, Any]) -> None:
-    """Write plain data and tensors atomically, with the format's header."""
+def write_file(path: Path | str, kind: str, content: Any) -> None:
+    """Write a dataclass, or plain data and tensors, atomically, with the format's header."""
     with replaced(Path(path)) as file:
-        torch.save({"format": FORMAT, "kind": kind, "version": VERSION, **_as_plain(dict(content))}, file)
+        torch.save({"format": FORMAT, "kind": kind, "version": VERSION, **plain_of(content)}, file)
 
 
 def read_file(path: Path | str, kind: str) -> dict[str, Any]:
@@ -275,26 +299,6 @@ def _is_archive(target: Path) -> bool:
         return zipfile.is_zipfile(target)
     except zipfile.BadZipFile:  # one that claims to be a part of several
         return False
-
-
-def _as_plain(value: Any) -> Any:
-    """Nested data with exact built-in types, because a restricted unpickler refuses subclasses such as version
-    strings."""
-    if value is None or isinstance(value, (bool, torch.Tensor)):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {_as_plain(key): _as_plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_as_plain(item) for item in value)
-    if isinstance(value, (list, set, frozenset)):
-        return [_as_plain(item) for item in value]
-    return str(value)
 
 
 def _describe_state(state: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from reprokit.snapshot.redact import redact_argv, redact_source, redact_text
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from reprokit.locate.failure import Failure
     from reprokit.program.ir import Call, ModuleNote, Program, Site
     from reprokit.snapshot.format import Snapshot
+    from reprokit.snapshot.source import SourceState
 
 Source = Literal["traceback", "none", "all"]
 SOURCES: tuple[Source, ...] = get_args(Source)
-_OF_DIFF = ("diff", "diff_truncated")
 
 
 def private(snapshot: Snapshot, source: Source = "all") -> Snapshot:
@@ -75,19 +75,22 @@ def _note(note: ModuleNote, source: Source) -> ModuleNote:
     return replace(note, source=text, file=redact_text(note.file))  # the file as in the sites inside it
 
 
-def _described(described: Mapping[str, Any], source: Source) -> dict[str, Any]:
-    """Git and command line: uncommitted changes only with all source."""
-    kept = {name: value for name, value in described.items() if source == "all" or name not in _OF_DIFF}
-    command = kept.pop("command", None)
-    return {**({"command": redact_argv(command)} if command is not None else {}), **_redacted(kept)}
+def _described(described: SourceState, source: Source) -> SourceState:
+    """Git and command line: uncommitted changes only with all source; a commit's hash stays."""
+    kept = described if source == "all" else replace(described, diff="", diff_truncated=False)
+    command = tuple(redact_argv(kept.command)) if kept.command is not None else None
+    redacted: SourceState = _redacted(kept)
+    return replace(redacted, command=command, commit=kept.commit)
 
 
 def _redacted(value: Any) -> Any:
-    """Nested plain data with every text redacted; what is named by a commit's hash stays."""
+    """Nested data with every text redacted."""
     if isinstance(value, str):
         return redact_text(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{item.name: _redacted(getattr(value, item.name)) for item in fields(value)})
     if isinstance(value, Mapping):
-        return {name: item if name == "commit" else _redacted(item) for name, item in value.items()}
+        return {name: _redacted(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_redacted(item) for item in value)
     return value

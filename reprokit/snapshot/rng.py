@@ -8,51 +8,89 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Annotated, Any
 
 import torch
 
+from reprokit.grammar import Count, Name, left_out, plain_of
 
-def get_rng_state() -> dict[str, Any]:
-    """The states of the generators of Python, NumPy, torch and every accelerator, loadable with ``weights_only``."""
-    state: dict[str, Any] = {"python": _python_state(), "torch": torch.get_rng_state()}
+
+def _plain_tensor(value: Any) -> torch.Tensor:
+    """A tensor of numbers on the CPU, without hooks of its own."""
+    if type(value) is not torch.Tensor or not value.is_cpu or value.requires_grad:
+        raise ValueError("it is not a plain tensor")
+    return value.detach()
+
+
+PlainTensor = Annotated[torch.Tensor, _plain_tensor]
+plain_of.register(torch.Tensor)(lambda tensor: tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class PythonState:
+    """What ``random.getstate`` returns."""
+
+    version: int
+    words: tuple[Count, ...]
+    gauss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class NumpyState:
+    """What ``numpy.random.get_state`` returns."""
+
+    algorithm: Name
+    words: tuple[Count, ...]
+    position: Count
+    has_gauss: Count
+    gauss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Generators:
+    """The states of the generators of Python, NumPy, torch and every accelerator in use."""
+
+    python: PythonState | None = left_out()
+    torch: PlainTensor | None = left_out()
+    numpy: NumpyState | None = left_out()
+    cuda: tuple[PlainTensor, ...] | None = left_out()
+    xpu: tuple[PlainTensor, ...] | None = left_out()
+    mps: tuple[PlainTensor, ...] | None = left_out()
+
+
+def get_rng_state() -> Generators:
+    """The states of the generators that are in use."""
+    accelerators = {
+        name: tuple(device.get_rng_state(index).cpu() for index in range(device.device_count()))
+        for name, device in _started_accelerators().items()
+    }
     numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state["numpy"] = _numpy_state(numpy)
-    for name, device in _started_accelerators().items():
-        state[name] = [device.get_rng_state(index).cpu() for index in range(device.device_count())]
-    return state
+    return Generators(
+        PythonState(*random.getstate()),
+        torch.get_rng_state(),
+        _numpy_state(numpy) if numpy is not None else None,
+        **accelerators,
+    )
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: Generators) -> None:
     """Put the generators back to what `get_rng_state` returned; accelerators that are not here are left out."""
-    python = state["python"]
-    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
-    torch.set_rng_state(state["torch"])
+    if state.python is not None:
+        random.setstate((state.python.version, state.python.words, state.python.gauss))
+    if state.torch is not None:
+        torch.set_rng_state(state.torch)
     numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in state:
-        words = numpy.array(state["numpy"]["words"], dtype=numpy.uint32)
-        rest = (state["numpy"][name] for name in ("position", "has_gauss", "gauss"))
-        numpy.random.set_state((state["numpy"]["algorithm"], words, *rest))
+    if numpy is not None and state.numpy is not None:
+        numpy.random.set_state(astuple(state.numpy))
     for name, device in _started_accelerators().items():
-        for index, device_state in enumerate(state.get(name, [])[: device.device_count()]):
+        for index, device_state in enumerate((getattr(state, name) or ())[: device.device_count()]):
             device.set_rng_state(device_state, index)
 
 
-def _python_state() -> dict[str, Any]:
-    version, words, gauss = random.getstate()
-    return {"version": version, "words": list(words), "gauss": gauss}
-
-
-def _numpy_state(numpy: Any) -> dict[str, Any]:
+def _numpy_state(numpy: Any) -> NumpyState:
     algorithm, words, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
-    return {
-        "algorithm": algorithm,
-        "words": words.tolist(),
-        "position": int(position),
-        "has_gauss": int(has_gauss),
-        "gauss": float(gauss),
-    }
+    return NumpyState(algorithm, tuple(words.tolist()), int(position), int(has_gauss), float(gauss))
 
 
 def _started_accelerators() -> dict[str, Any]:

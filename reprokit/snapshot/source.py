@@ -7,10 +7,12 @@ still shown. Credentials are taken out before anything is stored.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from reprokit.arrivals import ignored_errors, pass_on
+from reprokit.grammar import Line, Text
 from reprokit.snapshot.redact import redact_argv, redact_remote, redact_text
 
 if TYPE_CHECKING:
@@ -22,13 +24,27 @@ MAX_DIFF_CHARACTERS = 200_000
 GIT_SECONDS = 10.0
 
 
-def describe_source(path: Path | None, argv: Sequence[str]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class SourceState:
+    """The command line, and the state of the repository; ``None``: unknown, or there is none."""
+
+    command: tuple[Line, ...] | None = None
+    commit: Line | None = None
+    branch: Line | None = None
+    remote: Line | None = None
+    dirty: bool | None = None
+    file: Line | None = None
+    diff: Text = ""
+    diff_truncated: bool = False
+
+
+def describe_source(path: Path | None, argv: Sequence[str]) -> SourceState:
     """The command line and, when ``path`` (or the current folder) lies in a repository, its state; never raises."""
-    described: dict[str, Any] = {"command": redact_argv(argv)}
+    described = SourceState(tuple(redact_argv(argv)))
     repository = _open_repository(path.parent if path is not None and path.exists() else Path())
     if repository is not None:
         with repository:
-            described.update(_describe_repository(repository, path))
+            return _describe_repository(repository, path, described)
     return described
 
 
@@ -41,16 +57,17 @@ def _open_repository(folder: Path) -> git.Repo | None:
     return None
 
 
-def _describe_repository(repository: git.Repo, path: Path | None) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "commit": _attempt(lambda: repository.head.commit.hexsha),
-        "branch": _attempt(lambda: repository.active_branch.name),
-        "remote": _attempt(lambda: redact_remote(_remote_url(repository))),
-        "dirty": _attempt(repository.is_dirty),
-        "file": _attempt(lambda: _path_inside(repository, path)),
-    }
-    if described["dirty"] and described["commit"] is not None:
-        described.update(_attempt(lambda: _describe_changes(repository)) or {})
+def _describe_repository(repository: git.Repo, path: Path | None, described: SourceState) -> SourceState:
+    described = replace(
+        described,
+        commit=_attempt(lambda: repository.head.commit.hexsha),
+        branch=_attempt(lambda: repository.active_branch.name),
+        remote=_attempt(lambda: redact_remote(_remote_url(repository))),
+        dirty=_attempt(repository.is_dirty),
+        file=_attempt(lambda: _path_inside(repository, path)),
+    )
+    if described.dirty and described.commit is not None:
+        return _attempt(lambda: _with_changes(repository, described)) or described
     return described
 
 
@@ -61,13 +78,13 @@ def _remote_url(repository: git.Repo) -> str:
     return next(iter(remote.urls))
 
 
-def _describe_changes(repository: git.Repo) -> dict[str, Any]:
-    """The uncommitted changes of tracked files, cut to a bearable size."""
+def _with_changes(repository: git.Repo, described: SourceState) -> SourceState:
+    """With the uncommitted changes of tracked files, cut to a bearable size."""
     changes: str = repository.git.diff(
         "HEAD", "--no-color", "--no-ext-diff", "--no-textconv", kill_after_timeout=GIT_SECONDS
     )
     shown = redact_text(changes[:MAX_DIFF_CHARACTERS])
-    return {"diff": shown, "diff_truncated": len(changes) > MAX_DIFF_CHARACTERS}
+    return replace(described, diff=shown, diff_truncated=len(changes) > MAX_DIFF_CHARACTERS)
 
 
 def _path_inside(repository: git.Repo, path: Path | None) -> str | None:

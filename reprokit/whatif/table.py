@@ -12,11 +12,12 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, cast
+from typing import cast
 
 from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Program
+from reprokit.program.run import Settings
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.checks.function import FUNCTION
@@ -26,12 +27,10 @@ from reprokit.shrink.isolation.limits import Limits, peak_bytes
 from reprokit.shrink.isolation.runner import Isolation
 from reprokit.shrink.isolation.running import uninterrupted, wait_for
 from reprokit.shrink.isolation.task import NotObserved, Observe, Report, Task
+from reprokit.shrink.reduction import Answered, Reduction, WhatIf
 from reprokit.snapshot.format import Snapshot
 from reprokit.whatif.trial import Answer, Trial, Trials, one_line
 from reprokit.whatif.variants import VARIANTS, Variant
-
-if TYPE_CHECKING:
-    from reprokit.shrink.reduction import Reduction
 
 MINIMUM, CONTEXT, SNAPSHOT = "minimum", "context", "snapshot"
 NOT_DONE = "not done within"  # what the detail begins with where there was no time left
@@ -46,12 +45,12 @@ Tell = Callable[[str, Variant, Trial], None]
 
 def of_reduction(
     reduction: Reduction,
-    settings: Mapping[str, Any],
+    settings: Settings,
     *,
     seconds: float = SECONDS,
     check: str | None = None,
     tell: Tell | None = None,
-) -> dict[str, Any]:
+) -> WhatIf:
     """The table of a reduction's minimum, and of its context where it has one.
 
     ``check`` is the check that the reduction was made with, if that is a function of the user's: a file that names one
@@ -62,15 +61,15 @@ def of_reduction(
 
 @contextmanager
 def making_of_reduction(
-    reduction: Reduction, settings: Mapping[str, Any], *, seconds: float = SECONDS, check: str | None = None
-) -> Iterator[Callable[[], dict[str, Any]]]:
+    reduction: Reduction, settings: Settings, *, seconds: float = SECONDS, check: str | None = None
+) -> Iterator[Callable[[], WhatIf]]:
     """Make `of_reduction` in a forked process; the yielded function waits for the table.
 
     Where the system cannot fork the table is made when it is asked for. The process ends with the block.
     """
     subjects = _subjects_of(reduction, check)
 
-    def make(_: Candidate | None = None) -> dict[str, Any]:
+    def make(_: Candidate | None = None) -> WhatIf:
         return make_table(subjects, settings, seconds)
 
     if not forked.is_usable():
@@ -80,7 +79,7 @@ def making_of_reduction(
     task = Task(cast(Observe, make))
     try:
         forked.start(task, Candidate(Program((), ()), {}), Limits(2 * seconds + _SECONDS_TO_END), runs)
-        yield lambda: cast(dict[str, Any], wait_for(runs[0], runs).value())
+        yield lambda: cast(WhatIf, wait_for(runs[0], runs).value())
     finally:
         with uninterrupted():
             for run in runs:
@@ -92,11 +91,11 @@ def _subjects_of(reduction: Reduction, check: str | None) -> Subjects:
     context = reduction.context
     if context is not None:
         programs[CONTEXT] = (Candidate(context.program, context.tensors), context.failure)
-    spec = check or reduction.signature.get("check")
+    spec = check or reduction.signature.check
     return {name: (made, check_of(made, found, spec, check)) for name, (made, found) in programs.items()}
 
 
-def of_snapshot(snapshot: Snapshot, *, seconds: float = SECONDS, tell: Tell | None = None) -> dict[str, Any]:
+def of_snapshot(snapshot: Snapshot, *, seconds: float = SECONDS, tell: Tell | None = None) -> WhatIf:
     """The table of a whole snapshot. ``tell`` is given every answer."""
     whole = Candidate(snapshot.program, snapshot.tensors)
     check = check_of(whole, snapshot.failure, None, None)
@@ -105,12 +104,12 @@ def of_snapshot(snapshot: Snapshot, *, seconds: float = SECONDS, tell: Tell | No
 
 def make_table(
     subjects: Subjects,
-    settings: Mapping[str, Any],
+    settings: Settings,
     seconds: float,
     variants: Sequence[Variant] = VARIANTS,
     tell: Tell | None = None,
-) -> dict[str, Any]:
-    """Plain data: ``seconds`` used, ``budget``, and under ``tables`` the rows of every subject by its name."""
+) -> WhatIf:
+    """The rows of every subject by its name."""
     checks = {candidate.digest: check for candidate, check in subjects.values()}
     # Reports carry any dataclass of reprokit's; the reducer's are failures.
     task = Task.of(cast(Observe, Trials(checks)), settings)
@@ -135,7 +134,7 @@ class _Table:
         self._memory = max(_LEAST_BYTES, 2 * peak_bytes())
         self._trials: dict[tuple[str, str], Trial] = {}
 
-    def make(self) -> dict[str, Any]:
+    def make(self) -> WhatIf:
         """Run everything that there is time for."""
         quick = [job for job in self._jobs() if not job[1].is_slow]
         slow = [job for job in self._jobs() if job[1].is_slow]
@@ -145,11 +144,8 @@ class _Table:
             _load_compilers()
         for name in self._subjects:
             self._run([job for job in slow if job[0] == name])
-        return {
-            "budget": self._budget,
-            "seconds": round(time.monotonic() - self._started, 3),
-            "tables": {name: list(self._rows(name)) for name in self._subjects},
-        }
+        tables = {name: tuple(self._rows(name)) for name in self._subjects}
+        return WhatIf(self._budget, round(time.monotonic() - self._started, 3), tables)
 
     def _jobs(self) -> Iterator[tuple[str, Variant]]:
         """What there is to run; the whole table of one subject comes before the next one's."""
@@ -187,17 +183,11 @@ class _Table:
     def _too_late(self) -> Trial:
         return Trial(Answer.CANNOT_RUN, f"{NOT_DONE} the {self._budget:g} s for this table")
 
-    def _rows(self, name: str) -> Iterator[dict[str, Any]]:
+    def _rows(self, name: str) -> Iterator[Answered]:
         for variant in self._variants:
             trial = self._trials.get((name, variant.key))
             if trial is not None:
-                yield {
-                    "variant": variant.key,
-                    "name": variant.name,
-                    "answer": trial.answer.value,
-                    "detail": trial.detail,
-                    "seconds": trial.seconds,
-                }
+                yield Answered(variant.key, variant.name, trial.answer.value, trial.detail, trial.seconds)
 
 
 def _load_compilers() -> None:

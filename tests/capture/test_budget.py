@@ -55,7 +55,7 @@ def captured(
 def test_a_noted_step_is_exact(every: int, bad: int, tmp_path: Path) -> None:
     snapshot = captured(tmp_path, every=every, bad=bad)
     assert (snapshot.step, snapshot.fidelity, snapshot.failure.call) == (bad, "exact", "torch.log")
-    assert snapshot.settings.get("noted_every", 1) == every
+    assert (snapshot.settings.noted_every or 1) == every
 
 
 @pytest.mark.parametrize(("every", "noted"), [(4, "only every 4th step was noted"), (0, "no step was noted")])
@@ -64,7 +64,7 @@ def test_a_step_that_was_not_noted(every: int, noted: str, tmp_path: Path) -> No
     assert (snapshot.step, snapshot.fidelity, snapshot.failure.call) == (9, "unfaithful", None)
     assert f"step 9 was not noted: {noted}" in snapshot.fidelity_note
     assert "`--from-step 9`" in snapshot.fidelity_note
-    assert snapshot.settings["noted_every"] == every
+    assert snapshot.settings.noted_every == every
     with pytest.raises(ReprokitError) as caught:
         shrink(snapshot)
     assert caught.value.hint is not None and "--from-step" in caught.value.hint

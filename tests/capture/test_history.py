@@ -110,8 +110,8 @@ def test_a_parameter_poisoned_by_its_own_rate(history: int | None, tmp_path: Pat
     snapshot = check_caught(row_poisoned_by_its_own_rate, tmp_path, history=history)
     assert where(snapshot) == (400, "optimizer", "torch.optim.SGD.step")
     assert fidelity(snapshot) == EXACT
-    assert [item["step"] for item in snapshot.timeline][-1] == 400
-    assert all(math.isfinite(item["loss"]) for item in snapshot.timeline)
+    assert [item.step for item in snapshot.timeline][-1] == 400
+    assert all(math.isfinite(item.loss) for item in snapshot.timeline)
 
 
 def test_a_poisoned_parameter_that_is_never_used(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_without_copies_the_snapshot_says_that_there_was_no_going_back(tmp_path:
     snapshot = check_caught(lambda: row_poisoned_by_its_own_rate(60, 40, 47), tmp_path, history=0)
     assert 40 <= snapshot.step <= 47
     assert snapshot.fidelity == "unfaithful" and snapshot.fidelity_note
-    assert snapshot.settings["history_bytes"] == 0
+    assert snapshot.settings.history_bytes == 0
 
 
 def test_a_gradient_that_was_there_before_the_step(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_a_state_that_does_not_fit_is_not_copied_and_that_is_said(
 
 def test_the_memory_of_the_copies_is_reported(tmp_path: Path) -> None:
     snapshot = check_caught(rich_loop(), tmp_path, history=7)
-    reported = snapshot.settings["history_bytes"]
+    reported = snapshot.settings.history_bytes
     elements = sum(tensor.numel() for tensor in Gated().state_dict().values())
     assert 4 * elements <= reported <= 16 * elements
 
@@ -346,11 +346,11 @@ def test_the_timeline_shows_the_growth_before_the_failure(tmp_path: Path) -> Non
         return ending(model)
 
     timeline = check_caught(loop, tmp_path).timeline
-    assert [item["step"] for item in timeline] == list(range(12))
-    assert [item["loss"] for item in timeline[:-1]] == losses[:-1]
-    assert [item["grad_norm"] for item in timeline[:-1]] == norms[:-1]
-    assert [item["lr"] for item in timeline[:-1]] == pytest.approx([0.01 * 2.0**step for step in range(11)])
-    assert all(item["scale"] is None and item["seconds"] > 0 for item in timeline[:-1])
+    assert [item.step for item in timeline] == list(range(12))
+    assert [item.loss for item in timeline[:-1]] == losses[:-1]
+    assert [item.grad_norm for item in timeline[:-1]] == norms[:-1]
+    assert [item.lr for item in timeline[:-1]] == pytest.approx([0.01 * 2.0**step for step in range(11)])
+    assert all(item.scale is None and item.seconds > 0 for item in timeline[:-1])
 
 
 def test_the_timeline_shows_the_scale(tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_the_timeline_shows_the_scale(tmp_path: Path) -> None:
         return ending(model)
 
     timeline = check_caught(loop, tmp_path).timeline
-    assert [item["scale"] for item in timeline[:-1]] == scales[:-1]
+    assert [item.scale for item in timeline[:-1]] == scales[:-1]
 
 
 def test_the_timeline_is_bounded(tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_the_timeline_is_bounded(tmp_path: Path) -> None:
         return ending(model)
 
     timeline = check_caught(loop, tmp_path).timeline
-    assert timeline[-1]["step"] == 399 and 50 <= len(timeline) <= 200
+    assert timeline[-1].step == 399 and 50 <= len(timeline) <= 200
 
 
 # -- the ends of deferred runs --------------------------------------------------------------------------------------

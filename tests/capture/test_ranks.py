@@ -79,7 +79,7 @@ def only_snapshot(folder: Path) -> Snapshot:
     (path,) = folder.glob("*.pt")
     assert path.name == "train.rank1-step3.repro.pt"
     snapshot = load(path)
-    assert (snapshot.settings["rank"], snapshot.settings["world_size"]) == (1, 2)
+    assert (snapshot.settings.rank, snapshot.settings.world_size) == (1, 2)
     return snapshot
 
 

@@ -88,7 +88,7 @@ def test_it_is_caught(loop: Loop, watch: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("watch", WATCHES)
 def test_the_snapshot_says_which_watch_was_on(watch: str, tmp_path: Path) -> None:
     snapshot = check_caught(gradient_only, tmp_path, watch=watch)
-    assert snapshot.settings["watch"] == watch
+    assert snapshot.settings.watch == watch
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)

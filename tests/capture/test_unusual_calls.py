@@ -92,7 +92,7 @@ def test_every_way_to_call_backward(how: str, tmp_path: Path) -> None:
     assert where(snapshot) == (BAD_STEP, "forward", "torch.Tensor.div")
     assert fidelity(snapshot) == EXACT
     assert snapshot.micro_step == 0
-    assert [item["loss"] is not None for item in snapshot.timeline[:BAD_STEP]] == [True] * BAD_STEP
+    assert [item.loss is not None for item in snapshot.timeline[:BAD_STEP]] == [True] * BAD_STEP
 
 
 def test_keywords_of_grad(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_parameters_to_clip_come_from_an_iterator_by_keyword(tmp_path: Path) -> 
     snapshot = check_caught(loop, tmp_path, history=100)
     assert snapshot.step == BAD_STEP
     assert fidelity(snapshot) == EXACT
-    assert all(item["grad_norm"] is not None for item in snapshot.timeline[:BAD_STEP])
+    assert all(item.grad_norm is not None for item in snapshot.timeline[:BAD_STEP])
 
 
 def test_an_exception_in_the_first_backward_comes_before_any(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_steps_of_two_optimizers_that_train_in_turns_are_counted_apart(tmp_path:
 
     snapshot = check_caught(loop, tmp_path)
     assert snapshot.step == 7
-    numbers = [item["step"] for item in snapshot.timeline]
+    numbers = [item.step for item in snapshot.timeline]
     assert numbers[-4:] == [4, 5, 6, 7]
 
 

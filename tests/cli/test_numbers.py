@@ -87,7 +87,7 @@ def test_a_diagnosis_looks_at_the_losses_of_the_failing_one(tmp_path: Path) -> N
     growing = captured(tmp_path, lambda: adversaries(failing="generator", level=lambda step: 4.0**step))
     (tmp_path / "x.pt").unlink()
     other = captured(tmp_path, lambda: adversaries(failing="critic", level=lambda step: 4.0**step))
-    assert [item["id"] for item in diagnose(growing).also] == ["learning-rate-divergence"]
+    assert [item.id for item in diagnose(growing).also] == ["learning-rate-divergence"]
     assert diagnose(other).also == ()
 
 

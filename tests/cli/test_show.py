@@ -15,7 +15,8 @@ from reprokit.capture.words import growth, place_line
 from reprokit.cli import main
 from reprokit.program.ir import Call, Input, Program, Ref, Site
 from reprokit.render.way import source_lines, steps
-from reprokit.snapshot.format import Snapshot, save
+from reprokit.series import StepNumbers
+from reprokit.snapshot.format import CaptureSettings, Snapshot, save
 from tests.conftest import run_python_in
 from tests.shrink import failing
 
@@ -128,9 +129,9 @@ def test_a_program_that_cannot_run_here_has_no_ranges() -> None:
 
 
 def test_growth_is_told_where_there_is_some() -> None:
-    def timeline(**numbers: list[Any]) -> list[dict[str, Any]]:
+    def timeline(**numbers: list[Any]) -> list[StepNumbers]:
         length = len(next(iter(numbers.values())))
-        return [{name: values[step] for name, values in numbers.items()} for step in range(length)]
+        return [StepNumbers(step, **{name: values[step] for name, values in numbers.items()}) for step in range(length)]
 
     nan = float("nan")
     assert dict(growth(timeline(loss=[1.0, 2.0, nan], lr=[0.1, 0.1, 0.1]))) == {"loss": "1  2  nan"}
@@ -193,7 +194,7 @@ def test_a_long_line_is_cut_before_its_number_and_its_mark(
 def test_one_earlier_step_is_no_plural(
     count: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {"watch": "sampled", "history_steps": count, "history_bytes": 1000}
+    settings = CaptureSettings(watch="sampled", history_steps=count, history_bytes=1000)
     save(replace(failing.masked_softmax(), settings=settings), tmp_path / "x.pt")
     assert main(["show", str(tmp_path / "x.pt")]) == 0
     assert words in re.sub(r"\s+", " ", capsys.readouterr().err)

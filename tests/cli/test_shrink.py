@@ -19,9 +19,12 @@ import reprokit.render.diagnosis_text  # noqa: F401 (the package around it is re
 from reprokit.cli import main
 from reprokit.cli.shrink import default_folder
 from reprokit.errors import Flaky, NotReproduced, ReprokitError
+from reprokit.locate.diagnosis import Diagnosis
+from reprokit.program.run import Settings
 from reprokit.render.script import Script
 from reprokit.render.verify import CleanProcesses
 from reprokit.shrink.events import Checked, Improved, Replayed
+from reprokit.shrink.reduction import Origin, WhatIf
 from reprokit.snapshot.format import save
 from tests.shrink.failing import record
 
@@ -43,9 +46,9 @@ SUMMARY = {
 class FakeReduction:
     """A reduction that can be summed up and saved."""
 
-    whatif: dict[str, Any] = field(default_factory=dict)
-    origin: dict[str, Any] = field(default_factory=dict)
-    diagnosis: dict[str, Any] | None = None
+    whatif: WhatIf = field(default_factory=WhatIf)
+    origin: Origin = field(default_factory=Origin)
+    diagnosis: Diagnosis | None = None
 
     def summary(self) -> dict[str, Any]:
         return dict(SUMMARY)
@@ -61,14 +64,13 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     monkeypatch.delenv("REPROKIT_SHRINK_NO_WHATIF")
     monkeypatch.setattr(CleanProcesses, "open", lambda self: None)
     monkeypatch.setattr(CleanProcesses, "begin", lambda *_: SimpleNamespace(result=lambda: None))
-    unknown = SimpleNamespace(summary=lambda: None)
     fake = SimpleNamespace(
         shrink=lambda: FakeReduction(),
         options={},
         context=None,
-        table=dict,
+        table=WhatIf,
         compared=None,
-        diagnose=lambda write: unknown,
+        diagnose=lambda write: None,
         fix_code=lambda: "",
     )
 
@@ -94,9 +96,9 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     modules = {
         "reprokit.shrink": {},
         "reprokit.shrink.reducer": {"shrink": shrink},
-        "reprokit.shrink.reduction": {"load": lambda path: FakeReduction()},
+        "reprokit.shrink.reduction": {"load": lambda path: FakeReduction(), "WhatIf": WhatIf},
         "reprokit.snapshot.format": {
-            "load": lambda path: SimpleNamespace(settings={"num_threads": 1}, fidelity="exact", fidelity_note=None)
+            "load": lambda path: SimpleNamespace(settings=Settings(num_threads=1), fidelity="exact", fidelity_note=None)
         },
         "reprokit.whatif": {},
         "reprokit.whatif.table": {"making_of_reduction": making_of_reduction},
@@ -152,11 +154,11 @@ def test_the_context_is_told(reducer: SimpleNamespace, capsys: pytest.CaptureFix
 
 
 def test_the_what_if_table_is_kept_or_left_out(reducer: SimpleNamespace) -> None:
-    reducer.table = lambda: {"tables": {}}
+    reducer.table = lambda: WhatIf(tables={})
     assert main(["shrink", "x.pt", "--no-whatif"]) == 0
-    assert reducer.compared is None and reducer.rendered.whatif == {}
+    assert reducer.compared is None and reducer.rendered.whatif == WhatIf()
     assert main(["shrink", "-f", "x.pt"]) == 0
-    assert reducer.compared == {"num_threads": 1} and reducer.rendered.whatif == {"tables": {}}
+    assert reducer.compared == Settings(num_threads=1) and reducer.rendered.whatif == WhatIf(tables={})
 
 
 def test_a_what_if_table_that_fails_costs_nothing_else(
@@ -185,9 +187,9 @@ def test_a_fix_whose_code_cannot_be_written_is_still_told(
 ) -> None:
     written: list[str] = []
 
-    def diagnose(write: Callable[..., str]) -> SimpleNamespace:
+    def diagnose(write: Callable[..., str]) -> None:
         written.append(write(None, None, None))
-        return SimpleNamespace(summary=lambda: None)
+        return None
 
     reducer.diagnose = diagnose
     reducer.fix_code = failing(KeyError("no name"))

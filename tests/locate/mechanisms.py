@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import BACKWARD, Call, Input, Program, Ref
+from reprokit.series import StepNumbers
 from reprokit.snapshot.format import Snapshot
 from tests.shrink.failing import INF, record, seeded, snapshot_of
 
@@ -77,7 +78,7 @@ def bad_input(role: str, *, is_scalar: bool = False) -> Make:
 def with_timeline(make: Make, **series: list[float]) -> Make:
     def made() -> Snapshot:
         length = len(next(iter(series.values())))
-        rows = [{"step": n, "lr": 0.1, **{name: s[n] for name, s in series.items()}} for n in range(length)]
+        rows = [StepNumbers(n, **{"lr": 0.1, **{name: s[n] for name, s in series.items()}}) for n in range(length)]
         return replace(make(), timeline=rows)
 
     return made

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from reprokit.grammar import plain_of, read
 from reprokit.locate.blame import GRAD_SCALER, locate
-from reprokit.locate.failure import Failure, from_plain, to_plain
+from reprokit.locate.failure import Failure
 from reprokit.locate.ways import ways_of
 from reprokit.program.backward import edge_of
 from reprokit.program.ir import Call, Input, Program, Ref, Symbol
@@ -167,7 +168,7 @@ def test_a_nan_that_the_forward_pass_drops_fails_in_the_backward_pass(
     failure = recorded(lambda x: compute(x).sum().backward(), x=torch.tensor([-1.0, 4.0], requires_grad=True))
     assert (failure.phase, failure.kind, failure.call) == ("backward", "nan", "torch.sqrt")
     assert failure.drop is not None and not failure.drop.is_given
-    assert from_plain(to_plain(failure)) == failure
+    assert read(Failure, plain_of(failure)) == failure
 
 
 def test_a_dropped_nan_names_the_call_that_made_it() -> None:
@@ -295,7 +296,7 @@ def test_module_names_follow_the_contract() -> None:
 def test_failures_are_plain_data_and_back() -> None:
     made = program([call("torch.Tensor.to", Ref(0), Symbol("torch.float16"), to=Ref(1))], ["x"], [1])
     failure = found(made, torch.tensor([1e9]))
-    assert from_plain(to_plain(failure)) == failure
+    assert read(Failure, plain_of(failure)) == failure
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,12 @@ import torch
 from torch.nn import functional as F
 
 import reprokit
+from reprokit.grammar import plain_of, read
 from reprokit.locate import trials
 from reprokit.locate.blame import locate
 from reprokit.locate.catalogue import CONFIDENCES, TIERS, Remedy, entries
 from reprokit.locate.diagnose import diagnose, matches, numbers_of
-from reprokit.locate.diagnosis import UNKNOWN, Diagnosis, from_plain
+from reprokit.locate.diagnosis import UNKNOWN, Diagnosis
 from reprokit.locate.domains import number_named
 from reprokit.locate.edits import REWRITES
 from reprokit.locate.scene import observe
@@ -29,6 +30,8 @@ from reprokit.render.diagnosis_text import markdown, one_line, page
 from reprokit.render.expectation import expect
 from reprokit.render.fix_code import fix_code
 from reprokit.render.wording import headline, phase_words
+from reprokit.series import StepNumbers
+from reprokit.shrink.parts import Nearest
 from reprokit.snapshot.format import load
 from tests.locate.mechanisms import (
     CASES,
@@ -250,9 +253,9 @@ def test_a_constant_is_divided_by_its_spread_however_that_is_written() -> None:
     ],
 )
 def test_training_that_goes_well_was_not_diverging(losses: list[float]) -> None:
-    rows = [{"step": n, "loss": loss, "lr": 1.0} for n, loss in enumerate(losses)]
+    rows = [StepNumbers(n, loss, 1.0) for n, loss in enumerate(losses)]
     found = diagnose(replace(CASES["log-of-zero"](), timeline=rows))
-    assert "learning-rate-divergence" not in [item["id"] for item in found.also]
+    assert "learning-rate-divergence" not in [item.id for item in found.also]
 
 
 def test_growth_is_told_only_where_most_layers_grow() -> None:
@@ -309,11 +312,11 @@ def test_no_fix_is_claimed_for_a_step_that_does_not_fail_again() -> None:
 
 def test_a_diagnosis_survives_being_stored() -> None:
     for name in ("log-of-zero", "zero-times-log-zero", "bad-parameter"):
-        assert from_plain(diagnosis_of(name).summary()) == diagnosis_of(name)
+        assert read(Diagnosis, plain_of(diagnosis_of(name))) == diagnosis_of(name)
 
 
 def test_the_nearest_passing_variant_is_evidence() -> None:
-    reduced = SimpleNamespace(nearest={"input": "x", "element": [0], "from": 0.0, "to": 0.5})
+    reduced = SimpleNamespace(nearest=Nearest("x", (0,), from_=0.0, to=0.5))
     found = diagnose(CASES["log-of-zero"](), reduced)
     assert any("0 is changed to 0.5" in line for line in found.evidence)
 
@@ -337,10 +340,10 @@ def test_rendering_redacts() -> None:
 
 def test_an_entry_of_the_story_before_does_not_hide_the_origin() -> None:
     losses = [1.0, 3.0, 20.0, 300.0, 5e3]
-    rows = [{"step": n, "loss": loss, "lr": 1.0} for n, loss in enumerate(losses)]
+    rows = [StepNumbers(n, loss, 1.0) for n, loss in enumerate(losses)]
     found = diagnose(replace(CASES["log-of-zero"](), timeline=rows))
     assert found.id == "log-of-zero"
-    assert "learning-rate-divergence" in [item["id"] for item in found.also]
+    assert "learning-rate-divergence" in [item.id for item in found.also]
 
 
 def test_in_place_calls_are_fixed_in_place() -> None:
@@ -368,7 +371,7 @@ def test_a_fix_that_leaves_a_loss_out_of_all_proportion_says_so() -> None:
     snapshot = record(step, x=torch.tensor([200.0]).requires_grad_())
     outcomes = []
     for losses in ([2.0, 1.0, 3.0, NAN], [1e-7, 2e-7]):
-        snapshot = replace(snapshot, timeline=[{"step": number, "loss": loss} for number, loss in enumerate(losses)])
+        snapshot = replace(snapshot, timeline=[StepNumbers(number, loss) for number, loss in enumerate(losses)])
         fix = diagnose(snapshot).fix
         assert fix is not None and fix.helped and not fix.is_plausible
         outcomes.append(fix.outcome)
@@ -399,7 +402,7 @@ def test_a_loss_is_compared_with_the_usual_ones_also_where_these_are_small(
         (x[:1].log() + x[1:]).sum().backward()
 
     snapshot = record(step, x=torch.tensor([-1.0, 500.0]).requires_grad_())
-    snapshot = replace(snapshot, timeline=[{"step": number, "loss": loss} for number, loss in enumerate(losses)])
+    snapshot = replace(snapshot, timeline=[StepNumbers(number, loss) for number, loss in enumerate(losses)])
     fix = diagnose(snapshot).fix
     assert fix is not None and fix.helped and "loss 486.2" in fix.outcome
     assert fix.is_plausible is is_plausible
@@ -411,22 +414,22 @@ def test_a_later_fix_with_a_plausible_loss_goes_before_one_without() -> None:
         x.exp().sum().backward()
 
     snapshot = record(step, x=torch.tensor([200.0]).requires_grad_())
-    snapshot = replace(snapshot, timeline=[{"step": 0, "loss": 1e8}])
+    snapshot = replace(snapshot, timeline=[StepNumbers(0, 1e8)])
     found = diagnose(snapshot)
     assert found.fix is not None and found.fix.is_plausible and "at 20" in found.fix.text[0]
     assert found.tried[0].helped and not found.tried[0].is_plausible
 
 
 def test_a_fix_of_an_older_file_is_read() -> None:
-    plain = diagnosis_of("where-trap").summary()
+    plain = plain_of(diagnosis_of("where-trap"))
     del plain["fix"]["is_plausible"]
-    assert from_plain(plain) == diagnosis_of("where-trap")
+    assert read(Diagnosis, plain) == diagnosis_of("where-trap")
 
 
 def test_an_overflow_that_float32_would_not_survive_is_not_one_of_half_precision() -> None:
     wide = torch.tensor([1e25], dtype=torch.bfloat16)
     found = diagnose(record(lambda x: x * x, x=wide))
-    assert found.id == "overflow" and "half-overflow" not in [item["id"] for item in found.also]
+    assert found.id == "overflow" and "half-overflow" not in [item.id for item in found.also]
     assert diagnose(record(lambda x: x * x, x=wide.float())).id == "overflow"
     assert diagnose(record(lambda x: x * x, x=half(300.0))).id == "half-overflow"
     gradient = diagnose(record(lambda x: (x * 1e30 * 1e30).sum().backward(), x=wide.div(1e55).requires_grad_()))

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from reprokit.capture.words import cause_line
+from reprokit.grammar import plain_of, read
 from reprokit.locate.blame import locate
-from reprokit.locate.failure import from_plain, to_plain
+from reprokit.locate.failure import Failure
 from reprokit.program.ir import Program
 from reprokit.program.run import Tensors
 from reprokit.program.trace import Origin, Tracer
@@ -51,7 +52,7 @@ def test_the_value_without_which_a_call_does_not_raise_is_named(step: Any, kind:
     found = locate(*recorded(step))
     assert found is not None and found.kind == "exception" and found.cause is not None
     assert (found.cause.kind, found.cause.call) == (kind, call)
-    assert from_plain(to_plain(found)) == found
+    assert read(Failure, plain_of(found)) == found
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.program.trace import Tracer
 from reprokit.render.code import SIDE_FILE, Code
 from reprokit.render.verify import VerifyResult
+from reprokit.series import StepNumbers
+from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
 
 Case = tuple[Program, dict[int, torch.Tensor]]
@@ -77,6 +79,6 @@ def snapshot_of(case: Case, **fields: Any) -> Snapshot:
     program, tensors = case
     failure = locate(program, tensors)
     assert failure is not None
-    timeline = [{"step": step, "loss": 2.0 / (step + 1), "lr": 1e-3, "seconds": 0.01} for step in range(8)]
-    snapshot = Snapshot(program, tensors, failure, 8, 0, "loss", timeline=timeline, environment={"torch": "2.13.0"})
-    return replace(snapshot, **fields)
+    timeline = [StepNumbers(step, 2.0 / (step + 1), 1e-3, seconds=0.01) for step in range(8)]
+    snapshot = Snapshot(program, tensors, failure, 8, 0, "loss", timeline=timeline)
+    return replace(snapshot, **{"environment": Environment(torch="2.13.0"), **fields})

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from reprokit.cli import main
+from reprokit.grammar import plain_of
 from reprokit.locate.diagnose import diagnose
 from reprokit.render.issue import make_issue
 from reprokit.render.report import write_report
@@ -27,18 +28,18 @@ def test_the_issue_and_the_report_tell_it(tmp_path: Path) -> None:
     script = reduction_script(reduction, snapshot)
     without = make_issue(snapshot, script, VERIFIED, reduction=reduction).text
     assert "Diagnosis" not in without
-    reduction = replace(reduction, diagnosis=diagnose(snapshot, reduction).summary())
+    reduction = replace(reduction, diagnosis=diagnose(snapshot, reduction))
     issue = make_issue(snapshot, script, VERIFIED, reduction=reduction).text
     report = write_report(snapshot, script, VERIFIED, reduction=reduction)
     assert "<summary>Diagnosis" in issue and "no loss to judge it by: divide by at least one" in issue
     assert '<h2 id="diagnosis">Diagnosis</h2>' in report and "no loss to judge it by: divide by at least one" in report
-    assert reduction.summary()["diagnosis"] == reduction.diagnosis
+    assert reduction.summary()["diagnosis"] == plain_of(reduction.diagnosis)
 
 
 def test_it_is_kept_in_the_file(tmp_path: Path) -> None:
     snapshot = zero_by_zero()
     reduction = shrink(snapshot, out_dir=tmp_path)
-    reduction = replace(reduction, diagnosis=diagnose(snapshot).summary())
+    reduction = replace(reduction, diagnosis=diagnose(snapshot))
     reduction.save(tmp_path / "kept.pt")
     assert load(tmp_path / "kept.pt").diagnosis == reduction.diagnosis
 
@@ -73,8 +74,9 @@ def test_a_change_that_is_no_fix_is_not_drawn_as_one(tmp_path: Path) -> None:
     reduction = shrink(snapshot, out_dir=tmp_path)
     script = reduction_script(reduction, snapshot)
     for is_plausible in (True, False):
-        diagnosis = diagnose(snapshot).summary()
-        diagnosis["fix"]["is_plausible"] = is_plausible
+        diagnosis = diagnose(snapshot)
+        assert diagnosis.fix is not None
+        diagnosis = replace(diagnosis, fix=replace(diagnosis.fix, is_plausible=is_plausible))
         reduction = replace(reduction, diagnosis=diagnosis)
         html = write_report(snapshot, script, VERIFIED, reduction=reduction)
         assert ('<div class="helped">' in html) is is_plausible

@@ -31,8 +31,12 @@ from reprokit.render.script import Script
 from reprokit.render.sharing import MAX_URL, create_command, issue_url, write_zip
 from reprokit.render.sources import snapshot_script
 from reprokit.render.templates import find_template, template_names, tidied
-from reprokit.shrink.reduction import Reduction
+from reprokit.shrink.parts import Varied
+from reprokit.shrink.reduction import Reduction, Size
+from reprokit.shrink.signature import Signed
+from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot, save
+from reprokit.snapshot.source import SourceState
 from tests.locate.mechanisms import NAN, sgd
 from tests.render.programs import (
     VERIFIED,
@@ -92,7 +96,7 @@ def one_call(
 def reduction_of(snapshot: Snapshot, **fields: Any) -> Reduction:
     """A reduction that is the snapshot itself."""
     program, tensors = snapshot.program, dict(snapshot.tensors)
-    return Reduction(program, tensors, snapshot.failure, {"calls": 1, "elements": 1}, {}, **fields)
+    return Reduction(program, tensors, snapshot.failure, Size(1, 1), Signed("forward", "nan"), **fields)
 
 
 # -- what is expected --------------------------------------------------------------------------------------------------
@@ -331,7 +335,7 @@ def test_a_shape_is_no_value() -> None:
 
 def test_an_operand_that_was_found_to_be_free_is_not_named() -> None:
     snapshot = one_call("torch.matmul", [1e20], [1e20])
-    reduction = reduction_of(snapshot, explain=[{"input": "x0", "free": True}, {"input": "x1", "free": False}])
+    reduction = reduction_of(snapshot, explain=[Varied("x0", free=True), Varied("x1")])
     assert "this operand is an input of the step, `x1`." in expect(snapshot, reduction).remark
 
 
@@ -445,7 +449,7 @@ def test_the_title_says_that_training_ran_under_autocast() -> None:
 
 
 def test_the_device_and_dtype_of_the_title_are_those_of_the_program() -> None:
-    snapshot = replace(one_call("torch.log", [-1.0]), environment={"torch": "2.13.0", "devices": ["A GPU"]})
+    snapshot = replace(one_call("torch.log", [-1.0]), environment=Environment(torch="2.13.0", devices=("A GPU",)))
     assert title(snapshot).endswith("(float32, CPU, torch 2.13.0)")  # that the machine has another one says nothing
     (call,) = snapshot.program.calls
     mixed = replace(call, mode=Mode(autocast=(("cpu", "torch.bfloat16"),)))
@@ -487,13 +491,13 @@ def issue_of(snapshot: Snapshot, template: str | None = None, **fields: Any) -> 
 
 @pytest.mark.parametrize("libraries", [{"lightning": "2.6.6"}, {"pytorch_lightning": "2.6.6"}])
 def test_the_form_of_lightning_has_the_version_that_ran(libraries: dict[str, str]) -> None:
-    text = issue_of(snapshot_of(masked_softmax(), environment={"libraries": libraries}), "lightning").text
+    text = issue_of(snapshot_of(masked_softmax(), environment=Environment(libraries=libraries)), "lightning").text
     assert "problem on?\n\n2.6.6\n" in text
 
 
 def test_every_template_has_its_headings_and_all_sections() -> None:
     assert sorted(HEADINGS) == template_names()
-    snapshot = snapshot_of(masked_softmax(), environment={"torch": "2.13.0+cpu", "collect_env": "OS: Linux"})
+    snapshot = snapshot_of(masked_softmax(), environment=Environment(torch="2.13.0+cpu", collect_env="OS: Linux"))
     for template, headings in HEADINGS.items():
         text = issue_of(snapshot, template).text
         assert re.findall(r"(?m)^### .*$", text) == headings
@@ -533,7 +537,7 @@ def test_a_long_script_is_folded() -> None:
 
 @pytest.mark.parametrize("template", sorted(HEADINGS))
 def test_the_limit_holds_and_the_cut_shows(template: str) -> None:
-    snapshot = snapshot_of(masked_softmax(), environment={"torch": "2.13.0", "collect_env": "y" * 80_000})
+    snapshot = snapshot_of(masked_softmax(), environment=Environment(torch="2.13.0", collect_env="y" * 80_000))
     text = issue_of(snapshot, template, error_output="`" * 90_000).text
     assert len(text) <= MAX_CHARACTERS
     assert "... cut here" in text and text.count("<details>") == text.count("</details>")
@@ -590,7 +594,7 @@ def test_a_link_that_fits_holds_title_and_text() -> None:
 
 
 def test_a_link_leaves_out_what_is_folded_and_gives_up_in_the_end() -> None:
-    snapshot = snapshot_of(masked_softmax(), environment={"torch": "2.13.0", "collect_env": "y" * 9_000})
+    snapshot = snapshot_of(masked_softmax(), environment=Environment(torch="2.13.0", collect_env="y" * 9_000))
     issue = issue_of(snapshot, "pytorch")
     url = issue_url(issue)
     assert url is not None and parse_qs(urlsplit(url).query)["body"] == [issue.short] and "yyy" not in issue.short
@@ -614,9 +618,9 @@ def test_paths_are_the_same_wherever_an_issue_names_a_line() -> None:
 
 def test_the_users_own_repository_is_known_from_its_remote() -> None:
     for remote in ("https://github.com/ada/engine.git", "git@github.com:ada/engine.git"):
-        snapshot = replace(one_call("torch.log", [-1.0]), source={"remote": remote})
+        snapshot = replace(one_call("torch.log", [-1.0]), source=SourceState(remote=remote))
         assert issue_of(snapshot).repository == "ada/engine"
-    assert issue_of(replace(snapshot, source={"remote": "https://example.org/ada/engine"})).repository is None
+    assert issue_of(replace(snapshot, source=SourceState(remote="https://example.org/ada/engine"))).repository is None
 
 
 def test_the_command_is_quoted_for_a_shell() -> None:

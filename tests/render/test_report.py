@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from reprokit.locate.diagnosis import Diagnosis, Fix
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Symbol
 from reprokit.render.call_code import labels
 from reprokit.render.frames import MAX_FRAMES, frames
@@ -19,7 +20,10 @@ from reprokit.render.report import MAX_TEXT, Remaining, progress, sentences, wri
 from reprokit.render.sources import reduction_script, snapshot_script
 from reprokit.render.survey import MAX_COLUMNS, MAX_ROWS, Survey, pattern_of, positions_of, survey
 from reprokit.render.way import MAX_BEFORE, MAX_CALL, Way, ways
+from reprokit.shrink.reduction import Answered, Size, WhatIf
+from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
+from reprokit.snapshot.source import SourceState
 from tests.render.programs import (
     VERIFIED,
     Case,
@@ -92,7 +96,7 @@ class Checker(HTMLParser):
 
 def test_the_report_is_one_file_and_well_formed() -> None:
     snapshot = attention_step()
-    snapshot.source.update({"command": ["train.py", "--lr", "3e-4"], "commit": "0" * 40, "diff": "+<x>"})
+    snapshot = replace(snapshot, source=SourceState(("train.py", "--lr", "3e-4"), "0" * 40, diff="+<x>"))
     html = report(snapshot)
     checker = Checker(html)
     assert checker.addresses and all(address.startswith("#") for address in checker.addresses)
@@ -166,12 +170,13 @@ def test_the_report_says_what_was_not_tried() -> None:
 def test_the_report_says_what_was_redacted() -> None:
     snapshot = attention_step()
     assert "none were found" in report(snapshot)
-    snapshot.source.update({"command": ["train.py", "--api-key", "a1B2" * 8], "diff": "+password = 'hunter22'"})
+    source = SourceState(("train.py", "--api-key", "a1B2" * 8), diff="+password = 'hunter22'")
+    snapshot = replace(snapshot, source=source)
     html = report(snapshot)
     assert "a1B2" not in html and "hunter22" not in html
     assert "stands in place of one 1 time in the uncommitted changes, 1 time in the rest of the page" in html
     snapshot = attention_step()
-    snapshot.environment["collect_env"] = "***** not a secret *****"
+    snapshot = replace(snapshot, environment=Environment(collect_env="***** not a secret *****"))
     assert "none were found" in report(snapshot)
     site = replace(snapshot.failure.site, code="x = load(password='hunter22')")
     assert "1 time in the rest" in report(replace(snapshot, failure=replace(snapshot.failure, site=site)))
@@ -203,8 +208,8 @@ def test_no_contents_of_tensors_are_shown() -> None:
 
 def test_long_texts_are_cut_where_it_shows() -> None:
     snapshot = attention_step()
-    snapshot.environment["collect_env"] = "word " * 100_000
-    snapshot.source.update({"commit": "0" * 40, "diff": "+line\n" * 100_000})
+    snapshot = replace(snapshot, environment=Environment(collect_env="word " * 100_000))
+    snapshot = replace(snapshot, source=SourceState(commit="0" * 40, diff="+line\n" * 100_000))
     html = report(snapshot, log=["1: a change: 2 calls, 3 elements"] * 50_000)
     assert html.count("... cut here") == 3 and len(html) < 4 * MAX_TEXT
 
@@ -218,29 +223,21 @@ def test_a_long_step_stays_a_small_file() -> None:
 
 
 def test_what_if_and_diagnosis_appear_when_they_are_there() -> None:
-    fix = {
-        "id": "fill",
-        "text": ["fill with the lowest number"],
-        "code": "x.masked_fill(mask, -1e4)  # <b>",
-        "where": ["net.py:3"],
-        "helped": True,
-        "outcome": "loss 2.31",
-    }
-    found = {
-        "id": "masked",
-        "title": "A fully masked row",
-        "mechanism": "Nothing is left.",
-        "evidence": ["2 of 2 rows"],
-        "confidence": "certain",
-        "advice": "Keep one.",
-        "links": ["https://example.org/1", "javascript:alert(1)"],
-        "fix": fix,
-        "tried": [{**fix, "helped": False, "outcome": "still nan"}],
-        "also": [],
-        "note": None,
-    }
-    row = {"variant": "fp64", "name": "`float64`", "answer": "passes", "detail": "", "seconds": 1e-3}
-    html = report(attention_step(), diagnosis=found, whatif={"tables": {"minimum": [row]}})
+    text, where = ("fill with the lowest number",), ("net.py:3",)
+    fix = Fix("fill", text, "x.masked_fill(mask, -1e4)  # <b>", where, True, "loss 2.31")
+    found = Diagnosis(
+        "masked",
+        "A fully masked row",
+        "Nothing is left.",
+        ("2 of 2 rows",),
+        "certain",
+        "Keep one.",
+        ("https://example.org/1", "javascript:alert(1)"),
+        fix=fix,
+        tried=(replace(fix, helped=False, outcome="still nan"),),
+    )
+    table = WhatIf(tables={"minimum": (Answered("fp64", "`float64`", "passes", "", 1e-3),)})
+    html = report(attention_step(), diagnosis=found, whatif=table)
     assert '<h2 id="diagnosis">' in html and "loss 2.31" in html and "Did not help" in html
     assert '<td class="answer passes">passes</td><td>1 ms</td>' in html
     assert "javascript:" not in html and 'href="https://example.org/1"' in html
@@ -424,7 +421,7 @@ def test_progress_is_read_from_the_log() -> None:
         "5: values: 3 calls, 2 elements",
         "a remark",
     ]
-    found = progress(reduced(attention_step(), log=log, before={"calls": 9, "elements": 99}, checks=11))
+    found = progress(reduced(attention_step(), log=log, before=Size(9, 99), checks=11))
     assert found == [Remaining(0, 9, 99), Remaining(1, 3, 20), Remaining(4, 3, 2), Remaining(11, 3, 2)]
     assert progress(reduced(attention_step(), log=[])) == []
 

@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ import torch
 from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
 from reprokit.render.report import write_report
 from reprokit.render.sources import reduction_script
+from reprokit.shrink.reduction import Answered, WhatIf
+from reprokit.snapshot.environment import Environment
+from reprokit.snapshot.source import SourceState
 from tests.render.programs import VERIFIED, snapshot_of
 from tests.render.test_texts import attention_step, reduced
 
@@ -46,11 +50,12 @@ def big_report() -> str:
     weight = Input(0, "encoder.weight", "parameter", True)
     case = (Program(tuple(calls), (weight,), (Ref(31),)), {0: -torch.ones(5, 200)})
     snapshot = snapshot_of(case)
-    snapshot.source.update({"command": ["train.py", "--data=" + "x" * 200], "diff": "+" + "y" * 500})
-    snapshot.environment.update({"collect_env": "z" * 500, "variables": {"OMP_NUM_THREADS": "1" * 200}})
-    row = {"variant": "fp64", "name": "`float64`", "answer": "other", "detail": "raises " + "w" * 200, "seconds": 1e-3}
+    source = SourceState(("train.py", "--data=" + "x" * 200), diff="+" + "y" * 500)
+    environment = Environment(torch="2.13.0", collect_env="z" * 500, variables={"OMP_NUM_THREADS": "1" * 200})
+    snapshot = replace(snapshot, source=source, environment=environment)
+    row = Answered("fp64", "`float64`", "other", "raises " + "w" * 200, 1e-3)
     log = ["1: cut: 3 calls, 20 elements", "4: sizes: to 1: 1 call, 1 element"]
-    reduction = reduced(snapshot, log=log, whatif={"tables": {"minimum": [row], "context": [row]}})
+    reduction = reduced(snapshot, log=log, whatif=WhatIf(tables={"minimum": (row,), "context": (row,)}))
     return write_report(snapshot, reduction_script(reduction), VERIFIED, reduction=reduction)
 
 

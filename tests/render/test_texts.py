@@ -23,6 +23,8 @@ from reprokit.render.sources import reduction_script, snapshot_script
 from reprokit.render.templates import fence, jinja_environment, template_folder
 from reprokit.render.texts import render_all, render_one, write_test
 from reprokit.render.wording import code_span, headline, nearest_words, observed, renamed
+from reprokit.shrink.parts import Nearest, Varied
+from reprokit.shrink.reduction import PassRow, Size, WhatIf
 from reprokit.snapshot.format import Snapshot, save
 from tests.locate.mechanisms import bad_input
 from tests.render.programs import (
@@ -66,17 +68,17 @@ def reduced(snapshot: Snapshot, **fields: Any) -> Any:
         "verdicts": {"same": 6, "other": 1, "passes": 4, "invalid": 0},
         "seconds": 0.3,
         "reproduces": "5/5",
-        "explain": [{"input": "input", "free": False}, {"input": "unused", "free": True}],
-        "constants": [{"call": "torch.softmax", "argument": "scale", "value": 2.0, "free": False, "tried": False}],
-        "nearest": {"input": "input", "element": [0], "from": float("-inf"), "to": 0.0},
+        "explain": [Varied("input"), Varied("unused", free=True)],
+        "constants": [Varied(call="torch.softmax", argument="scale", value=2.0, tried=False)],
+        "nearest": Nearest("input", (0,), from_=float("-inf")),
         "level": "op",
         "context": None,
         "notes": [],
-        "whatif": {},
-        "passes": [{"name": "cut", "checks": 7, "successes": 1, "calls": 9, "elements": 23, "seconds": 0.25}],
+        "whatif": WhatIf(),
+        "passes": [PassRow("cut", 7, 1, 9, 23, 0.25)],
         "stopped": None,
         "untried": [],
-        "before": {"calls": snapshot.program.num_calls, "elements": snapshot.num_elements},
+        "before": Size(snapshot.program.num_calls, snapshot.num_elements),
         "one_minimal": True,
         "log": ["cut to softmax", "one element"],
         "diagnosis": None,
@@ -138,7 +140,7 @@ def test_long_parts_are_cut_where_it_shows() -> None:
 def test_secrets_are_hidden_again() -> None:
     secret = "hf_" + "a1B2" * 8
     snapshot = attention_step()
-    snapshot.environment["collect_env"] = f"token {secret}"
+    snapshot = replace(snapshot, environment=replace(snapshot.environment, collect_env=f"token {secret}"))
     reduction = reduced(snapshot, log=[f"token {secret}"])
     leaky = replace(VERIFIED, output=secret, error_output=secret)
     script = reduction_script(reduction)
@@ -183,7 +185,7 @@ def test_headlines() -> None:
     ],
 )
 def test_constants_are_called_as_people_would(call: str, argument: str, name: str) -> None:
-    change = {"call": call, "argument": argument, "to": 1.0, "from": 0.5}
+    change = Nearest(call=call, argument=argument, from_=0.5, to=1.0)
     assert nearest_words(change, {}) == (f"{name} = 1", "0.5")
 
 

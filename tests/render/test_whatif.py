@@ -2,49 +2,47 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from reprokit.render import whatif
 from reprokit.render.issue import make_issue
 from reprokit.render.report import with_code, write_report
 from reprokit.render.sources import snapshot_script
+from reprokit.shrink.reduction import Answered, WhatIf
 from reprokit.whatif.table import NOT_DONE
 from tests.render.programs import VERIFIED
 from tests.render.test_texts import attention_step, reduced
 
 
-def row(variant: str, answer: str, detail: str = "", seconds: float | None = None, name: str = "") -> dict[str, Any]:
-    return {"variant": variant, "name": name or variant, "answer": answer, "detail": detail, "seconds": seconds}
+def row(variant: str, answer: str, detail: str = "", seconds: float | None = None, name: str = "") -> Answered:
+    return Answered(variant, name or variant, answer, detail, seconds)
 
 
-TABLE = {
-    "seconds": 1.0,
-    "budget": 10.0,
-    "tables": {
-        "minimum": [row("float64", "same", "", 1.234e-5), row("cuda", "cannot_run", "torch sees no GPU")],
-        "context": [row("float64", "passes", "", 0.0123), row("autocast_off", "other", "inf from `exp`", 2.0)],
-    },
-}
+def of_minimum(*rows: Answered) -> WhatIf:
+    return WhatIf(tables={"minimum": rows})
+
+
+MINIMUM = (row("float64", "same", "", 1.234e-5), row("cuda", "cannot_run", "torch sees no GPU"))
+CONTEXT = (row("float64", "passes", "", 0.0123), row("autocast_off", "other", "inf from `exp`", 2.0))
+TABLE = WhatIf(10.0, 1.0, {"minimum": MINIMUM, "context": CONTEXT})
 
 
 def test_markdown_groups_by_result_and_has_no_times() -> None:
     late = row("compile", "cannot_run", f"{NOT_DONE} the 10 s for this table")
-    rows = [*TABLE["tables"]["minimum"], row("bfloat16", "same", "", 2.0), late]
-    assert whatif.markdown({"tables": {"minimum": rows}}, "minimum").splitlines() == [
+    table = of_minimum(*MINIMUM, row("bfloat16", "same", "", 2.0), late)
+    assert whatif.markdown(table, "minimum").splitlines() == [
         "| how it is run | result |",
         "| --- | --- |",
         "| float64; bfloat16 | fails the same |",
         "| cuda | cannot run: torch sees no GPU |",
     ]
     assert "fails otherwise: inf from `exp`" in whatif.markdown(TABLE, "context")
-    assert whatif.markdown(TABLE, "snapshot") == whatif.markdown({}, "minimum") == ""
+    assert whatif.markdown(TABLE, "snapshot") == whatif.markdown(WhatIf(), "minimum") == ""
 
 
 @pytest.mark.parametrize("detail", ["a | b", "two\nlines", "<script>alert(1)</script>", "`a` <b> `c|`"])
 def test_no_detail_breaks_the_table(detail: str) -> None:
-    text = whatif.markdown({"tables": {"minimum": [row("x", "other", detail)]}}, "minimum")
+    text = whatif.markdown(of_minimum(row("x", "other", detail)), "minimum")
     assert len(text.splitlines()) == 3
     last = text.splitlines()[-1]
     assert last.replace("\\|", "").count("|") == 3
@@ -52,12 +50,12 @@ def test_no_detail_breaks_the_table(detail: str) -> None:
 
 
 def test_code_in_a_detail_stays_as_it_is() -> None:
-    assert "`a < b` &lt; c" in whatif.markdown({"tables": {"minimum": [row("x", "other", "`a < b` < c")]}}, "minimum")
+    assert "`a < b` &lt; c" in whatif.markdown(of_minimum(row("x", "other", "`a < b` < c")), "minimum")
 
 
 def test_secrets_are_redacted() -> None:
     secret = "hf_" + "a1b2" * 9
-    assert secret not in whatif.markdown({"tables": {"minimum": [row("x", "other", f"token={secret}")]}}, "minimum")
+    assert secret not in whatif.markdown(of_minimum(row("x", "other", f"token={secret}")), "minimum")
 
 
 def test_rows_for_html() -> None:
@@ -78,17 +76,16 @@ def test_times(seconds: float | None, text: str) -> None:
 @pytest.mark.parametrize("template", ["pytorch", "generic"])
 def test_the_issue_has_the_table_where_there_is_one(template: str) -> None:
     snapshot = attention_step()
-    for table in (TABLE, {}):
+    for table in (TABLE, WhatIf()):
         small = reduced(snapshot, whatif=table)
         text = make_issue(snapshot, snapshot_script(snapshot), VERIFIED, reduction=small, template=template).text
-        assert ("\n\n" + whatif.markdown(TABLE, "minimum") + "\n\n" in text) == bool(table)
+        assert ("\n\n" + whatif.markdown(TABLE, "minimum") + "\n\n" in text) == (table is TABLE)
 
 
 def test_the_report_has_the_table_where_there_is_one() -> None:
     snapshot = attention_step()
-    for table in (TABLE, {}):
+    for table in (TABLE, WhatIf()):
         text = write_report(snapshot, snapshot_script(snapshot), VERIFIED, reduction=reduced(snapshot, whatif=table))
-        assert ('<h2 id="whatif">What if</h2>' in text) == bool(table)
-        assert ('<td class="answer other">fails otherwise: inf from <code>exp</code></td><td>2 s</td>' in text) == bool(
-            table
-        )
+        assert ('<h2 id="whatif">What if</h2>' in text) == (table is TABLE)
+        cell = '<td class="answer other">fails otherwise: inf from <code>exp</code></td><td>2 s</td>'
+        assert (cell in text) == (table is TABLE)

@@ -42,7 +42,7 @@ from reprokit.shrink.passes.setting import drop_autocast, simplify_precision
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction, load
-from reprokit.shrink.signature import Signature
+from reprokit.shrink.signature import Signature, Signed
 from reprokit.snapshot.format import Snapshot, save
 from tests.conftest import start_python_in
 from tests.shrink import failing
@@ -171,7 +171,7 @@ def test_an_exception_stays_the_same_exception(case: Any, tmp_path: Path) -> Non
     snapshot = traced(step, **tensors)
     reduction = shrink(snapshot, check="exception")
     assert reduction.program.num_calls == calls
-    assert reduction.signature["kind"] == "exception"
+    assert reduction.signature.kind == "exception"
     assert reduction.failure.exception is not None and words in reduction.failure.exception[1]
     assert_shows_the_bug(reduction_script(reduction), tmp_path, words, cure)
 
@@ -210,9 +210,7 @@ def test_the_call_that_is_inexact_by_itself_is_blamed(tmp_path: Path) -> None:
         return torch.tanh(torch.linalg.inv(x * 1.0) * 1e-6).sum()
 
     reduction = shrink(traced(step, x=hilbert(7)), check="mismatch:fp64")
-    assert reduction.signature == {
-        "phase": "forward", "kind": "mismatch", "call": "torch.linalg.inv", "check": "mismatch:fp64",
-    }  # fmt: skip
+    assert reduction.signature == Signed("forward", "mismatch", "torch.linalg.inv", check="mismatch:fp64")
     assert [call.name for call in reduction.program.calls] == ["inv"]
     assert_shows_the_bug(
         reduction_script(reduction), tmp_path, "not close", ("actual = step(x)", "actual = step(x.double()).float()")
@@ -236,7 +234,7 @@ def cancelling(x: torch.Tensor) -> torch.Tensor:
 def test_a_mismatch_that_no_single_call_shows_is_reduced_by_windows(tmp_path: Path) -> None:
     snapshot = traced(cancelling, x=seeded(4, 8))
     reduction = shrink(snapshot, check="mismatch:fp64")
-    assert reduction.signature["call"] is None
+    assert reduction.signature.call is None
     assert [call.name for call in reduction.program.calls] == ["exp", "__rsub__", "log"]
     assert sum(tensor.numel() for tensor in reduction.tensors.values()) == 1
     assert "the result differs from float64" in reduction_script(reduction).text
@@ -336,7 +334,7 @@ def test_a_miscompiled_call_is_blamed(backend: str) -> None:
 
     reduction = shrink(traced(step, x=seeded(5, 6)), check=f"mismatch:compile:{backend}")
     assert [call.name for call in reduction.program.calls] == ["exp"]
-    assert reduction.signature["call"] == "torch.Tensor.exp" or reduction.signature["call"] == "torch.exp"
+    assert reduction.signature.call == "torch.Tensor.exp" or reduction.signature.call == "torch.exp"
     script = reduction_script(reduction)
     assert f'torch.compile(step, backend="{backend}")' in script.text
     assert "compiled code differs from eager" in script.text
@@ -387,7 +385,7 @@ def exploded(file: Path) -> Reduction:
 
 
 def test_growth_that_no_single_call_shows(exploded: Reduction, beside: Path) -> None:
-    assert exploded.signature["check"] == "my_check.py:exploded"
+    assert exploded.signature.check == "my_check.py:exploded"
     assert exploded.one_minimal
     assert 2 <= exploded.program.num_calls <= 6
     largest = max(float(tensor.abs().max()) for tensor in grown().tensors.values())
@@ -632,7 +630,7 @@ def test_the_same_input_gives_the_same_bytes(file: Path, tmp_path: Path) -> None
 def bytes_without_times(path: Path) -> bytes:
     reduction: Reduction = replace(load(path), seconds=0.0)
     for row in reduction.passes:
-        row["seconds"] = 0.0
+        row.seconds = 0.0
     if reduction.context is not None:
         reduction = replace(reduction, context=replace(reduction.context, seconds=0.0))
     reduction.save(path)

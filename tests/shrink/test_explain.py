@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from reprokit.program.ir import Program
 from reprokit.shrink import explain as explaining
 from reprokit.shrink.arguments import leaves, with_leaf
 from reprokit.shrink.events import Event, Varied
+from reprokit.shrink.parts import Nearest
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from tests.shrink import failing
@@ -30,17 +30,17 @@ def with_nearest(reduction: Reduction) -> tuple[Program, dict[int, torch.Tensor]
     nearest = reduction.nearest
     assert nearest is not None
     program, tensors = reduction.program, dict(reduction.tensors)
-    if "input" in nearest:
-        item = next(item for item in program.inputs if item.name == nearest["input"])
+    if nearest.input is not None:
+        item = next(item for item in program.inputs if item.name == nearest.input)
         changed = tensors[item.value].clone()
-        assert changed[tuple(nearest["element"])].item() == pytest.approx(nearest["from"], nan_ok=True)
-        changed[tuple(nearest["element"])] = nearest["to"]
+        assert changed[nearest.element].item() == pytest.approx(nearest.from_, nan_ok=True)
+        changed[nearest.element] = nearest.to
         return program, {**tensors, item.value: changed}
     calls = list(program.calls)
     for index, call in enumerate(calls):
         for path, leaf in leaves(call):
-            if call.target == nearest["call"] and leaf == nearest["from"]:
-                calls[index] = with_leaf(call, path, nearest["to"])
+            if call.target == nearest.call and leaf == nearest.from_:
+                calls[index] = with_leaf(call, path, nearest.to)
                 return Program(tuple(calls), program.inputs, program.outputs, program.modules), tensors
     raise AssertionError("the constant is not in the program")
 
@@ -52,39 +52,39 @@ def test_the_nearest_variant_passes_and_free_inputs_are_free(step: failing.Step)
         assert passes(*with_nearest(reduction))
     for item, entry in zip(reduction.program.inputs, reduction.explain, strict=True):
         tensor = reduction.tensors[item.value]
-        if entry["free"] and tensor.is_floating_point():
+        if entry.free and tensor.is_floating_point():
             for number in (0.25, 3.0):  # values that were not tried
                 assert not passes(reduction.program, {**reduction.tensors, item.value: torch.full_like(tensor, number)})
     assert reduction.explain_checks <= explaining.MAX_RUNS
 
 
-def nearest_of(reduction: Reduction) -> dict[str, Any]:
+def nearest_of(reduction: Reduction) -> Nearest:
     assert reduction.nearest is not None
     return reduction.nearest
 
 
 def test_the_border_of_an_overflow_is_found() -> None:
     nearest = nearest_of(shrink(failing.where_gradient()))
-    assert nearest["from"] == 100.0
-    assert 87.0 <= nearest["to"] <= 88.73  # the largest number whose exponential float32 holds is 88.72
+    assert nearest.from_ == 100.0
+    assert 87.0 <= nearest.to <= 88.73  # the largest number whose exponential float32 holds is 88.72
 
 
 def test_a_constant_that_matters_is_named_with_its_border() -> None:
     reduction = shrink(failing.label_smoothing())
     (constant,) = reduction.constants
-    assert (constant["argument"], constant["value"], constant["free"]) == ("label_smoothing", 0.2, False)
+    assert (constant.argument, constant.value, constant.free) == ("label_smoothing", 0.2, False)
 
 
 def test_a_constant_that_does_not_matter_is_free() -> None:
     reduction = shrink(failing.in_place_gradient())
-    assert [(item["value"], item["free"]) for item in reduction.constants] == [(1.0, True)]
+    assert [(item.value, item.free) for item in reduction.constants] == [(1.0, True)]
 
 
 def test_a_whole_number_that_is_zero_is_varied_too() -> None:
     reduction = shrink(failing.record(lambda x, y: x / y, x=torch.zeros(2), y=torch.zeros(2, dtype=torch.int64)))
-    assert [(item["free"], item.get("tried", True)) for item in reduction.explain] == [(False, True)] * 2
+    assert [(item.free, item.tried) for item in reduction.explain] == [(False, None)] * 2
     nearest = nearest_of(reduction)
-    assert (nearest["input"], nearest["from"], nearest["to"]) == (reduction.program.inputs[1].name, 0, 1)
+    assert (nearest.input, nearest.from_, nearest.to) == (reduction.program.inputs[1].name, 0, 1)
 
 
 def test_without_a_budget_nothing_is_claimed() -> None:
@@ -93,9 +93,9 @@ def test_without_a_budget_nothing_is_claimed() -> None:
 
     program = failing.record(step, x=failing.seeded(3), mask=torch.ones(3, dtype=torch.bool))
     reduction = shrink(program, max_checks=0)
-    items = {item["input"]: item for item in reduction.explain}
+    items = {item.input: item for item in reduction.explain}
     assert set(items) == {"x", "mask"} and not reduction.one_minimal
-    assert all(item["tried"] is False for item in items.values())  # that it matters is not known
+    assert all(item.tried is False for item in items.values())  # that it matters is not known
     assert reduction.untried[-1] == "explain" and reduction.nearest is None
 
 

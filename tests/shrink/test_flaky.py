@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ import torch
 from reprokit.cli import main
 from reprokit.errors import Flaky
 from reprokit.locate.failure import Failure
+from reprokit.program.run import Settings
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.certainty import Certainty
 from reprokit.shrink.checks.protocol import SignatureCheck
@@ -25,7 +25,7 @@ from reprokit.shrink.isolation.task import NotObserved, Report
 from reprokit.shrink.oracle import Verdict
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.signature import Signature
-from reprokit.snapshot.format import Snapshot, save
+from reprokit.snapshot.format import CaptureSettings, Snapshot, save
 from tests.shrink import failing
 from tests.shrink.failing import seeded, traced
 
@@ -152,7 +152,7 @@ def test_the_number_of_threads_is_named_when_it_matters(tmp_path: Path) -> None:
     file = tmp_path / "flaky.py"
     file.write_text(SOMETIMES.format(period=2, sign="!=", place=0))
     snapshot = snapshot_of_growth()
-    snapshot = replace(snapshot, settings={"num_threads": 2})
+    snapshot = replace(snapshot, settings=CaptureSettings(num_threads=2))
     reduction = shrink(snapshot, check=f"{file}:threads")
     assert reduction.reproduces == "5/5"
     assert "with 1 thread it does not fail (0/1 runs)" in reduction.notes
@@ -165,21 +165,21 @@ def test_the_number_of_threads_is_named_when_it_matters(tmp_path: Path) -> None:
 )
 def test_deterministic_algorithms_are_named_when_they_matter(failures: list[int], words: str | None) -> None:
     check = ScriptedCheck(outcomes=iter(failures))
-    seen: list[Mapping[str, Any]] = []
+    seen: list[Settings] = []
 
-    def report(settings: Mapping[str, Any]) -> Report:
+    def report(settings: Settings) -> Report:
         seen.append(settings)
         return Report(check.observe(EMPTY))
 
-    notes = settings_that_matter(report, check, EMPTY, {"num_threads": 1}, is_flaky=True)
+    notes = settings_that_matter(report, check, EMPTY, Settings(num_threads=1), is_flaky=True)
     assert notes == ([f"with deterministic algorithms it {words}"] if words else [])
-    assert seen == [{"num_threads": 1, "deterministic_algorithms": True}] * 8
+    assert seen == [Settings(num_threads=1, deterministic_algorithms=True)] * 8
 
 
 def test_a_run_that_breaks_off_says_nothing_about_a_setting() -> None:
     report = Report(error=NotObserved("time", "the candidate took more than 10 s"))
     check = ScriptedCheck()
-    assert settings_that_matter(lambda settings: report, check, EMPTY, {"num_threads": 2}, is_flaky=False) == []
+    assert settings_that_matter(lambda settings: report, check, EMPTY, Settings(num_threads=2), is_flaky=False) == []
 
 
 def test_a_result_that_does_not_hold_is_not_given_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ def test_runs_that_selected_the_program_do_not_raise_its_rate() -> None:
     outcomes = itertools.cycle((0, 1))
     check: Any = ScriptedCheck(outcomes=outcomes)
     oracle: Any = SimpleNamespace(failure=check.observe)
-    certainty = Certainty(oracle, oracle, check, {}, False, FAILS)
+    certainty = Certainty(oracle, oracle, check, Settings(), False, FAILS)
     with pytest.raises(Flaky, match="fails in 15 of 30 runs"):
         certainty.establish(EMPTY, lambda rate: None, [FAILS])
 
@@ -235,6 +235,6 @@ def test_runs_that_selected_the_program_do_not_raise_its_rate() -> None:
 def test_runs_that_selected_the_program_count_when_all_fail() -> None:
     check: Any = ScriptedCheck(outcomes=iter((1, 1, 1, 1)))
     oracle: Any = SimpleNamespace(failure=check.observe)
-    certainty = Certainty(oracle, oracle, check, {}, False, FAILS)
+    certainty = Certainty(oracle, oracle, check, Settings(), False, FAILS)
     certainty.establish(EMPTY, lambda rate: None, [FAILS])
     assert certainty.reproduces == "5/5"

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from reprokit.errors import ReprokitError
 from reprokit.program.ir import Call, Input, Program, Ref
+from reprokit.program.run import Settings
 from reprokit.shrink import reducer
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.nonfinite import NonfiniteCheck
@@ -50,7 +51,7 @@ def candidate(number: float) -> Candidate:
 
 def isolation(mode: str, observe: Observe = by_number, **options: object) -> Isolation:
     """An isolation with short limits."""
-    task = Task.of(observe, {})
+    task = Task.of(observe, Settings())
     return Isolation(task, mode, **{"limits": SHORT, **options})  # type: ignore[arg-type]
 
 
@@ -152,7 +153,7 @@ def test_limits_follow_from_the_first_run() -> None:
 def test_another_way_to_observe_is_never_without_limits() -> None:
     places = isolation("process", limits=None)
     places.report(candidate(1))
-    with places.observing(Task.of(NeedsBoth(), {})):
+    with places.observing(Task.of(NeedsBoth(), Settings())):
         assert places.allowed == Limits.after(0.0)
     assert places.task.observe is by_number and places.allowed == Limits.after(0.0)
     places.change(places.task, 5)
@@ -179,7 +180,7 @@ def test_threads_of_the_parent_do_not_stop_a_child(num_threads: int) -> None:
 
 def test_a_worker_has_the_same_threads_and_generator() -> None:
     torch.manual_seed(5)
-    task = Task.of(threads_and_draw, {"num_threads": 2})
+    task = Task.of(threads_and_draw, Settings(num_threads=2))
     expected = task(candidate(0))
     with closing(Isolation(task, "worker")) as places:
         assert [places.report(candidate(0)).value() for _ in range(2)] == [expected, expected]
@@ -215,7 +216,7 @@ def test_reports_carry_nothing_but_data() -> None:
 
 @needs_fork
 def test_the_other_side_of_an_executor_isolates_as_well() -> None:
-    task = Task.of(by_number, {})
+    task = Task.of(by_number, Settings())
     reports = [unpack_report(observe_packed(task, pack(candidate(number)), SHORT)) for number in (2, 0, 3)]
     assert [reason(reports[0]), reason(reports[2])] == ["crash", "time"]
     failure = reports[1].value()
@@ -318,9 +319,9 @@ def is_alive(process: int) -> bool:
 
 
 def test_by_default_a_check_of_ones_own_runs_apart() -> None:
-    assert Isolation(Task.of(NeedsBoth(), {})).num_at_once == 1
-    assert Isolation(Task.of(NeedsBoth(), {}), jobs=4).num_at_once == 1  # what is quick is not worth a process
-    assert Isolation(Task.of(NeedsBoth(), {}), jobs=4, always_apart=True).num_at_once == 4
+    assert Isolation(Task.of(NeedsBoth(), Settings())).num_at_once == 1
+    assert Isolation(Task.of(NeedsBoth(), Settings()), jobs=4).num_at_once == 1  # what is quick is not worth a process
+    assert Isolation(Task.of(NeedsBoth(), Settings()), jobs=4, always_apart=True).num_at_once == 4
 
 
 def test_there_is_no_other_isolation() -> None:

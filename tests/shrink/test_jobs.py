@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprokit.locate.failure import Failure
+from reprokit.program.run import Settings
 from reprokit.shrink import reducer
 from reprokit.shrink.budget import OutOfBudget
 from reprokit.shrink.candidate import Candidate
@@ -236,7 +237,7 @@ def through_executor(start: Callable[[], Any]) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_crashes_do_not_break_an_executor() -> None:
     with processes() as executor:
-        places = Isolation(Task.of(by_number, {}), always_apart=True, executor=executor, jobs=2)
+        places = Isolation(Task.of(by_number, Settings()), always_apart=True, executor=executor, jobs=2)
         reports = list(places.reports([candidate(number) for number in (2, 0, 2, 1)]))
     assert [report.error is None for report in reports] == [False, True, False, True]
     assert dict(places.ended) == {"crash": 2}

@@ -147,7 +147,7 @@ def test_of_many_ruined_parameters_one_is_left(num_layers: int) -> None:
 
 
 def test_what_matters_is_told() -> None:
-    free = {entry["input"]: entry["free"] for entry in shrink(failing.adam_half()).explain}
+    free = {entry.input: entry.free for entry in shrink(failing.adam_half()).explain}
     assert free == {"fc.weight": True, "grad": False}
 
 
@@ -205,7 +205,7 @@ def test_the_surroundings_are_left_alone() -> None:
 def test_events_tell_what_happens() -> None:
     events: list[Event] = []
     reduction = shrink(failing.masked_softmax(), on_event=events.append)
-    assert events[:2] == [Started(reduction.before["calls"], reduction.before["elements"]), Replayed(5, 5)]
+    assert events[:2] == [Started(reduction.before.calls, reduction.before.elements), Replayed(5, 5)]
     assert isinstance(events[-1], Finished) and events[-1].one_minimal
     checked = [event for event in events if isinstance(event, Checked)]
     assert [event.number for event in checked] == list(range(1, reduction.checks + 1))
@@ -359,7 +359,7 @@ def test_checks_of_a_pass_are_bounded_as_well(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(import_module("reprokit.shrink.budget"), "_CHECKS", 1)
     reduction = shrink(failing.gradients_added_up())
     assert not reduction.one_minimal and reduction.untried
-    assert all(row["checks"] <= 1 for row in reduction.passes if row["name"] != "explain")
+    assert all(row.checks <= 1 for row in reduction.passes if row.name != "explain")
 
 
 def test_the_budget_of_a_part_follows_from_the_first_run_and_from_what_was_asked_for() -> None:

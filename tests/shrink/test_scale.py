@@ -24,5 +24,5 @@ def test_checks_are_the_same_at_any_length() -> None:
     reductions = [shrink(long_step(length)) for length in (10, 50, 200)]
     assert len({reduction.checks for reduction in reductions}) == 1
     assert reductions[0].checks <= 15
-    assert [reduction.before["calls"] for reduction in reductions] == [46, 206, 806]
+    assert [reduction.before.calls for reduction in reductions] == [46, 206, 806]
     assert {reduction.program.num_calls for reduction in reductions} == {1}

@@ -10,7 +10,7 @@ import torch
 
 from reprokit.locate.blame import locate
 from reprokit.program.ir import Call, Input, Program, Ref
-from reprokit.shrink.signature import Signature, given_by, is_clean, same
+from reprokit.shrink.signature import Signature, Signed, given_by, is_clean, same
 
 INF, NAN = float("inf"), float("nan")
 
@@ -118,4 +118,4 @@ def test_a_bad_input_is_named() -> None:
     program = Program((Call("torch.exp", (Ref(0),), outputs=Ref(9)),), (Input(0, "batch"),), (Ref(9),))
     wanted = signature(program, torch.tensor([NAN]))
     assert (wanted.call, wanted.input) == (None, "batch")
-    assert wanted.summary() == {"phase": "forward", "kind": "nan", "call": None, "input": "batch"}
+    assert wanted.summary() == Signed("forward", "nan", input="batch")

@@ -15,35 +15,36 @@ from pathlib import Path
 import pytest
 import torch
 
+from reprokit.grammar import plain_of, read
 from reprokit.snapshot import environment
-from reprokit.snapshot.environment import collect_environment, collect_switches
+from reprokit.snapshot.environment import Environment, collect_environment, collect_switches
 
 
 def test_versions_and_text() -> None:
     collected = collect_environment()
-    assert collected["torch"] == torch.__version__
-    assert collected["python"] == platform.python_version()
-    assert "PyTorch version" in collected["collect_env"]
-    json.dumps(collected)
+    assert collected.torch == torch.__version__
+    assert collected.python == platform.python_version()
+    assert "PyTorch version" in collected.collect_env
+    json.dumps(plain_of(collected))
 
 
 def test_loads_as_plain_data(tmp_path: Path) -> None:
     collected = collect_environment(timeout=0)
-    torch.save(collected, tmp_path / "environment.pt")
-    assert torch.load(tmp_path / "environment.pt", weights_only=True) == collected
+    torch.save(plain_of(collected), tmp_path / "environment.pt")
+    assert read(Environment, torch.load(tmp_path / "environment.pt", weights_only=True)) == collected
 
 
 def test_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     is_over = threading.Event()
     monkeypatch.setattr(environment, "_collect_env_here", lambda found: is_over.wait(60) or found.append("too late"))
-    assert collect_environment(timeout=0.05)["collect_env"] == ""
+    assert collect_environment(timeout=0.05).collect_env == ""
     is_over.set()
 
 
 @pytest.mark.parametrize("executable", ["", "/nowhere/python", "/bin/false"])
 def test_without_a_working_interpreter(monkeypatch: pytest.MonkeyPatch, executable: str) -> None:
     monkeypatch.setattr(sys, "executable", executable)
-    assert collect_environment()["torch"] == torch.__version__
+    assert collect_environment().torch == torch.__version__
     assert environment._collect_env_elsewhere(60) == ""
 
 
@@ -90,7 +91,7 @@ def test_switches_that_torch_refuses_to_tell(run_python: Callable[..., subproces
 def test_variables_by_allowlist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     monkeypatch.setenv("MY_OWN_SETTING", "private")
-    variables = collect_environment(timeout=0)["variables"]
+    variables = collect_environment(timeout=0).variables
     assert variables["OMP_WAIT_POLICY"] == "PASSIVE"
     assert "MY_OWN_SETTING" not in variables
 
@@ -99,7 +100,7 @@ def test_packages_are_those_that_pip_lists_and_no_variable_is_set(monkeypatch: p
     from torch.utils import collect_env
 
     monkeypatch.delenv("PIP_DISABLE_PIP_VERSION_CHECK", raising=False)
-    collected = collect_environment()["collect_env"]
+    collected = collect_environment().collect_env
     assert "PIP_DISABLE_PIP_VERSION_CHECK" not in os.environ
     assert f"[pip3] torch=={torch.__version__}" in collected
     monkeypatch.setenv("PIP_DISABLE_PIP_VERSION_CHECK", "1")  # as torch does

@@ -22,6 +22,7 @@ from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot, load, save
 from reprokit.snapshot.privacy import private
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
+from reprokit.snapshot.source import SourceState
 from tests.conftest import run_python_in
 from tests.render.programs import snapshot_of
 
@@ -167,7 +168,7 @@ def with_source() -> Snapshot:
     note = ModuleNote("Net", file="train.py", line=1, source="class Net(nn.Module): ...")
     program = Program(calls, (Input(0, "x"), Input(2, "mine", role="opaque")), (Ref(1),), {"net": note})
     snapshot = snapshot_of((program, {0: torch.tensor([-1.0]), 2: torch.ones(1)}))
-    return replace(snapshot, source={"command": ["train.py"], "commit": "0" * 40, "diff": "+x = 1"})
+    return replace(snapshot, source=SourceState(("train.py",), "0" * 40, diff="+x = 1"))
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 
-from reprokit.snapshot.rng import get_rng_state, set_rng_state
+from reprokit.grammar import plain_of, read
+from reprokit.snapshot.rng import Generators, get_rng_state, set_rng_state
 
 
 def draw() -> list[Any]:
@@ -28,8 +30,8 @@ def test_round_trip() -> None:
 def test_survives_a_file_of_plain_data(tmp_path: Path) -> None:
     state = get_rng_state()
     first = draw()
-    torch.save(state, tmp_path / "state.pt")
-    set_rng_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    torch.save(plain_of(state), tmp_path / "state.pt")
+    set_rng_state(read(Generators, torch.load(tmp_path / "state.pt", weights_only=True)))
     assert draw() == first
 
 
@@ -42,8 +44,7 @@ def test_reading_draws_nothing() -> None:
 
 
 def test_a_state_from_a_program_without_numpy() -> None:
-    state = get_rng_state()
-    del state["numpy"]
+    state = replace(get_rng_state(), numpy=None)
     numpy.random.seed(1)
     before = numpy.random.get_state()[1].tolist()
     set_rng_state(state)
@@ -51,4 +52,4 @@ def test_a_state_from_a_program_without_numpy() -> None:
 
 
 def test_states_of_devices_that_are_not_here_are_left_out() -> None:
-    set_rng_state({**get_rng_state(), "cuda": [torch.zeros(16, dtype=torch.uint8)] * 64})
+    set_rng_state(replace(get_rng_state(), cuda=(torch.zeros(16, dtype=torch.uint8),) * 64))

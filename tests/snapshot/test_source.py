@@ -11,7 +11,7 @@ import git
 import pytest
 
 from reprokit.snapshot import source
-from reprokit.snapshot.source import describe_source
+from reprokit.snapshot.source import SourceState, describe_source
 
 
 @pytest.fixture
@@ -35,38 +35,38 @@ def script_of(repository: git.Repo) -> Path:
 def test_a_clean_repository(repository: git.Repo) -> None:
     repository.create_remote("origin", "https://me:secret-value@example.org/org/project.git")
     described = describe_source(script_of(repository), ["train.py", "--lr", "0.1"])
-    assert described == {
-        "command": ["train.py", "--lr", "0.1"],
-        "commit": repository.head.commit.hexsha,
-        "branch": "trunk",
-        "remote": "https://example.org/org/project.git",
-        "dirty": False,
-        "file": "train.py",
-    }
+    assert described == SourceState(
+        command=("train.py", "--lr", "0.1"),
+        commit=repository.head.commit.hexsha,
+        branch="trunk",
+        remote="https://example.org/org/project.git",
+        dirty=False,
+        file="train.py",
+    )
 
 
 def test_uncommitted_changes(repository: git.Repo) -> None:
     script_of(repository).write_text("print(2)\napi_key = 'abcdef123456'\n")
     described = describe_source(script_of(repository), [])
-    assert described["dirty"]
-    assert "+print(2)" in described["diff"]
-    assert "abcdef123456" not in described["diff"]
-    assert not described["diff_truncated"]
+    assert described.dirty
+    assert "+print(2)" in described.diff
+    assert "abcdef123456" not in described.diff
+    assert not described.diff_truncated
 
 
 def test_a_large_diff_is_cut(repository: git.Repo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "MAX_DIFF_CHARACTERS", 100)
     script_of(repository).write_text("print(2)\n" * 1000)
     described = describe_source(script_of(repository), [])
-    assert len(described["diff"]) <= 100
-    assert described["diff_truncated"]
+    assert len(described.diff) <= 100
+    assert described.diff_truncated
 
 
 def test_a_detached_head(repository: git.Repo) -> None:
     repository.git.checkout(repository.head.commit.hexsha)
     described = describe_source(script_of(repository), [])
-    assert described["branch"] is None
-    assert described["commit"] == repository.head.commit.hexsha
+    assert described.branch is None
+    assert described.commit == repository.head.commit.hexsha
 
 
 def test_before_the_first_commit(tmp_path: Path) -> None:
@@ -74,15 +74,15 @@ def test_before_the_first_commit(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
     described = describe_source(script, [])
-    assert described["commit"] is None
-    assert described["branch"] == "trunk"
-    assert described["remote"] is None
+    assert described.commit is None
+    assert described.branch == "trunk"
+    assert described.remote is None
 
 
 @pytest.mark.parametrize("path", [None, Path("-m"), Path("nowhere/train.py")])
 def test_without_a_repository(path: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert describe_source(path, ["-m", "train"]) == {"command": ["-m", "train"]}
+    assert describe_source(path, ["-m", "train"]) == SourceState(("-m", "train"))
 
 
 def test_without_a_git_program(repository: git.Repo) -> None:
@@ -96,5 +96,5 @@ def test_without_a_git_program(repository: git.Repo) -> None:
         text=True,
         check=True,
     )
-    assert result.stdout.strip() == "{'command': ['train.py']}"
+    assert result.stdout.startswith("SourceState(command=('train.py',), commit=None, branch=None, remote=None")
     assert result.stderr == ""

@@ -6,17 +6,19 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from reprokit.cli import main
+from reprokit.grammar import plain_of, read
+from reprokit.program.run import Settings
 from reprokit.render.whatif import WORDS
 from reprokit.shrink import reduction as reductions
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.isolation.transport import pack, unpack
-from reprokit.shrink.reduction import Reduction
+from reprokit.shrink.reduction import Answered, Reduction, Size, WhatIf
+from reprokit.shrink.signature import Signed
 from reprokit.snapshot.format import Snapshot, read_file, save, write_file
 from reprokit.whatif import table
 from reprokit.whatif.variants import AS_IT_IS, BY_KEY, VARIANTS, Variant
@@ -35,13 +37,13 @@ def reduction_of(snapshot: Snapshot) -> Reduction:
         snapshot.program,
         snapshot.tensors,
         snapshot.failure,
-        {"calls": snapshot.program.num_calls, "elements": snapshot.num_elements},
-        {"phase": snapshot.failure.phase, "kind": snapshot.failure.kind, "call": snapshot.failure.call},
+        Size(snapshot.program.num_calls, snapshot.num_elements),
+        Signed(snapshot.failure.phase, snapshot.failure.kind, snapshot.failure.call),
     )
 
 
-def answers(made: dict[str, Any], name: str = "snapshot") -> dict[str, str]:
-    return {row["variant"]: row["answer"] for row in made["tables"][name]}
+def answers(made: WhatIf, name: str = "snapshot") -> dict[str, str]:
+    return {row.variant: row.answer for row in (made.tables or {})[name]}
 
 
 def without_slow_variants(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,8 +52,8 @@ def without_slow_variants(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_table_is_plain_data() -> None:
-    made = table.make_table(subjects(failing.half_linear_overflow()), {}, 300.0, QUICK)
-    assert json.loads(json.dumps(made)) == made
+    made = table.make_table(subjects(failing.half_linear_overflow()), Settings(), 300.0, QUICK)
+    assert read(WhatIf, json.loads(json.dumps(plain_of(made)))) == made
     assert answers(made) == {
         "as_it_is": "same", "float64": "passes", "float32": "passes", "bfloat16": "passes", "float16": "same",
         "deterministic": "same", "one_thread": "same", "detect_anomaly": "same",
@@ -60,9 +62,9 @@ def test_the_table_is_plain_data() -> None:
 
 
 def test_what_the_budget_does_not_reach_says_so() -> None:
-    made = table.make_table(subjects(failing.masked_softmax()), {}, 0.01)
+    made = table.make_table(subjects(failing.masked_softmax()), Settings(), 0.01)
     assert set(answers(made).values()) == {"cannot_run"}
-    assert {row["detail"] for row in made["tables"]["snapshot"]} == {"not done within the 0.01 s for this table"}
+    assert {row.detail for row in made.tables["snapshot"]} == {"not done within the 0.01 s for this table"}
 
 
 def hang(candidate: Candidate) -> Candidate:
@@ -79,20 +81,20 @@ def test_a_crash_and_a_hang_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = Variant("crash", "crash", crash), Variant("hang", "hang", hang)
     for variant in bad:
         monkeypatch.setitem(BY_KEY, variant.key, variant)
-    made = table.make_table(subjects(failing.masked_softmax()), {}, 300.0, [bad[0], BY_KEY[AS_IT_IS]])
+    made = table.make_table(subjects(failing.masked_softmax()), Settings(), 300.0, [bad[0], BY_KEY[AS_IT_IS]])
     assert answers(made) == {"crash": "other", AS_IT_IS: "same"}
-    assert "SIGABRT" in made["tables"]["snapshot"][0]["detail"]
-    (row,) = table.make_table(subjects(failing.masked_softmax()), {}, 0.5, [bad[1]])["tables"]["snapshot"]
-    assert (row["answer"], row["detail"]) == ("cannot_run", "not done within the 0.5 s for this table")
+    assert "SIGABRT" in made.tables["snapshot"][0].detail
+    (row,) = table.make_table(subjects(failing.masked_softmax()), Settings(), 0.5, [bad[1]]).tables["snapshot"]
+    assert (row.answer, row.detail) == ("cannot_run", "not done within the 0.5 s for this table")
 
 
 def test_a_reduction_has_its_minimum_and_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
     without_slow_variants(monkeypatch)
     reduction = reduction_of(failing.half_linear_overflow())
-    assert set(table.of_reduction(reduction, {}, seconds=300.0)["tables"]) == {"minimum"}
+    assert set(table.of_reduction(reduction, Settings(), seconds=300.0).tables) == {"minimum"}
     context = failing.masked_softmax()
     reduction = replace(reduction, context=context)  # type: ignore[arg-type]
-    made = table.of_reduction(reduction, {}, seconds=300.0)
+    made = table.of_reduction(reduction, Settings(), seconds=300.0)
     assert answers(made, "minimum")["float32"] == "passes"
     assert answers(made, "context")["float32"] == "same"
 
@@ -103,12 +105,12 @@ def test_a_table_in_the_making(is_usable: bool, monkeypatch: pytest.MonkeyPatch)
     without_slow_variants(monkeypatch)
     if not is_usable:
         monkeypatch.setattr(table.forked, "is_usable", lambda: False)
-        row = {"variant": "float32", "answer": "passes"}
-        monkeypatch.setattr(table, "make_table", lambda *_: {"tables": {"minimum": [row]}})
+        made = WhatIf(tables={"minimum": (Answered("float32", "`float32`", "passes", ""),)})
+        monkeypatch.setattr(table, "make_table", lambda *_: made)
     reduction, before = reduction_of(failing.half_linear_overflow()), children()
-    with table.making_of_reduction(reduction, {}, seconds=300.0) as wait:
+    with table.making_of_reduction(reduction, Settings(), seconds=300.0) as wait:
         assert answers(wait(), "minimum")["float32"] == "passes"
-    with table.making_of_reduction(reduction, {}, seconds=300.0):
+    with table.making_of_reduction(reduction, Settings(), seconds=300.0):
         pass
     assert children() <= before
 
@@ -127,14 +129,14 @@ def test_the_variant_travels_with_its_candidate() -> None:
 
 def test_a_reduction_keeps_its_table(tmp_path: Path) -> None:
     reduction = reduction_of(failing.masked_softmax())
-    made = table.make_table(subjects(failing.masked_softmax()), {}, 0.01)
+    made = table.make_table(subjects(failing.masked_softmax()), Settings(), 0.01)
     reduction = replace(reduction, whatif=made)
     reduction.save(tmp_path / "reduction.pt")
     assert reductions.load(tmp_path / "reduction.pt").whatif == reduction.whatif
     content = read_file(tmp_path / "reduction.pt", reductions.KIND)
     del content["whatif"]
     write_file(tmp_path / "old.pt", reductions.KIND, content)
-    assert reductions.load(tmp_path / "old.pt").whatif == {}
+    assert reductions.load(tmp_path / "old.pt").whatif == WhatIf()
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +144,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     save(failing.masked_softmax(), tmp_path / "x.repro.pt")
     assert main(["whatif", str(tmp_path / "x.repro.pt"), "--json"]) == 0
     said = capsys.readouterr()
-    assert answers(json.loads(said.out))["float64"] == "same"
+    table_said = {name: part for name, part in json.loads(said.out).items() if name != "schema"}
+    assert answers(read(WhatIf, table_said))["float64"] == "same"
     assert "float64" in said.err and "fails the same" in said.err
     assert main(["whatif", str(tmp_path / "x.repro.pt"), "--keep"]) == 2
     reduction_of(failing.masked_softmax()).save(tmp_path / "reduction.pt")
@@ -182,7 +185,7 @@ def test_an_answer_is_told_before_the_next_variant_runs(tmp_path: Path, monkeypa
     told: list[tuple[str, bool]] = []
     table.make_table(
         subjects(failing.masked_softmax()),
-        {},
+        Settings(),
         300.0,
         [BY_KEY[AS_IT_IS], marked],
         tell=lambda program, variant, trial: told.append((variant.key, (tmp_path / "ran").exists())),

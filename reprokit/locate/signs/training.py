@@ -121,7 +121,7 @@ def loss_was_growing(scene: Scene, factor: float = 10.0) -> Numbers | None:
     The later half of the steps has to go beyond everything in the earlier one, in more than a single step.
     """
     for name, word in (("loss", "loss"), ("grad_norm", "gradient norm")):
-        steps = [(int(row["step"]), float(row[name])) for row in scene.timeline if _is_number(row.get(name))][-_TAIL:]
+        steps = _numbers(scene, name)[-_TAIL:]
         if len(steps) < 3:
             continue
         before, after = steps[: len(steps) // 2], steps[len(steps) // 2 :]
@@ -138,7 +138,7 @@ def loss_was_growing(scene: Scene, factor: float = 10.0) -> Numbers | None:
 @sign
 def loss_exploded(scene: Scene, factor: float = 1000.0) -> Numbers | None:
     """True if the last finite loss is this many times the usual one, and those before it are not."""
-    steps = [(int(row["step"]), abs(float(row["loss"]))) for row in scene.timeline if _is_number(row.get("loss"))]
+    steps = [(step, abs(loss)) for step, loss in _numbers(scene, "loss")]
     if len(steps) < 4:
         return None
     *before, (step, size) = steps[-_TAIL:]
@@ -163,8 +163,8 @@ def parameters_are_huge(scene: Scene, bound: float = 1e6) -> Numbers | None:
 
 def _last_rate(scene: Scene, words: str = ", at a learning rate of") -> str:
     """The learning rate of the last update behind these words; empty if none was noted."""
-    rate = next((row.get("lr") for row in reversed(scene.timeline) if _is_number(row.get("lr"))), None)
-    return f"{words} {rate:.4g}" if rate is not None else ""
+    rates = _numbers(scene, "lr")
+    return f"{words} {rates[-1][1]:.4g}" if rates else ""
 
 
 @sign
@@ -183,11 +183,13 @@ def grows_with_depth(scene: Scene, factor: float = 4.0, layers: int = 3) -> Numb
 @sign
 def scale_collapsed(scene: Scene) -> Numbers | None:
     """True if the scale of a grad scaler fell below one."""
-    scales = [float(row["scale"]) for row in scene.timeline if _is_number(row.get("scale"))]
+    scales = [scale for _, scale in _numbers(scene, "scale")]
     if len(scales) < 2 or scales[-1] >= 1.0 or max(scales) < 2 * scales[-1]:
         return None
     return {"scale": scales[-1], "highest": max(scales)}
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+def _numbers(scene: Scene, name: str) -> list[tuple[int, float]]:
+    """The finite numbers of this name, with their steps."""
+    found = ((row.step, getattr(row, name)) for row in scene.timeline)
+    return [(step, number) for step, number in found if number is not None and math.isfinite(number)]

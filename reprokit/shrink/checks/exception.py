@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from reprokit.locate.blame import exception_failure, locate_exception
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.program.run import run
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.protocol import ALL_WAYS, SignatureCheck
-from reprokit.shrink.signature import ways_given
+from reprokit.shrink.signature import Signed, ways_given
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,6 @@ class ExceptionCheck(SignatureCheck):
         outcome = run(candidate.program, candidate.tensors, keep=frozenset())
         return exception_failure(candidate.program, outcome) if outcome.error is not None else None
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Signed:
         """The signature alone: its kind says which check it is."""
         return self.signature.summary()

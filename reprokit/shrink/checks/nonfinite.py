@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from reprokit.errors import NotReproduced
 from reprokit.locate.blame import locate
@@ -13,7 +13,7 @@ from reprokit.program.ir import OPAQUE, Program
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.protocol import SignatureCheck
 from reprokit.shrink.exact import origin_of
-from reprokit.shrink.signature import Given, Signature, given_by, is_clean
+from reprokit.shrink.signature import Given, Signature, Signed, given_by, is_clean
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class NonfiniteCheck(SignatureCheck):
         """True if nothing is bad that was not bad in the snapshot; an incoming gradient has to be finite."""
         return is_clean(candidate.program, candidate.tensors, self.signature, self.forbidden, self.given)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Signed:
         """The signature alone: this check is the default."""
         return self.signature.summary()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from reprokit.errors import ReprokitError
 from reprokit.locate.failure import EXCEPTION, Failure
@@ -16,7 +16,7 @@ from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.oracle import Verdict
 from reprokit.shrink.recording import record
-from reprokit.shrink.signature import Signature, same, ways_given
+from reprokit.shrink.signature import Signature, Signed, same, ways_given
 
 ALL_WAYS = frozenset({NAN, PLUS, MINUS})
 
@@ -37,7 +37,7 @@ class Check(Protocol):
     def is_clean(self, candidate: Candidate) -> bool:
         """True if nothing that the candidate is given is bad already."""
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Signed:
         """The signature as plain data."""
 
 
@@ -97,9 +97,9 @@ class SignatureCheck(ABC):
         """True if no input or constant is bad in a forbidden way."""
         return not ways_given(candidate.program, candidate.tensors) & self.forbidden
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Signed:
         """The signature, and the check that it belongs to."""
-        return {**self.signature.summary(), "check": self.spec}
+        return replace(self.signature.summary(), check=self.spec)
 
 
 def _ways_that_reach(whole: Candidate, failure: Failure) -> frozenset[str]:

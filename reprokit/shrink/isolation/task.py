@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 
 from reprokit.errors import ReprokitError
 from reprokit.locate.failure import Failure
-from reprokit.program.run import determinism
+from reprokit.program.run import Settings, determinism
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.plainness import raw_bytes
 
@@ -54,14 +54,14 @@ class Task:
     """
 
     observe: Observe
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Settings = Settings()
     rng: bytes = b""
 
     @classmethod
-    def of(cls, observe: Observe, settings: Mapping[str, Any]) -> Task:
+    def of(cls, observe: Observe, settings: Settings) -> Task:
         """A task with this process's number of threads, where none was recorded, and its generator."""
         rng = raw_bytes(torch.get_rng_state())
-        return cls(observe, {"num_threads": torch.get_num_threads(), **settings}, rng)
+        return cls(observe, replace(settings, num_threads=settings.num_threads or torch.get_num_threads()), rng)
 
     def __call__(self, candidate: Candidate) -> Observation:
         """Observe one candidate; the settings and the generator are given back."""
