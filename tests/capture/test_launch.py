@@ -307,7 +307,7 @@ def test_a_failing_excepthook_hides_nothing(start_python: Run, tmp_path: Path) -
 
 
 def test_interrupting_ends_as_under_python(start_python: Run, tmp_path: Path) -> None:
-    script = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)\n"
+    script = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     (tmp_path / "script.py").write_text(script)
     expected = start_python("script.py")
     actual = start_python("-m", "reprokit", "capture", "script.py")
