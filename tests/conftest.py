@@ -71,6 +71,23 @@ def import_benchmark(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
+class ForkingSystem:
+    """Stands for `sys` where only the path of Python is asked for."""
+
+    @property
+    def executable(self) -> str:
+        """A stand-in for Python that forks."""
+        return server(*processes.MODULES).python
+
+
+@pytest.fixture(autouse=True)
+def verified_in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification of a repro starts its clean processes by forking; `test_verify` starts Python."""
+    verify = sys.modules.get("reprokit.render.verify")
+    if verify is not None and processes.IS_POSSIBLE:
+        monkeypatch.setattr(verify, "sys", ForkingSystem())
+
+
 @pytest.fixture
 def run_python(tmp_path: Path) -> Run:
     """Run ``python *words`` in the test's own folder, in a process that finds torch imported."""
