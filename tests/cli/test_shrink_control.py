@@ -495,6 +495,45 @@ def test_what_a_killed_run_leaves_goes_with_the_next_one(snapshot: Path, shrink:
     assert [path.name for path in Path("snap").glob(".*")] == [f"{STAGING}x"], "of a shrink that may still run"
 
 
+KILLED = """
+import os, signal, sys
+from reprokit.cli import main
+name, *words = sys.argv[1:]
+replace = os.replace
+def last(source, target):
+    if os.path.basename(target) == name:
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, target)
+os.replace = last
+sys.exit(main(words))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGKILL")
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("snap/reduction.pt", ["shrink", "snap.pt", "-f", "-q", "--no-whatif"]),
+        ("snap/issue.md", ["shrink", "snap.pt", "-f", "-q", "--no-whatif"]),
+        ("x.md", ["render", "snap.pt", "--as", "issue", "-o", "x.md"]),
+    ],
+)
+def test_a_killed_run_leaves_no_half_file(target: str, words: list[str], snapshot: Path) -> None:
+    """SIGKILL right before a file is put in place: it is not there, and what is unfinished goes with the next run."""
+    save(failing.masked_softmax(), snapshot)
+    killed = run_python_in(Path.cwd(), "-c", KILLED, Path(target).name, *words)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    folder = Path(target).parent
+    assert not Path(target).exists() and list(folder.glob(".*"))
+    for script in folder.glob("repro*.py"):
+        compile(script.read_text(), script.name, "exec")
+    if Path("snap", "reduction.pt").exists():
+        assert load(Path("snap", "reduction.pt")).program.num_calls >= 1
+    again = run_python_in(Path.cwd(), "-m", "reprokit", *words)
+    assert (again.returncode, list(folder.glob(".*"))) == (0, []), again.stderr
+    assert Path(target).exists()
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such limits")
 @pytest.mark.parametrize(("size", "left"), [(500, set()), (5_000, {"reduction.pt", "repro.py"})])
 def test_a_limit_on_the_size_of_files(size: int, left: set[str], snapshot: Path, shrink: Any) -> None:
