@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -85,15 +86,17 @@ class PlainEntry(Entry):
 
     The user's own line has called it, ``instruction`` is where in ``code``. ``stamps`` are the version counters of the
     tensors in its arguments, which are no other objects than tensors, numbers, words, and lists or tuples of these.
-    ``is_write``: it writes into its first argument.
+    ``is_nested``: some are lists, or tuples that hold a tensor. ``is_write``: it writes into its first argument.
     """
 
-    __slots__ = ("instruction", "is_write", "stamps")
+    __slots__ = ("instruction", "is_nested", "is_write", "stamps")
     instruction: int
+    is_nested: bool
     is_write: bool
     stamps: tuple[int, ...] | list[int]
 
     if not TYPE_CHECKING:
+        kind = "function"
 
         def __getattr__(self, name: str) -> Any:
             """The value of a field that is not set yet, which it keeps."""
@@ -117,7 +120,10 @@ def _pairs_of(entry: PlainEntry) -> list[tuple[torch.Tensor, int]]:
 
 _LATE: Mapping[str, Any] = {
     **{name: lambda entry: None for name in ("output", "rng", "outcome", "settings", "generators", "forward")},
-    **{name: lambda entry: False for name in ("has_stepped", "is_training", "is_skipped")},
+    **{
+        name: lambda entry: False
+        for name in ("has_stepped", "is_training", "is_skipped", "writes_state", "writes_view")
+    },
     "library": lambda entry: None,
     "name": lambda entry: facts_of(entry.target).name,
     "line": lambda entry: instruction_line(entry.code, entry.instruction),
@@ -161,33 +167,60 @@ def versions_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[
 
 
 TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_ITEMS = TENSORS | ATOMS | {slice, type(...)}
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
+_version = attrgetter("_version")
+_DIMENSIONS = 16
+_SINGLE = ATOMS | {slice, type(...), torch.Size}
+_ITEMS = TENSORS | _SINGLE
 
 
-def stamped(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], list[int]] | None:
+def stamps_of(args: tuple[Any, ...]) -> list[int] | None:
+    """The version counters of the tensors among the arguments of a call; ``None`` if there may be others inside of
+    these."""
+    stamps = []
+    try:
+        for value in args:
+            kind = value.__class__
+            if kind is _Tensor or kind is _Parameter:
+                stamps.append(value._version)
+            elif kind not in _SINGLE and not (kind is tuple and _is_flat(value)):
+                return None
+    except RuntimeError:  # of a tensor made in inference mode
+        return None
+    return stamps
+
+
+def _is_flat(value: tuple[Any, ...]) -> bool:
+    """True for a shape or an index that holds no tensors."""
+    return len(value) <= _DIMENSIONS and _SINGLE.issuperset(map(type, value))
+
+
+def own_and_stamped(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[int]] | None:
     """The arguments of a call, with lists of their own, and the version counters of their tensors.
 
-    ``None`` if there is anything but tensors, numbers, words, and lists or tuples of these.
+    ``None`` if there is anything but tensors with such counters, numbers, words, and lists or tuples of these.
     """
+    own: list[Any] = []
     stamps: list[int] = []
-    has_list = False
     try:
         for value in args:
             kind = value.__class__
             if kind in TENSORS:
                 stamps.append(value._version)
-            elif kind in _ITEMS:
-                continue
-            elif (kind is list or kind is tuple) and _ITEMS.issuperset(map(type, value)):
-                has_list = has_list or kind is list
-                stamps += [item._version for item in value if item.__class__ in TENSORS]
-            elif kind is not torch.Size:
+            elif kind is list or kind is tuple:
+                kinds = set(map(type, value))
+                if kinds <= TENSORS:
+                    stamps += map(_version, value)
+                elif kinds <= _ITEMS:
+                    stamps += [item._version for item in value if item.__class__ in TENSORS]
+                else:
+                    return None
+            elif kind not in _SINGLE:
                 return None
-    except RuntimeError:  # tensors made in inference mode have no version counter
+            own.append(list(value) if kind is list else value)
+    except RuntimeError:
         return None
-    if kwargs and not ATOMS.issuperset(map(type, kwargs.values())):
-        return None
-    return (tuple(list(value) if value.__class__ is list else value for value in args) if has_list else args), stamps
+    return tuple(own), stamps
 
 
 def generator_states(versions: Iterable[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor | None]:

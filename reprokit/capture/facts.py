@@ -72,6 +72,7 @@ def _find_facts(func: Callable[..., Any]) -> Facts:
     return facts
 
 
+UNKNOWN = Facts(lambda: None, "", *9 * [False])  # of a function whose own facts could not be found
 VALUE_READS = frozenset({"torch.Tensor.detach", "torch.Tensor.data.__get__"})
 FACTS: dict[Callable[..., Any], Facts] = {}
 _INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})

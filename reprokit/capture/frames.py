@@ -28,6 +28,33 @@ def first_user_frame(frame: FrameType) -> FrameType:
     return frame
 
 
+def plain_caller(frame: FrameType) -> FrameType | None:
+    """The user's frame that calls a torch function; ``None`` unless it does so itself, and the loop runs around it."""
+    user: FrameType | None = None
+    walker: FrameType | None = frame
+    while walker is not None:
+        kind = _KINDS.get(id(walker.f_code)) or _kind_of_code(walker.f_code)
+        if kind == "user":
+            user = user or walker
+        elif kind == "top" or kind == "loop":
+            return user or walker
+        elif kind != "other" and (user is None or kind != "library"):
+            return None
+        walker = walker.f_back
+    return user or frame
+
+
+def learn_loop(code: CodeType | None, frame: FrameType | None) -> None:
+    """``code`` is the user's and makes an optimizer's step: it and the functions of the user's around ``frame`` are the
+    training loop, at which a search for a module's call ends."""
+    if _KINDS.get(id(code)) != "user":
+        return
+    while frame is not None:
+        if (_KINDS.get(id(frame.f_code)) or _kind_of_code(frame.f_code)) == "user":
+            _KINDS[id(frame.f_code)] = "loop"
+        frame = frame.f_back
+
+
 def caller_of(frame: FrameType) -> tuple[FrameType | None, FrameType | None, bool]:
     """The user's frame that calls a torch function, and the frame of the outermost module that runs around it.
 
@@ -42,7 +69,7 @@ def caller_of(frame: FrameType) -> tuple[FrameType | None, FrameType | None, boo
         kind = _KINDS.get(id(walker.f_code)) or _kind_of_code(walker.f_code)
         if kind == "user":
             user = user or walker
-        elif kind == "top":
+        elif kind == "top" or kind == "loop":
             return user or walker, root, has_library
         elif kind == "library":
             has_library = has_library or user is None
@@ -118,8 +145,8 @@ _ENDS_OF_EXPRESSIONS = ("STORE_", "POP_TOP", "RETURN_", "RAISE_")
 
 
 def _kind_of_code(code: CodeType) -> str:
-    """``user`` (``top`` outside of functions), ``module`` for a module's call, ``function`` for a custom autograd
-    function's, ``library``, or ``other``."""
+    """``user`` (``top`` outside of functions; later ``loop``, see `learn_loop`), ``module`` for a module's call,
+    ``function`` for a custom autograd function's, ``library``, or ``other``."""
     if code is _FUNCTION_APPLY:
         kind = "function"
     elif code is _CALL_IMPL:
@@ -135,6 +162,6 @@ def _kind_of_code(code: CodeType) -> str:
     return kind
 
 
-_USER = ("user", "top")
+_USER = ("user", "loop", "top")
 _KINDS: dict[int, str] = {}
 _CODES: list[CodeType] = []

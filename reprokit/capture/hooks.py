@@ -173,13 +173,16 @@ class Hooks:
     def _wrap_tensor_backward(self) -> None:
         """``loss.backward()`` without torch's way of asking its function modes first, which takes long."""
         original: Any = torch.Tensor.backward
-        tape = self._tape
+        tape, stepping = self._tape, self._stepping
 
         def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if args or (kwargs and not kwargs.keys() <= _PLAIN_OPTIONS) or type(self) is not torch.Tensor:
                 return original(self, *args, **kwargs)
             if is_compiling() or not tape.is_outermost or torch._C._len_torch_function_stack() > 1:
                 return original(self, **kwargs)
+            if tape.only_judges and stepping.is_good_start(self):
+                original(self, **kwargs)
+                return stepping.finish_judged()
             return tape.backward(original, self, kwargs)
 
         self._replace(torch.Tensor, "backward", backward)
@@ -213,7 +216,7 @@ class Hooks:
         enter, leave, tape, stepping = owner.__enter__, owner.__exit__, self._tape, self._stepping
 
         def __enter__(self: Any) -> Any:
-            if self.name[:_MARK_LENGTH] == _STEP_MARK and tape.enabled:
+            if self.name[:_MARK_LENGTH] == _STEP_MARK and tape.enabled and not tape.only_judges:
                 tape.lift()
             return enter(self)
 

@@ -39,6 +39,14 @@ class Judge:
         self._sentinel.forget()
         self._later.forget()
 
+    def is_good_number(self, start: torch.Tensor) -> bool:
+        """True if a backward call starts from a finite number on the CPU, which becomes the loss of the timeline."""
+        if start.numel() != 1 or start.is_cuda or start.is_complex():
+            return False
+        loss = start.item()
+        self._training.timeline.loss = loss
+        return math.isfinite(loss)
+
     def start(self, entry: Entry) -> Literal["now", "before"] | None:
         """``now`` if what a backward call starts from is bad, ``before`` if something was bad some steps ago."""
         training, starts = self._training, entry.starts

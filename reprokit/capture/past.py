@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from reprokit.capture.entry import TENSORS, Entry, PlainEntry, instruction_line, is_among, new_tensors
+from reprokit.capture.entry import TENSORS, Entry, PlainEntry, instruction_line
 from reprokit.capture.facts import facts_of
 from reprokit.capture.state import num_bytes
 from reprokit.capture.structure import ATOMS, iter_tensors, map_tensors
@@ -83,13 +83,9 @@ class Freezer:
         """Let go of what the step made; ``keeps_values``: not of the values that it reads of what earlier ones made."""
         first = self._num_made + 1
         entries = step.entries if keeps_values else _of_use(step.entries)
-        made = _made_by(entries)
-        work = _Freezing(self, entries, made, keeps_values)
+        work = _Freezing(self, entries, keeps_values)
         for entry in entries:
-            if isinstance(entry, PlainEntry) and len(entry.stamps) > _MANY and _is_joined(entry, made):
-                made.discard(id(entry.output))
-                continue
-            if isinstance(entry, PlainEntry):
+            if entry.__class__ is PlainEntry:
                 work.add_plain(entry)
             else:
                 work.add(entry)
@@ -219,30 +215,34 @@ class Freezer:
 
 
 class _Freezing:
-    """One step on its way into a flat list: its ``entries``; ``made`` are the ids of the tensors that it made.
+    """One step on its way into a flat list: its ``entries``.
 
     Of an entry the list holds ``_HEAD`` values, or ``_PLAIN_HEAD`` after the mark of a plain one. The last of these say
     how many arguments, results and pairs of tensors and versions follow; a number of results of -1 stands for none at
-    all. ``frozen`` maps ids of tensors to what stands for them: a number, or themselves.
+    all. ``frozen`` maps ids of tensors to what stands for them: a number if the step made them, or themselves.
     """
 
-    def __init__(self, freezer: Freezer, entries: list[Entry], made: set[int], keeps_values: bool) -> None:
+    def __init__(self, freezer: Freezer, entries: list[Entry], keeps_values: bool) -> None:
         self._freezer = freezer
         self._entries = entries
         self._reached: set[int] | None = None
         self._keeps_values = keeps_values
-        self._made = made
         self.frozen: dict[int, torch.Tensor | Made] = {}
         self.outside: dict[int, torch.Tensor] = {}
         self.values: list[torch.Tensor] = []
         self.flat: list[Any] = []
         self.is_cut = False
-        self.made_bytes = 0
-        self._reads_values = False
+        self._num_elements = 0
+        self._entry: Entry
+
+    @property
+    def made_bytes(self) -> int:
+        """At most so many bytes the step has made."""
+        return _LARGEST * self._num_elements
 
     def add(self, entry: Entry) -> None:
         """Append an entry."""
-        self._reads_values = entry.reads_values
+        self._entry = entry
         args, kwargs, output = entry.args, entry.kwargs, entry.output
         names: tuple[str, ...] = ()
         if kwargs:
@@ -251,7 +251,7 @@ class _Freezing:
         values: Any = args if entry.kind in _WITHOUT_RESULTS else self._all_frozen(args)
         results: Any = ()
         if output is not None:
-            results = self._all_frozen((output,) if isinstance(output, torch.Tensor) else iter_tensors(output))
+            results = self._results((output,) if isinstance(output, torch.Tensor) else iter_tensors(output))
         versions: Any = ()
         if entry.versions:
             outside = self.outside
@@ -281,79 +281,100 @@ class _Freezing:
         )
 
     def add_plain(self, entry: PlainEntry) -> None:
-        """Append an entry of the usual kind."""
-        self._reads_values = not entry.mode.grad or facts_of(entry.target).reads_values
-        frozen, output, number = self.frozen, entry.output, 0
+        """Append an entry of the usual kind, unless its result says enough."""
+        self._entry = entry
+        args, kwargs, output, stamps = entry.args, entry.kwargs, entry.output, entry.stamps
+        if len(stamps) > _MANY and self._is_joined(entry):
+            return
+        frozen = self.frozen
         values: list[Any] = []
         versions: list[Any] = []
-        for value in entry.args:
+        position = 0
+        for value in args:
             kind = value.__class__
-            if kind in TENSORS:
+            if kind is _Tensor or kind is _Parameter:
                 known = frozen.get(id(value))
                 if known is None:
-                    known = self._freeze(value)
+                    known = self._outer(value)
                 values.append(known)
-                if known is value and kind is torch.Tensor:  # from outside
-                    versions += (value, entry.stamps[number])
-                number += 1
-            elif kind in ATOMS:
-                values.append(value)
+                if known is value and kind is _Tensor:
+                    versions += (value, stamps[position])
+                position += 1
+            elif entry.is_nested and (kind is list or kind is tuple):
+                values.append(kind(self._light(item) if item.__class__ in TENSORS else item for item in value))
+                for tensor in value:
+                    if tensor.__class__ in TENSORS:
+                        if id(tensor) in self.outside:
+                            versions += (tensor, stamps[position])
+                        position += 1
             else:
-                values.append(map_tensors(value, self._light))
-                for tensor in iter_tensors(value):
-                    if id(tensor) in self.outside:
-                        versions += (tensor, entry.stamps[number])
-                    number += 1
-        names = _names_of(entry.kwargs) if entry.kwargs else ()
-        results = self._all_frozen((output,) if output.__class__ in TENSORS else output or ())
+                values.append(value)
+        results = self._results((output,) if output.__class__ in TENSORS else output or ())
         self.flat += (
             _PLAIN,
             entry.target,
             entry.mode,
             entry.code,
             entry.instruction,
-            _WRITES[entry.writes_state, entry.writes_view],
-            names,
+            _WRITES[entry.writes_state, entry.writes_view] if entry.is_write else _NO_WRITES,
+            _names_of(kwargs) if kwargs else (),
             len(values),
             -1 if output is None else len(results),
             len(versions) // 2,
             *values,
-            *entry.kwargs.values(),
+            *kwargs.values(),
             *results,
             *versions,
         )
 
+    def _is_joined(self, entry: PlainEntry) -> bool:
+        """True if a call only joined many tensors from outside, so that its result is kept and they are not."""
+        output = entry.output
+        if output.__class__ is not torch.Tensor or output.requires_grad or output.is_inference() or output._version:
+            return False  # it may have been written since
+        frozen = self.frozen
+        ids = {*map(id, entry.args), *map(id, itertools.chain.from_iterable(_sequences(entry.args)))}
+        return not any(type(frozen[key]) is Made for key in frozen.keys() & ids)
+
     def _all_frozen(self, values: Iterable[Any]) -> list[Any]:
-        """The flat form of arguments or results."""
+        """The flat form of arguments."""
         frozen, found = self.frozen, []
         for value in values:
             if type(value) in ATOMS:
                 found.append(value)
             elif isinstance(value, torch.Tensor):
                 known = frozen.get(id(value))
-                found.append(self._freeze(value) if known is None else known)
+                found.append(self._outer(value) if known is None else known)
             else:
                 found.append(map_tensors(value, self._light))
+        return found
+
+    def _results(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | Made]:
+        """The flat form of results: those that were not known are made by the step."""
+        frozen, found = self.frozen, []
+        for tensor in tensors:
+            known = frozen.get(id(tensor))
+            if known is None:
+                known = frozen[id(tensor)] = self._freezer.number(tensor)
+                self._num_elements += tensor.numel()
+            found.append(known)
         return found
 
     def _light(self, tensor: torch.Tensor) -> torch.Tensor:
         """The flat form of a tensor inside another object that must hold a tensor."""
         known = self.frozen.get(id(tensor))
-        frozen = self._freeze(tensor) if known is None else known
+        frozen = self._outer(tensor) if known is None else known
         return frozen if isinstance(frozen, torch.Tensor) else self._freezer.stand_in(frozen)
 
-    def _freeze(self, tensor: torch.Tensor) -> torch.Tensor | Made:
-        """The flat form of a tensor that is new."""
+    def _outer(self, tensor: torch.Tensor) -> torch.Tensor | Made:
+        """The flat form of a tensor that the step has not made and that is used for the first time."""
         key = id(tensor)
         result: torch.Tensor | Made = tensor
-        if key in self._made:
-            result = self._freezer.number(tensor)
-            self.made_bytes += tensor.numel() * tensor.element_size()
-        elif tensor.requires_grad and tensor.grad_fn is not None:
+        if tensor.requires_grad and tensor.grad_fn is not None:
             carried = self._freezer.carried(tensor)
             is_played = carried is not None and self._freezer.is_played(carried) and not self._keeps_values
             # Read by value: the last loss, which many loops add to a sum, or another loss's output behind a `detach`.
-            if not is_played and (self._reads_values or not self._is_reached(key)):
+            if not is_played and (self._entry.reads_values or not self._is_reached(key)):
                 self.values.append(tensor.detach())
                 return self.values[-1]
             if carried is None:
@@ -364,7 +385,6 @@ class _Freezing:
             self.outside[key] = tensor
         self.frozen[key] = result
         return result
-
 
     def _is_reached(self, key: int) -> bool:
         """True if a backward call of the step may go through the graph of the tensor with this id."""
@@ -387,55 +407,29 @@ def _reached_backward(entries: Sequence[Entry]) -> set[int]:
 
 def _of_use(entries: list[Entry]) -> list[Entry]:
     """The entries of a step without those that neither its gradients nor its updates depend on."""
-    if not any(entry.kind == "differentiate" for entry in entries):
-        return entries
     needed: set[int] = set()
     kept: list[Entry] = []
+    is_trained = False
     for entry in reversed(entries):
-        if isinstance(entry, PlainEntry) and not entry.is_write:
+        if entry.__class__ is PlainEntry:
             output = entry.output
-            if output.__class__ in TENSORS and not (id(output) in needed or output.requires_grad):
+            is_pure = not entry.is_write and output.__class__ in TENSORS and not output.requires_grad
+            if is_pure and id(output) not in needed:
                 continue
+            needed.update(map(id, entry.args))
+            if entry.is_nested:
+                needed.update(map(id, itertools.chain.from_iterable(_sequences(entry.args))))
+        else:
+            is_trained = is_trained or entry.kind == "differentiate"
+            needed.update(map(id, iter_tensors((entry.args, entry.kwargs))))
         kept.append(entry)
-        for value in entry.args:
-            if value.__class__ in TENSORS:
-                needed.add(id(value))
-            elif value.__class__ is list and entry.__class__ is PlainEntry:
-                needed.update(map(id, value))
-            elif value.__class__ not in ATOMS:
-                needed.update(map(id, iter_tensors(value)))
-        if entry.kwargs:
-            needed.update(map(id, iter_tensors(entry.kwargs)))
     kept.reverse()
-    return kept
+    return kept if is_trained else entries
 
 
-def _is_joined(entry: PlainEntry, made: set[int]) -> bool:
-    """True if a call only joined many tensors from outside, so that its result is kept and they are not."""
-    output = entry.output
-    if output.__class__ is not torch.Tensor or output.requires_grad or output.is_inference() or output._version:
-        return False  # it may have been written since
-    if tuple in map(type, entry.args):
-        return False
-    return all(made.isdisjoint(map(id, value if value.__class__ is list else (value,))) for value in entry.args)
-
-
-def _made_by(entries: list[Entry]) -> set[int]:
-    """The ids of the tensors that a step made."""
-    made: set[int] = set()
-    for entry in entries:
-        output = entry.output
-        if output.__class__ not in TENSORS:
-            made.update(map(id, new_tensors(entry, made)) if output is not None else ())
-        elif entry.__class__ is PlainEntry:
-            for value in entry.args:
-                if value is output:
-                    break
-            else:
-                made.add(id(output))
-        elif not is_among(output, entry.versions):
-            made.add(id(output))
-    return made
+def _sequences(args: tuple[Any, ...]) -> list[Sequence[Any]]:
+    """The lists and tuples among the arguments of a plain call, which hold no others."""
+    return [value for value in args if value.__class__ is list or value.__class__ is tuple]
 
 
 def _names_of(kwargs: dict[str, Any]) -> tuple[str, ...]:
@@ -471,6 +465,9 @@ _FEW = 256  # tensors that may be carried before those that are gone are looked 
 _PLAIN = object()  # marks an entry of the usual kind, with less before its arguments
 _PLAIN_HEAD = 10
 _WRITES = {pair: pair for pair in itertools.product((False, True), repeat=2)}  # so that all entries share four
+_NO_WRITES = _WRITES[False, False]
+_LARGEST = 8  # bytes of an element
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 _HEAD = 16  # values in a flat list before an entry's arguments
 _NAMES: dict[tuple[str, ...], tuple[str, ...]] = {}
 _NO_MARKS = (False, False, False, None, None)

@@ -99,7 +99,7 @@ class RootCalls:
         inner = own or original
 
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not roots._is_noted():
+            if not roots.is_noting or is_compiling() or not roots._is_noted():
                 return inner(self, *args, **kwargs)
             return roots.call(inner, self, args, kwargs)
 

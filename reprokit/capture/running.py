@@ -125,10 +125,10 @@ class RunningStep:
         """Note a call in the usual case, that it made one tensor of tensors."""
         self.entries.append(entry)
         size = 0 if entry.is_write else result.numel()
-        first = entry.args[0]
-        if first.__class__ in TENSORS and first.numel() > size and id(first) not in self._given:
+        first = entry.args[0] if entry.args else None
+        if first.__class__ in TENSORS and (given := first.numel()) > size and id(first) not in self._given:
             self._given.add(id(first))
-            size += first.numel()
+            size += given
         self.num_bytes += _CALL_BYTES + _ITEM_BYTES * size
         if self.num_bytes > self._sweep_at:
             self._sweep()

@@ -23,7 +23,7 @@ class StackedMode(TorchFunctionMode):
     ``is_claimed`` once it has differentiated. ``has_other_thread``: another thread has called backward;
     ``on_other_thread`` is called the first time. ``is_preparing``: nothing that belongs to a training was seen yet.
     It is off torch's stack while it ``is_resting``, because so many calls were made that they prepare data; ``on_rest``
-    is called then.
+    is called then. ``only_judges``: losses are checked, and nothing else is done.
     """
 
     def __init__(self, switch_off: Callable[[BaseException], None]) -> None:
@@ -37,6 +37,7 @@ class StackedMode(TorchFunctionMode):
         self.on_other_thread: Callable[[], None] = lambda: None
         self.is_preparing = True
         self.is_resting = False
+        self.only_judges = False
         self.on_rest: Callable[[], None] = lambda: None
         self._num_prepared = 0
         self._is_lifted = False

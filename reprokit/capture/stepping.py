@@ -12,6 +12,7 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, wh
 from reprokit.capture.attributes import Noted, is_of_torch
 from reprokit.capture.entry import Entry, versions_of
 from reprokit.capture.failures import Failures
-from reprokit.capture.frames import compiled_call
+from reprokit.capture.frames import compiled_call, learn_loop
 from reprokit.capture.judge import Judge
 from reprokit.capture.state import options_of
 from reprokit.capture.structure import repeatable
@@ -168,11 +169,42 @@ class Stepping:
             self._tape.leave_stack()
             self._training.meet_compiled(compiled_call(sys._getframe(1)))
 
+    # -- steps of which only the loss is checked -----------------------------------------------------------------
+
+    def is_good_start(self, start: torch.Tensor) -> bool:
+        """True if a backward call starts from a finite number; from any other on the step is followed in full."""
+        try:
+            is_good = self._judge.is_good_number(start)
+        except BaseException as error:
+            self._tape.switch_off(error)
+            return True
+        self._tape.only_judges = is_good
+        return is_good
+
+    def finish_judged(self) -> None:
+        """A backward call whose start was finite is over."""
+        self._training.iterations.micro_step += 1
+        optimizer, self._inside = self._inside, None
+        if optimizer is not None:
+            self._end_judged(optimizer)
+
+    def _end_judged(self, optimizer: torch.optim.Optimizer) -> None:
+        tape = self._tape
+        if tape.depth or get_ident() != tape.thread:
+            return
+        if torch._C._current_graph_task_id() != -1:
+            self._inside = optimizer
+            return
+        try:
+            self._training.end_judged_step(optimizer, time.perf_counter())
+        except BaseException as error:
+            tape.switch_off(error)
+
     # -- optimizer steps -----------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         """An optimizer's step begins: judge the gradients and get out of the way; may return other arguments for it."""
-        if is_compiling() or not self._tape.enabled:
+        if is_compiling() or not self._tape.enabled or self._tape.only_judges:
             return None
         if not self._tape.is_outermost and (self._scaler is None or self._popped is not None):
             if self._popped is None and torch._C._current_graph_task_id() != -1:
@@ -270,13 +302,18 @@ class Stepping:
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer's step ended: when it is time to, judge the state; a good step becomes the past."""
         tape = self._tape
+        if tape.only_judges and tape.enabled and not is_compiling():
+            self._end_judged(optimizer)
+            return
         if is_compiling() or not tape.enabled or self._popped is None or optimizer is not self._optimizer:
             return
         try:
             if _needs_closure(type(optimizer).step):
                 self._training.history.interrupt()
             else:
-                entry = tape.note("optimizer", optimizer, sys._getframe(2))
+                frame = sys._getframe(2)
+                entry = tape.note("optimizer", optimizer, frame)
+                learn_loop(entry.code, frame)
                 noted, self._attributes = self._attributes, None
                 entry.settings = {"options": options_of(optimizer), "scaler": self._in_kernel, "attributes": noted}
                 if (kwargs or len(args) > 1) and not is_of_torch(optimizer):

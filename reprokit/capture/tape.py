@@ -15,14 +15,22 @@ from typing import Any
 
 import torch
 
-from reprokit.capture.entry import TENSORS, Entry, PlainEntry, generator_states, stamped, versions_of
-from reprokit.capture.facts import FACTS, OPERATORS, Facts, facts_of
-from reprokit.capture.frames import caller_of, first_user_frame
+from reprokit.capture.entry import (
+    TENSORS,
+    Entry,
+    PlainEntry,
+    generator_states,
+    own_and_stamped,
+    stamps_of,
+    versions_of,
+)
+from reprokit.capture.facts import FACTS, OPERATORS, UNKNOWN, Facts, facts_of
+from reprokit.capture.frames import caller_of, first_user_frame, plain_caller
 from reprokit.capture.names import note_unfollowed
 from reprokit.capture.roots import RootCalls
 from reprokit.capture.running import Listener, RunningStep
 from reprokit.capture.stack import StackedMode
-from reprokit.capture.structure import iter_tensors, repeatable, with_own_index
+from reprokit.capture.structure import ATOMS, iter_tensors, repeatable, with_own_index
 from reprokit.capture.suspects import is_telling
 from reprokit.program import functions
 from reprokit.program.ir import Mode
@@ -77,90 +85,152 @@ class Tape(StackedMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Perform a torch function of the loop and note it."""
-        facts = FACTS.get(func)
-        if facts is None:
-            try:
-                facts = facts_of(func)
-            except BaseException as error:
-                self.switch_off(error)
-                return func(*args, **(kwargs or {}))
-        if self.depth or facts.is_silent:
-            result = func(*args, **kwargs) if kwargs else func(*args)
-            if facts.is_read and not self.depth:
-                try:
-                    self._look_at(args[0], result)
-                except Exception as error:
-                    self.switch_off(error)
-            return result
-        options: dict[str, Any] = kwargs or {}  # type: ignore[assignment]
+        """Perform a torch function of the loop and note it; most are of the usual kind, for which little is done."""
+        facts = FACTS.get(func) or self._find_facts(func)
         if (
-            not self.enabled
+            not facts.is_plain
+            or self.depth
+            or not self.enabled
             or get_ident() != self.thread
             or _peek_transforms() is not None
             or _tracing_state() is not None
         ):
-            self.has_transform = self.has_transform or _peek_transforms() is not None
-            return func(*args, **options)
+            return self._perform_unusual(facts, func, args, kwargs or {})
         if self.is_preparing:
             self.count_prepared(args)
-        if facts.is_plain and not self.running.is_hand_updated:
-            return self._perform_plain(facts, func, args, options, sys._getframe(1))
-        if func is torch.Tensor.__iter__ and args[0].dim() > 0:
-            return iter(self.__torch_function__(torch.Tensor.unbind, types, (args[0], 0)))
-        return self._perform(func, args, options, sys._getframe(1))
-
-    def _perform_plain(
-        self, facts: Facts, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
-    ) -> Any:
-        """Perform a function of the usual kind; most calls of a loop are such, so little is done."""
+        options: dict[str, Any] = kwargs or {}  # type: ignore[assignment]
+        frame = sys._getframe(1)
         try:
-            entry = self._plain_entry(facts, func, args, kwargs, frame)
+            user = None if self.running.is_hand_updated else plain_caller(frame)
         except BaseException as error:
             self.switch_off(error)
-            entry = _NOT_NOTED
+            return func(*args, **options)
+        if user is None:
+            return self._perform(func, args, options, frame)
+        if facts.is_in_place:
+            return self._perform_write(facts, func, args, options, user)
+        try:
+            output = func(*args, **options)
+        except BaseException as error:
+            self._note_failure(error, func, args, options, frame)
+            raise
+        try:
+            self._note_plain(facts, args, options, user, output)
+        except BaseException as error:
+            self.switch_off(error)
+        return output
+
+    def _note_plain(
+        self, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any], user: FrameType, output: Any
+    ) -> None:
+        """Note a call of the usual kind, which changes nothing and is over: its tensors are in the cache now."""
+        entry = self._plain_entry(facts, args, kwargs, user)
         if entry is None:
-            return self._perform(func, args, kwargs, frame)
-        if entry is _NOT_NOTED:
+            entry = self._prepare(facts.function, args, kwargs, user)
+            if entry is not None:
+                self._finish_function(entry, output)
+        elif output.__class__ not in TENSORS:
+            self._finish_function(entry, output)
+        elif entry.stamps:
+            entry.output = output
+            self.running.add_plain(entry, output)
+
+    def _note_failure(
+        self, error: BaseException, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, frame: FrameType
+    ) -> None:
+        """An exception came out of a call that writes nothing."""
+        try:
+            entry = self._prepare(func, args, kwargs, frame)
+            if entry is not None:
+                self.running.fail(error, entry)
+        except BaseException as own:
+            self.switch_off(own)
+
+    def _plain_entry(
+        self, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any], user: FrameType
+    ) -> PlainEntry | None:
+        """The entry of a call; ``None`` if there is anything unusual about its arguments."""
+        if kwargs and not ATOMS.issuperset(map(type, kwargs.values())):
+            return None
+        entry = _new(PlainEntry)
+        stamps = stamps_of(args)
+        entry.is_nested = stamps is None
+        if stamps is None:
+            given = own_and_stamped(args)
+            if given is None:
+                return None
+            args, stamps = given
+        entry.target, entry.args, entry.kwargs, entry.stamps = facts.function, args, kwargs, stamps
+        if _is_any_autocast_enabled() or not is_grad_enabled():
+            entry.mode = current_mode()
+        else:
+            entry.mode = _PLAIN_MODE
+        entry.code, entry.instruction, entry.is_write = user.f_code, user.f_lasti, facts.is_in_place
+        return entry
+
+    def _perform_write(
+        self, facts: Facts, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], user: FrameType
+    ) -> Any:
+        """Perform a call of the usual kind that writes into its first argument, and note it."""
+        try:
+            entry = self._plain_entry(facts, args, kwargs, user)
+            is_noted = entry is None or self._prepare_write(facts, entry, args[0] if args else None)
+        except BaseException as error:
+            self.switch_off(error)
+            is_noted = False
+        if not is_noted:
             return func(*args, **kwargs)
+        if entry is None:
+            return self._perform(func, args, kwargs, user)
         try:
             output = func(*args, **kwargs)
         except BaseException as error:
             self.running.fail(error, entry)
             raise
         try:
+            written = args[0] if args else None
             if entry.writes_state:
                 self.running.entries.append(entry)
-            elif output.__class__ in TENSORS or (entry.is_write and args[0].__class__ in TENSORS):
-                if entry.stamps:
-                    entry.output = output
-                    self.running.add_plain(entry, args[0] if output is None else output)
-            else:
+            elif output.__class__ not in TENSORS and written.__class__ not in TENSORS:
                 self._finish_function(entry, output)
+            elif entry.stamps:
+                entry.output = output
+                self.running.add_plain(entry, written if output is None else output)
         except BaseException as error:
             self.running.note_gap(entry)
             self.switch_off(error)
         return output
 
-    def _plain_entry(
-        self, facts: Facts, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
-    ) -> PlainEntry | None:
-        """The entry of a call or `_NOT_NOTED`; ``None`` if there is anything unusual about it."""
-        user, root, has_library = caller_of(frame)
-        if root is not None or user is None or has_library:
-            return None
-        given = stamped(args, kwargs)
-        if given is None:
-            return None
-        entry = _new(PlainEntry)
-        entry.kind, entry.target, entry.kwargs = "function", facts.function, kwargs
-        entry.args, entry.stamps = given
-        entry.mode = _PLAIN_MODE if is_grad_enabled() and not _is_any_autocast_enabled() else current_mode()
-        entry.code, entry.instruction = user.f_code, user.f_lasti
-        entry.is_write, entry.writes_state, entry.writes_view = facts.is_in_place, False, False
-        if entry.is_write and not self._prepare_write(facts, entry, args[0] if args else None):
-            return _NOT_NOTED
-        return entry
+    def _find_facts(self, func: Callable[..., Any]) -> Facts:
+        """The facts of a function that is called for the first time."""
+        try:
+            return facts_of(func)
+        except BaseException as error:
+            self.switch_off(error)
+            return UNKNOWN
+
+    def _perform_unusual(
+        self, facts: Facts, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Perform a function that is not plain, or that the loop itself does not call; note it if need be."""
+        if self.depth or facts.is_silent:
+            result = func(*args, **kwargs)
+            if facts.is_read and not self.depth:
+                try:
+                    self._look_at(args[0], result)
+                except Exception as error:
+                    self.switch_off(error)
+            return result
+        if _peek_transforms() is not None:
+            self.has_transform = True
+            return func(*args, **kwargs)
+        if not self.enabled or get_ident() != self.thread or _tracing_state() is not None:
+            return func(*args, **kwargs)
+        if self.is_preparing:
+            self.count_prepared(args)
+        if func is torch.Tensor.__iter__ and args[0].dim() > 0:
+            return iter(self.__torch_function__(torch.Tensor.unbind, (), (args[0], 0)))
+        return self._perform(func, args, dict(kwargs), sys._getframe(2))
 
     def _prepare_write(self, facts: Facts, entry: Entry, written: Any) -> bool:
         """Judge what a call is about to write into; false if the call need not be noted."""
@@ -366,7 +436,6 @@ def _is_alike(target: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 _new = object.__new__
-_NOT_NOTED = _new(PlainEntry)
 _PLAIN_MODE = Mode()
 is_grad_enabled = torch.is_grad_enabled
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled

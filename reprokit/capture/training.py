@@ -29,6 +29,7 @@ from reprokit.program.ir import Call
 
 _MOST_WAITING = 16  # steps that are frozen together: work that is done in one go is done faster
 _WAITING_BYTES = 16 * 2**20  # that these may hold
+_WAITING_ENTRIES = 64  # that these may have: Python's garbage collector walks through what they hold
 _MOST_MAKERS = 4  # steps before a copy, each of which may hold a batch
 SETTLED_AFTER = 2  # optimizer steps after which every root module is taken to be known
 
@@ -146,12 +147,24 @@ class Training:
             self.budget.end_step(ended, self.history.num_copies)
         self.restart()
 
+    def end_judged_step(self, optimizer: torch.optim.Optimizer, ended: float) -> None:
+        """A step of which only the loss was checked is over."""
+        iterations = self.iterations
+        rate = optimizer.param_groups[0].get("lr")
+        self.timeline.end_step(
+            iterations.total, iterations.completed, rate, self.scalers.scale, ended, id(optimizer)
+        )
+        iterations.attempted(optimizer)
+        if self.running.entries:
+            self.running.restart()
+
     def _keep_step(self) -> None:
         """Let the step become the past."""
         history, running = self.history, self.running
         history.steps.append(self.step_of(running.entries, running.memory.saved))
         self._waiting_bytes += running.num_bytes
-        if len(history.waiting()) >= self._may_wait or self._waiting_bytes > history.room:
+        holds_graph = any(entry.keeps_graph for entry in running.differentiations)
+        if len(history.waiting()) >= self._may_wait or holds_graph or self._waiting_bytes > history.room:
             self.freeze_past()
 
     def freeze_past(self) -> None:
@@ -160,13 +173,14 @@ class Training:
         try:
             self.history.makers = self.freezer.living(self.history.makers)
             for step in self.history.waiting():
-                holds_graph = any(entry.kind == "differentiate" and entry.keeps_graph for entry in step.entries)
+                num_entries = len(step.entries)
                 self.freezer.freeze(step)
                 self.history.frozen(step)
                 if step.is_cut:
                     self.history.interrupt()
                     return
-                self._may_wait = 1 if holds_graph else min(_MOST_WAITING, _WAITING_BYTES // (step.made_bytes + 1) + 1)
+                by_bytes, by_entries = _WAITING_BYTES // (step.made_bytes + 1), _WAITING_ENTRIES // (num_entries + 1)
+                self._may_wait = min(_MOST_WAITING, by_bytes + 1, by_entries + 1)
         except Exception as error:  # an argument that cannot be copied: then there is no going back behind this step
             pass_on(error)
             self.history.interrupt()
@@ -206,6 +220,10 @@ class Training:
         is_noted = self.running.is_noted = self.budget.notes(self.iterations.completed)
         self.tape.turn(is_on=is_noted)
         self.tape.roots.is_noting = self.budget.every > 0
+        is_least = not (self.budget.every or self.scalers.is_used) and self.ranks.is_alone
+        if is_least and not self.tape.only_judges:
+            self.history.give_up()
+        self.tape.only_judges = is_least
 
     @property
     def is_before_first(self) -> bool:
