@@ -90,6 +90,7 @@ def _is_of_torch(operator: Any) -> bool:
     """True for an operator that is not of an extension."""
     return operator.__module__.rpartition(".")[2] in _OF_TORCH
 
+
 # Functions that change nothing and tell the loop something; those that also make it wait for the device.
 _SILENT_METHODS = [
     "size",

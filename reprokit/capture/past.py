@@ -197,7 +197,6 @@ class Freezer:
         lead, rest = split(entries)
         return [*lead, *makers, *rest]
 
-
     def first_joined(self, steps: Sequence[list[Entry]], last: list[Entry]) -> int | None:
         """The position of the first of ``steps`` whose graphs ``last``, or a step between them, goes on with.
 
@@ -421,7 +420,8 @@ def _of_use(entries: list[Entry]) -> list[Entry]:
                 needed.update(map(id, itertools.chain.from_iterable(_sequences(entry.args))))
         else:
             is_trained = is_trained or entry.kind == "differentiate"
-            needed.update(map(id, iter_tensors((entry.args, entry.kwargs))))
+            for value in (*entry.args, *entry.kwargs.values()):
+                needed.update((id(value),) if value.__class__ in TENSORS else map(id, iter_tensors(value)))
         kept.append(entry)
     kept.reverse()
     return kept if is_trained else entries

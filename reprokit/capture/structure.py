@@ -14,8 +14,18 @@ from reprokit.arrivals import pass_on
 
 _MAX_DEPTH = 6
 ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})  # by exact type
-_ATOMS = (str, bytes, int, float, complex, type(None), type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
-_OPAQUE = (
+_LEAVES = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+    type,
+    ModuleType,
+    FunctionType,
+    BuiltinFunctionType,
+    MethodType,
     torch.nn.Module,
     torch.optim.Optimizer,
     torch.amp.GradScaler,
@@ -30,7 +40,7 @@ def iter_tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """Every tensor in ``value``, in an order that depends on its structure only."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif type(value) in ATOMS or isinstance(value, (*_ATOMS, *_OPAQUE)) or depth > _MAX_DEPTH:
+    elif type(value) in ATOMS or isinstance(value, _LEAVES) or depth > _MAX_DEPTH:
         return
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -50,7 +60,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor], dept
         return change(value)
     if type(value) in ATOMS:
         return value
-    if isinstance(value, (*_ATOMS, *_OPAQUE)) or depth > _MAX_DEPTH:
+    if isinstance(value, _LEAVES) or depth > _MAX_DEPTH:
         return value
     if isinstance(value, (list, tuple)):
         items = [map_tensors(item, change, depth + 1) for item in value]

@@ -126,9 +126,9 @@ class Tape(StackedMode):
         """Note a call of the usual kind, which changes nothing and is over: its tensors are in the cache now."""
         entry = self._plain_entry(facts, args, kwargs, user)
         if entry is None:
-            entry = self._prepare(facts.function, args, kwargs, user)
-            if entry is not None:
-                self._finish_function(entry, output)
+            unusual = self._prepare(facts.function, args, kwargs, user)
+            if unusual is not None:
+                self._finish_function(unusual, output)
         elif output.__class__ not in TENSORS:
             self._finish_function(entry, output)
         elif entry.stamps:

@@ -70,9 +70,7 @@ class Training:
         name = f"`{call.kwargs['name']}`" if call is not None else "a function"
         site = call.site if call is not None else None
         place = f" at {site.file}:{site.line}" if site is not None else ""
-        self.unseen.append(
-            f"the loop itself calls {name}{place}, {COMPILED} (`TORCH_COMPILE_DISABLE=1` helps)"
-        )
+        self.unseen.append(f"the loop itself calls {name}{place}, {COMPILED} (`TORCH_COMPILE_DISABLE=1` helps)")
 
     def meet_module(self, module: torch.nn.Module) -> None:
         """A root module is about to be called: note its buffers and the generators before it changes them."""
@@ -151,9 +149,7 @@ class Training:
         """A step of which only the loss was checked is over."""
         iterations = self.iterations
         rate = optimizer.param_groups[0].get("lr")
-        self.timeline.end_step(
-            iterations.total, iterations.completed, rate, self.scalers.scale, ended, id(optimizer)
-        )
+        self.timeline.end_step(iterations.total, iterations.completed, rate, self.scalers.scale, ended, id(optimizer))
         iterations.attempted(optimizer)
         if self.running.entries:
             self.running.restart()
