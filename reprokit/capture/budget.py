@@ -7,10 +7,14 @@ A run that is short never steps down.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
+
+import torch
+from torch.overrides import BaseTorchFunctionMode
 
 from reprokit.capture.facts import is_known
 from reprokit.capture.options import DEFAULT_PERCENT
@@ -21,9 +25,8 @@ RARELY = 64  # steps between two noted ones, above which none is noted
 BETWEEN = 10.0  # seconds between two windows
 WINDOW = 32  # steps: past steps are frozen 16 at a time
 _MOST_SEEN = 4 * WINDOW  # steps with those that do not count, because they copied the state
-# Seconds that no clock of ours sees: what torch takes to ask a function mode, and the wrappers of a step.
-_DISPATCH = 1.4e-6
-_WRAPPERS = 5e-5
+_WRAPPERS = 5e-5  # seconds that the wrappers of a step take outside of the methods with clocks
+_DISPATCH_CALLS = 100
 Part = tuple[object, str]  # an object and the name of a method of it
 
 
@@ -130,6 +133,7 @@ class Meter:
         self._step_calls = 0
         self._depth = 0
         self._parts = list(parts)
+        self._dispatch = dispatch_seconds()
 
     def open(self) -> None:
         """Put the clocks in place."""
@@ -190,7 +194,7 @@ class Meter:
                 return method(clocked, *rest)
             finally:
                 self._depth = 0
-                self._step_own += time.thread_time() - started - clocked.seconds + _DISPATCH
+                self._step_own += time.thread_time() - started - clocked.seconds + self._dispatch
 
         return MethodType(timed, method.__self__)  # torch takes nothing else from a mode
 
@@ -214,6 +218,23 @@ class _Clocked:
             return self._func(*args, **kwargs)
         finally:
             self.seconds += time.thread_time() - started
+
+
+@functools.cache
+def dispatch_seconds() -> float:
+    """Seconds that torch takes to ask a function mode, which no clock of a method sees; measured once."""
+    tensor, mode = torch.empty(0, device="cpu"), BaseTorchFunctionMode()
+    bare = min(_seconds_of(tensor.numel) for _ in range(3))
+    with mode:
+        asked = min(_seconds_of(tensor.numel) for _ in range(3))
+    return max(asked - bare, 0.0) / _DISPATCH_CALLS
+
+
+def _seconds_of(function: Callable[[], Any]) -> float:
+    started = time.thread_time()
+    for _ in range(_DISPATCH_CALLS):
+        function()
+    return time.thread_time() - started
 
 
 def _ordinal(number: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ class Facts:
 
     ``is_plain``: it makes new tensors of tensors or writes into its first one, without random numbers. ``is_silent``:
     it is never noted; if it ``is_read`` it tells the loop a value. ``reads_values``: no gradient flows through it.
+    ``may_write``: it writes into what it is given, or is written in Python, where ``inplace=True`` may be asked for.
     """
 
     function: Callable[..., Any]
@@ -31,6 +33,7 @@ class Facts:
     is_read: bool
     writes_data: bool
     reads_values: bool
+    may_write: bool
 
 
 def facts_of(func: Callable[..., Any]) -> Facts:
@@ -66,13 +69,14 @@ def _find_facts(func: Callable[..., Any]) -> Facts:
         is_read=func in _READS,
         writes_data=name in functions.DATA_WRITES,
         reads_values=name in VALUE_READS,
+        may_write=is_in_place or isinstance(function, FunctionType),
     )
     if is_silent or (name and function is func):
         FACTS[func] = facts
     return facts
 
 
-UNKNOWN = Facts(lambda: None, "", *9 * [False])  # of a function whose own facts could not be found
+UNKNOWN = Facts(lambda: None, "", *10 * [False])  # of a function whose own facts could not be found
 VALUE_READS = frozenset({"torch.Tensor.detach", "torch.Tensor.data.__get__"})
 FACTS: dict[Callable[..., Any], Facts] = {}
 _INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})

@@ -181,7 +181,11 @@ class Hooks:
             if is_compiling() or not tape.is_outermost or torch._C._len_torch_function_stack() > 1:
                 return original(self, **kwargs)
             if tape.only_judges and stepping.is_good_start(self):
-                original(self, **kwargs)
+                tape.depth += 1
+                try:
+                    original(self, **kwargs)
+                finally:
+                    tape.depth -= 1
                 return stepping.finish_judged()
             return tape.backward(original, self, kwargs)
 

@@ -190,13 +190,14 @@ class Stepping:
 
     def _end_judged(self, optimizer: torch.optim.Optimizer) -> None:
         tape = self._tape
-        if tape.depth or get_ident() != tape.thread:
+        if get_ident() != tape.thread:
             return
         if torch._C._current_graph_task_id() != -1:
             self._inside = optimizer
             return
         try:
-            self._training.end_judged_step(optimizer, time.perf_counter())
+            if not tape.depth:
+                self._training.end_judged_step(optimizer, time.perf_counter())
         except BaseException as error:
             tape.switch_off(error)
 

@@ -105,9 +105,9 @@ class Tape(StackedMode):
         except BaseException as error:
             self.switch_off(error)
             return func(*args, **options)
-        if user is None:
+        if user is None or (kwargs and not ATOMS.issuperset(map(type, kwargs.values()))):
             return self._perform(func, args, options, frame)
-        if facts.is_in_place:
+        if facts.may_write:
             return self._perform_write(facts, func, args, options, user)
         try:
             output = func(*args, **options)
@@ -150,8 +150,6 @@ class Tape(StackedMode):
         self, facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any], user: FrameType
     ) -> PlainEntry | None:
         """The entry of a call; ``None`` if there is anything unusual about its arguments."""
-        if kwargs and not ATOMS.issuperset(map(type, kwargs.values())):
-            return None
         entry = _new(PlainEntry)
         stamps = stamps_of(args)
         entry.is_nested = stamps is None
@@ -171,10 +169,11 @@ class Tape(StackedMode):
     def _perform_write(
         self, facts: Facts, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], user: FrameType
     ) -> Any:
-        """Perform a call of the usual kind that writes into its first argument, and note it."""
+        """Perform a call of the usual kind that may write into its arguments, and note it."""
         try:
             entry = self._plain_entry(facts, args, kwargs, user)
-            is_noted = entry is None or self._prepare_write(facts, entry, args[0] if args else None)
+            is_write = entry is not None and facts.is_in_place
+            is_noted = entry is None or not is_write or self._prepare_write(facts, entry, args[0] if args else None)
         except BaseException as error:
             self.switch_off(error)
             is_noted = False
@@ -188,8 +187,8 @@ class Tape(StackedMode):
             self.running.fail(error, entry)
             raise
         try:
-            written = args[0] if args else None
-            if entry.writes_state:
+            written = args[0] if is_write and args else None
+            if is_write and entry.writes_state:
                 self.running.entries.append(entry)
             elif output.__class__ not in TENSORS and written.__class__ not in TENSORS:
                 self._finish_function(entry, output)
@@ -312,9 +311,13 @@ class Tape(StackedMode):
             raise
         finally:
             self.step_back(popped)
-        if entry is not None:
-            self.guard(self.running.add_differentiation, entry)
-            self._listener.finish_differentiation(entry)
+        if entry is None:
+            return
+        try:
+            self.running.add_differentiation(entry)
+        except BaseException as error:
+            self.switch_off(error)
+        self._listener.finish_differentiation(entry)
 
     def _differentiate(self, entry: Entry) -> Any:
         self.is_claimed = True

@@ -108,26 +108,15 @@ class Training:
 
         ``optimizer`` is ``None`` after an update made by hand; the step ``ended`` before the checks.
         """
-        rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
-        if isinstance(rate, torch.Tensor):
-            rate = rate.detach().clone()
         if self.history.num_optimizers > 1:
-            if any(entry.kind == "differentiate" for entry in self.running.entries):
+            if self.running.differentiations:
                 self._finished.clear()
             self._finished.add(id(optimizer))
         elif optimizer is not None:
             self._finished = {id(optimizer)}
         if self.running.gaps:
             self.history.interrupt()
-        iterations = self.iterations
-        self.timeline.end_step(
-            iterations.total,
-            iterations.completed,
-            rate,
-            self.scalers.scale,
-            ended,
-            id(optimizer) if optimizer else None,
-        )
+        self._note_numbers(optimizer, ended)
         if was_checked:
             self._copy_state(ended)
             self.generators.look_closely()
@@ -147,12 +136,18 @@ class Training:
 
     def end_judged_step(self, optimizer: torch.optim.Optimizer, ended: float) -> None:
         """A step of which only the loss was checked is over."""
-        iterations = self.iterations
-        rate = optimizer.param_groups[0].get("lr")
-        self.timeline.end_step(iterations.total, iterations.completed, rate, self.scalers.scale, ended, id(optimizer))
-        iterations.attempted(optimizer)
+        self._note_numbers(optimizer, ended)
+        self.iterations.attempted(optimizer)
         if self.running.entries:
             self.running.restart()
+
+    def _note_numbers(self, optimizer: torch.optim.Optimizer | None, ended: float) -> None:
+        rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
+        if isinstance(rate, torch.Tensor):
+            rate = rate.detach().clone()
+        key = id(optimizer) if optimizer is not None else None
+        total, completed = self.iterations.total, self.iterations.completed
+        self.timeline.end_step(total, completed, rate, self.scalers.scale, ended, key)
 
     def _keep_step(self) -> None:
         """Let the step become the past."""

@@ -71,6 +71,7 @@ class WholeCalls:
         scaler = args[0]
         if not self._tape.enabled or not scaler.is_enabled():
             return target(*args, **kwargs)
+        self._tape.only_judges = False
         output, entry = self._perform("scale", target, args, kwargs, sys._getframe(2))
         if entry is not None:
             entry.settings = self._tape.guard(self._training.scalers.scaled, scaler)

@@ -71,6 +71,49 @@ def test_a_step_that_was_not_noted(every: int, noted: str, tmp_path: Path) -> No
     assert not snapshot.summary()["failure"]["shows_cause"]
 
 
+def test_only_losses_are_checked_and_steps_inside_backward_calls_count(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    step_inside = model.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
+    with reprokit.capture(tmp_path / "x.pt", quiet=True) as session:
+        session._training.budget.every = 0
+        session._training.choose()
+        for step in range(9):
+            loss = model(torch.randn(8, 4)).square().mean()
+            if step == 7:
+                step_inside.remove()
+                loss = torch.log(-loss)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            assert session._tape.only_judges
+    snapshot = load(tmp_path / "x.pt")
+    assert (snapshot.step, snapshot.fidelity) == (14, "unfaithful")
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_grad_scaler_that_comes_late_is_followed(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    with reprokit.capture(tmp_path / "x.pt", quiet=True) as session:
+        session._training.budget.every = 0
+        session._training.choose()
+        for step in range(120):
+            loss = model(torch.randn(8, 4)).square().mean()
+            optimizer.zero_grad()
+            if step < 3:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        assert session._training.iterations.completed == 120
+    assert session.snapshots == []
+
+
 def test_of_a_step_that_was_not_noted_the_models_are_known(tmp_path: Path) -> None:
     snapshot = captured(tmp_path, every=4, in_model=True)
     assert (snapshot.step, snapshot.failure.input_name, snapshot.failure.phase) == (9, "x", "forward")
