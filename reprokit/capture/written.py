@@ -146,8 +146,7 @@ class WrittenMemory:
             self._scan(entries)
             outside = self._by_memory.get(pointer, [])
         if id(target) not in self._made:
-            carries_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor, _ in entry.versions)
-            if not outside and not carries_grad and target.numel() > _SMALL:
+            if not outside and target.numel() > _SMALL and not _carries_grad(entry):
                 return None  # later calls use it by its value
             outside = [target, *outside]
         for tensor in outside:
@@ -213,6 +212,10 @@ def address_of(tensor: torch.Tensor) -> int | None:
         return tensor.untyped_storage().data_ptr() or None
     except (RuntimeError, NotImplementedError):
         return None
+
+
+def _carries_grad(entry: Entry) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor, _ in entry.versions)
 
 
 def _is_sole_owner(tensor: torch.Tensor) -> bool:
