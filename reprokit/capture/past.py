@@ -57,7 +57,8 @@ class Freezer:
 
     A tensor that one step made and a later one uses with its graph (a generator's output that the next optimizer's loss
     starts from) keeps its number: ``_carried`` knows it as long as the tensor lives. Entries that are made again hold
-    empty ``_stand_ins`` for tensors that steps made. Numbers below ``_first`` are of steps before the last copy.
+    empty ``_stand_ins`` for tensors that steps made. Numbers below ``_first`` are of steps before the last copy; ``used``
+    are those numbers of earlier steps that steps since the last copy go on with.
     """
 
     def __init__(self) -> None:
@@ -66,6 +67,7 @@ class Freezer:
         self._stand_ins: dict[Made, torch.Tensor] = {}
         self._num_made = 0
         self._first = 0
+        self.used: set[Made] = set()
 
     def forget(self, but: Sequence[PastStep] = ()) -> None:
         """No step before now can be played again; ``but`` these are still known as makers of what later ones use."""
@@ -73,10 +75,11 @@ class Freezer:
         self._carried = {key: pair for key, pair in self._carried.items() if pair[1] in numbers}
         self._stand_ins = {number: tensor for number, tensor in self._stand_ins.items() if number in numbers}
         self._first = self._num_made + 1
+        self.used = set()
 
-    def living(self, steps: Iterable[PastStep]) -> list[PastStep]:
-        """The frozen steps that made, with a graph, a tensor that is alive."""
-        alive = [number for reference, number in self._carried.values() if reference() is not None]
+    def living(self, steps: Iterable[PastStep], used: Set[Made] = frozenset()) -> list[PastStep]:
+        """The frozen steps that made, with a graph, a tensor that is alive or among those ``used``."""
+        alive = [*used, *(number for reference, number in self._carried.values() if reference() is not None)]
         return [step for step in steps if not step.is_cut and any(number in step.made for number in alive)]
 
     def freeze(self, step: PastStep, *, keeps_values: bool = False) -> None:
@@ -380,6 +383,7 @@ class _Freezing:
                 self.is_cut = True
                 return tensor.detach().requires_grad_()
             result = carried
+            self._freezer.used.add(carried)
         elif type(tensor) is not torch.nn.Parameter:
             self.outside[key] = tensor
         self.frozen[key] = result

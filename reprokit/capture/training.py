@@ -162,7 +162,7 @@ class Training:
         """Let go of what past steps made and nobody needs any more."""
         self._waiting_bytes = 0
         try:
-            self.history.makers = self.freezer.living(self.history.makers)
+            self.history.makers = self.freezer.living(self.history.makers, self.freezer.used)
             for step in self.history.waiting():
                 num_entries = len(step.entries)
                 self.freezer.freeze(step)

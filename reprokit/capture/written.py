@@ -110,9 +110,7 @@ class WrittenMemory:
         """True if a tensor shares memory with the state."""
         return address_of(tensor) in self._state
 
-    def judge(
-        self, target: Any, entry: Entry, entries: list[Entry], *, is_trained: bool
-    ) -> bool | None:
+    def judge(self, target: Any, entry: Entry, entries: list[Entry], *, is_trained: bool) -> bool | None:
         """True if a write of ``entry`` into ``target`` changes the state; ``None`` if it need not be noted.
 
         Old contents that a replay may need are saved on the way. ``entries`` are those before; ``is_trained``: the step
