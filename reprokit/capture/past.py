@@ -57,8 +57,8 @@ class Freezer:
 
     A tensor that one step made and a later one uses with its graph (a generator's output that the next optimizer's loss
     starts from) keeps its number: ``_carried`` knows it as long as the tensor lives. Entries that are made again hold
-    empty ``_stand_ins`` for tensors that steps made. Numbers below ``_first`` are of steps before the last copy; ``used``
-    are those numbers of earlier steps that steps since the last copy go on with.
+    empty ``_stand_ins`` for tensors that steps made. Numbers below ``_first`` are of steps before the last copy. Steps
+    since that copy go on with the tensors of earlier steps whose numbers are ``used``.
     """
 
     def __init__(self) -> None:
