@@ -6,6 +6,7 @@ import atexit
 import functools
 import importlib
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a run in the backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without it every process would compile all of reprokit: half a second
 os.environ["REPROKIT_SHRINK_NO_WHATIF"] = "1"  # five seconds for every reduction; the tests of the table ask for it
+if platform.machine() in ("x86_64", "AMD64"):
+    os.environ["ATEN_CPU_CAPABILITY"] = "avx2"  # the same kernels on every machine: AVX-512 hides some overflows
 BEFORE = dict(os.environ)  # a test may have changed it when the server of processes starts
 
 

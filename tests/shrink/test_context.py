@@ -21,7 +21,7 @@ from reprokit.shrink.context.edits import with_certainty, without_unused
 from reprokit.shrink.context.identity import module_runs, without_call, without_module
 from reprokit.shrink.context.layers import Run, layer_of
 from reprokit.shrink.context.ordinary import is_ordinary, moderate
-from reprokit.shrink.context.piece import Context, from_plain, to_plain
+from reprokit.shrink.context.piece import Context
 from reprokit.shrink.context.search import find_context
 from reprokit.shrink.context.tree import tree_of
 from reprokit.shrink.context.variables import variables
@@ -250,7 +250,6 @@ def test_a_context_survives_the_file(tmp_path: Path) -> None:
     assert read is not None and reduction.context is not None
     assert read.candidate.digest == reduction.context.candidate.digest
     assert (read.checks, read.is_ordinary, read.drawn) == (reduction.context.checks, True, ())
-    assert from_plain(to_plain(None)) is None
 
 
 def test_the_context_costs_the_minimum_no_checks() -> None:
