@@ -250,7 +250,7 @@ REDACTIONS: dict[str, Callable[[str], str]] = {
     "env": lambda text: str(select_variables(dict([text.split("|", 1)]))),
 }
 
-HARMLESS = r'''
+HARMLESS = r"""
 python -u train.py --max-tokens 512 --lr 3e-4 --batch-size 32
 python train.py -p 0.5 -u --epochs 3
 python -m torch.distributed.run --nproc-per-node 2 --master-port 29500 train.py
@@ -364,7 +364,7 @@ Python 3.11.9 (main, Apr 19 2024, 16:48:06) [GCC 11.2.0] on linux
 numpy==1.26.4 torch==2.5.1+cu124 transformers==4.45.2
 basic block 3: BasicBlock(64, 128, stride=2), Basic training configuration
 the bearer of the token type ids must match the key of the batch
-'''.strip("\n").splitlines()
+""".strip("\n").splitlines()
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 EXAMPLES = "\n\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
 
+
 def fails() -> None:
     torch.sqrt(torch.zeros(2, requires_grad=True)).sum().backward()
 

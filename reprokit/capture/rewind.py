@@ -138,9 +138,7 @@ class Rewind:
             self._carried = player.made(self._used_later)
         return None
 
-    def _gradients_of_training(
-        self, found: Found, hooks: UserHooks
-    ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    def _gradients_of_training(self, found: Found, hooks: UserHooks) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
         """The gradients that training had, if the user has hooks on gradients and they are known."""
         if found.step is self._steps[-1] and found.observed_at == "gradient":
             return [(leaf, grad) for leaf, grad in self._live_gradients if grad is not None]
@@ -168,9 +166,7 @@ class Rewind:
         state = {id(tensor) for tensor in self._history.changing()}
         return Player(self._saved[number], carried=self._carried, state=state)
 
-    def _play(
-        self, step: PastStep, player: Player, saved: dict[int, torch.Tensor]
-    ) -> tuple[Found | None, list[Entry]]:
+    def _play(self, step: PastStep, player: Player, saved: dict[int, torch.Tensor]) -> tuple[Found | None, list[Entry]]:
         """The nan or inf tensors of a step, and the entries that were not played."""
         lead, rest = split(step.entries)
         if not rest:  # the training ended with what the loop wrote by hand

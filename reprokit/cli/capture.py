@@ -307,21 +307,7 @@ class Watch:
 @click.option("-m", "--module", is_flag=True, help="Run a module, as `python -m` does.")
 @click.argument("target", nargs=-1, type=click.UNPROCESSED, metavar="(SCRIPT | -m MODULE) [ARGS]...")
 @common_options
-def command(
-    output: Path | None,
-    force: bool,
-    after_capture: options.After,
-    on: tuple[str, ...],
-    watch: options.Watch,
-    history: int | None,
-    budget: float | None,
-    from_step: int | None,
-    source: options.Source,
-    module: bool,
-    target: tuple[str, ...],
-    verbosity: str | None,
-    json: bool,
-) -> Capture:
+def command(target: tuple[str, ...], module: bool, force: bool, after_capture: options.After, **more: Any) -> Capture:
     """Run a training script and save its first failing step.
 
     Everything after the script's name belongs to the script.
@@ -329,9 +315,7 @@ def command(
     if not target or not target[0]:
         kind = "module" if module else "script"
         raise UsageError(f"no {kind} given", hint="reprokit capture train.py [ARGS]...")
-    level = Verbosity(verbosity or "normal")
-    plan = Capture(target[0], module, target[1:], output, force, after_capture, history, watch, on, source, json, level)
-    return dataclasses.replace(plan, budget=budget, from_step=from_step)
+    return Capture(target[0], module, target[1:], overwrite=force, after=after_capture, **more)
 
 
 def _budget(value: str) -> float | None:

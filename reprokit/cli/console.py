@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import click
 from reprokit.errors import OutputError, ReprokitError
 from reprokit.visible import tell, visible
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+Plan = TypeVar("Plan")
 
 
 class FilePath(click.Path):
@@ -56,16 +57,17 @@ class Verbosity(Enum):
     VERBOSE = "verbose"
 
 
-def common_options(command: Command) -> Command:
+def common_options(command: Callable[..., Plan]) -> Callable[..., Plan]:
     """``-q``, ``-v`` and ``--json``, which every command has; the function gets ``verbosity`` and ``json``."""
-    options = (
-        click.option("-q", "--quiet", "verbosity", flag_value="quiet", help="Say nothing but errors."),
-        click.option("-v", "--verbose", "verbosity", flag_value="verbose", help="Say more."),
-        click.option("--json", is_flag=True, help="Print the result as JSON on stdout."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+
+    @functools.wraps(command)
+    def with_verbosity(verbosity: str | None, **options: Any) -> Plan:
+        return command(verbosity=Verbosity(verbosity or "normal"), **options)
+
+    quiet = click.option("-q", "--quiet", "verbosity", flag_value="quiet", help="Say nothing but errors.")
+    verbose = click.option("-v", "--verbose", "verbosity", flag_value="verbose", help="Say more.")
+    json_option = click.option("--json", is_flag=True, help="Print the result as JSON on stdout.")
+    return quiet(verbose(json_option(with_verbosity)))
 
 
 def say(text: str, verbosity: Verbosity = Verbosity.NORMAL) -> None:

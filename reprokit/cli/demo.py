@@ -96,9 +96,9 @@ class Demo:
 @click.command("demo", short_help="Capture, shrink and verify a bundled example.")
 @click.option("--dir", "folder", type=FilePath(), metavar="DIR", help="A folder for the files.")
 @common_options
-def command(folder: Path | None, verbosity: str | None, json: bool) -> Demo:
+def command(**options: Any) -> Demo:
     """Capture, shrink, render and verify a bundled example, in under a minute."""
-    return Demo(folder, json, Verbosity(verbosity or "normal"))
+    return Demo(**options)
 
 
 def find_example() -> Path:

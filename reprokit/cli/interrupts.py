@@ -1,12 +1,13 @@
-"""Ctrl-C while results are made: the first one asks to stop, the second one ends the process at once.
+"""Ctrl-C and deadlines: the first Ctrl-C asks to stop, the second one ends the process at once.
 
-While a kernel of torch runs, Python calls no handler; a thread of its own then ends the process (`stuck`).
+While a kernel of torch runs, Python calls no handler; a thread of its own then ends the process (`stuck`, `deadline`).
 The first raises `KeyboardInterrupt` where the work is, and again at the next `check` in case somebody's callback
 swallowed it. Both leave only whole files: what is being put in place is finished first, unfinished files are removed.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import shutil
@@ -18,6 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from reprokit.cli.console import say_error
+from reprokit.errors import ReprokitError
 from reprokit.snapshot.files import left_behind, unfinished
 from reprokit.snapshot.paths import REDUCTION_FILE
 
@@ -26,6 +29,8 @@ STAGING = ".rendering-"
 PATIENCE = 0.3  # seconds for the main thread to answer
 _LINE = b"reprokit: error: interrupted\n"
 _SHOW_CURSOR = b"\x1b[?25h"
+SECONDS = 900.0  # for a step to be run before anything comes of it
+GRACE = 2.0  # seconds for Python's own code to end
 
 
 @contextlib.contextmanager
@@ -150,3 +155,36 @@ def remove_unfinished(target: Path) -> None:
             path.unlink(missing_ok=True)
         for folder in left_behind(target, STAGING):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def deadline(seconds: float, error: ReprokitError) -> Iterator[Callable[[], None]]:
+    """Raise ``error``, or end the process with it, unless the block is over in time or calls what it is given."""
+    over, is_late = threading.Event(), threading.Event()
+    is_main = threading.current_thread() is threading.main_thread()
+
+    def watch() -> None:
+        if over.wait(min(seconds, threading.TIMEOUT_MAX)):
+            return
+        is_late.set()
+        if is_main:
+            _thread.interrupt_main()
+        if not over.wait(GRACE):
+            say_error(error)
+            os._exit(error.exit_code)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield over.set
+    except KeyboardInterrupt:
+        if is_late.is_set():
+            raise error from None
+        raise
+    finally:
+        over.set()
+
+
+def too_long(seconds: float, hint: str | None = None) -> ReprokitError:
+    """The error for a step that does not end."""
+    hint = hint or f"--max-time {2 * seconds:g} waits longer"
+    return ReprokitError(f"the step takes over {seconds:g} s to run", hint=hint)

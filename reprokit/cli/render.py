@@ -24,8 +24,7 @@ from reprokit.cli.console import (
     say,
     shown_command,
 )
-from reprokit.cli.deadline import SECONDS, deadline, too_long
-from reprokit.cli.interrupts import remove_unfinished
+from reprokit.cli.interrupts import SECONDS, deadline, remove_unfinished, too_long
 from reprokit.cli.outputs import check_file
 from reprokit.errors import UsageError
 from reprokit.render import KINDS
@@ -40,29 +39,34 @@ if TYPE_CHECKING:
 REPRO_FILES = (REPRO_FILE, "repro_inputs.pt")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Render:
     """What to render, from which file or folder, in which form."""
 
     source: Path
     kind: str
+    template: str | None
+    as_zip: bool
+    url: bool
+    repository: str | None
+    snapshot: Path | None
+    policy: Source
+    no_data: bool
+    with_data: bool
     output: Path | None
-    overwrite: bool
+    force: bool
+    max_time: float
     json: bool
     verbosity: Verbosity
-    policy: Source = "all"
-    no_data: bool = False
-    snapshot: Path | None = None
-    seconds: float = SECONDS
 
     def execute(self) -> int:
         """Write the text to the output, or to stdout when there is none; a repro may go into a folder."""
         if self.output is not None:
             is_folder = self.kind == "repro" and os.path.isdir(self.output)
             for file in (self.output / name for name in REPRO_FILES) if is_folder else (self.output,):
-                check_file(file, overwrite=self.overwrite)
+                check_file(file, overwrite=self.force)
                 remove_unfinished(file)
-        with deadline(self.seconds, too_long(self.seconds)):
+        with deadline(self.max_time, too_long(self.max_time)):
             from reprokit.render.texts import render_one
 
             rendered = render_one(
@@ -93,41 +97,25 @@ class Render:
         say(f"the test runs the {REPRO_FILE} beside it; {how}", self.verbosity)
 
 
-@dataclass(frozen=True, slots=True)
-class RenderIssue:
+class RenderIssue(Render):
     """An issue to render: as text, as a zip with the repro, or as a link."""
-
-    source: Path
-    template: str | None
-    output: Path | None
-    overwrite: bool
-    json: bool
-    verbosity: Verbosity
-    policy: Source
-    no_data: bool
-    zip: bool
-    with_data: bool
-    url: bool
-    repository: str | None
-    snapshot: Path | None
-    seconds: float
 
     def execute(self) -> int:
         """Write it, and say how a person may send it."""
         output = self._output()
         if output is not None:
-            check_file(output, overwrite=self.overwrite)
+            check_file(output, overwrite=self.force)
             remove_unfinished(output)
         from reprokit.render.sharing import ISSUE_FILE, create_command, issue_url, write_zip
         from reprokit.render.texts import prepare_issue
 
-        with deadline(self.seconds, too_long(self.seconds)):
+        with deadline(self.max_time, too_long(self.max_time)):
             prepared = prepare_issue(
                 self.source, self.template, snapshot=self.snapshot, policy=self.policy, no_data=self.no_data
             )
         issue = prepared.issue
         url = issue_url(issue, self.repository) if self.url else None
-        if self.zip and output is not None:
+        if self.as_zip and output is not None:
             write_zip(output, prepared.script, issue, context=prepared.context, with_data=self.with_data)
         elif output is not None:
             write_text(output, issue.text)
@@ -137,7 +125,7 @@ class RenderIssue:
         return 0
 
     def _output(self) -> Path | None:
-        if self.output is not None or not self.zip:
+        if self.output is not None or not self.as_zip:
             return self.output
         name = self.source.resolve().name.removesuffix(".pt").removesuffix(".repro")
         return Path(f"{name}.zip")
@@ -146,7 +134,7 @@ class RenderIssue:
         """The file that holds the text: what was written, or the same text beside the reduction."""
         from reprokit.render.sharing import ISSUE_FILE
 
-        if output is not None and not self.zip:
+        if output is not None and not self.as_zip:
             return output
         beside = (self.source if self.source.is_dir() else self.source.parent) / ISSUE_FILE
         is_same = beside.is_file() and beside.read_text(encoding="utf-8", errors="replace") == issue.text
@@ -164,7 +152,7 @@ class RenderIssue:
             print_text(f"{url}\n")
         elif self.url:
             say("the text is too long for a link, even without its folded parts; use the command", Verbosity.NORMAL)
-        first = "" if is_there else f"{'unpack' if self.zip else 'save the text as'} issue.md, "
+        first = "" if is_there else f"{'unpack' if self.as_zip else 'save the text as'} issue.md, "
         say(f"nothing was sent; {first}add your own words to the text, and then:", self.verbosity)
         if self.verbosity is not Verbosity.QUIET:
             click.echo(command, err=True)
@@ -173,7 +161,7 @@ class RenderIssue:
         where = {"path": str(output)} if output is not None else {"text": issue.text}
         link = {"url": url} if self.url else {}
         named = {"title": issue.title, "template": issue.template, "command": command}
-        return {"schema": 1, "as": "zip" if self.zip else "issue", **where, **link, **named}
+        return {"schema": 1, "as": "zip" if self.as_zip else "issue", **where, **link, **named}
 
 
 @click.command("render", short_help="Write the repro, issue, report or test of a file.")
@@ -209,35 +197,16 @@ class RenderIssue:
     "--max-time", type=Seconds(), default=SECONDS, show_default=True, metavar="S", help="Give up after S seconds."
 )
 @common_options
-def command(
-    source: Path,
-    kind: str | None,
-    template: str | None,
-    as_zip: bool,
-    url: bool,
-    repository: str | None,
-    snapshot: Path | None,
-    policy: Source,
-    no_data: bool,
-    with_data: bool,
-    output: Path | None,
-    force: bool,
-    max_time: float,
-    verbosity: str | None,
-    json: bool,
-) -> Render | RenderIssue:
+def command(kind: str | None, **options: Any) -> Render:
     """Render a snapshot or a reduction as a text. Nothing is ever sent."""
-    level = Verbosity(verbosity or "normal")
-    is_about_issue = template is not None or as_zip or url or repository is not None
+    repository = options["repository"]
+    is_about_issue = any(options[name] not in (None, False) for name in ("template", "as_zip", "url", "repository"))
     if is_about_issue and kind not in (None, "issue"):
         raise UsageError(f"an option is about an issue, but --as says `{kind}`", hint="leave out --as")
-    if no_data and with_data:
+    if options["no_data"] and options["with_data"]:
         raise UsageError("--no-data and --with-data exclude each other", hint="give one of them")
     if repository is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
         raise UsageError(f"`{repository}` does not name a repository", hint="--repo OWNER/NAME, as in pytorch/pytorch")
     if kind == "issue" or is_about_issue:
-        return RenderIssue(
-            source, template, output, force, json, level, policy, no_data, as_zip, with_data, url, repository, snapshot,
-            max_time,
-        )  # fmt: skip
-    return Render(source, kind or "repro", output, force, json, level, policy, no_data, snapshot, max_time)
+        return RenderIssue(kind="issue", **options)
+    return Render(kind=kind or "repro", **options)

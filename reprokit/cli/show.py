@@ -12,7 +12,7 @@ import click
 from reprokit.capture.block import can_be_shrunk
 from reprokit.capture.words import growth, what
 from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, shown_command
-from reprokit.cli.deadline import deadline, too_long
+from reprokit.cli.interrupts import deadline, too_long
 from reprokit.words import counted
 
 if TYPE_CHECKING:
@@ -33,20 +33,20 @@ class Show:
     snapshot: Path
     json: bool
     verbosity: Verbosity
-    seconds: float
+    max_time: float
 
     def execute(self) -> int:
         """Print the summary."""
         from reprokit.snapshot.format import load
 
-        hint = f"--max-time {2 * self.seconds:g} waits longer; --json does not run it"
+        hint = f"--max-time {2 * self.max_time:g} waits longer; --json does not run it"
         snapshot = load(self.snapshot)
         summary = snapshot.summary()
         if self.json:
             print_json(summary)
         else:
             words = ("reprokit", "shrink", str(self.snapshot)) if can_be_shrunk(summary) else ()
-            with deadline(self.seconds, too_long(self.seconds, hint)):
+            with deadline(self.max_time, too_long(self.max_time, hint)):
                 print_screen(snapshot, f"{what(summary)} at step {snapshot.step}", next_command=shown_command(*words))
             if self.verbosity is Verbosity.VERBOSE:
                 click.echo(f"\n{snapshot.environment.collect_env}", err=True)
@@ -57,9 +57,9 @@ class Show:
 @click.argument("snapshot", type=FilePath(), metavar="FILE")
 @click.option("--max-time", type=Seconds(), default=30, show_default=True, metavar="S", help="Give up after S seconds.")
 @common_options
-def command(snapshot: Path, max_time: float, verbosity: str | None, json: bool) -> Show:
+def command(**options: Any) -> Show:
     """Show what a snapshot holds: the failure, where it began, and what surrounded it."""
-    return Show(snapshot, json, Verbosity(verbosity or "normal"), max_time)
+    return Show(**options)
 
 
 def print_screen(snapshot: Snapshot, headline: str, next_command: str) -> None:

@@ -15,11 +15,9 @@ import click
 
 from reprokit.capture.block import shown_path
 from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, say
-from reprokit.cli.deadline import deadline, too_long
-from reprokit.cli.interrupts import STAGING, Interrupts, remove_unfinished
+from reprokit.cli.interrupts import STAGING, Interrupts, deadline, remove_unfinished, too_long
 from reprokit.cli.outputs import begin_anew, make_folder, put_in_place
-from reprokit.cli.result import print_result
-from reprokit.cli.views import View, open_view, progress_option
+from reprokit.cli.views import View, open_view, print_result, progress_option
 from reprokit.errors import Flaky, Interrupted, NotReproduced, ReprokitError
 from reprokit.shrink.checks.spec import SYNTAX, Spec, parse
 from reprokit.shrink.events import Comparing, Event, Improved, Replayed, Resumed, Writing, Written
@@ -51,7 +49,7 @@ class Shrink:
 
     snapshot: Path
     output: Path | None
-    overwrite: bool
+    force: bool
     level: str
     max_time: float | None
     max_checks: int | None
@@ -60,10 +58,10 @@ class Shrink:
     progress: str
     json: bool
     verbosity: Verbosity
-    check: Spec | None = None
-    whatif: bool = True
-    source: SourcePolicy = "all"
-    no_data: bool = False
+    check: Spec | None
+    no_whatif: bool
+    source: SourcePolicy
+    no_data: bool
 
     @property
     def folder(self) -> Path:
@@ -91,7 +89,7 @@ class Shrink:
         missing = [folder for folder in (self.folder, *self.folder.parents) if not os.path.exists(folder)]
         remove_unfinished(self.folder)
         goes_on = self.resume and os.path.isfile(self.folder / REDUCTION_FILE)
-        make_folder(self.folder, overwrite=self.overwrite or goes_on)
+        make_folder(self.folder, overwrite=self.force or goes_on)
         try:
             yield
         except BaseException:
@@ -101,34 +99,39 @@ class Shrink:
             raise
 
 
+@dataclass
 class _Work:
     """One run of the command: the reducer, its view, the processes that verify, and Ctrl-C."""
 
-    def __init__(
-        self, plan: Shrink, snapshot: Snapshot, interrupts: Interrupts, processes: CleanProcesses, view: View
-    ) -> None:
-        self._plan, self._snapshot, self._interrupts = plan, snapshot, interrupts
-        self._processes, self._view = processes, view
-        self._folder = plan.folder
-        self._has_best = False
+    plan: Shrink
+    snapshot: Snapshot
+    interrupts: Interrupts
+    processes: CleanProcesses
+    view: View
+    has_best: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Where the results go."""
+        return self.plan.folder
 
     def run(self) -> int:
         """Do everything; the exit code."""
-        plan = self._plan
+        plan = self.plan
         try:
             reduction, was_interrupted = self._reduce()
         except (NotReproduced, Flaky) as error:
             self._print_verdict(error)
             raise
-        self._view.show(Writing(was_interrupted))
+        self.view.show(Writing(was_interrupted))
         summary = self._write_all(reduction, was_interrupted)
-        self._view.close()
+        self.view.close()
         if plan.json:
             print_json(summary)
         if was_interrupted:
-            raise _interrupted(summary, self._folder)
+            raise _interrupted(summary, self.folder)
         if plan.verbosity is not Verbosity.QUIET and plan.progress != "json":
-            print_result(summary, self._folder, plan.verbosity)
+            print_result(summary, self.folder, plan.verbosity)
         return 0
 
     def _reduce(self) -> tuple[Reduction, bool]:
@@ -136,22 +139,22 @@ class _Work:
         from reprokit.shrink.reducer import shrink
         from reprokit.shrink.reduction import load
 
-        plan = self._plan
+        plan = self.plan
         most = max(plan.max_time or 0.0, FIRST_SECONDS)
 
         def show(event: Event) -> None:
             if isinstance(event, Replayed):
                 has_run()
-            self._has_best = self._has_best or isinstance(event, (Improved, Resumed))
-            self._view.show(event)
-            self._interrupts.check()
+            self.has_best = self.has_best or isinstance(event, (Improved, Resumed))
+            self.view.show(event)
+            self.interrupts.check()
 
-        self._interrupts.begin()
+        self.interrupts.begin()
         try:
             with deadline(most, too_long(most)) as has_run:
                 reduction = shrink(
-                    self._snapshot,
-                    out_dir=self._folder,
+                    self.snapshot,
+                    out_dir=self.folder,
                     level=plan.level,
                     max_time=plan.max_time,
                     max_checks=plan.max_checks,
@@ -163,10 +166,10 @@ class _Work:
                 )
             reduction = self._complete(reduction)
         except KeyboardInterrupt:
-            self._interrupts.answer()
-            if not self._has_best:
+            self.interrupts.answer()
+            if not self.has_best:
                 raise Interrupted("interrupted before anything smaller was found") from None
-            return load(self._folder / REDUCTION_FILE), True
+            return load(self.folder / REDUCTION_FILE), True
         return reduction, False
 
     def _write_first(self, reduction: Reduction) -> None:
@@ -176,49 +179,49 @@ class _Work:
 
         try:
             reduction, withheld = self._shown(reduction)
-            script = first_repro(reduction, self._snapshot, source=self._plan.source, withheld=withheld)
+            script = first_repro(reduction, self.snapshot, source=self.plan.source, withheld=withheld)
             self._put_repro(unverified(script))
-            self._processes.begin(script, TIMES)
+            self.processes.begin(script, TIMES)
         except (ReprokitError, OSError):
             return
-        self._view.show(Written(shown_path(self._folder / REPRO_FILE), script.num_lines))
+        self.view.show(Written(shown_path(self.folder / REPRO_FILE), script.num_lines))
 
     def _settle(self, reduction: Reduction) -> None:
         """Wait until the repro is verified, and put it in the place of the first one; the context's runs begin."""
         from reprokit.render.texts import TIMES, first_repro, presentable_context
 
         reduction, withheld = self._shown(reduction)
-        script = first_repro(reduction, self._snapshot, source=self._plan.source, withheld=withheld)
+        script = first_repro(reduction, self.snapshot, source=self.plan.source, withheld=withheld)
         try:
-            verification = self._processes.begin(script, TIMES)
+            verification = self.processes.begin(script, TIMES)
             with contextlib.suppress(Exception):  # an error comes up again when the context is written
-                context = presentable_context(reduction, self._snapshot)
+                context = presentable_context(reduction, self.snapshot)
                 if context is not None:
-                    self._processes.begin(context, TIMES)
+                    self.processes.begin(context, TIMES)
             verification.result()
         except (ReprokitError, OSError) as error:
-            file = shown_path(self._folder / REPRO_FILE)
+            file = shown_path(self.folder / REPRO_FILE)
             note = f"the header of `{file}` says that it is not verified"
             raise ReprokitError(f"could not verify `{file}`: {error}", note=note) from error
         self._put_repro(script)
 
     def _put_repro(self, script: Script) -> None:
         """Write the repro alone; what an earlier run left beside it goes."""
-        with tempfile.TemporaryDirectory(prefix=own_prefix(STAGING), dir=self._folder) as staging:
+        with tempfile.TemporaryDirectory(prefix=own_prefix(STAGING), dir=self.folder) as staging:
             self._put_check(Path(staging))
             script.write(Path(staging))
-            with self._interrupts.held():
-                begin_anew(Path(staging), self._folder)
+            with self.interrupts.held():
+                begin_anew(Path(staging), self.folder)
 
     def _complete(self, reduction: Reduction) -> Reduction:
         """Settle the repro, and add the what-if table and the diagnosis; a failure of these costs nothing else."""
         with self._comparing(reduction) as table:
             self._settle(reduction)
-            reduction = replace(reduction, diagnosis=_diagnosed(self._snapshot))
+            reduction = replace(reduction, diagnosis=_diagnosed(self.snapshot))
             try:
                 return replace(reduction, whatif=table())
             except ReprokitError as error:
-                say(f"there is no what-if table: {error.message}", self._plan.verbosity)
+                say(f"there is no what-if table: {error.message}", self.plan.verbosity)
         return reduction
 
     @contextlib.contextmanager
@@ -227,13 +230,13 @@ class _Work:
         from reprokit.shrink.reduction import WhatIf
         from reprokit.whatif.table import making_of_reduction
 
-        plan = self._plan
-        if not plan.whatif:
+        plan = self.plan
+        if plan.no_whatif:
             yield WhatIf
             return
-        self._view.show(Comparing(WHATIF_SECONDS))
+        self.view.show(Comparing(WHATIF_SECONDS))
         check = plan.check.text if plan.check is not None else None
-        settings = self._snapshot.settings
+        settings = self.snapshot.settings
         with contextlib.ExitStack() as stack:
             try:
                 making = making_of_reduction(reduction, settings, seconds=WHATIF_SECONDS, check=check)
@@ -248,40 +251,40 @@ class _Work:
         try:
             return self._write(reduction)
         except KeyboardInterrupt:
-            raise _interrupted(reduction.summary(), self._folder) from None
+            raise _interrupted(reduction.summary(), self.folder) from None
         except Exception as error:
             if not was_interrupted:
                 raise
-            raise _interrupted(reduction.summary(), self._folder) from error
+            raise _interrupted(reduction.summary(), self.folder) from error
 
     def _write(self, reduction: Reduction) -> dict[str, Any]:
         """Render beside the results, and put everything in place at once when it is verified."""
         from reprokit.render.texts import render_all
 
         reduction, withheld = self._shown(reduction)
-        with tempfile.TemporaryDirectory(prefix=own_prefix(STAGING), dir=self._folder) as staging:
+        with tempfile.TemporaryDirectory(prefix=own_prefix(STAGING), dir=self.folder) as staging:
             self._put_check(Path(staging))
             context = self._render_context(reduction, Path(staging))
             repro = render_all(
                 reduction,
-                self._snapshot,
+                self.snapshot,
                 Path(staging),
-                source=self._plan.source,
+                source=self.plan.source,
                 withheld=withheld,
                 context=Path(context["path"]) if context is not None else None,
-                processes=self._processes,
+                processes=self.processes,
             )
-            with self._interrupts.held():
-                put_in_place(Path(staging), self._folder)
-                origin = replace(reduction.origin, file=self._plan.snapshot.name)  # by which `render` finds it again
-                replace(reduction, origin=origin).save(self._folder / REDUCTION_FILE)
-        fidelity = {"fidelity": self._snapshot.fidelity, "fidelity_note": self._snapshot.fidelity_note}
+            with self.interrupts.held():
+                put_in_place(Path(staging), self.folder)
+                origin = replace(reduction.origin, file=self.plan.snapshot.name)  # by which `render` finds it again
+                replace(reduction, origin=origin).save(self.folder / REDUCTION_FILE)
+        fidelity = {"fidelity": self.snapshot.fidelity, "fidelity_note": self.snapshot.fidelity_note}
         summary = {**reduction.summary(), **fidelity, "context": context, "repro": repro}
-        return {name: _moved(value, staging, str(self._folder)) for name, value in summary.items()}
+        return {name: _moved(value, staging, str(self.folder)) for name, value in summary.items()}
 
     def _shown(self, reduction: Reduction) -> tuple[Reduction, tuple[int, ...]]:
         """The reduction without recorded data where that was asked for, and the inputs that are withheld."""
-        if not self._plan.no_data:
+        if not self.plan.no_data:
             return reduction, ()
         from reprokit.render.withhold import without_data
 
@@ -289,24 +292,24 @@ class _Work:
 
     def _put_check(self, folder: Path) -> None:
         """Copy a check of the user's own, which the repro runs."""
-        if self._plan.check is not None and self._plan.check.file is not None:
-            shutil.copy(self._plan.check.file, folder)
+        if self.plan.check is not None and self.plan.check.file is not None:
+            shutil.copy(self.plan.check.file, folder)
 
     def _render_context(self, reduction: Reduction, folder: Path) -> dict[str, Any] | None:
         """Render the files beside the repro. An error in one is printed and does not stop the others."""
         from reprokit.render.texts import render_context
 
         def tell(reason: str) -> None:
-            say(f"there is no repro_module.py: {reason}", self._plan.verbosity)
+            say(f"there is no repro_module.py: {reason}", self.plan.verbosity)
 
         try:
-            return render_context(reduction, self._snapshot, folder, tell=tell, processes=self._processes)
+            return render_context(reduction, self.snapshot, folder, tell=tell, processes=self.processes)
         except Exception as error:
             tell(f"{type(error).__name__}: {error}")
             return None
 
     def _print_verdict(self, error: ReprokitError) -> None:
-        if self._plan.json:
+        if self.plan.json:
             print_json({"schema": 1, "verdict": VERDICTS[type(error)], "message": error.message, "note": error.note})
 
 
@@ -374,46 +377,12 @@ def _interrupted(summary: dict[str, Any], folder: Path) -> Interrupted:
 @click.option("--no-data", is_flag=True, help="Put plain values in the place of recorded ones, or withhold them.")
 @progress_option
 @common_options
-def command(
-    snapshot: Path,
-    output: Path | None,
-    force: bool,
-    level: str,
-    check: str | None,
-    max_time: float | None,
-    max_checks: int | None,
-    jobs: int,
-    resume: bool,
-    no_whatif: bool,
-    source: SourcePolicy,
-    no_data: bool,
-    progress: str,
-    verbosity: str | None,
-    json: bool,
-) -> Shrink:
+def command(check: str | None, **options: Any) -> Shrink:
     """Shrink a snapshot to the smallest program that fails the same way.
 
     DIR gets repro.py, issue.md, report.html, test_repro.py and reduction.pt.
     """
-    shown = Verbosity(verbosity or "normal")
-    spec = parse(check) if check is not None else None
-    return Shrink(
-        snapshot,
-        output,
-        force,
-        level,
-        max_time,
-        max_checks,
-        jobs,
-        resume,
-        progress,
-        json,
-        shown,
-        spec,
-        whatif=not no_whatif,
-        source=source,
-        no_data=no_data,
-    )
+    return Shrink(check=parse(check) if check is not None else None, **options)
 
 
 def default_folder(snapshot: Path) -> Path:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
 from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, say
-from reprokit.cli.deadline import SECONDS, deadline, too_long
+from reprokit.cli.interrupts import SECONDS, deadline, too_long
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +21,13 @@ class Verify:
     expect_fixed: bool
     json: bool
     verbosity: Verbosity
-    seconds: float = SECONDS
+    max_time: float
 
     def execute(self) -> int:
         """Run it; 0 when all runs agree, and end well where the failure should be gone."""
         from reprokit.render.verify import verify
 
-        with deadline(self.seconds, too_long(self.seconds)):
+        with deadline(self.max_time, too_long(self.max_time)):
             result = verify(self.path, self.times)
         if self.json:
             print_json(result.summary())
@@ -48,11 +49,9 @@ class Verify:
 )
 @click.option("--expect-fixed", is_flag=True, help="Exit code 1 unless the failure is gone.")
 @common_options
-def command(
-    path: Path, times: int, max_time: float, expect_fixed: bool, verbosity: str | None, json: bool
-) -> Verify:
+def command(**options: Any) -> Verify:
     """Run a repro in clean processes and compare what they do.
 
     Exit code 0 when all runs end in the same way.
     """
-    return Verify(path, times, expect_fixed, json, Verbosity(verbosity or "normal"), max_time)
+    return Verify(**options)

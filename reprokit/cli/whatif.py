@@ -6,12 +6,12 @@ import contextlib
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, say
-from reprokit.cli.deadline import deadline, too_long
+from reprokit.cli.interrupts import deadline, too_long
 from reprokit.cli.views import View, open_view, progress_option
 from reprokit.errors import UsageError
 from reprokit.grammar import plain_of
@@ -21,8 +21,7 @@ from reprokit.snapshot.paths import REDUCTION_FILE
 if TYPE_CHECKING:
     from reprokit.render.sources import Opened
     from reprokit.shrink.reduction import WhatIf as Answers
-    from reprokit.whatif.trial import Trial
-    from reprokit.whatif.variants import Variant
+    from reprokit.whatif.trial import Trial, Variant
 
 DEFAULT_SECONDS = 60.0
 SECONDS_FOR_ALL = 60.0  # to open the file, to start processes, and for the first run
@@ -37,7 +36,7 @@ class WhatIf:
     keep: bool
     json: bool
     verbosity: Verbosity
-    progress: str = "auto"
+    progress: str
 
     def execute(self) -> int:
         """Make the table and print it."""
@@ -78,12 +77,12 @@ class WhatIf:
 @click.option("--keep", is_flag=True, help="Keep the table in the reduction, for `reprokit render`.")
 @progress_option
 @common_options
-def command(source: Path, seconds: float, keep: bool, progress: str, verbosity: str | None, json: bool) -> WhatIf:
+def command(**options: Any) -> WhatIf:
     """Run the program of a snapshot or a reduction in other ways.
 
     Other precisions, the other device, torch.compile, deterministic algorithms, one thread, anomaly mode.
     """
-    return WhatIf(source, seconds, keep, json, Verbosity(verbosity or "normal"), progress)
+    return WhatIf(**options)
 
 
 def print_table(table: Answers) -> None:

@@ -339,7 +339,6 @@ class Tracer(TorchFunctionMode):
         """The inputs that share memory with the tensors they were made from."""
         return frozenset(value for values in self._borrowed.values() for value in values)
 
-
     def _bind(self, result: Any) -> Any:
         """Value numbers for the tensors of a result, in its structure."""
         if isinstance(result, torch.Tensor):

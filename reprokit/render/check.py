@@ -21,8 +21,8 @@ from reprokit.render.code import Code, write_program
 from reprokit.render.expression import quoted
 from reprokit.render.layout import fold
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.checks.difference import halves_in, tolerances
 from reprokit.shrink.checks.function import loss_of, outcome_of
+from reprokit.shrink.checks.mismatch import halves_in, tolerances
 from reprokit.shrink.checks.references import in_dtype, on_device
 
 _MAX_MESSAGE = 70

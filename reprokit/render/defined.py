@@ -28,9 +28,9 @@ from reprokit.render.call_code import optimizer_defaults
 from reprokit.render.definitions import BACKWARD_RULES, FORWARD_RULES, Defect, Edge, Given, with_zero
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.references import default_dtype, in_dtype
-from reprokit.shrink.constants import is_number
-from reprokit.shrink.exact import Origin, origin_of
-from reprokit.shrink.naming import parameter_of
+from reprokit.shrink.exact import OriginCall, origin_of
+from reprokit.shrink.leaves import parameter_of
+from reprokit.shrink.plainness import is_number
 
 _NAMES_OF_EPS = ("eps", "epsilon")
 
@@ -105,7 +105,7 @@ def _in_double(given: Given, program: Program, tensors: Tensors) -> Edge | None:
 
 
 def _compared(
-    given: Given, origin: Origin, exact: float | None, dtype: torch.dtype, read: Sequence[torch.Tensor]
+    given: Given, origin: OriginCall, exact: float | None, dtype: torch.dtype, read: Sequence[torch.Tensor]
 ) -> Edge:
     """The edge that follows from the largest magnitude in float64; ``None`` stands for one that is not finite.
 
@@ -140,7 +140,7 @@ def _compared(
     return Edge(f"although float64 gives {exact:.3g}", fact, "", deciding, verdict=Defect.BETTER)
 
 
-def _too_large_to_convert(origin: Origin, dtype: torch.dtype) -> tuple[int, ...]:
+def _too_large_to_convert(origin: OriginCall, dtype: torch.dtype) -> tuple[int, ...]:
     """The operands that autocast cannot convert to ``dtype`` without overflow, if the call is finite without that."""
     limit = torch.finfo(dtype).max
     wide = {v: t for v, t in origin.given.items() if t.is_floating_point() and torch.finfo(t.dtype).max > limit}
@@ -155,7 +155,7 @@ def _why_open(dtype: torch.dtype, is_backward: bool) -> str:
     return f"{'the gradient' if is_backward else 'the result'} in float64 is not finite either, or could not be had"
 
 
-def _bad_name(given: Given, origin: Origin) -> str:
+def _bad_name(given: Given, origin: OriginCall) -> str:
     """The nan or inf value: the gradient, the result, or the argument written into, by its parameter's name."""
     if given.failure.is_derivative:
         return "gradient"

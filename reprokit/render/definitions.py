@@ -19,7 +19,7 @@ from reprokit.locate.failure import Failure
 from reprokit.locate.signs.labels import too_long_target
 from reprokit.locate.signs.operands import zero_rows
 from reprokit.program.ir import Call, Ref, iter_refs
-from reprokit.shrink.exact import Origin
+from reprokit.shrink.exact import OriginCall
 
 
 class Defect(Enum):
@@ -59,7 +59,7 @@ class Given:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     results: tuple[torch.Tensor, ...]
-    origin: Origin | None = None
+    origin: OriginCall | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:

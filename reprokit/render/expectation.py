@@ -16,7 +16,7 @@ from reprokit.program.ir import Call, Input, Program
 from reprokit.render import facts, wording
 from reprokit.render.defined import find_edge
 from reprokit.render.definitions import Defect, Edge
-from reprokit.shrink.checks.memory import requested_bytes
+from reprokit.shrink.checks.recorded import requested_bytes
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text

@@ -23,7 +23,7 @@ from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
 from reprokit.whatif.table import CONTEXT, MINIMUM
-from reprokit.whatif.variants import home_of
+from reprokit.whatif.trial import home_of
 from reprokit.words import counted
 
 MAX_CHARACTERS = 65_536

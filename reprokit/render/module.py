@@ -27,11 +27,10 @@ from reprokit.render.spelling import input_words, operand_words, result_words
 from reprokit.render.statements import needed_mode
 from reprokit.render.templates import render_template
 from reprokit.render.wording import headline, phase_words
-from reprokit.shrink.context.blocks import Block, Key, Tree, calls_of
-from reprokit.shrink.context.defaults import SEED, initial, modules_in_order, own_values
 from reprokit.shrink.context.layers import Layer
-from reprokit.shrink.context.piece import Context
+from reprokit.shrink.context.piece import SEED, Context, initial, modules_in_order, own_values
 from reprokit.shrink.context.step import is_container
+from reprokit.shrink.context.tree import Block, Key, Tree, calls_of
 from reprokit.shrink.plainness import constant_of, seed_of
 from reprokit.snapshot.files import write_text
 from reprokit.snapshot.redact import redact_text

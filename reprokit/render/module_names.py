@@ -11,9 +11,9 @@ from typing import TypeGuard
 
 from reprokit.program.ir import Call
 from reprokit.render.names import identifier, name_for_input, numbered
-from reprokit.shrink.context.blocks import ROOT, Block, Key, Tree
-from reprokit.shrink.context.defaults import modules_in_order, own_values
+from reprokit.shrink.context.piece import modules_in_order, own_values
 from reprokit.shrink.context.step import is_container
+from reprokit.shrink.context.tree import ROOT, Block, Key, Tree
 
 _RESERVED = frozenset({"torch", "nn", "F", "Module", "Path", *dir(builtins)})
 

@@ -19,12 +19,10 @@ from reprokit.render.statements import needed_mode
 from reprokit.render.withhold import beyond_limit, without_data
 from reprokit.shrink import reduction as reductions
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.context.blocks import Block
-from reprokit.shrink.context.defaults import initial
-from reprokit.shrink.context.piece import Context
+from reprokit.shrink.context.piece import Context, initial
+from reprokit.shrink.context.tree import Block
 from reprokit.shrink.plainness import constant_of, contents
-from reprokit.shrink.reduction import Reduction
-from reprokit.shrink.resume import fingerprint
+from reprokit.shrink.reduction import Reduction, fingerprint
 from reprokit.snapshot import format as snapshots
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.paths import REDUCTION_FILE, hint_for_folder

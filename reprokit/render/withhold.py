@@ -18,8 +18,7 @@ from reprokit.locate.failure import EXCEPTION
 from reprokit.program.ir import Input, Program
 from reprokit.program.run import Tensors
 from reprokit.render.literals import MAX_LITERALS, literal
-from reprokit.shrink.constants import filled, is_number, ladder
-from reprokit.shrink.plainness import constant_of, contents, num_digits
+from reprokit.shrink.plainness import constant_of, contents, filled, is_number, ladder, num_digits
 from reprokit.shrink.reduction import Reduction
 from reprokit.shrink.signature import Signature, same
 

@@ -11,7 +11,7 @@ from reprokit.snapshot.redact import redact_source, redact_text
 
 if TYPE_CHECKING:
     from reprokit.program.ir import Program, Site
-    from reprokit.shrink.parts import Nearest, Place, Varied
+    from reprokit.shrink.explain import Nearest, Place, Varied
     from reprokit.shrink.reduction import Reduction
 
 _NAMED_ARGUMENT = re.compile(r"\bargument\b|['\"`]\w+['\"`]")

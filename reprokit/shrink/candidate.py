@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from reprokit.program import plain
-from reprokit.program.ir import Input, Program, iter_refs
-from reprokit.shrink.arguments import leaves
-from reprokit.shrink.plainness import ONES, ZEROS, contents, plainness, raw_bytes, seed_of
+from reprokit.program.ir import Call, Input, Mode, Program, Ref, iter_refs, substitute
+from reprokit.shrink.leaves import leaves
+from reprokit.shrink.plainness import ONES, ZEROS, contents, is_number, plainness, raw_bytes, seed_of
 from reprokit.snapshot.format import count_elements
 
 Key = tuple[int, int, int, int]
@@ -41,6 +41,11 @@ class Candidate:
     def num_elements(self) -> int:
         """Elements over all inputs, generator states not counted."""
         return count_elements(self.program, self.tensors)
+
+    @property
+    def number_inputs(self) -> list[Input]:
+        """The inputs that hold numbers, generator states not included."""
+        return [item for item in self.program.inputs if item.role != "rng" and is_number(self.tensors[item.value])]
 
     @property
     def shapes(self) -> dict[int, tuple[int, ...]]:
@@ -83,6 +88,32 @@ class Candidate:
     def with_tensors(self, tensors: Mapping[int, torch.Tensor]) -> Candidate:
         """The same program with other tensors for some inputs."""
         return replace(self, tensors={**self.tensors, **tensors})
+
+    def with_calls(self, calls: Iterable[Call], **fields: Any) -> Candidate:
+        """Other calls; ``fields`` are the other fields of the program that change."""
+        return replace(self, program=replace(self.program, calls=tuple(calls), **fields))
+
+    def with_call(self, index: int, *calls: Call) -> Candidate:
+        """These calls in the place of one."""
+        before, after = self.program.calls[:index], self.program.calls[index + 1 :]
+        return self.with_calls((*before, *calls, *after))
+
+    def with_modes(self, change: Callable[[Mode], Mode]) -> Candidate:
+        """Every call in another mode."""
+        return self.with_calls(replace(call, mode=change(call.mode)) for call in self.program.calls)
+
+    def without_calls(self, gone: Container[int], given: Mapping[int, Ref] | None = None) -> Candidate:
+        """Without some calls; ``given`` has the values that stand in for those that the other calls read of them."""
+        change = given or {}
+        calls = [call for index, call in enumerate(self.program.calls) if index not in gone]
+        if change:  # also in outputs, as an in-place call returns what it was given
+            parts = (substitute((call.args, dict(call.kwargs), call.outputs), change) for call in calls)
+            changed = zip(calls, parts, strict=True)
+            calls = [
+                replace(call, args=args, kwargs=kwargs, outputs=outputs) for call, (args, kwargs, outputs) in changed
+            ]
+        outputs = tuple(change.get(ref.value, ref) for ref in self.program.outputs)
+        return self.with_calls(calls, outputs=outputs).pruned()
 
     def pruned(self) -> Candidate:
         """Without inputs that nothing reads."""

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 from reprokit.words import counted
 
 
+class Event:
+    """Something that happened in a reduction or a table; its text is one line."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Started:
+class Started(Event):
     """Work begins on a program of this size; the budget is in seconds and checks, ``None`` without one."""
 
     calls: int
@@ -26,7 +32,7 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class Replayed(Event):
     """The snapshot was run again; ``failed`` of ``times`` runs failed as recorded."""
 
     failed: int
@@ -37,7 +43,7 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class Resumed(Event):
     """An earlier reduction of this snapshot is gone on from."""
 
     calls: int
@@ -49,7 +55,7 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
-class PassStarted:
+class PassStarted(Event):
     """A pass begins in a round (counted from 1, 0 for the cut before the first) with what is left."""
 
     name: str
@@ -62,7 +68,7 @@ class PassStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class Checked(Event):
     """A candidate was run: what it would leave, and the verdict."""
 
     number: int
@@ -76,7 +82,7 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
-class Improved:
+class Improved(Event):
     """A candidate became the best one so far."""
 
     calls: int
@@ -88,7 +94,7 @@ class Improved:
 
 
 @dataclass(frozen=True, slots=True)
-class PassEnded:
+class PassEnded(Event):
     """A pass is through: its checks, the changes it kept, and what is left. ``is_over``: its budget is spent."""
 
     name: str
@@ -106,7 +112,7 @@ class PassEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Varied:
+class Varied(Event):
     """A variant of the result was run to explain it."""
 
     number: int
@@ -118,7 +124,7 @@ class Varied:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class Written(Event):
     """The first repro is on disk, before any run has verified it."""
 
     path: str
@@ -129,7 +135,7 @@ class Written:
 
 
 @dataclass(frozen=True, slots=True)
-class ContextStarted:
+class ContextStarted(Event):
     """The search for the piece of the model begins, for so many seconds at most."""
 
     seconds: float
@@ -139,7 +145,7 @@ class ContextStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class ContextChecked:
+class ContextChecked(Event):
     """A piece of the model was run as a context; a number of its own."""
 
     number: int
@@ -151,7 +157,7 @@ class ContextChecked:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(Event):
     """The search is over. ``stopped`` says why it ended before everything was tried, and ``untried`` what was not."""
 
     calls: int
@@ -167,7 +173,7 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparing:
+class Comparing(Event):
     """The result is run in other precisions, compiled and so on, for so many seconds at most."""
 
     seconds: float
@@ -177,7 +183,7 @@ class Comparing:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class Compared(Event):
     """A program was run in another way: what came out, by its name and in words."""
 
     program: str
@@ -190,7 +196,7 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class Writing:
+class Writing(Event):
     """The results are rendered and verified; ``is_early`` when the user stopped the search."""
 
     is_early: bool
@@ -199,25 +205,6 @@ class Writing:
         if self.is_early:
             return "interrupted: writing the best so far; Ctrl-C again ends at once"
         return "writing the results and verifying them in clean processes"
-
-
-Event = (
-    Started
-    | Replayed
-    | Resumed
-    | PassStarted
-    | Checked
-    | Improved
-    | PassEnded
-    | Varied
-    | Written
-    | ContextStarted
-    | ContextChecked
-    | Finished
-    | Comparing
-    | Compared
-    | Writing
-)
 
 
 def _size(event: Started | Resumed | PassStarted | Checked | Improved | PassEnded | Finished) -> str:
@@ -232,4 +219,4 @@ def place_of(event: PassStarted | PassEnded) -> str:
 def as_plain(event: Event) -> dict[str, Any]:
     """An event as plain data; ``event`` names its kind, such as ``pass_started``."""
     kind = re.sub(r"(?<!^)(?=[A-Z])", "_", type(event).__name__).lower()
-    return {"event": kind, **asdict(event)}
+    return {"event": kind, **asdict(cast(Any, event))}

@@ -23,7 +23,7 @@ from reprokit.program.memory import copy_of
 from reprokit.program.run import Tensors, run
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.references import default_dtype, in_dtype
-from reprokit.shrink.constants import is_number
+from reprokit.shrink.plainness import is_number
 
 
 class _Stop(Exception):
@@ -31,7 +31,7 @@ class _Stop(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class OriginCall:
     """A call with the tensors that it was given, by value number, and those that it made or wrote into.
 
     ``value`` is the bad one among these, ``None`` if none of them is the failure's.
@@ -152,7 +152,7 @@ class _Watch:
             raise _Stop
 
 
-def origin_of(program: Program, tensors: Tensors, failure: Failure) -> Origin | None:
+def origin_of(program: Program, tensors: Tensors, failure: Failure) -> OriginCall | None:
     """The origin as it runs here; ``None`` without one, or when the program does not get there."""
     if failure.call_index is None:
         return None
@@ -161,7 +161,7 @@ def origin_of(program: Program, tensors: Tensors, failure: Failure) -> Origin | 
         run(program, tensors, observer=watch, keep=frozenset())
     except _Stop:
         value = failure.value if failure.value in watch.made else None
-        return Origin(watch.call, watch.given, watch.made, value) if watch.call is not None else None
+        return OriginCall(watch.call, watch.given, watch.made, value) if watch.call is not None else None
     except (UnknownFunction, RuntimeError):
         pass
     return None

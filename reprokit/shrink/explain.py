@@ -1,29 +1,156 @@
 """Explain: which of the surviving inputs and constants matter, and the nearest variant that passes.
 
-A part is free when the program fails in the same way with several other plain and random contents. Everything is run;
-a variant that is invalid says nothing. The number of runs is bounded, so that a large result is not explained for ever.
+An input or a number in the arguments is free when the program fails in the same way with several other plain and random
+contents. Everything is run; a variant that is invalid says nothing. The number of runs is bounded.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from reprokit.shrink.arguments import leaves
-from reprokit.shrink.budget import OutOfBudget
+import torch
+
+from reprokit.grammar import Count, Name, left_out
+from reprokit.program.ir import Call, Input
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.oracle import Verdict
-from reprokit.shrink.parts import Change, ConstantPart, InputPart, Nearest, Part, Varied
-from reprokit.shrink.plainness import shortened
+from reprokit.shrink.leaves import Path, leaves, parameters_of, with_leaf
+from reprokit.shrink.oracle import OutOfBudget
+from reprokit.shrink.plainness import constant_of, contents, is_number, shortened
+from reprokit.shrink.probe import is_safe, trusts_arguments
 from reprokit.shrink.problem import Problem
-from reprokit.shrink.safety import is_safe
+from reprokit.shrink.signature import Verdict
 
-MAX_RUNS = 120
-_MAX_CONSTANTS = 16
-_MAX_STEPS = 16
-_MAX_CHANGES = 3
+_MAX_ELEMENTS = 16  # each may cost a bisection
+_PLAIN = (0.0, 1.0, -1.0, 0.5)
+MAX_RUNS = 120  # so that a large result is not explained for ever
+_MAX_CONSTANTS = 16  # each costs up to six runs
+_MAX_STEPS = 16  # of a bisection
+Number = float | bool
+_MAX_CHANGES = 3  # the nearest of so many is kept; each costs a bisection
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An input, one of its elements, or an argument of a call."""
+
+    input: Name | None = left_out()
+    element: tuple[Count, ...] | None = left_out()
+    call: Name | None = left_out()
+    argument: Name | None = left_out()
+    value: Number | None = left_out()
+
+
+@dataclass(frozen=True, slots=True)
+class Varied(Place):
+    """A part of the result that is ``free`` if every other content fails too. ``tried`` is false if none could run."""
+
+    free: bool = False
+    tried: bool | None = left_out()
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest(Place):
+    """The smallest change of one number that passes."""
+
+    from_: Number = 0.0
+    to: Number = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One number of the result exchanged: what it is, and what makes a candidate of a new number."""
+
+    name: str
+    place: Place
+    old: float | int | bool
+    dtype: torch.dtype
+    apply: Callable[[float | int | bool], Candidate]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An input or a number in the arguments: the candidate with other contents there, and the numbers it is made of."""
+
+    name: str
+    place: Place
+    variants: Iterator[Candidate]
+    changes: Iterator[Change]
+
+
+def _input_part(best: Candidate, item: Input) -> Part:
+    tensor, may_index = best.tensors[item.value], not trusts_arguments(best.program)
+    others = (new for new in _other_contents(tensor, may_index) if not torch.equal(contents(new), contents(tensor)))
+    variants = (best.with_tensors({item.value: new}) for new in others)
+    return Part(item.name, Place(item.name), variants, _elements(best, item, may_index))
+
+
+def _elements(best: Candidate, item: Input, may_index: bool) -> Iterator[Change]:
+    """The first elements; numbers that choose something only if choosing wrongly is safe."""
+    tensor = best.tensors[item.value]
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_complex():
+        return
+    if tensor.is_floating_point() or tensor.dtype is torch.bool or may_index:
+        for index in range(min(tensor.numel(), _MAX_ELEMENTS)):
+            place = [int(i) for i in torch.unravel_index(torch.tensor(index), tensor.shape)] if tensor.dim() else []
+            at = Place(item.name, tuple(place))
+            apply = partial(_with_element, best, item.value, tuple(place))
+            yield Change(item.name, at, tensor[tuple(place)].item(), tensor.dtype, apply)
+
+
+def _with_element(best: Candidate, value: int, place: tuple[int, ...], number: float | int | bool) -> Candidate:
+    changed = best.tensors[value].detach().clone(memory_format=torch.preserve_format)
+    changed[place] = number
+    return best.with_tensors({value: changed})
+
+
+def _other_contents(tensor: torch.Tensor, may_index: bool) -> Iterator[torch.Tensor]:
+    """Plain contents, then random ones."""
+    random = torch.Generator().manual_seed(0)
+    if is_number(tensor):
+        for number in _PLAIN:
+            if constant_of(tensor) != number:
+                yield torch.full_like(tensor, number)
+        for scale in (1.0, 10.0):
+            real = tensor.real.dtype if tensor.is_complex() else tensor.dtype
+            yield (torch.randn(tensor.shape, generator=random) * scale).to(tensor.device, real).to(tensor.dtype)
+    elif tensor.layout is torch.strided and tensor.dtype is torch.bool:
+        yield from (~tensor, torch.zeros_like(tensor), torch.ones_like(tensor))
+    elif tensor.layout is torch.strided and tensor.numel() and not tensor.is_quantized and may_index:
+        largest = int(tensor.max())
+        if largest == 0:
+            yield torch.ones_like(tensor)
+        elif largest > 0:
+            yield from (torch.zeros_like(tensor), torch.full_like(tensor, largest))
+            yield torch.randint(0, largest + 1, tensor.shape, generator=random).to(tensor.device, tensor.dtype)
+
+
+def _constant_change(best: Candidate, index: int, path: Path, number: float | int) -> Change:
+    call = best.program.calls[index]
+    name = _argument_name(call, path)
+
+    def apply(other: float | int | bool) -> Candidate:
+        return best.with_call(index, with_leaf(call, path, other))
+
+    return Change(name, Place(call=call.target, argument=name), number, torch.float64, apply)
+
+
+def _constant_part(change: Change) -> Part:
+    number = change.old
+    others = dict.fromkeys((0.0, 1.0, -number, number * 2, number / 2))
+    variants = (change.apply(other) for other in others if other != number)
+    return Part(change.name, replace(change.place, value=number), variants, iter((change,)))
+
+
+def _argument_name(call: Call, path: Path) -> str:
+    words = [word for word in path[1:] if isinstance(word, str)]
+    if words:
+        return words[-1]
+    names = parameters_of(call.target)
+    place = path[1]
+    return names[place] if place < len(names) else f"argument {place + 1}"
 
 
 @dataclass
@@ -42,22 +169,15 @@ class Explanation:
 
 def explain(problem: Problem) -> Explanation:
     """Vary what is left of the best candidate, one part at a time."""
-    trials = _Trials(problem)
-    found = Explanation()
-    parts: list[tuple[bool | None, Part]] = []
-    for item in problem.best.program.inputs:
-        if item.role != "rng":
-            part = InputPart(problem.best, item)
-            free = trials.is_free(part)
-            found.inputs.append(_varied(free, input=item.name))
-            parts.append((free, part))
-    for constant in _constants(problem.best, trials):
-        free = trials.is_free(constant)
-        found.constants.append(_varied(free, call=constant.call, argument=constant.name, value=constant.number))
-        parts.append((free, constant))
-    found.nearest = _nearest(trials, [part for free, part in parts if free is False])
-    found.is_complete = not trials.is_over
-    return found
+    trials, best = _Trials(problem), problem.best
+    inputs = [_input_part(best, item) for item in best.program.inputs if item.role != "rng"]
+    free = [trials.is_free(part) for part in inputs]
+    constants = _constants(best, trials)
+    free += [trials.is_free(part) for part in constants]
+    parts = [*inputs, *constants]
+    items = [_varied(part.place, is_free) for part, is_free in zip(parts, free, strict=True)]
+    nearest = _nearest(trials, [part for part, is_free in zip(parts, free, strict=True) if is_free is False])
+    return Explanation(items[: len(inputs)], items[len(inputs) :], nearest, not trials.is_over)
 
 
 class _Trials:
@@ -85,7 +205,7 @@ class _Trials:
     def is_free(self, part: Part) -> bool | None:
         """True if every variant fails in the same way; ``None`` when none could be run."""
         was_run = False
-        for candidate in part.variants():
+        for candidate in part.variants:
             verdict = self.verdict(candidate, f"other contents of {part.name}")
             if verdict in (Verdict.PASSES, Verdict.OTHER):
                 return False
@@ -93,23 +213,27 @@ class _Trials:
         return True if was_run and not self.is_over else None
 
 
-def _varied(free: bool | None, **place: Any) -> Varied:
-    return Varied(**place, free=bool(free), tried=False if free is None else None)
+def _varied(place: Place, free: bool | None) -> Varied:
+    return Varied(*_fields(place), free=bool(free), tried=False if free is None else None)
 
 
-def _constants(best: Candidate, trials: _Trials) -> list[ConstantPart]:
+def _fields(
+    place: Place,
+) -> tuple[Name | None, tuple[Count, ...] | None, Name | None, Name | None, Number | None]:
+    return place.input, place.element, place.call, place.argument, place.value
+
+
+def _constants(best: Candidate, trials: _Trials) -> list[Part]:
     """The numbers in arguments; whole ones only where a fraction would do, since others are sizes and places."""
-    found: list[ConstantPart] = []
+    found: list[Part] = []
     for index, call in enumerate(best.program.calls):
         for path, leaf in () if call.is_differentiation else leaves(call):
             if isinstance(leaf, bool) or not isinstance(leaf, (int, float)) or len(found) == _MAX_CONSTANTS:
                 continue
-            part = ConstantPart(best, index, path, leaf)
-            if (
-                isinstance(leaf, float)
-                or trials.verdict(part.apply(float(leaf) + 0.5), f"a fraction for {part.name}") is not Verdict.INVALID
-            ):
-                found.append(part)
+            change = _constant_change(best, index, path, leaf)
+            words = f"a fraction for {change.name}"
+            if isinstance(leaf, float) or trials.verdict(change.apply(leaf + 0.5), words) is not Verdict.INVALID:
+                found.append(_constant_part(change))
     return found
 
 
@@ -117,13 +241,11 @@ def _nearest(trials: _Trials, parts: list[Part]) -> Nearest | None:
     """The smallest change of one number that passes, among the first few that were found."""
     found: list[tuple[float, Nearest]] = []
     for part in parts:
-        for change in part.changes():
+        for change in part.changes:
             target = next((n for n in _targets(change) if trials.passes(change, n)), None)
             if target is not None:
                 near = _nearer(trials, change, target)
-                place = change.place
-                at = (place.input, place.element, place.call, place.argument, place.value)
-                found.append((_distance(change.old, near), Nearest(*at, from_=change.old, to=near)))
+                found.append((_distance(change.old, near), Nearest(*_fields(change.place), from_=change.old, to=near)))
                 break
         if len(found) == _MAX_CHANGES:
             break

@@ -37,7 +37,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class FlatParts:
     """Consecutive parts of the tensor ``flat`` along its first axis, as in a batch of sequences that are not padded.
 
     The tensor ``counts`` holds the length of each part, or with ``are_offsets`` where each begins, and with ``has_end``
@@ -68,7 +68,7 @@ class Parts:
         return torch.tensor(numbers, dtype=counts.dtype)
 
 
-def parts_of(call: Call, tensors: Tensors) -> list[Parts]:
+def parts_of(call: Call, tensors: Tensors) -> list[FlatParts]:
     """The tensors that a call takes in parts of different lengths."""
     rule = _PARTS.get(call.name)
     found = rule(_arguments(call)) if rule is not None else ()
@@ -200,25 +200,25 @@ def _alignment(_: Call, given: Mapping[str, Any], tensors: Tensors) -> Iterator[
         yield from _use(given.get("target_lengths"), labels, 1, is_length=True)
 
 
-def _flat_labels(given: Mapping[str, Any]) -> Iterator[Parts]:
+def _flat_labels(given: Mapping[str, Any]) -> Iterator[FlatParts]:
     """Labels of all samples in one row."""
     yield from _parts(given.get("targets"), given.get("target_lengths"))
 
 
-def _bags(given: Mapping[str, Any]) -> Iterator[Parts]:
+def _bags(given: Mapping[str, Any]) -> Iterator[FlatParts]:
     """Indexes of all bags in one row, each with a weight if there are any."""
     for flat in (given.get("input"), given.get("per_sample_weights")):
         yield from _parts(flat, given.get("offsets"), True, given.get("include_last_offset") is True)
 
 
-def _data_segments(given: Mapping[str, Any]) -> Iterator[Parts]:
+def _data_segments(given: Mapping[str, Any]) -> Iterator[FlatParts]:
     yield from _parts(given.get("data"), given.get("lengths"))
     yield from _parts(given.get("data"), given.get("offsets"), True, True)
 
 
-def _parts(flat: Any, counts: Any, are_offsets: bool = False, has_end: bool = False) -> Iterator[Parts]:
+def _parts(flat: Any, counts: Any, are_offsets: bool = False, has_end: bool = False) -> Iterator[FlatParts]:
     if isinstance(flat, Ref) and isinstance(counts, Ref):
-        yield Parts(flat.value, counts.value, are_offsets, has_end)
+        yield FlatParts(flat.value, counts.value, are_offsets, has_end)
 
 
 def _use(
@@ -256,7 +256,7 @@ _RULES: dict[str, _Rule] = {
     "__setitem__": _item,
     "ctc_loss": _alignment,
 }
-_PARTS: dict[str, Callable[[Mapping[str, Any]], Iterator[Parts]]] = {
+_PARTS: dict[str, Callable[[Mapping[str, Any]], Iterator[FlatParts]]] = {
     "ctc_loss": _flat_labels,
     "embedding_bag": _bags,
     "segment_reduce": _data_segments,
@@ -265,7 +265,13 @@ _NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(_ALONG, ("input", "dim", "index")),
     "torch.embedding": ("weight", "input"),
     "torch.embedding_bag": (
-        "weight", "input", "offsets", "scale_grad_by_freq", "mode", "sparse", "per_sample_weights",
+        "weight",
+        "input",
+        "offsets",
+        "scale_grad_by_freq",
+        "mode",
+        "sparse",
+        "per_sample_weights",
         "include_last_offset",
     ),
     "segment_reduce": ("data", "reduce"),

@@ -1,7 +1,7 @@
 """The oracle: does this candidate still fail the same way? Every answer is a real execution.
 
 A verdict is remembered by the candidate's content, so the same candidate is never run twice. What is looked at and how
-it is judged (`checks.protocol.Check`) and where candidates run (`Isolation`) are seams. Time and number of checks are
+it is judged (`SignatureCheck`) and where candidates run (`Isolation`) are seams. Time and number of checks are
 bounded. When several candidates run at once, those after the first success are neither counted nor reported, so the log
 does not depend on it.
 """
@@ -9,58 +9,73 @@ does not depend on it.
 from __future__ import annotations
 
 import math
+import os
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
-
-import torch
 
 from reprokit.locate.failure import Failure
-from reprokit.shrink.budget import Budget, OutOfBudget, PartIsOver, Stopwatch
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.isolation.runner import Isolation
 from reprokit.shrink.isolation.task import Report
-from reprokit.shrink.signature import Signature
+from reprokit.shrink.signature import Signature, SignatureCheck, Verdict
 
-if TYPE_CHECKING:
-    from reprokit.shrink.checks.protocol import Check
+_LEAST_SECONDS = 20.0
+_TIMES_FIRST = 50
+_MOST_SECONDS = 120.0  # seven passes of this length are as long as anybody waits unasked
+_CHECKS = 1000
+_PATIENCE = 5  # where the machine is busy with other things, or a candidate sleeps
 
 
-class Verdict(Enum):
-    """What a check can say. A crash is never taken for the bug, nor another failure for this one."""
+class OutOfBudget(Exception):
+    """The time or the number of checks that was allowed is spent."""
 
-    SAME = "same"
-    OTHER = "other"
-    PASSES = "passes"
-    INVALID = "invalid"
+
+class PartIsOver(OutOfBudget):
+    """A part of the search has spent its own budget; the rest of the search goes on."""
+
+
+@dataclass
+class PartBudget:
+    """What a part of the search may still take, over all rounds."""
+
+    seconds: float
+    checks: int = _CHECKS
+
+    @classmethod
+    def after(cls, seconds: float, max_time: float | None = None, max_checks: int | None = None) -> PartBudget:
+        """The budget of a part where the snapshot runs in so many seconds: 50 runs, at least 20 s, at most 120 s.
+
+        A larger ``max_time`` or ``max_checks`` of the user's applies to each part.
+        """
+        default = min(max(_LEAST_SECONDS, _TIMES_FIRST * seconds), _MOST_SECONDS)
+        return cls(max(default, max_time or 0.0), max(_CHECKS, max_checks or 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Stopwatch:
+    """Seconds of work since it was made: of the clock, but no more than this process and its children computed.
+
+    So a budget buys the same work on a busy machine; a fifth of the clock's seconds counts in any case.
+    """
+
+    _clock: float = field(default_factory=time.monotonic)
+    _computed: float = field(default_factory=lambda: sum(os.times()[:4]))
+
+    @property
+    def seconds(self) -> float:
+        """The seconds so far."""
+        passed = time.monotonic() - self._clock
+        return max(min(passed, sum(os.times()[:4]) - self._computed), passed / _PATIENCE)
+
+    def has_passed(self, seconds: float) -> bool:
+        """True if so many seconds are over; asks for computed time, a system call, only when it matters."""
+        return time.monotonic() - self._clock > seconds and self.seconds > seconds
 
 
 Proposal = tuple[str, Candidate]
-
-
-class Observing(Protocol):
-    """The part of a check that runs candidates."""
-
-    def observe(self, candidate: Candidate) -> Failure | None:
-        """Run a candidate."""
-
-
-@dataclass(frozen=True)
-class Guarded:
-    """Observes with a check in silence and with gradients on."""
-
-    check: Observing
-
-    def __call__(self, candidate: Candidate) -> Failure | None:
-        """What the check observes."""
-        with warnings.catch_warnings(), torch.enable_grad():
-            warnings.simplefilter("ignore")
-            return self.check.observe(candidate)
 
 
 @dataclass
@@ -71,7 +86,7 @@ class Oracle:
     ``start`` is the whole program with its failure, which may be too large to digest in passing.
     """
 
-    predicate: Check
+    predicate: SignatureCheck
     isolation: Isolation
     max_time: float | None = None
     max_checks: int | None = None
@@ -158,7 +173,7 @@ class Oracle:
         self._known.update({digest: Verdict(value) for digest, value in verdicts.items()})
 
     @contextmanager
-    def within(self, budget: Budget) -> Iterator[None]:
+    def within(self, budget: PartBudget) -> Iterator[None]:
         """Raise `PartIsOver` in the block once the budget is spent; what the block took is deducted from it.
 
         An outer budget still holds.

@@ -1,7 +1,8 @@
-"""How plain the contents of a tensor are: what a person would rather read, as a number.
+"""How plain the contents of a tensor are: what a person would rather read, as a number; and plain contents to try.
 
 Zeros come first, then ones, then one constant, then a few short numbers, then anything else. Among constants fewer
-digits win, then the magnitude closer to one.
+digits win, then the magnitude closer to one. Infinities that are wanted (a mask) stay where they are; only finite
+elements are replaced.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import math
 import torch
 
 ZEROS, ONES, CONSTANT, SHORT, ANY = 0.0, 1.0, 2.0, 4.0, 5.0
-MAX_LITERALS = 64
-NUM_SEEDS = 8
-_MAX_DIGITS = 17
-_FIRST = 64
-_CUDA_STATE = 16
+MAX_LITERALS = 64  # a script lists at most so many numbers
+NUM_SEEDS = 8  # each seed costs a check
+_MAX_DIGITS = 17  # of a float64
+_FIRST = 64  # elements that tell most tensors from constants
+_CUDA_STATE = 16  # bytes: seed and offset
+_EXPONENTIAL = 100.0  # most functions with an exponential overflow in half precision
+_PRODUCT = {torch.float16: 300.0, torch.float64: 1e160}  # the square overflows
+_LARGEST = {torch.float16: 6e4, torch.float64: 1e308}
 
 
 def plainness(tensor: torch.Tensor) -> float:
@@ -115,3 +119,42 @@ def _plainness_of_constant(number: float | complex | int | bool, dtype: torch.dt
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     """What a contiguous tensor on the CPU holds, byte for byte; without NumPy, which torch can do without."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def ladder(dtype: torch.dtype) -> tuple[float, ...]:
+    """Large constants in ascending order."""
+    return _EXPONENTIAL, _PRODUCT.get(dtype, 1e20), _LARGEST.get(dtype, 3e38)
+
+
+def is_number(tensor: torch.Tensor) -> bool:
+    """True if the tensor holds real floating-point or complex numbers in a plain layout, in a format that computes."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_quantized and tensor.dtype.itemsize > 1  # not float8
+    return is_plain and tensor.numel() > 0 and (tensor.is_floating_point() or tensor.is_complex())
+
+
+def filled(tensor: torch.Tensor, number: float) -> torch.Tensor:
+    """The tensor with every finite element replaced, in the same memory layout."""
+    plain = torch.full_like(tensor, number, requires_grad=False)
+    infinite = contents(tensor).isinf().reshape(tensor.shape)
+    return torch.where(infinite, tensor, plain) if bool(infinite.any()) else plain
+
+
+def sign_of(tensor: torch.Tensor) -> float:
+    """-1 when the element largest in size is negative, else 1."""
+    values = contents(tensor)
+    if values.is_complex():
+        return 1.0
+    finite = values[values.isfinite()]
+    return -1.0 if finite.numel() and float(finite[finite.abs().argmax()]) < 0 else 1.0
+
+
+def largest_of(tensor: torch.Tensor) -> float:
+    """The largest size of a finite element."""
+    return float(contents(tensor).abs().nan_to_num(posinf=0.0).max())
+
+
+def rounded(tensor: torch.Tensor, digits: int) -> torch.Tensor:
+    """Every element with so many significant digits."""
+    values = [shortened(number, digits, tensor.dtype) for number in contents(tensor).tolist()]
+    found = torch.tensor(values, dtype=tensor.dtype).reshape(tensor.shape)
+    return torch.empty_like(tensor).copy_(found)

@@ -2,8 +2,9 @@
 
 A probe runs the calls on made-up tensors and looks at nothing but shapes and errors. Small inputs are made of zeros;
 large ones, and those of functions that refuse zeros, lie on the meta device, which has no contents at all (and takes a
-second to load). So do those of functions that trust their arguments, since a wrong shape can crash the process there;
-recurrent layers run on zeros once all their sizes were compared. When neither runs, every edit has to be checked.
+second to load). Some kernels trust their arguments: an ill-formed call of them reads foreign memory. Those are probed
+on the meta device only; recurrent layers run on zeros once all their sizes were compared, and never with a wrong number
+of weights or states. When nothing runs, every edit has to be checked.
 """
 
 from __future__ import annotations
@@ -16,15 +17,91 @@ from enum import Enum
 
 import torch
 
-from reprokit.program.ir import Call, Device, Program
+from reprokit.program.ir import Call, Device, Program, iter_refs
 from reprokit.program.run import run
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.indexes import fits, parts_of
-from reprokit.shrink.safety import RECURRENT, TRUSTING_LABELS, is_consistent, is_packed, is_safe, trusts_shapes
 
 Shape = tuple[int, ...]
+RECURRENT = frozenset({"torch.lstm", "torch.gru", "torch.rnn_relu", "torch.rnn_tanh"})
+_COMPRESSED = frozenset(f"torch.sparse_{layout}_tensor" for layout in ("compressed", "csr", "csc", "bsr", "bsc"))
+_TRUSTING_SHAPES = frozenset({*RECURRENT, *_COMPRESSED, "torch.embedding_bag", "torch.segment_reduce"})
+TRUSTING_LABELS = frozenset({"torch.ctc_loss", "torch.nn.functional.ctc_loss"})
+_GATES = {"lstm": 4, "gru": 3}
 Shapes = dict[int, Shape]
 _MAX_ZEROS = 1 << 23  # a product of two matrices of this size takes less than loading the meta device
+
+
+def trusts_arguments(program: Program) -> bool:
+    """True if any call may read past the end of a tensor, for a wrong size or for a number in it that is out of
+    range."""
+    return trusts_shapes(program) or any(call.target in TRUSTING_LABELS for call in program.calls)
+
+
+def trusts_shapes(program: Program) -> bool:
+    """True if any call may read past the end of a tensor of the wrong size; torch's private functions may as well."""
+    return any(call.target in _TRUSTING_SHAPES or _is_private(call.name) for call in program.calls)
+
+
+def is_safe(program: Program, shapes: Mapping[int, Shape]) -> bool:
+    """True if every recurrent layer gets the weights, gates and states it expects, as far as ``shapes`` are known."""
+    return all(is_complete(call, shapes) for call in program.calls if call.target in RECURRENT)
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_complete(call: Call, shapes: Mapping[int, Shape]) -> bool:
+    """True if a recurrent layer gets the weights, gates and states it expects, as far as ``shapes`` are known.
+
+    Arguments: input, states, weights, biases, layers, dropout, training, bidirectional, batch first; for a packed
+    sequence the batch sizes come second and the last one is missing.
+    """
+    place = next((index for index in (2, 3) if index < len(call.args) and isinstance(call.args[index], list)), None)
+    if place is None or call.kwargs or len(call.args) != 9:
+        return False
+    weights, has_biases, num_layers, _, _, is_bidirectional = call.args[place : place + 6]
+    num_cells = num_layers * (2 if is_bidirectional else 1)
+    per_cell = 4 if has_biases else 2
+    counts = (per_cell, per_cell + 1) if call.name == "lstm" else (per_cell,)  # one more with a projection
+    count = next((count for count in counts if len(weights) == num_cells * count), None)
+    states = [shapes[ref.value] for ref in iter_refs(call.args[place - 1]) if ref.value in shapes]
+    if count is None or any(shape[:1] != (num_cells,) for shape in states):
+        return False
+    gated = [shapes[ref.value] for n, ref in enumerate(weights) if n % count < per_cell and ref.value in shapes]
+    return all(shape and shape[0] % _GATES.get(call.name, 1) == 0 for shape in gated)
+
+
+def is_packed(call: Call) -> bool:
+    """True if a recurrent layer reads a packed sequence."""
+    return not isinstance(call.args[2], list)
+
+
+def is_consistent(call: Call, shapes: Mapping[int, Shape]) -> bool:
+    """True if every size of a recurrent layer is the one it must be; of a packed one only `is_complete` is known.
+
+    All ``shapes`` must be there.
+    """
+    if not is_complete(call, shapes) or is_packed(call):
+        return is_complete(call, shapes)
+    weights, has_biases, num_layers, _, _, is_bidirectional, is_batch_first = call.args[2:]
+    given, states = shapes[call.args[0].value], [shapes[ref.value] for ref in iter_refs(call.args[1])]
+    directions = 2 if is_bidirectional else 1
+    num_cells = num_layers * directions
+    if len(given) != 3 or len(states) != (2 if call.name == "lstm" else 1) or any(len(state) != 3 for state in states):
+        return False
+    batch, output, hidden = given[0 if is_batch_first else 1], states[0][2], states[-1][2]
+    gates, is_projected = hidden * _GATES.get(call.name, 1), len(weights) == num_cells * (5 if has_biases else 3)
+    expected: list[Shape] = []
+    for cell in range(num_cells):
+        width = given[2] if cell < directions else output * directions
+        expected += [(gates, width), (gates, output), *[(gates,), (gates,)] * bool(has_biases)]
+        expected += [(output, hidden)] * is_projected
+    are_states_right = all(state[:2] == (num_cells, batch) for state in states)
+    return (
+        are_states_right and (is_projected or output == hidden) and [shapes[ref.value] for ref in weights] == expected
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +113,7 @@ class Form:
 
 
 Forms = tuple[tuple[int, Form], ...]
+
 Key = tuple[tuple[object, ...], Forms]
 
 
@@ -119,7 +197,6 @@ class Prober:
             self.before_run()
             self._shapes[key] = _run_on(program, forms, ground)
         return self._shapes[key]
-
 
     def _key(self, program: Program, forms: Mapping[int, Form], *more: object) -> Key:
         """What tells two questions apart. Programs share most of their calls, so each call is spelled once."""

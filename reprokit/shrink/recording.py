@@ -1,13 +1,17 @@
-"""One instrumented run: what chosen calls read, what they returned, and which gradients arrived at their outputs."""
+"""One instrumented run: what chosen calls read and returned, and which gradients arrived at their outputs.
+
+An `Excerpt` makes a candidate of some calls on these values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from reprokit.program.ir import Call
+from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Input, Program, Ref, iter_refs
+from reprokit.program.memory import copy_of
 from reprokit.program.run import run
 from reprokit.shrink.candidate import Candidate
 
@@ -36,11 +40,11 @@ class Recording:
             return
         for value in call.input_refs():
             tensor = values[value]
-            self.inputs[index, value] = copy_of(tensor)
+            self.inputs[index, value] = copy_of(tensor.detach())
             if tensor.requires_grad:
                 self.needs_grad.add((index, value))
             if call.is_optimizer_step and tensor.is_leaf and tensor.grad is not None:
-                self.grads[value] = copy_of(tensor.grad)
+                self.grads[value] = copy_of(tensor.grad.detach())
 
     def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Copy what it returned, and listen for gradients."""
@@ -48,13 +52,13 @@ class Recording:
             return
         for value in call.output_refs():
             tensor = values[value]
-            self.outputs[value] = copy_of(tensor)
+            self.outputs[value] = copy_of(tensor.detach())
             if tensor.requires_grad:
                 self._listen(value, tensor)
 
     def _listen(self, value: int, tensor: torch.Tensor) -> None:
         def note(gradient: torch.Tensor) -> None:
-            self.gradients.setdefault(value, []).append(copy_of(gradient))
+            self.gradients.setdefault(value, []).append(copy_of(gradient.detach()))
 
         tensor.register_hook(note)  # type: ignore[no-untyped-call]
 
@@ -67,7 +71,66 @@ def record(candidate: Candidate, wanted: frozenset[int]) -> Recording:
     return recording
 
 
-def copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A detached copy with the same strides."""
-    plain = tensor.detach()
-    return plain.clone() if plain.layout is not torch.strided else plain.clone(memory_format=torch.preserve_format)
+@dataclass
+class Excerpt:
+    """Some calls of a program as a program of their own, on the values that a run recorded."""
+
+    program: Program
+    recording: Recording
+    calls: list[Call] = field(default_factory=list)
+    inputs: list[Input] = field(default_factory=list)
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._next = self.program.next_value()
+
+    def candidate(self, outputs: Iterable[int] = ()) -> Candidate:
+        """The finished candidate."""
+        refs = tuple(map(Ref, outputs))
+        return Candidate(Program(tuple(self.calls), tuple(self.inputs), refs, self.program.modules), self.tensors)
+
+    def read(self, index: int, value: int, name: str, role: str, requires_grad: bool = False) -> None:
+        """Add an input: a value as call ``index`` read it."""
+        self.inputs.append(Input(value, name, role, requires_grad))
+        self.tensors[value] = self.recording.inputs[index, value]
+
+    def differentiate(self, outputs: Iterable[int], number: int = -1) -> bool:
+        """Add a backward pass from the outputs that gradients arrived at in pass ``number``; True if there are any."""
+        found = {output: self.recording.gradients.get(output, [])[number:][:1] for output in outputs}
+        starts = {Ref(output): self._add(gradient, "gradient") for output, given in found.items() for gradient in given}
+        self.calls.append(Call(AUTOGRAD_BACKWARD, (list(starts), list(starts.values())), phase="backward"))
+        return bool(starts)
+
+    def update(self, index: int, parameters: Container[int], *, is_alone: bool) -> None:
+        """Add an optimizer's step on these parameters alone, with their state.
+
+        ``is_alone`` adds parameters and gradients as inputs; else a backward pass before the step leaves the gradients.
+        """
+        call = self.program.calls[index]
+        content: dict[str, list[object]] = {"params": [], "grads": [], "options": [], "state": []}
+        for params, grads, options, states in zip(*(call.kwargs[name] for name in content), strict=True):
+            rows = []
+            for ref, grad, state in zip(params, grads, states, strict=True):
+                if ref.value in parameters:
+                    rows.append((ref, self._parameter(index, ref, grad) if is_alone else None, dict(state)))
+                    for key, other in ((key, other) for key, item in state.items() for other in iter_refs(item)):
+                        self.read(index, other.value, key, "state")
+            if rows:
+                content["options"].append(dict(options))
+                for name, column in zip(("params", "grads", "state"), zip(*rows, strict=True), strict=True):
+                    content[name].append(list(column))
+        self.calls.append(replace(call, args=(), kwargs=content, outputs=None))
+
+    def _parameter(self, index: int, ref: Ref, grad: Ref | None) -> Ref | None:
+        """Add a parameter and its gradient; the new value of the gradient."""
+        names = {item.value: item.name for item in self.program.inputs}
+        self.read(index, ref.value, names.get(ref.value, "parameter"), "parameter", True)
+        recorded = self.recording
+        found = recorded.inputs.get((index, grad.value)) if grad else recorded.grads.get(ref.value)
+        return self._add(found, "grad") if found is not None else None
+
+    def _add(self, gradient: torch.Tensor, name: str) -> Ref:
+        value, self._next = self._next, self._next + 1
+        self.inputs.append(Input(value, name, "gradient"))
+        self.tensors[value] = gradient
+        return Ref(value)

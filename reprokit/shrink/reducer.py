@@ -16,53 +16,36 @@ from pathlib import Path
 from reprokit.errors import NotReproduced, ReprokitError, UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.run import determinism
-from reprokit.shrink.budget import Budget, OutOfBudget, PartIsOver
+from reprokit.shrink import events
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.certainty import Certainty
 from reprokit.shrink.checks.choice import choose_check
-from reprokit.shrink.checks.exception import ExceptionCheck
 from reprokit.shrink.checks.function import FunctionCheck
-from reprokit.shrink.checks.memory import OutOfMemoryCheck
-from reprokit.shrink.checks.nonfinite import NonfiniteCheck
+from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck, OutOfMemoryCheck
+from reprokit.shrink.context.finder import find_context
 from reprokit.shrink.context.piece import Context
-from reprokit.shrink.context.search import find_context
 from reprokit.shrink.context.variables import variables
-from reprokit.shrink.events import (
-    Checked,
-    ContextChecked,
-    ContextStarted,
-    Event,
-    Finished,
-    Improved,
-    PassEnded,
-    PassStarted,
-    Replayed,
-    Resumed,
-    Started,
-    Varied,
-)
+from reprokit.shrink.events import Event
 from reprokit.shrink.explain import Explanation, explain
-from reprokit.shrink.isolation.limits import Limits
-from reprokit.shrink.isolation.remote import Executor
-from reprokit.shrink.isolation.runner import Isolation
+from reprokit.shrink.isolation.processes import RunLimits
+from reprokit.shrink.isolation.runner import Executor, Isolation
 from reprokit.shrink.isolation.task import Observe, Task
 from reprokit.shrink.ledger import Ledger
-from reprokit.shrink.oracle import Guarded, Oracle, Verdict
-from reprokit.shrink.passes.calls import remove_calls
-from reprokit.shrink.passes.cut import cuts
+from reprokit.shrink.oracle import Oracle, OutOfBudget, PartBudget, PartIsOver
+from reprokit.shrink.passes.cut import cuts, slice_to
+from reprokit.shrink.passes.removal import remove_calls
 from reprokit.shrink.passes.setting import drop_autocast, simplify_precision, simplify_setting
 from reprokit.shrink.passes.sizes import drop_dimensions, shrink_sizes
 from reprokit.shrink.passes.values import simplify_values
 from reprokit.shrink.problem import Problem
-from reprokit.shrink.reduction import Origin, Reduction, Size
-from reprokit.shrink.resume import load_earlier, origin_of
-from reprokit.shrink.slicing import slice_to
+from reprokit.shrink.reduction import Origin, Reduction, Size, load_earlier, origin_of
+from reprokit.shrink.signature import Verdict
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.paths import REDUCTION_FILE
 
 LEVELS = ("op", "module", "step")
 CUT, EXPLAIN, CONTEXT = "cut", "explain", "context"
-_MAX_ROUNDS = 20
+_MAX_ROUNDS = 20  # a round that changes nothing ends the search far earlier; this ends a cycle
 
 # In this order: fewer calls make every later check cheaper; strides, padding and flags stand in the way of small sizes;
 # and settings are simplified before values, so that an argument that matters is not made superfluous by another value.
@@ -88,7 +71,7 @@ def shrink(
     jobs: int = 1,
     isolation: str = "auto",
     executor: Executor | None = None,
-    limits: Limits | None = None,
+    limits: RunLimits | None = None,
     check: str | None = None,
     observe: Observe | None = None,
     resume: bool = False,
@@ -119,7 +102,7 @@ def shrink(
         warnings.simplefilter("ignore")
         chosen = choose_check(check, snapshot)
         is_foreign = observe is not None or isinstance(chosen, (FunctionCheck, OutOfMemoryCheck))
-        task = Task.of(observe or Guarded(chosen), snapshot.settings)
+        task = Task.of(observe or chosen, snapshot.settings)
         with closing(Isolation(task, isolation, jobs, limits, is_foreign, executor)) as places:
             tell = on_event or (lambda event: None)
             oracle = Oracle(chosen, places, max_time, max_checks)
@@ -157,7 +140,7 @@ class _Run:
     explanation: Explanation = field(default_factory=Explanation)
     broken: set[str] = field(default_factory=set)
     over: set[str] = field(default_factory=set)
-    budgets: dict[str, Budget] = field(default_factory=dict)
+    budgets: dict[str, PartBudget] = field(default_factory=dict)
     seconds: float = 0.0
     started: float = field(default_factory=time.monotonic)
 
@@ -165,10 +148,10 @@ class _Run:
         """Run the whole schedule."""
         whole = Candidate(self.snapshot.program, self.snapshot.tensors)
         self.ledger = Ledger(whole.num_calls, whole.num_elements)
-        self.tell(Started(whole.num_calls, whole.num_elements, self.oracle.max_time, self.oracle.max_checks))
+        self.tell(events.Started(whole.num_calls, whole.num_elements, self.oracle.max_time, self.oracle.max_checks))
         self.oracle.on_check = self._checked
         whole, runs = self._needed(whole)
-        self.certainty.establish(whole, lambda rate: self.tell(Replayed(rate.failed, rate.runs)), runs)
+        self.certainty.establish(whole, lambda rate: self.tell(events.Replayed(rate.failed, rate.runs)), runs)
         problem = Problem(whole, self.oracle)
         try:
             self._search(problem)
@@ -188,7 +171,7 @@ class _Run:
             raise
         reduction = self._keep(problem.best)
         self.tell(
-            Finished(
+            events.Finished(
                 reduction.program.num_calls,
                 problem.best.num_elements,
                 reduction.checks,
@@ -266,7 +249,7 @@ class _Run:
         self.context = earlier.context
         self.oracle.on_check = self._checked
         self.oracle.recall(earlier.known)
-        self.tell(Resumed(candidate.num_calls, candidate.num_elements, earlier.checks))
+        self.tell(events.Resumed(candidate.num_calls, candidate.num_elements, earlier.checks))
 
     def _find_context(self, whole: Candidate) -> Context | None:
         """The piece of the model that shows the failure, if that is one value or exception that comes every time."""
@@ -278,10 +261,10 @@ class _Run:
         oracle = Oracle(certainty.check, certainty.isolation, left, self.oracle.max_checks)
 
         def tell(candidate: Candidate, verdict: Verdict, change: str) -> None:
-            self.tell(ContextChecked(oracle.checks, verdict.value, change))
+            self.tell(events.ContextChecked(oracle.checks, verdict.value, change))
 
         oracle.on_check = tell
-        self.tell(ContextStarted(min(budget.seconds, oracle.seconds_left)))
+        self.tell(events.ContextStarted(min(budget.seconds, oracle.seconds_left)))
         with oracle.within(budget):
             found = find_context(whole, certainty.failure, oracle, variables(self.snapshot.program.calls))
         if oracle.was_late and self.oracle.max_time is None:
@@ -320,10 +303,10 @@ class _Run:
             told = f"`{name}` stopped after an internal error ({first_line}); the other parts ran"
             self.certainty.notes.append(told)
 
-    def _budget(self, name: str) -> Budget:
+    def _budget(self, name: str) -> PartBudget:
         """What is left of the budget of a part of the work."""
         if name not in self.budgets:
-            self.budgets[name] = Budget.after(self.certainty.seconds, self.oracle.max_time, self.oracle.max_checks)
+            self.budgets[name] = PartBudget.after(self.certainty.seconds, self.oracle.max_time, self.oracle.max_checks)
         return self.budgets[name]
 
     @contextmanager
@@ -342,30 +325,30 @@ class _Run:
     @contextmanager
     def _passing(self, name: str, number: int, problem: Problem) -> Iterator[None]:
         """Book and tell what a pass does."""
-        self.tell(PassStarted(name, number, problem.best.num_calls, problem.best.num_elements))
+        self.tell(events.PassStarted(name, number, problem.best.num_calls, problem.best.num_elements))
         with self.ledger.passing(name) as row, self._within_budget(name):
             yield
         is_over = name in self.over
         if not row.successes and not is_over:
             self.ledger.settled.add(name)
         best = problem.best
-        self.tell(PassEnded(name, number, row.checks, row.successes, best.num_calls, best.num_elements, is_over))
+        self.tell(events.PassEnded(name, number, row.checks, row.successes, best.num_calls, best.num_elements, is_over))
 
     def _checked(self, candidate: Candidate, verdict: Verdict, change: str) -> None:
         self.ledger.checked(candidate, verdict.value, change)
         self.tell(
-            Checked(self.ledger.checks, candidate.num_calls, candidate.num_elements, verdict.value, change),
+            events.Checked(self.ledger.checks, candidate.num_calls, candidate.num_elements, verdict.value, change),
         )
 
     def _varied(self, candidate: Candidate, verdict: Verdict, change: str) -> None:
         self.ledger.varied()
-        self.tell(Varied(self.ledger.variants, verdict.value, change))
+        self.tell(events.Varied(self.ledger.variants, verdict.value, change))
 
     def _accepted(self, candidate: Candidate) -> None:
         change = self.ledger.accepted(candidate)
         self.certainty.accepted(candidate)
         self._keep(candidate)
-        self.tell(Improved(candidate.num_calls, candidate.num_elements, change))
+        self.tell(events.Improved(candidate.num_calls, candidate.num_elements, change))
 
     def _keep(self, best: Candidate) -> Reduction:
         """The reduction as it stands, written to disk if there is a place for it."""

@@ -1,7 +1,11 @@
-"""A reduction: the smallest program found, how it was found, and the file it is kept in."""
+"""A reduction: the smallest program found, how it was found, the file it is kept in, and going on from that file.
+
+A reduction is resumed only after file and snapshot were compared, so that a refusal leaves the folder as it was.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,17 +13,29 @@ from typing import Annotated, Any
 
 import torch
 
+from reprokit.errors import SnapshotError, UsageError
 from reprokit.grammar import Count, Line, Name, Text, left_out, one_of, plain_of
 from reprokit.locate.diagnosis import Diagnosis
 from reprokit.locate.failure import Failure
+from reprokit.program import plain
 from reprokit.program.ir import Program
 from reprokit.shrink.context.piece import Context
-from reprokit.shrink.parts import Nearest, Varied
-from reprokit.shrink.plainness import contents
+from reprokit.shrink.explain import Nearest, Varied
+from reprokit.shrink.plainness import contents, raw_bytes
 from reprokit.shrink.signature import Signed
-from reprokit.snapshot.format import StoredProgram, StoredTensors, count_elements, read_content, storable, write_file
+from reprokit.snapshot.format import (
+    Snapshot,
+    StoredProgram,
+    StoredTensors,
+    count_elements,
+    read_content,
+    storable,
+    write_file,
+)
 
 KIND = "reduction"
+_MAX_SAMPLES = 4096  # elements of a tensor in the hash, so that a large model does not cost a pass over its memory
+_HINT = "shrink without `--resume`, into another folder with -o or over this one with -f"
 Verdict = Annotated[str, one_of("same", "other", "passes", "invalid")]
 
 
@@ -176,3 +192,40 @@ def _largest(program: Program, tensors: Mapping[int, torch.Tensor]) -> float | N
         if sizes.numel():
             largest = max(largest or 0.0, float(sizes.max()))
     return largest
+
+
+def origin_of(snapshot: Snapshot) -> Origin:
+    """What a reduction belongs to: the snapshot, and the torch whose verdicts it holds."""
+    return Origin(fingerprint(snapshot), str(torch.__version__))
+
+
+def fingerprint(snapshot: Snapshot) -> str:
+    """A hash of the program and of a sample of every tensor; equal for the same file."""
+    found = hashlib.blake2b(repr(plain.to_plain(snapshot.program)).encode(), digest_size=16)
+    found.update(f"{snapshot.step} {snapshot.micro_step} {snapshot.failure.kind} {snapshot.failure.call}".encode())
+    for item in snapshot.program.inputs:
+        tensor = snapshot.tensors[item.value]
+        found.update(f"{item.value} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        values = contents(tensor)
+        sample = values[:: max(1, values.numel() // _MAX_SAMPLES)].cpu().contiguous()
+        if sample.numel():
+            found.update(raw_bytes(sample))
+    return found.hexdigest()
+
+
+def load_earlier(path: Path, snapshot: Snapshot, origin: Origin, level: str) -> Reduction:
+    """The reduction at ``path``; raises `SnapshotError` for a damaged one, `UsageError` for one of something else."""
+    try:
+        earlier = load(path)
+    except SnapshotError as error:
+        raise SnapshotError(f"cannot resume: {error.message}", hint=_HINT, note=error.note) from error
+    before = Size(snapshot.program.num_calls, snapshot.num_elements)
+    if (earlier.origin.snapshot or origin.snapshot) != origin.snapshot or earlier.before != before:
+        raise UsageError(f"cannot resume: `{path}` was made from another snapshot", hint=_HINT)
+    if (earlier.origin.check or "") != (origin.check or ""):
+        raise UsageError(f"cannot resume: `{path}` was made with another check", hint=_HINT)
+    if earlier.level != level:
+        raise UsageError(f"cannot resume: `{path}` was made at level `{earlier.level}`", hint=_HINT)
+    if earlier.origin.torch != origin.torch:
+        return replace(earlier, known={})
+    return earlier

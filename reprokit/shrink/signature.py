@@ -8,19 +8,37 @@ input. Two more guards are needed for the same reason: no input may be bad that 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import warnings
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any
+from enum import Enum
+from typing import Any, Self
 
+import torch
+
+from reprokit.errors import ReprokitError
 from reprokit.grammar import Line, Name, left_out
 from reprokit.locate.calls import constant_ways
-from reprokit.locate.failure import Failure
-from reprokit.locate.ways import NAN, ways_of
+from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
 from reprokit.program.ir import Phase, Program, Ref
 from reprokit.program.run import Tensors
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.leaves import leaves
+from reprokit.shrink.recording import record
 
 Given = frozenset[tuple[int | str, str]]
 ACCUMULATION = "AccumulateGrad"
+ALL_WAYS = frozenset({NAN, PLUS, MINUS})
+
+
+class Verdict(Enum):
+    """What a check can say. A crash is never taken for the bug, nor another failure for this one."""
+
+    SAME = "same"
+    OTHER = "other"
+    PASSES = "passes"
+    INVALID = "invalid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,18 +142,7 @@ def _position(failure: Failure, program: Program) -> tuple[Any, ...] | None:
     call = program.calls[failure.call_index]
     if call.is_differentiation or (failure.phase == "forward" and failure.value in call.output_refs()):
         return None  # in a second derivative its arguments are no operands; a result has no place among them
-    return next((path for path, ref in _paths((call.args, dict(call.kwargs))) if ref.value == failure.value), None)
-
-
-def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Ref]]:
-    if isinstance(value, Ref):
-        yield path, value
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _paths(item, (*path, index))
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _paths(item, (*path, key))
+    return next((path for path, leaf in leaves(call) if leaf == Ref(failure.value)), None)
 
 
 def _wording(kind: str, message: str) -> tuple[str, str]:
@@ -143,3 +150,79 @@ def _wording(kind: str, message: str) -> tuple[str, str]:
     first = re.sub(r"\b0x[0-9a-fA-F]+", "#", message.strip().split("\n")[0])
     first = re.sub(r"[\[(][\d\s,x.-]*[\])]", "#", first)
     return kind, re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "#", first)
+
+
+@dataclass(frozen=True)
+class SignatureCheck(ABC):
+    """A check that knows its failure by a signature. ``forbidden`` are the ways in which no input may be bad.
+
+    A check without a signature has not seen its failure yet; `adopted` gives one that has.
+    """
+
+    wanted: Signature | None = None
+    forbidden: frozenset[str] = frozenset()
+
+    @property
+    def is_settled(self) -> bool:
+        """True if the failure in question is known."""
+        return self.wanted is not None
+
+    def complaint(self, observation: Failure | None) -> ReprokitError | None:
+        """What to say when a run of the snapshot shows that the check itself does not work."""
+        return None
+
+    @abstractmethod
+    def recognises(self, failure: Failure) -> bool:
+        """True if a failure is of the kind that this check is about."""
+
+    @property
+    @abstractmethod
+    def spec(self) -> str:
+        """The check as it is written on the command line."""
+
+    @abstractmethod
+    def observe(self, candidate: Candidate) -> Failure | None:
+        """Run a candidate."""
+
+    def __call__(self, candidate: Candidate) -> Failure | None:
+        """Observe in silence and with gradients on."""
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            return self.observe(candidate)
+
+    @property
+    def signature(self) -> Signature:
+        """What must stay the same."""
+        if self.wanted is None:
+            raise LookupError("the check has not seen its failure yet")
+        return self.wanted
+
+    def adopted(self, failure: Failure, whole: Candidate) -> Self:
+        """This check for the failure of a whole program."""
+        forbidden = ALL_WAYS - _ways_that_reach(whole, failure)
+        return replace(self, wanted=Signature.of(failure, whole.program), forbidden=forbidden)
+
+    def judge(self, observation: Failure | None, candidate: Candidate) -> Verdict:
+        """Compare signatures; an exception that is not the failure is a crash."""
+        if observation is None:
+            return Verdict.PASSES
+        if self.wanted is not None and same(Signature.of(observation, candidate.program), self.wanted):
+            return Verdict.SAME
+        return Verdict.INVALID if observation.kind == EXCEPTION else Verdict.OTHER
+
+    def is_clean(self, candidate: Candidate) -> bool:
+        """True if no input or constant is bad in a forbidden way."""
+        return not ways_given(candidate.program, candidate.tensors) & self.forbidden
+
+    def summary(self) -> Signed:
+        """The signature, and the check that it belongs to."""
+        return replace(self.signature.summary(), check=self.spec)
+
+
+def _ways_that_reach(whole: Candidate, failure: Failure) -> frozenset[str]:
+    """Ways in which the snapshot's inputs are bad, or what its origin call reads."""
+    ways = ways_given(whole.program, whole.tensors)
+    if failure.call_index is None:
+        return ways
+    recording = record(whole, frozenset({failure.call_index}))
+    return ways.union(*(ways_of(tensor) for tensor in recording.inputs.values()))

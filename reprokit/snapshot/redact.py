@@ -36,9 +36,7 @@ _ADDRESS_VARIABLES = re.compile(r"COMM_ID|HOST_?(?:ID|NAME|HASH)|ADDR|ENDPOINT|R
 _ADDRESS = re.compile(r"(?<![\w.:-])(?:\d{1,3}(?:\.\d{1,3}){3}(?![\w.])|[A-Za-z][A-Za-z0-9.-]*(?=:\d{4,5}(?!\d)))")
 _PEER = re.compile(r"\b(?:NCCL_COMM_ID|NCCL_HOSTID|MASTER_ADDR)=(?!localhost|127\.)(?P<value>[^\s\"',;]+)")
 
-_PRIVATE_KEY = re.compile(
-    r"-----BEGIN ([A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?)-----.*?(?:-----END \1-----|\Z)", re.DOTALL
-)
+_PRIVATE_KEY = re.compile(r"-----BEGIN ([A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?)-----.*?(?:-----END \1-----|\Z)", re.DOTALL)
 _USERINFO = re.compile(
     r"(?<=://)(?:[^\s/:@'\"<>]{0,64}:"  # a password may have @ and / in it, but a number there is a port
     r"(?!\d{1,5}(?:[/,?#]|$))[^\s'\"<>]{1,256}@(?=[\w.-]+(?::\d+)?(?:[^\w.:@-]|$))|[^\s/@'\"]{0,256}@)"
@@ -53,9 +51,7 @@ _AUTHORIZATION = re.compile(
 )
 _BASIC = re.compile(r"(?i)\bbasic\s+(?P<value>[A-Za-z0-9+/]{8,}={0,2})")
 _LOGIN = re.compile(r"""\blogin\(\s*["'](?P<value>(?=[^0-9"']*[0-9])(?=[^A-Za-z"']*[A-Za-z])[\w-]{20,})""")
-_NETRC = re.compile(
-    r"\b(?:machine\s+\S+|default|login\s+\S+)\s+(?:account\s+\S+\s+)?password\s+(?P<value>[^\s\"']+)"
-)
+_NETRC = re.compile(r"\b(?:machine\s+\S+|default|login\s+\S+)\s+(?:account\s+\S+\s+)?password\s+(?P<value>[^\s\"']+)")
 _PASSWORD_FLAGS = {  # programs whose option takes nothing but a password
     "-p": r"(?:mysql|mariadb|mongo)[\w-]{0,20}|(?:docker|podman|helm\s+registry|az|oc)\s+login"
     r"|sshpass|7z\w?|(?:un)?rar",
@@ -296,9 +292,7 @@ def _without_addresses(name: str, value: str) -> str:
     return value if name.endswith("VERSION") else _ADDRESS.sub(REDACTED, value)
 
 
-def _hide(
-    pattern: re.Pattern[str], text: str, is_secret: Callable[[re.Match[str]], bool] = lambda match: True
-) -> str:
+def _hide(pattern: re.Pattern[str], text: str, is_secret: Callable[[re.Match[str]], bool] = lambda match: True) -> str:
     """The text with the group ``value`` of each match that is secret hidden."""
 
     def hidden(match: re.Match[str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import repeat
 from typing import cast
@@ -21,16 +21,14 @@ from reprokit.program.run import Settings
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.checks.function import FUNCTION
-from reprokit.shrink.checks.protocol import SignatureCheck
-from reprokit.shrink.isolation import forked
-from reprokit.shrink.isolation.limits import Limits, peak_bytes
+from reprokit.shrink.isolation import processes
+from reprokit.shrink.isolation.processes import ForkedRun, RunLimits, peak_bytes, uninterrupted, wait_for
 from reprokit.shrink.isolation.runner import Isolation
-from reprokit.shrink.isolation.running import uninterrupted, wait_for
 from reprokit.shrink.isolation.task import NotObserved, Observe, Report, Task
 from reprokit.shrink.reduction import Answered, Reduction, WhatIf
+from reprokit.shrink.signature import SignatureCheck
 from reprokit.snapshot.format import Snapshot
-from reprokit.whatif.trial import Answer, Trial, Trials, one_line
-from reprokit.whatif.variants import VARIANTS, Variant
+from reprokit.whatif.trial import VARIANTS, Answer, Trial, Trials, Variant, one_line
 
 MINIMUM, CONTEXT, SNAPSHOT = "minimum", "context", "snapshot"
 NOT_DONE = "not done within"  # what the detail begins with where there was no time left
@@ -72,13 +70,13 @@ def making_of_reduction(
     def make(_: Candidate | None = None) -> WhatIf:
         return make_table(subjects, settings, seconds)
 
-    if not forked.is_usable():
+    if not processes.can_fork():
         yield make
         return
-    runs: list[forked.ForkedRun] = []
+    runs: list[ForkedRun] = []
     task = Task(cast(Observe, make))
     try:
-        forked.start(task, Candidate(Program((), ()), {}), Limits(2 * seconds + _SECONDS_TO_END), runs)
+        processes.start_forked(task, Candidate(Program((), ()), {}), RunLimits(2 * seconds + _SECONDS_TO_END), runs)
         yield lambda: cast(WhatIf, wait_for(runs[0], runs).value())
     finally:
         with uninterrupted():
@@ -117,22 +115,20 @@ def make_table(
         return _Table(subjects, places, seconds, variants, tell).make()
 
 
+@dataclass
 class _Table:
     """A table in the making."""
 
-    def __init__(
-        self,
-        subjects: Subjects,
-        places: Isolation,
-        seconds: float,
-        variants: Sequence[Variant],
-        tell: Tell | None,
-    ) -> None:
-        self._subjects, self._places, self._budget, self._variants = subjects, places, seconds, variants
-        self._tell = tell
+    subjects: Subjects
+    places: Isolation
+    budget: float
+    variants: Sequence[Variant]
+    tell: Tell | None
+    trials: dict[tuple[str, str], Trial] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._started = time.monotonic()
         self._memory = max(_LEAST_BYTES, 2 * peak_bytes())
-        self._trials: dict[tuple[str, str], Trial] = {}
 
     def make(self) -> WhatIf:
         """Run everything that there is time for."""
@@ -142,32 +138,32 @@ class _Table:
             self._run([job])
         if slow:
             _load_compilers()
-        for name in self._subjects:
+        for name in self.subjects:
             self._run([job for job in slow if job[0] == name])
-        tables = {name: tuple(self._rows(name)) for name in self._subjects}
-        return WhatIf(self._budget, round(time.monotonic() - self._started, 3), tables)
+        tables = {name: tuple(self._rows(name)) for name in self.subjects}
+        return WhatIf(self.budget, round(time.monotonic() - self._started, 3), tables)
 
     def _jobs(self) -> Iterator[tuple[str, Variant]]:
         """What there is to run; the whole table of one subject comes before the next one's."""
-        for name, (candidate, _) in self._subjects.items():
-            yield from ((name, variant) for variant in self._variants if variant.is_of_interest(candidate))
+        for name, (candidate, _) in self.subjects.items():
+            yield from ((name, variant) for variant in self.variants if variant.is_of_interest(candidate))
 
     def _run(self, jobs: Sequence[tuple[str, Variant]]) -> None:
         """Run these at once."""
-        left = self._budget - (time.monotonic() - self._started)
+        left = self.budget - (time.monotonic() - self._started)
         if left < _LEAST_SECONDS:
             self._note(jobs, repeat(self._too_late(), len(jobs)))
             return
-        self._places.limits = Limits(left, self._memory)
-        candidates = [replace(self._subjects[name][0], variant=variant.key) for name, variant in jobs]
-        with closing(self._places.reports(candidates)) as reports:
+        self.places.limits = RunLimits(left, self._memory)
+        candidates = [replace(self.subjects[name][0], variant=variant.key) for name, variant in jobs]
+        with closing(self.places.reports(candidates)) as reports:
             self._note(jobs, map(self._trial, reports))
 
     def _note(self, jobs: Sequence[tuple[str, Variant]], trials: Iterable[Trial]) -> None:
         for (name, variant), trial in zip(jobs, trials, strict=True):
-            self._trials[name, variant.key] = trial
-            if self._tell is not None:
-                self._tell(name, variant, trial)
+            self.trials[name, variant.key] = trial
+            if self.tell is not None:
+                self.tell(name, variant, trial)
 
     def _trial(self, report: Report) -> Trial:
         error = report.error
@@ -181,18 +177,18 @@ class _Table:
         return Trial(Answer.CANNOT_RUN, str(error) if reason == "memory" else one_line(error))
 
     def _too_late(self) -> Trial:
-        return Trial(Answer.CANNOT_RUN, f"{NOT_DONE} the {self._budget:g} s for this table")
+        return Trial(Answer.CANNOT_RUN, f"{NOT_DONE} the {self.budget:g} s for this table")
 
     def _rows(self, name: str) -> Iterator[Answered]:
-        for variant in self._variants:
-            trial = self._trials.get((name, variant.key))
+        for variant in self.variants:
+            trial = self.trials.get((name, variant.key))
             if trial is not None:
                 yield Answered(variant.key, variant.name, trial.answer.value, trial.detail, trial.seconds)
 
 
 def _load_compilers() -> None:
     """Load what every compiled variant loads, once, for its forked children."""
-    if forked.is_usable():
+    if processes.can_fork():
         for module in ("torch._dynamo", "torch._inductor.compile_fx"):
             with suppress(Exception):  # the variant then says so itself
                 import_module(module)

@@ -1,39 +1,145 @@
-"""One program in one variant: does it fail the same way, and how long does a run take?
+"""The variants of a program, and one trial: does the program fail the same way in a variant, how long does a run take?
 
-A trial happens in a process of its own and comes back as plain data. Compiled code has no calls to follow a bad value
-through, so its results are compared with those of an eager run.
+A variant changes the program, torch's settings around it, or how it is run. A trial happens in a process of its own and
+comes back as plain data. Compiled code has no calls to follow a bad value through, so its results are compared with
+those of an eager run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 
 import torch
 from torch.utils.benchmark import Timer
 
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.ways import ways_of
-from reprokit.program.run import Outcome, run
+from reprokit.program.run import Outcome, Settings, determinism, run
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.checks.compiled import CompiledProgram
-from reprokit.shrink.checks.difference import results_of
-from reprokit.shrink.checks.protocol import SignatureCheck
-from reprokit.shrink.oracle import Verdict
-from reprokit.whatif.variants import ANOMALY, BY_KEY, Unsuitable, Variant
+from reprokit.shrink.checks.mismatch import results_of
+from reprokit.shrink.checks.references import CompiledProgram, default_dtype, in_dtype, on_device
+from reprokit.shrink.signature import SignatureCheck, Verdict
 
+AS_IT_IS = "as_it_is"
+ANOMALY = "detect_anomaly"
+COMPILED = "compile:"
+Change = Callable[[Candidate], Candidate]
+Around = Callable[[], contextlib.AbstractContextManager[None]]
 MIN_RUN_TIME = 0.05  # seconds that the benchmark runs a program over and over
 _SLOW = 0.5  # seconds from which on one run has to do
 _UNSUPPORTED = ("not implemented", "not supported", "unsupported", "does not have a deterministic", "CUBLAS_WORKSPACE",
                 "No viable backend", "No available kernel")  # fmt: skip
 _ANOMALY_WORDS = "returned nan values"
 _ANOMALY_IS_SILENT = "in this program anomaly mode reports nothing"  # it may in the whole step
-_MAX_WORDS = 160
+_MAX_WORDS = 160  # a row of the table stays readable
 _Bad = dict[tuple[int, bool], frozenset[str]]
+
+
+class Unsuitable(Exception):
+    """A variant that cannot be run here; the message says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A way to run a program. ``key`` is for machines, ``name`` for people.
+
+    ``change`` makes the other program, ``around`` holds torch's settings while it runs, and ``is_of_interest`` tells
+    whether it is another way at all for a candidate. With a ``backend`` the program is compiled.
+    """
+
+    key: str
+    name: str
+    change: Change = lambda candidate: candidate
+    around: Around = contextlib.nullcontext
+    is_of_interest: Callable[[Candidate], bool] = lambda candidate: True
+    backend: str = ""
+
+    @property
+    def is_slow(self) -> bool:
+        """True if it takes seconds to start."""
+        return bool(self.backend)
+
+
+def home_of(candidate: Candidate) -> str:
+    """The kind of device that a candidate runs on."""
+    items = (item for item in candidate.program.inputs if item.role != "rng")
+    kinds = (candidate.tensors[item.value].device.type for item in items)
+    return next((kind for kind in kinds if kind != "cpu"), "cpu")
+
+
+def _on(kind: str, candidate: Candidate) -> Candidate:
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise Unsuitable("torch sees no GPU")
+    return on_device(candidate, kind)
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """Deterministic algorithms, without the compiler that the public switch imports, which takes seconds."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch._C._set_deterministic_algorithms(True, warn_only=False)
+    try:
+        yield
+    finally:
+        torch._C._set_deterministic_algorithms(before, warn_only=warn_only)
+
+
+@contextlib.contextmanager
+def _attention(backend: str) -> Iterator[None]:
+    """One implementation of attention only; the call raises where that does not exist for its device or arguments."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        yield
+
+
+def _precision(dtype: torch.dtype) -> Variant:
+    name = str(dtype).removeprefix("torch.")
+    return Variant(name, name, lambda candidate: in_dtype(candidate, dtype), partial(default_dtype, dtype))
+
+
+def _device(kind: str, name: str) -> Variant:
+    return Variant(kind, f"on {name}", partial(_on, kind), is_of_interest=lambda candidate: home_of(candidate) != kind)
+
+
+def _kernel(key: str, name: str, backend: str) -> Variant:
+    def has_attention(candidate: Candidate) -> bool:
+        return any(call.name == "scaled_dot_product_attention" for call in candidate.program.calls)
+
+    around = partial(_attention, backend)
+    return Variant(f"attention:{key}", f"attention by the {name} kernel", around=around, is_of_interest=has_attention)
+
+
+VARIANTS = (
+    Variant(AS_IT_IS, "as it is"),
+    *map(_precision, (torch.float64, torch.float32, torch.bfloat16, torch.float16)),
+    Variant(
+        "autocast_off",
+        "autocast off",
+        lambda candidate: candidate.with_modes(lambda mode: replace(mode, autocast=())),
+        is_of_interest=lambda candidate: any(call.mode.autocast for call in candidate.program.calls),
+    ),
+    Variant("deterministic", "deterministic algorithms", around=_deterministic),
+    Variant("one_thread", "one thread", around=partial(determinism, Settings(num_threads=1))),
+    Variant(ANOMALY, "`set_detect_anomaly`", around=partial(torch.autograd.set_detect_anomaly, True)),
+    _kernel("math", "math", "MATH"),
+    _kernel("flash", "flash", "FLASH_ATTENTION"),
+    _kernel("efficient", "memory-efficient", "EFFICIENT_ATTENTION"),
+    _device("cpu", "the CPU"),
+    _device("cuda", "CUDA"),
+    Variant(f"{COMPILED}aot_eager", "`torch.compile`, aot_eager", backend="aot_eager"),
+    Variant(f"{COMPILED}inductor", "`torch.compile`, inductor", backend="inductor"),
+)
+
+BY_KEY = {variant.key: variant for variant in VARIANTS}
 
 
 class Answer(Enum):

@@ -126,9 +126,7 @@ def check_saved(loop: Loop, folder: Path, step: int, phase: str, **options: obje
 
 @pytest.mark.parametrize("watch", WATCHES)
 @pytest.mark.parametrize("test", LOSS_TESTS)
-def test_a_bad_loss_that_is_skipped(
-    test: str, watch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_loss_that_is_skipped(test: str, watch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check_skipped(lambda: skipping_losses(LOSS_TESTS[test]), tmp_path, capsys, watch, BAD_STEP)
 
 

@@ -25,7 +25,7 @@ from reprokit.cli import main
 from reprokit.cli.console import Verbosity
 from reprokit.cli.interrupts import STAGING
 from reprokit.cli.outputs import begin_anew
-from reprokit.cli.views import LiveView, PlainView, Progress, draw, open_view
+from reprokit.cli.views import LiveView, PlainView, ShrinkProgress, draw, open_view
 from reprokit.errors import ReprokitError
 from reprokit.render.script import NOT_VERIFIED
 from reprokit.render.verify import CleanProcesses, Verification, VerifyResult
@@ -111,7 +111,7 @@ def shrink(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., 
 
 
 def test_progress_adds_up() -> None:
-    progress = Progress()
+    progress = ShrinkProgress()
     for event in EVENTS:
         progress.take(event)
     assert (progress.calls, progress.calls_before) == (1, 70)
@@ -123,7 +123,7 @@ def test_progress_adds_up() -> None:
 
 
 def test_the_live_view_shows_what_is_left() -> None:
-    progress = Progress()
+    progress = ShrinkProgress()
     for event in EVENTS:
         progress.take(event)
     console = Console(file=io.StringIO(), width=100)
@@ -173,7 +173,7 @@ def test_a_context_is_announced_with_its_budget(capsys: pytest.CaptureFixture[st
     event = ContextStarted(20.0)
     PlainView(is_verbose=True).show(event)
     assert "context: the piece of the model that shows the failure, for 20 s at most" in capsys.readouterr().err
-    progress = Progress()
+    progress = ShrinkProgress()
     progress.take(event)
     assert progress.activity == "context"
 
@@ -437,7 +437,7 @@ def show(self, event):
     if f"{name}:{seen[name]}" in moment.split(","):
         press()
 
-views.QuietView.show = show
+views.View.show = show
 verify.CleanProcesses.open = lambda self: None  # what they would say
 verify.CleanProcesses.begin_file = lambda self, script, times: verify.Verification(self, 0, script, times, 1.0)
 verify.CleanProcesses.runs = lambda self, *job: [verify.Run(1, "", "")]

@@ -31,7 +31,7 @@ from reprokit.render.expectation import expect
 from reprokit.render.fix_code import fix_code
 from reprokit.render.wording import headline, phase_words
 from reprokit.series import StepNumbers
-from reprokit.shrink.parts import Nearest
+from reprokit.shrink.explain import Nearest
 from reprokit.snapshot.format import load
 from tests.locate.mechanisms import (
     CASES,

@@ -31,7 +31,7 @@ from reprokit.render.script import Script
 from reprokit.render.sharing import MAX_URL, create_command, issue_url, write_zip
 from reprokit.render.sources import snapshot_script
 from reprokit.render.templates import find_template, template_names, tidied
-from reprokit.shrink.parts import Varied
+from reprokit.shrink.explain import Varied
 from reprokit.shrink.reduction import Reduction, Size
 from reprokit.shrink.signature import Signed
 from reprokit.snapshot.environment import Environment

@@ -23,7 +23,7 @@ from reprokit.render.sources import reduction_script, snapshot_script
 from reprokit.render.templates import fence, jinja_environment, template_folder
 from reprokit.render.texts import render_all, render_one, write_test
 from reprokit.render.wording import code_span, headline, nearest_words, observed, renamed
-from reprokit.shrink.parts import Nearest, Varied
+from reprokit.shrink.explain import Nearest, Varied
 from reprokit.shrink.reduction import PassRow, Size, WhatIf
 from reprokit.snapshot.format import Snapshot, save
 from tests.locate.mechanisms import bad_input

@@ -14,11 +14,10 @@ import torch
 
 from reprokit.locate.failure import Failure
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.checks.nonfinite import NonfiniteCheck
-from reprokit.shrink.oracle import Guarded
+from reprokit.shrink.checks.recorded import NonfiniteCheck
 
 FEW_CALLS = 3
-observe = Guarded(NonfiniteCheck())
+observe = NonfiniteCheck()
 
 
 @dataclass(frozen=True)

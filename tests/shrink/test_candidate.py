@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Mode, Program, Ref
-from reprokit.shrink.budget import OutOfBudget
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.checks.nonfinite import NonfiniteCheck
+from reprokit.shrink.checks.recorded import NonfiniteCheck
 from reprokit.shrink.isolation.runner import Isolation
 from reprokit.shrink.isolation.task import Task
-from reprokit.shrink.oracle import Oracle, Verdict
+from reprokit.shrink.oracle import Oracle, OutOfBudget
 from reprokit.shrink.plainness import ANY, CONSTANT, ONES, SHORT, ZEROS, num_digits, plainness, shortened
-from reprokit.shrink.signature import Signature
+from reprokit.shrink.signature import Signature, Verdict
 
 HALF = torch.float16
 

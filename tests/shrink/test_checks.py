@@ -29,20 +29,22 @@ from reprokit.render.verify import verify
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks import spec as specs
 from reprokit.shrink.checks.choice import choose_check
-from reprokit.shrink.checks.difference import Difference, differences, halves_in, is_above_noise, tolerances
-from reprokit.shrink.checks.exception import ExceptionCheck
 from reprokit.shrink.checks.function import FunctionCheck
-from reprokit.shrink.checks.memory import requested_bytes
-from reprokit.shrink.checks.mismatch import MismatchCheck
-from reprokit.shrink.checks.nonfinite import NonfiniteCheck
-from reprokit.shrink.checks.protocol import SignatureCheck
+from reprokit.shrink.checks.mismatch import (
+    Difference,
+    MismatchCheck,
+    differences,
+    halves_in,
+    is_above_noise,
+    tolerances,
+)
+from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck, requested_bytes
 from reprokit.shrink.checks.references import Compiled, Double
-from reprokit.shrink.oracle import Verdict
 from reprokit.shrink.passes.setting import drop_autocast, simplify_precision
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction, load
-from reprokit.shrink.signature import Signature, Signed
+from reprokit.shrink.signature import Signature, SignatureCheck, Signed, Verdict
 from reprokit.snapshot.format import Snapshot, save
 from tests.conftest import start_python_in
 from tests.shrink import failing

@@ -16,14 +16,12 @@ from reprokit.locate.blame import locate
 from reprokit.program.ir import Call, Input, Mode, ModuleNote, Program, Ref, Scope, Site
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
-from reprokit.shrink.context.blocks import Tree
-from reprokit.shrink.context.edits import with_certainty, without_unused
-from reprokit.shrink.context.identity import module_runs, without_call, without_module
+from reprokit.shrink.context.changes import module_runs, with_certainty, without_call, without_module, without_unused
+from reprokit.shrink.context.finder import find_context
+from reprokit.shrink.context.growth import is_ordinary, moderate
 from reprokit.shrink.context.layers import Run, layer_of
-from reprokit.shrink.context.ordinary import is_ordinary, moderate
 from reprokit.shrink.context.piece import Context
-from reprokit.shrink.context.search import find_context
-from reprokit.shrink.context.tree import tree_of
+from reprokit.shrink.context.tree import Tree, tree_of
 from reprokit.shrink.context.variables import variables
 from reprokit.shrink.isolation.runner import Isolation
 from reprokit.shrink.isolation.task import Task

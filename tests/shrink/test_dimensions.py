@@ -10,10 +10,8 @@ import torch
 from reprokit.locate.blame import locate
 from reprokit.program.ir import Call, Device, Input, Program, Ref, Slice
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.classes import find_classes
-from reprokit.shrink.dimensions import Axis, Class, Constant, Length, shrink_to
-from reprokit.shrink.probe import Ground, Prober
-from reprokit.shrink.safety import is_safe
+from reprokit.shrink.dimensions import Class, Constant, InputAxis, Length, find_classes, shrink_to
+from reprokit.shrink.probe import Ground, Prober, is_safe
 
 
 def one_call(target: str, *args: Any, tensors: list[torch.Tensor], **kwargs: Any) -> Candidate:
@@ -25,8 +23,8 @@ def one_call(target: str, *args: Any, tensors: list[torch.Tensor], **kwargs: Any
 
 
 def members(candidate: Candidate) -> list[set[tuple[Any, ...]]]:
-    def place(member: Axis | Constant | Length) -> tuple[Any, ...]:
-        at = (member.value, member.axis) if isinstance(member, Axis) else (type(member).__name__, member.path)
+    def place(member: InputAxis | Constant | Length) -> tuple[Any, ...]:
+        at = (member.value, member.axis) if isinstance(member, InputAxis) else (type(member).__name__, member.path)
         return at if member.factor == 1 else (*at, member.factor)
 
     return [{place(member) for member in group.members} for group in find_classes(candidate, Prober())]
@@ -77,7 +75,7 @@ def test_gates_and_layers_are_multiples() -> None:
 def test_slicing_keeps_indexes_integers_and_index_tensors_in_step() -> None:
     rows = torch.arange(12.0).reshape(4, 3)
     candidate = one_call("torch.embedding", Ref(0), Ref(1), tensors=[rows, torch.tensor([3, 1, 3])])
-    group = Class(4, (Axis(0, 0),))
+    group = Class(4, (InputAxis(0, 0),))
     smaller = shrink_to(candidate, {group: [1, 3]})
     assert smaller.tensors[0].tolist() == [[3.0, 4.0, 5.0], [9.0, 10.0, 11.0]]
     assert smaller.tensors[1].tolist() == [1, 0, 1]
@@ -86,7 +84,7 @@ def test_slicing_keeps_indexes_integers_and_index_tensors_in_step() -> None:
 def test_integers_in_arguments_are_renumbered_on_request() -> None:
     index = (Slice(None, None, None), 7)
     candidate = one_call("torch.Tensor.__getitem__", Ref(0), index, tensors=[torch.arange(9.0).expand(2, 9)])
-    group = Class(9, (Axis(0, 1),))
+    group = Class(9, (InputAxis(0, 1),))
     assert Prober().refuses(shrink_to(candidate, {group: [7]}), candidate)
     smaller = shrink_to(candidate, {group: [7]}, renumber=lambda call: True)
     assert smaller.program.calls[0].args[1] == (Slice(None, None, None), 0)

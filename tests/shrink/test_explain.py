@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from reprokit.locate.blame import locate
 from reprokit.program.ir import Program
 from reprokit.shrink import explain as explaining
-from reprokit.shrink.arguments import leaves, with_leaf
 from reprokit.shrink.events import Event, Varied
-from reprokit.shrink.parts import Nearest
+from reprokit.shrink.explain import Nearest
+from reprokit.shrink.leaves import leaves, with_leaf
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from tests.shrink import failing

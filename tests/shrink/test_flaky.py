@@ -18,13 +18,10 @@ from reprokit.errors import Flaky
 from reprokit.locate.failure import Failure
 from reprokit.program.run import Settings
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.certainty import Certainty
-from reprokit.shrink.checks.protocol import SignatureCheck
-from reprokit.shrink.determinism import MAX_RUNS, Rate, RepeatedCheck, Rule, rule_for, settings_that_matter
+from reprokit.shrink.certainty import MAX_RUNS, Certainty, Rate, RepeatedCheck, Rule, rule_for, settings_that_matter
 from reprokit.shrink.isolation.task import NotObserved, Report
-from reprokit.shrink.oracle import Verdict
 from reprokit.shrink.reducer import shrink
-from reprokit.shrink.signature import Signature
+from reprokit.shrink.signature import Signature, SignatureCheck, Verdict
 from reprokit.snapshot.format import CaptureSettings, Snapshot, save
 from tests.shrink import failing
 from tests.shrink.failing import seeded, traced
@@ -117,7 +114,7 @@ def test_rarer_failures_take_more_runs_and_then_too_many() -> None:
 def test_runs_end_when_the_answer_is_certain(outcomes: list[int], verdict: Verdict, num_runs: int) -> None:
     remaining = iter(outcomes)
     check = RepeatedCheck(ScriptedCheck(outcomes=remaining), Rule(3, 5))
-    assert check.once.judge(check.observe(EMPTY), EMPTY) is verdict
+    assert check.once.judge(check(EMPTY), EMPTY) is verdict
     assert len(outcomes) - len(list(remaining)) == num_runs
 
 

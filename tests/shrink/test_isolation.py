@@ -22,23 +22,21 @@ from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.program.run import Settings
 from reprokit.shrink import reducer
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.checks.nonfinite import NonfiniteCheck
-from reprokit.shrink.isolation import forked
-from reprokit.shrink.isolation.limits import Limits, resident_bytes
-from reprokit.shrink.isolation.remote import observe_packed
-from reprokit.shrink.isolation.runner import Isolation
-from reprokit.shrink.isolation.task import NotObserved, Observe, Report, Task
-from reprokit.shrink.isolation.transport import pack, pack_report, unpack, unpack_report
-from reprokit.shrink.oracle import Oracle, Verdict
+from reprokit.shrink.checks.recorded import NonfiniteCheck
+from reprokit.shrink.isolation import processes
+from reprokit.shrink.isolation.processes import RunLimits, resident_bytes
+from reprokit.shrink.isolation.runner import Isolation, observe_packed
+from reprokit.shrink.isolation.task import NotObserved, Observe, Report, Task, pack, pack_report, unpack, unpack_report
+from reprokit.shrink.oracle import Oracle
 from reprokit.shrink.reducer import shrink
-from reprokit.shrink.signature import Signature
+from reprokit.shrink.signature import Signature, Verdict
 from reprokit.snapshot.format import Snapshot, count_elements
 from tests.conftest import ROOT
 from tests.shrink import failing
 from tests.shrink.predicates import FEW_CALLS, Hostile, NeedsBoth, NotFreshly, by_number, threads_and_draw
 
-SHORT = Limits(seconds=1.0, memory=1 << 28)
-needs_fork = pytest.mark.skipif(not forked.is_usable(), reason="candidates cannot be forked here")
+SHORT = RunLimits(seconds=1.0, memory=1 << 28)
+needs_fork = pytest.mark.skipif(not processes.can_fork(), reason="candidates cannot be forked here")
 pytestmark = pytest.mark.usefixtures("importable_tests", "nothing_is_left_behind")
 APART = [pytest.param("fork", marks=needs_fork), "worker"]
 
@@ -143,10 +141,10 @@ def test_after_a_crash_everything_runs_apart() -> None:
 def test_limits_follow_from_the_first_run() -> None:
     places = isolation("process", limits=None)
     places.report(candidate(1))
-    assert places.allowed == Limits.after(0.0)
+    assert places.allowed == RunLimits.after(0.0)
     assert isolation("process", limits=SHORT).allowed == SHORT
-    limits = Limits.after(7.0)
-    assert limits.seconds == 70.0 and limits.times(3).seconds == 210.0 and Limits().times(3) == Limits()
+    limits = RunLimits.after(7.0)
+    assert limits.seconds == 70.0 and limits.times(3).seconds == 210.0 and RunLimits().times(3) == RunLimits()
     assert limits.memory is not None and limits.memory >= resident_bytes(os.getpid())
 
 
@@ -154,10 +152,10 @@ def test_another_way_to_observe_is_never_without_limits() -> None:
     places = isolation("process", limits=None)
     places.report(candidate(1))
     with places.observing(Task.of(NeedsBoth(), Settings())):
-        assert places.allowed == Limits.after(0.0)
-    assert places.task.observe is by_number and places.allowed == Limits.after(0.0)
+        assert places.allowed == RunLimits.after(0.0)
+    assert places.task.observe is by_number and places.allowed == RunLimits.after(0.0)
     places.change(places.task, 5)
-    assert places.allowed == Limits.after(0.0).times(5)
+    assert places.allowed == RunLimits.after(0.0).times(5)
 
 
 @needs_fork
@@ -170,7 +168,7 @@ def test_threads_of_the_parent_do_not_stop_a_child(num_threads: int) -> None:
         state = torch.get_rng_state()
         drawn = int(torch.randint(1 << 30, ()))
         torch.set_rng_state(state)
-        report = isolation("fork", threads_and_draw, limits=Limits(60.0)).report(candidate(0))
+        report = isolation("fork", threads_and_draw, limits=RunLimits(60.0)).report(candidate(0))
     finally:
         torch.set_num_threads(before)
     found = report.value()
@@ -241,7 +239,7 @@ def test_a_check_that_crashes_on_half_of_its_candidates_ends_with_the_right_mini
     hostile = shrink(
         snapshot,
         observe=Hostile(num_calls=snapshot.program.num_calls),
-        limits=Limits(seconds=0.8),
+        limits=RunLimits(seconds=0.8),
         jobs=jobs,
         on_event=lambda event: tried.append((getattr(event, "calls", 0), getattr(event, "verdict", ""))),
     )
@@ -270,13 +268,13 @@ def two_calls_among_many() -> Snapshot:
 SCRIPT = """
 import signal, sys
 import torch
-from reprokit.shrink.isolation.limits import Limits
+from reprokit.shrink.isolation.processes import RunLimits
 from reprokit.shrink.reducer import shrink
 from tests.shrink import failing
 from tests.shrink.predicates import LeavesTraces
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 try:
-    shrink(failing.zero_by_zero(), observe=LeavesTraces(sys.argv[1]), isolation=sys.argv[2], limits=Limits(600.0))
+    shrink(failing.zero_by_zero(), observe=LeavesTraces(sys.argv[1]), isolation=sys.argv[2], limits=RunLimits(600.0))
 except KeyboardInterrupt:
     print("interrupted")
 """
@@ -332,7 +330,7 @@ def test_there_is_no_other_isolation() -> None:
 @needs_fork
 @pytest.mark.parametrize(("observe", "is_certain"), [(NeedsBoth("log"), True), (NotFreshly(os.getpid()), False)])
 def test_a_fresh_interpreter_has_the_last_word(observe: Observe, is_certain: bool) -> None:
-    reduction = shrink(failing.zero_times_log_zero(), observe=observe, limits=Limits(60.0))
+    reduction = shrink(failing.zero_times_log_zero(), observe=observe, limits=RunLimits(60.0))
     assert reduction.one_minimal is is_certain
     assert reduction.notes[-1].endswith("the same failure" if is_certain else "something else")
 

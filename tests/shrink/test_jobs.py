@@ -16,18 +16,17 @@ from hypothesis import strategies as st
 from reprokit.locate.failure import Failure
 from reprokit.program.run import Settings
 from reprokit.shrink import reducer
-from reprokit.shrink.budget import OutOfBudget
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.checks.nonfinite import NonfiniteCheck
+from reprokit.shrink.checks.recorded import NonfiniteCheck
 from reprokit.shrink.events import Checked, Event
-from reprokit.shrink.isolation import forked
+from reprokit.shrink.isolation import processes as places
 from reprokit.shrink.isolation.runner import Isolation, Reports
 from reprokit.shrink.isolation.task import Report, Task
-from reprokit.shrink.oracle import Oracle, Verdict
+from reprokit.shrink.oracle import Oracle, OutOfBudget
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
-from reprokit.shrink.signature import Signature
+from reprokit.shrink.signature import Signature, Verdict
 from tests.shrink import failing
 from tests.shrink.predicates import by_number
 from tests.shrink.test_isolation import candidate, needs_fork
@@ -277,9 +276,9 @@ def test_without_its_executor_a_reduction_goes_on_here(num_good: int, monkeypatc
 
 
 def test_forking_is_tried_before_it_is_relied_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    forked._passes_trial.cache_clear()
-    monkeypatch.setattr(forked, "_differentiate", lambda tried: 1 / 0 if tried is not None else None)
+    places._passes_trial.cache_clear()
+    monkeypatch.setattr(places, "_differentiate", lambda tried: 1 / 0 if tried is not None else None)
     try:
-        assert not forked.is_usable()
+        assert not places.can_fork()
     finally:
-        forked._passes_trial.cache_clear()
+        places._passes_trial.cache_clear()

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from reprokit.shrink import reducer
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.events import Checked, Event
-from reprokit.shrink.oracle import Verdict
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.reducer import PASSES, shrink
 from reprokit.shrink.search import delete_adaptively, find_integer
+from reprokit.shrink.signature import Verdict
 from reprokit.snapshot.format import Snapshot
 from tests.shrink import failing
 

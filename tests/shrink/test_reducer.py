@@ -20,9 +20,9 @@ from reprokit.errors import Flaky, NotReproduced, UsageError
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Program
-from reprokit.shrink.budget import Budget
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.events import Checked, Event, Finished, PassEnded, Replayed, Started
+from reprokit.shrink.oracle import PartBudget
 from reprokit.shrink.probe import forms_of
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.reducer import PASSES, REDUCTION_FILE, shrink
@@ -286,7 +286,7 @@ def test_a_flaky_failure_is_told_with_its_rate(monkeypatch: pytest.MonkeyPatch) 
         runs.append(locate(program, tensors) if len(runs) % 2 else None)
         return runs[-1]
 
-    monkeypatch.setattr(import_module("reprokit.shrink.checks.nonfinite"), "locate", sometimes)
+    monkeypatch.setattr(import_module("reprokit.shrink.checks.recorded"), "locate", sometimes)
     with pytest.raises(Flaky, match="15 of 30 runs"):
         shrink(failing.zero_by_zero())
 
@@ -343,7 +343,7 @@ def probes_for_ever(problem: Problem) -> None:
 def test_a_pass_that_never_ends_spends_its_budget_and_says_so(
     endless: Callable[[Problem], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_module("reprokit.shrink.budget"), "_LEAST_SECONDS", 0.3)
+    monkeypatch.setattr(import_module("reprokit.shrink.oracle"), "_LEAST_SECONDS", 0.3)
     rows = [(name, endless if name == "sizes" else run_pass) for name, run_pass in PASSES]
     monkeypatch.setattr(import_module("reprokit.shrink.reducer"), "PASSES", tuple(rows))
     events: list[Event] = []
@@ -356,18 +356,18 @@ def test_a_pass_that_never_ends_spends_its_budget_and_says_so(
 
 
 def test_checks_of_a_pass_are_bounded_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(import_module("reprokit.shrink.budget"), "_CHECKS", 1)
+    monkeypatch.setattr(import_module("reprokit.shrink.oracle"), "_CHECKS", 1)
     reduction = shrink(failing.gradients_added_up())
     assert not reduction.one_minimal and reduction.untried
     assert all(row.checks <= 1 for row in reduction.passes if row.name != "explain")
 
 
 def test_the_budget_of_a_part_follows_from_the_first_run_and_from_what_was_asked_for() -> None:
-    default, slow, slowest = (Budget.after(seconds).seconds for seconds in (0.01, 1.0, 100.0))
-    assert default < slow < slowest == Budget.after(1000.0).seconds
-    assert Budget.after(0.01, max_time=3600.0).seconds == 3600.0
-    assert Budget.after(0.01, max_time=1.0) == Budget.after(0.01)
-    assert Budget.after(0.01, max_checks=10**6).checks == 10**6
+    default, slow, slowest = (PartBudget.after(seconds).seconds for seconds in (0.01, 1.0, 100.0))
+    assert default < slow < slowest == PartBudget.after(1000.0).seconds
+    assert PartBudget.after(0.01, max_time=3600.0).seconds == 3600.0
+    assert PartBudget.after(0.01, max_time=1.0) == PartBudget.after(0.01)
+    assert PartBudget.after(0.01, max_checks=10**6).checks == 10**6
 
 
 def test_a_level_that_does_not_exist() -> None:

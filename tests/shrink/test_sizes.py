@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.dimensions import Axis, Class, shrink_to
+from reprokit.shrink.dimensions import Class, InputAxis, shrink_to
 from reprokit.shrink.indexes import fits
 from reprokit.shrink.probe import Prober
 from reprokit.shrink.reducer import shrink
@@ -228,11 +228,11 @@ def alignment(targets: torch.Tensor, inputs: list[int], labels: list[int]) -> Ca
 
 def test_lengths_and_labels_follow_their_sizes() -> None:
     whole = alignment(torch.tensor([[1, 4, 2], [3, 3, 1]]), [6, 4], [3, 2])
-    shorter = shrink_to(whole, {Class(6, (Axis(0, 0),)): [0, 4, 5]})
+    shorter = shrink_to(whole, {Class(6, (InputAxis(0, 0),)): [0, 4, 5]})
     assert shorter.tensors[2].tolist() == [3, 1]
-    fewer = shrink_to(whole, {Class(3, (Axis(1, 1),)): [0, 2]})
+    fewer = shrink_to(whole, {Class(3, (InputAxis(1, 1),)): [0, 2]})
     assert fewer.tensors[3].tolist() == [2, 1]
-    classes = shrink_to(whole, {Class(5, (Axis(0, 2),)): [3, 4]})
+    classes = shrink_to(whole, {Class(5, (InputAxis(0, 2),)): [3, 4]})
     assert classes.tensors[1].tolist() == [[1, 1, 1], [1, 1, 1]]  # never the blank
 
 
@@ -261,7 +261,7 @@ def test_ignored_labels_stay_and_need_no_class() -> None:
     program = Program((call,), (Input(0, "x"), Input(1, "target")), (Ref(2),))
     whole = Candidate(program, {0: torch.zeros(3, 5), 1: torch.tensor([4, 255, 2])})
     assert fits(whole.program.calls, whole.tensors)
-    fewer = shrink_to(whole, {Class(5, (Axis(0, 1),)): [2, 4]})
+    fewer = shrink_to(whole, {Class(5, (InputAxis(0, 1),)): [2, 4]})
     assert fewer.tensors[1].tolist() == [1, 255, 0]
     other = replace(whole, program=replace(program, calls=(replace(call, kwargs={}),)))
     assert not fits(other.program.calls, other.tensors)
@@ -270,7 +270,7 @@ def test_ignored_labels_stay_and_need_no_class() -> None:
 def test_slices_keep_the_order_in_memory() -> None:
     program = Program((Call("torch.Tensor.exp", (Ref(0),), {}, Ref(1)),), (Input(0, "x"),), (Ref(1),))
     whole = Candidate(program, {0: torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1)})
-    smaller = shrink_to(whole, {Class(4, (Axis(0, 0),)): [1, 3]}).tensors[0]
+    smaller = shrink_to(whole, {Class(4, (InputAxis(0, 0),)): [1, 3]}).tensors[0]
     assert torch.equal(smaller, whole.tensors[0][[1, 3]])
     assert smaller.stride() == (1, 6, 2)
 

@@ -12,9 +12,9 @@ from reprokit.program.ir import Call, Ref
 from reprokit.render.sources import context_script
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.certainty import Certainty
-from reprokit.shrink.isolation.limits import Limits
+from reprokit.shrink.isolation.processes import RunLimits
+from reprokit.shrink.passes.cut import slice_to
 from reprokit.shrink.reducer import shrink
-from reprokit.shrink.slicing import slice_to
 from tests.shrink import failing, models
 
 
@@ -79,7 +79,7 @@ def test_a_slice_that_does_not_fail_is_not_used(monkeypatch: pytest.MonkeyPatch)
         tensors = {value: torch.ones_like(tensor) for value, tensor in candidate.tensors.items()}
         return candidate.with_tensors(tensors), failure
 
-    limits: list[Limits] = []
+    limits: list[RunLimits] = []
     establish = Certainty.establish
 
     def watch(certainty: Certainty, whole: Candidate, tell: Any, first: Any) -> None:
@@ -90,7 +90,7 @@ def test_a_slice_that_does_not_fail_is_not_used(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Certainty, "establish", watch)
     reduction = shrink(failing.zero_by_zero())
     assert (reduction.reproduces, reduction.program.num_calls) == ("5/5", 1)
-    assert limits == [Limits()]  # what the slice needs is too little for the whole step
+    assert limits == [RunLimits()]  # what the slice needs is too little for the whole step
 
 
 def test_a_layer_of_torch_is_kept_whole() -> None:

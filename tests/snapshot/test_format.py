@@ -48,9 +48,7 @@ def test_a_switch_of_another_kind(content: dict[str, Any], name: str, value: Any
 
 @pytest.mark.parametrize("index", [-1, 1_000_000])
 @pytest.mark.parametrize("place", ["failure", "drop", "cause"])
-def test_a_failure_of_a_call_that_is_not_there(
-    content: dict[str, Any], place: str, index: int, tmp_path: Path
-) -> None:
+def test_a_failure_of_a_call_that_is_not_there(content: dict[str, Any], place: str, index: int, tmp_path: Path) -> None:
     fields = {
         "failure": {"call_index": index},
         "drop": {"drop": [index, "torch.where", 0, True]},

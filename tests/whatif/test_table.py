@@ -16,12 +16,12 @@ from reprokit.program.run import Settings
 from reprokit.render.whatif import WORDS
 from reprokit.shrink import reduction as reductions
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.isolation.transport import pack, unpack
+from reprokit.shrink.isolation.task import pack, unpack
 from reprokit.shrink.reduction import Answered, Reduction, Size, WhatIf
 from reprokit.shrink.signature import Signed
 from reprokit.snapshot.format import Snapshot, read_file, save, write_file
 from reprokit.whatif import table
-from reprokit.whatif.variants import AS_IT_IS, BY_KEY, VARIANTS, Variant
+from reprokit.whatif.trial import AS_IT_IS, BY_KEY, VARIANTS, Variant
 from tests.shrink import failing
 
 QUICK = [variant for variant in VARIANTS if not variant.is_slow]
@@ -104,7 +104,7 @@ def test_a_table_in_the_making(is_usable: bool, monkeypatch: pytest.MonkeyPatch)
     """Forked where that is possible; the process ends with the block, asked for the table or not."""
     without_slow_variants(monkeypatch)
     if not is_usable:
-        monkeypatch.setattr(table.forked, "is_usable", lambda: False)
+        monkeypatch.setattr(table.processes, "can_fork", lambda: False)
         made = WhatIf(tables={"minimum": (Answered("float32", "`float32`", "passes", ""),)})
         monkeypatch.setattr(table, "make_table", lambda *_: made)
     reduction, before = reduction_of(failing.half_linear_overflow()), children()

@@ -17,8 +17,7 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.mismatch import MismatchCheck
 from reprokit.snapshot.format import Snapshot
 from reprokit.whatif.table import check_of
-from reprokit.whatif.trial import Answer, Trial, Trials
-from reprokit.whatif.variants import BY_KEY, VARIANTS
+from reprokit.whatif.trial import BY_KEY, VARIANTS, Answer, Trial, Trials
 from tests.shrink import failing
 
 Make = Callable[[], Snapshot]

@@ -5,13 +5,11 @@ from __future__ import annotations
 from reprokit.locate.failure import EXCEPTION as RAISED
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks import spec as specs
-from reprokit.shrink.checks.exception import ExceptionCheck
 from reprokit.shrink.checks.function import FunctionCheck
-from reprokit.shrink.checks.memory import OutOfMemoryCheck, requested_bytes
 from reprokit.shrink.checks.mismatch import MismatchCheck
-from reprokit.shrink.checks.nonfinite import NonfiniteCheck
-from reprokit.shrink.checks.protocol import SignatureCheck
+from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck, OutOfMemoryCheck, requested_bytes
 from reprokit.shrink.checks.references import Compiled, Double, OtherDevice, Reference
+from reprokit.shrink.signature import SignatureCheck
 from reprokit.snapshot.format import Snapshot
 
 

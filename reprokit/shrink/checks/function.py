@@ -21,10 +21,9 @@ from reprokit.errors import ReprokitError, UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.run import run
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.checks.difference import results_of
-from reprokit.shrink.checks.protocol import SignatureCheck
-from reprokit.shrink.constants import number_inputs
-from reprokit.shrink.oracle import Verdict
+from reprokit.shrink.checks.mismatch import results_of
+from reprokit.shrink.plainness import largest_of
+from reprokit.shrink.signature import SignatureCheck, Verdict
 
 FUNCTION = "function"
 NO_VERDICT = "no verdict"
@@ -161,9 +160,4 @@ def _verdict_of(answer: Any) -> Verdict:
 
 def _largest_given(candidate: Candidate) -> float:
     """The largest finite number among the inputs, at least one, so that ones are always plain enough."""
-    largest = _LEAST_BOUND
-    for item in number_inputs(candidate):
-        sizes = candidate.tensors[item.value].detach().abs().double()
-        sizes = sizes[sizes.isfinite()]
-        largest = max(largest, float(sizes.max()) if sizes.numel() else 0.0)
-    return largest
+    return max([_LEAST_BOUND, *(largest_of(candidate.tensors[item.value]) for item in candidate.number_inputs)])

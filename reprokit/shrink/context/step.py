@@ -1,4 +1,7 @@
-"""The whole step as a graph: who makes and who reads each value, in which module a call runs, what belongs together."""
+"""The whole step as a graph, and slices of it: some calls as a candidate on the values that a run of the step recorded.
+
+The graph says who makes and who reads each value, in which module a call runs, and which calls belong together.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,15 @@ from reprokit.program.functions import GRAD_WRITES, is_in_place
 from reprokit.program.ir import OPAQUE, ZERO_GRAD, Call, Program, Scope, iter_refs
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.context.layers import is_layer
-from reprokit.shrink.recording import Recording, record
+from reprokit.shrink.leaves import unique_name, without_defaults
+from reprokit.shrink.recording import Excerpt, Recording, record
 
-_OWN_MODULE = 16
-
+_OWN_MODULE = 16  # units; of a larger module not all layers fit in a script
 Place = tuple[tuple[Scope, ...], str]
 
 
 @dataclass
-class Step:
+class StepGraph:
     """The step, and who makes and who reads each of its values; ``words`` are variables of the user's by value."""
 
     whole: Candidate
@@ -167,7 +170,7 @@ class Step:
         known = self._recordings.get(is_differentiated)
         if known is None or not wanted <= known.wanted:
             calls = self.program.calls if is_differentiated else self.program.calls[: max(wanted) + 1]
-            known = record(replace(self.whole, program=replace(self.program, calls=calls)), wanted)
+            known = record(self.whole.with_calls(calls), wanted)
             self._recordings[is_differentiated] = known
         return known
 
@@ -190,3 +193,87 @@ def written(call: Call) -> set[int]:
     if is_in_place(call.target):
         found |= {ref.value for ref in iter_refs(call.args[:1])}
     return found
+
+
+@dataclass(frozen=True)
+class StepSlice:
+    """Some calls of a step as a candidate.
+
+    ``kept`` are forward calls in order. If it ``is_differentiated`` a backward pass follows, from everything they make
+    that gradients arrive at; with ``update`` that optimizer's step comes last.
+    """
+
+    step: StepGraph
+    kept: tuple[int, ...]
+    is_differentiated: bool = False
+    update: int | None = None
+
+    def candidate(self, subject: int | None) -> Candidate | None:
+        """The slice on recorded values; ``subject`` is the value that is bad. ``None`` when it cannot be built."""
+        wanted = frozenset((*self.kept, *(() if self.update is None else (self.update,))))
+        recording = self.step.recording(wanted, is_differentiated=self.is_differentiated)
+        return self._backward(recording) if self.is_differentiated else self._forward(recording, subject)
+
+    def boundary(self) -> dict[int, int]:
+        """What is read and not made: each value with the first call that reads it."""
+        made: set[int] = set()
+        found: dict[int, int] = {}
+        for index in self.kept:
+            call = self.step.program.calls[index]
+            for value in call.input_refs():
+                if value not in made:
+                    found.setdefault(value, index)
+            made.update(call.output_refs())
+        return found
+
+    def outlets(self) -> list[int]:
+        """What is made and, as far as this slice goes, not used up: read by other calls, or by none."""
+        calls, given, kept = self.step.program.calls, self.boundary(), frozenset(self.kept)
+        made = dict.fromkeys(v for i in self.kept for v in calls[i].output_refs() if v not in given)
+        inner = {value for index in self.kept for value in calls[index].input_refs()}
+        outer = {
+            value
+            for value in made
+            for reader in self.step.readers_of.get(value, ())
+            if reader not in kept and calls[reader].target not in GRAD_WRITES
+        }
+        return [value for value in made if value in outer or value not in inner]
+
+    def _excerpt(self, recording: Recording) -> Excerpt:
+        excerpt, known = Excerpt(self.step.program, recording), {item.value: item for item in self.step.program.inputs}
+        for value, index in self.boundary().items():
+            old, call = known.get(value), self.step.program.calls[index]
+            role = old.role if old is not None else "batch"
+            new_name = self.step.words.get(value) or unique_name(call, value, excerpt.inputs)
+            needs_grad = self.is_differentiated and (index, value) in recording.needs_grad
+            excerpt.read(index, value, old.name if old is not None else new_name, role, needs_grad)
+        excerpt.calls += [without_defaults(self.step.program.calls[index]) for index in self.kept]
+        return excerpt
+
+    def _forward(self, recording: Recording, subject: int | None) -> Candidate:
+        excerpt = self._excerpt(recording)
+        calls = excerpt.calls
+        if all(not call.mode.grad for call in calls):
+            calls[:] = [replace(call, mode=replace(call.mode, grad=True, inference=False)) for call in calls]
+        made = {value for call in calls for value in written(call)}
+        chosen = [subject] if subject is not None and subject in made else self.outlets()
+        return excerpt.candidate(self._layer_outputs(chosen))
+
+    def _layer_outputs(self, chosen: list[int]) -> list[int]:
+        """Of a value inside one of torch's layers, what the layer returns."""
+        calls = self.step.program.calls
+        inside = [index for index in self.kept if set(chosen) & written(calls[index])]
+        unit = self.step.units[inside[-1]] if inside else ()
+        if len(unit) < 2:
+            return chosen
+        alone = StepSlice(self.step, unit).outlets()
+        return [value for value in alone if value in self.outlets()] or chosen
+
+    def _backward(self, recording: Recording) -> Candidate | None:
+        excerpt = self._excerpt(recording)
+        leaves = [item.value for item in excerpt.inputs if item.requires_grad]
+        if not excerpt.differentiate(self.outlets()) or not leaves:
+            return None
+        if self.update is not None:
+            excerpt.update(self.update, leaves, is_alone=False)
+        return excerpt.candidate()

@@ -1,28 +1,76 @@
-"""The policy: which candidates run where, how many at once, and when the limits are known."""
+"""The policy: which candidates run where, how many at once, and when the limits are known.
+
+An executor in the manner of ``concurrent.futures`` runs each candidate in a child or worker of its own process, so that
+a crash ends a candidate and not the executor.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from reprokit.errors import UsageError
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.isolation import forked
-from reprokit.shrink.isolation.forked import ForkedRun
-from reprokit.shrink.isolation.limits import Limits
-from reprokit.shrink.isolation.remote import Executor, reports_from
-from reprokit.shrink.isolation.running import Run, uninterrupted, wait_for
-from reprokit.shrink.isolation.task import NotObserved, Report, Task
+from reprokit.shrink.isolation import processes
+from reprokit.shrink.isolation.processes import ChildRun, ForkedRun, RunLimits, uninterrupted, wait_for
+from reprokit.shrink.isolation.task import NotObserved, Report, Task, pack, pack_report, unpack, unpack_report
 from reprokit.shrink.isolation.worker import Worker, observe_freshly
-from reprokit.shrink.safety import trusts_arguments
+from reprokit.shrink.probe import trusts_arguments
 
+_here = threading.local()
 Reports = Generator[Report, None, None]
 MODES = ("auto", "process", "fork", "worker")
 _WORTH_A_PROCESS = 0.1  # seconds; a quicker candidate is done here before a child has started
+
+
+class Future(Protocol):
+    """What `Executor.submit` hands out."""
+
+    def result(self) -> Any:
+        """The result, once there is one; raises what the function raised."""
+
+    def cancel(self) -> Any:
+        """Do not start what has not started."""
+
+
+class Executor(Protocol):
+    """What runs functions somewhere else."""
+
+    def submit(self, function: Any, /, *arguments: Any) -> Future:
+        """Run the function with the arguments."""
+
+
+def reports_from(
+    executor: Executor, task: Task, candidates: Sequence[Candidate], limits: RunLimits
+) -> Generator[Report, None, None]:
+    """The reports on candidates in their order; raises what is wrong with the executor."""
+    futures: list[Future] = []
+    try:
+        for candidate in candidates:
+            futures.append(executor.submit(observe_packed, task, pack(candidate), limits))
+        for future in futures:
+            yield unpack_report(future.result())
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def observe_packed(task: Task, packed: bytes, limits: RunLimits) -> bytes:
+    """The other side: the report on one candidate."""
+    from reprokit.shrink.isolation.runner import Isolation
+
+    isolation: Isolation | None = getattr(_here, "isolation", None)
+    if isolation is None or isolation.task != task:
+        isolation = _here.isolation = Isolation(task, always_apart=True)
+    isolation.limits = limits
+    candidate, _ = unpack(packed)
+    return pack_report(isolation.report(candidate))
 
 
 @dataclass
@@ -39,19 +87,19 @@ class Isolation:
     task: Task
     mode: str = "auto"
     jobs: int = 1
-    limits: Limits | None = None
+    limits: RunLimits | None = None
     always_apart: bool = False
     executor: Executor | None = None
     ended: Counter[str] = field(default_factory=Counter)
     trouble: str = ""
     _workers: list[Worker] = field(default_factory=list)
     _latest_seconds: float = 0.0
-    _measured: Limits | None = None
+    _measured: RunLimits | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UsageError(f"there is no isolation `{self.mode}`", hint=f"one of {', '.join(MODES)}")
-        if self.mode == "fork" and not forked.is_usable():
+        if self.mode == "fork" and not processes.can_fork():
             raise UsageError("candidates cannot be forked here", hint="use isolation `worker`")
         if self.mode == "worker" and not _has_process_groups():
             raise UsageError("there are no workers on this system", hint="use isolation `process`")
@@ -115,9 +163,9 @@ class Isolation:
         self._workers.clear()
 
     @property
-    def allowed(self) -> Limits:
+    def allowed(self) -> RunLimits:
         """The limits in force."""
-        return self.limits or self._measured or Limits()
+        return self.limits or self._measured or RunLimits()
 
     @property
     def is_wary(self) -> bool:
@@ -138,14 +186,14 @@ class Isolation:
     def _apart(self, candidates: Sequence[Candidate]) -> Reports:
         if self.executor is not None:
             return self._through_executor(candidates)
-        is_forked = self.mode == "fork" or (self.mode == "auto" and forked.is_usable())
+        is_forked = self.mode == "fork" or (self.mode == "auto" and processes.can_fork())
         return self._in_children(candidates) if is_forked else self._in_workers(candidates)
 
     def _in_children(self, candidates: Sequence[Candidate]) -> Reports:
         runs: list[ForkedRun] = []
         try:
             for candidate in candidates:
-                forked.start(self.task, candidate, self.allowed, runs)
+                processes.start_forked(self.task, candidate, self.allowed, runs)
             for run in runs:
                 yield wait_for(run, runs)
                 self._time(run.seconds)
@@ -160,7 +208,7 @@ class Isolation:
         workers = self._workers[: len(candidates)]
         for worker in workers:
             worker.open()
-        runs: list[Run] = []
+        runs: list[ChildRun] = []
         for worker, candidate in zip(workers, candidates, strict=True):
             worker.start(candidate, self.allowed, runs)
         for run, worker in zip(runs, workers, strict=True):
@@ -189,7 +237,7 @@ class Isolation:
     def _time(self, seconds: float) -> None:
         self._latest_seconds = seconds
         if self._measured is None:
-            self._measured = Limits.after(seconds)
+            self._measured = RunLimits.after(seconds)
 
 
 def _has_process_groups() -> bool:

@@ -1,21 +1,32 @@
-"""What is done with a candidate wherever it runs, and what comes back: an observation, or why there is none."""
+"""How a candidate is observed wherever it runs, the report on it, and both as bytes for another process.
+
+Candidates travel as plain data and tensors that a restricted unpickler accepts, reports as plain data and reprokit's
+own classes. So a candidate that got hold of its process cannot make this one execute anything.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import io
+import pickle
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from enum import Enum
+from typing import Any, TypeAlias
 
 import torch
 
 from reprokit.errors import ReprokitError
 from reprokit.locate.failure import Failure
+from reprokit.program import plain
 from reprokit.program.run import Settings, determinism
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.plainness import raw_bytes
+from reprokit.snapshot.format import storable
 
 Observation: TypeAlias = Failure | None
 Observe: TypeAlias = Callable[[Candidate], Observation]
+Tensors = dict[int, torch.Tensor]
 
 
 class NotObserved(ReprokitError):
@@ -80,3 +91,70 @@ class Task:
             return Report(self(candidate))
         except Exception as error:  # whatever a candidate raises outside its calls makes it unusable, nothing more
             return Report(error=error)
+
+
+def pack(candidate: Candidate, held: Mapping[int, torch.Tensor] | None = None) -> bytes:
+    """A candidate as bytes, less the tensors that the other side holds; these are known by ``id``."""
+    held = held or {}
+    used = used_tensors(candidate)
+    content = {
+        "program": plain.to_plain(candidate.program),
+        "variant": candidate.variant,
+        "places": {item.value: id(candidate.tensors[item.value]) for item in candidate.program.inputs},
+        "tensors": {key: _sendable(tensor) for key, tensor in used.items() if key not in held},
+    }
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
+
+
+def unpack(packed: bytes, held: Mapping[int, torch.Tensor] | None = None) -> tuple[Candidate, Tensors]:
+    """The candidate, and its tensors by the numbers that the sender knows them by."""
+    content = torch.load(io.BytesIO(packed), weights_only=True)
+    known = {**(held or {}), **content["tensors"]}
+    used = {key: known[key] for key in content["places"].values()}
+    tensors = {value: used[key] for value, key in content["places"].items()}
+    return Candidate(plain.from_plain(content["program"]), tensors, str(content["variant"])), used
+
+
+def used_tensors(candidate: Candidate) -> Tensors:
+    """The tensors of the inputs by ``id``, which stays theirs as long as somebody holds them."""
+    tensors = [candidate.tensors[item.value] for item in candidate.program.inputs]
+    return {id(tensor): tensor for tensor in tensors}
+
+
+def pack_report(report: Report) -> bytes:
+    """A report as bytes; an observation that does not pickle becomes an error."""
+    reason, told = "", ""
+    if report.error is not None:
+        reason = report.error.reason if isinstance(report.error, NotObserved) else "error"
+        told = str(report.error) if reason != "error" else f"{type(report.error).__name__}: {report.error}"
+    try:
+        return pickle.dumps((report.observation, reason, told))
+    except Exception as error:  # pickling fails in as many ways as there are classes
+        return pickle.dumps((None, "error", f"the observation cannot be sent: {error}"))
+
+
+def unpack_report(packed: bytes) -> Report:
+    """The inverse of `pack_report`; anything else becomes an error."""
+    try:
+        observation, reason, told = _PlainUnpickler(io.BytesIO(packed)).load()
+    except Exception as error:  # damaged data fails in as many ways
+        return Report(error=NotObserved("error", f"the report cannot be read: {error}"))
+    return Report(error=NotObserved(reason, told)) if reason else Report(observation)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Knows no classes but reprokit's own that hold data."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] == "reprokit":
+            found = super().find_class(module, name)
+            if isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum)):
+                return found
+        raise pickle.UnpicklingError(f"`{module}.{name}` is not plain data")
+
+
+def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """With storage of its own, on the device where it is."""
+    return storable(tensor) if tensor.device.type == "cpu" else tensor.detach()

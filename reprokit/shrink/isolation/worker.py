@@ -1,6 +1,8 @@
-"""A spawned worker: a fresh interpreter that runs one candidate after another, for where forking is not possible.
+"""A spawned worker: a fresh interpreter that runs one candidate after another, where forking is not possible.
 
-It is started again after a crash, a hang or a flood of memory. Starting takes as long as importing torch.
+It is started again after a crash, a hang or a flood of memory. Starting takes as long as importing torch. The first
+message is the task; each later one is a candidate, and is answered with its report. Tensors that the next candidate
+uses again stay in the worker, so that a large model is sent once.
 """
 
 from __future__ import annotations
@@ -18,20 +20,53 @@ from typing import Any
 
 from reprokit.errors import ReprokitError
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.isolation.limits import Limits
-from reprokit.shrink.isolation.running import Run, kill_group, uninterrupted, wait_for
-from reprokit.shrink.isolation.serve import READY
-from reprokit.shrink.isolation.task import Report, Task
-from reprokit.shrink.isolation.transport import Tensors, pack, used_tensors
+from reprokit.shrink.isolation.processes import (
+    ChildRun,
+    RunLimits,
+    become_expendable,
+    kill_group,
+    uninterrupted,
+    wait_for,
+)
+from reprokit.shrink.isolation.task import Report, Task, Tensors, pack, pack_report, unpack, used_tensors
 
+READY = b"ready"
 _SECONDS_TO_START = 300.0
 _SECONDS_TO_WARM_UP = 60.0  # a first candidate on a GPU also loads its kernels
 _SERVE = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from reprokit.shrink.isolation.serve import serve
+from reprokit.shrink.isolation.worker import serve
 serve(int(sys.argv[2]), int(sys.argv[3]))
 """
+
+
+def serve(descriptor: int, parent: int) -> None:
+    """Answer until the other side hangs up."""
+    connection: Connection[bytes, bytes] = Connection(descriptor)
+    try:
+        task: Task = pickle.loads(connection.recv_bytes())
+    except Exception as error:  # the task is code of somebody's, and may fail to load in any way
+        connection.send_bytes(f"{type(error).__name__}: {error}".encode())
+        return
+    become_expendable(parent)
+    connection.send_bytes(READY)
+    held: Tensors = {}
+    while True:
+        try:
+            packed = connection.recv_bytes()
+        except EOFError:
+            return
+        report, held = _observe(task, packed, held)
+        connection.send_bytes(pack_report(report))
+
+
+def _observe(task: Task, packed: bytes, held: Tensors) -> tuple[Report, Tensors]:
+    try:
+        candidate, held = unpack(packed, held)
+    except Exception as error:  # a candidate that cannot be loaded here cannot be run either
+        return Report(error=error), held
+    return task.report(candidate), held
 
 
 class Worker:
@@ -49,7 +84,7 @@ class Worker:
         self._is_ready = False
         self._is_warm = False
         self._held: Tensors = {}
-        self._current: Run | None = None
+        self._current: ChildRun | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def open(self) -> None:
@@ -74,7 +109,7 @@ class Worker:
         with contextlib.suppress(OSError):  # a process that ends at once is noticed when it has to be ready
             ours.send_bytes(self._task)
 
-    def start(self, candidate: Candidate, limits: Limits, runs: list[Run]) -> None:
+    def start(self, candidate: Candidate, limits: RunLimits, runs: list[ChildRun]) -> None:
         """Start a candidate and add it to ``runs``; first comes the end of one that nobody waited for."""
         if self._current is not None and self._current.report is None:
             wait_for(self._current, [self._current])
@@ -82,8 +117,8 @@ class Worker:
         self._get_ready()
         assert self._process is not None and self._connection is not None
         if not self._is_warm and limits.seconds is not None and not _is_on_cpu(candidate):
-            limits = Limits(limits.seconds + _SECONDS_TO_WARM_UP, limits.memory)
-        run = Run(self._process.pid, self._connection, limits, self.end)
+            limits = RunLimits(limits.seconds + _SECONDS_TO_WARM_UP, limits.memory)
+        run = ChildRun(self._process.pid, self._connection, limits, self.end)
         runs.append(run)
         self._current = run
         try:
@@ -135,10 +170,10 @@ class Worker:
         self._is_ready = True
 
 
-def observe_freshly(task: Task, candidate: Candidate, limits: Limits) -> Report:
+def observe_freshly(task: Task, candidate: Candidate, limits: RunLimits) -> Report:
     """The report on a candidate from a new interpreter that runs nothing else."""
     worker = Worker(task)
-    runs: list[Run] = []
+    runs: list[ChildRun] = []
     try:
         worker.start(candidate, limits, runs)
         return wait_for(runs[0], runs)

@@ -1,25 +1,39 @@
-"""Cut: to the origin call with its recorded inputs, and upstream from there until the failure is the same.
+"""Cut: to the calls that the failure depends on, then to the origin call with its recorded inputs, and upstream again.
 
-One instrumented run records what the calls around the origin read and which gradients arrived at their outputs. The
-smallest cut is tried first; every refusal doubles the number of calls that are kept, and the whole program comes last.
+`slice_to` reads the data flow alone and leaves out the rest of a long step before anything runs. In-place calls are all
+kept, because what shares memory is not known before a program runs. `cuts` needs one instrumented run, which records
+the arguments of the calls around the origin and the gradients of their outputs. The smallest cut is tried first; every
+refusal doubles the number of calls that are kept, and the whole program comes last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
 
-import torch
-
-from reprokit.locate.failure import Failure
-from reprokit.program.functions import is_in_place
-from reprokit.program.ir import AUTOGRAD_BACKWARD, OPAQUE, Call, Input, Mode, Program, Ref, iter_refs
-from reprokit.shrink.arguments import without_defaults
+from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.program.functions import GRAD_READ, GRAD_WRITES, is_in_place
+from reprokit.program.ir import (
+    AUTOGRAD_BACKWARD,
+    BACKWARD,
+    OPAQUE,
+    ZERO_GRAD,
+    Call,
+    Input,
+    Program,
+    Ref,
+    iter_refs,
+)
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.naming import unique_name
-from reprokit.shrink.recording import Recording, record
+from reprokit.shrink.context.step import StepGraph, written
+from reprokit.shrink.leaves import unique_name, without_defaults
+from reprokit.shrink.recording import Excerpt, Recording, record
+from reprokit.shrink.signature import ACCUMULATION
 
-_MAX_WRITES = 4
+_MAX_WRITES = 4  # autograd objects to one of the latest writes
+_GRAD_READS = frozenset({GRAD_READ, "torch.Tensor._grad.__get__"})
+_BACKWARDS = frozenset({BACKWARD, AUTOGRAD_BACKWARD})
+_ONLY_GRADIENTS = GRAD_WRITES | _BACKWARDS | {ZERO_GRAD}  # matter to who reads ``.grad`` alone
 
 
 def cuts(candidate: Candidate, failure: Failure) -> Iterator[tuple[str, Candidate]]:
@@ -30,7 +44,7 @@ def cuts(candidate: Candidate, failure: Failure) -> Iterator[tuple[str, Candidat
         return
     origin = failure.call_index if failure.call_index is not None else _first_reader(program, failure)
     if origin is not None:
-        for kept in _neighbourhoods(program, origin, _way_to_drop(program, failure)):
+        for kept in _neighbourhoods(StepGraph(candidate), origin, _way_to_drop(program, failure)):
             recording = record(candidate, frozenset(kept))
             for cut in _cuts_to(candidate, failure, kept, recording):
                 yield f"only {len(kept)} of {len(program.calls)} calls", cut
@@ -45,19 +59,21 @@ def _parts_of_step(candidate: Candidate) -> Iterator[tuple[str, Candidate]]:
         return
     first = program.calls[places[0]]
     starts = tuple(iter_refs(first.args[:1]))[:1]
-    forward = replace(program, calls=program.calls[: places[0]], outputs=starts)
-    yield "only the forward pass", replace(candidate, program=forward).pruned()
+    yield "only the forward pass", candidate.with_calls(program.calls[: places[0]], outputs=starts).pruned()
     calls = program.calls[: places[-1] + 1]
     known = {item.value for item in program.inputs}.union(*(call.output_refs() for call in calls))
     outputs = tuple(ref for ref in program.outputs if ref.value in known)
-    backward = replace(program, calls=calls, outputs=outputs)
-    yield "only up to the last backward pass", replace(candidate, program=backward).pruned()
+    yield "only up to the last backward pass", candidate.with_calls(calls, outputs=outputs).pruned()
 
 
 def _cuts_to(candidate: Candidate, failure: Failure, kept: Sequence[int], recording: Recording) -> Iterator[Candidate]:
     if candidate.program.calls[kept[-1]].is_optimizer_step:
-        for only in dict.fromkeys((failure.value, None)):
-            yield _optimizer_step(candidate, kept[-1], recording, only)
+        everything = frozenset(ref.value for ref in iter_refs(candidate.program.calls[kept[-1]].kwargs["params"]))
+        bad = everything if failure.value is None else everything & {failure.value}
+        for parameters in dict.fromkeys((bad, everything)):
+            excerpt = Excerpt(candidate.program, recording)
+            excerpt.update(kept[-1], parameters, is_alone=True)
+            yield excerpt.candidate()
     elif failure.backward_node is not None:
         yield from _backwards(candidate, failure, kept, recording)
     elif not candidate.program.calls[kept[-1]].is_differentiation:
@@ -83,55 +99,34 @@ def _way_to_drop(program: Program, failure: Failure) -> list[int]:
     for index in range(failure.call_index + 1, end + 1):
         if led_to.intersection(program.calls[index].input_refs()):
             reached.append(index)
-            led_to |= _written(program.calls[index])
+            led_to |= written(program.calls[index])
     needed, kept = set(program.calls[end].input_refs()), [end]
     for index in reversed(reached[:-1]):
-        if needed & _written(program.calls[index]):
+        if needed & written(program.calls[index]):
             kept.append(index)
             needed.update(program.calls[index].input_refs())
     return kept[::-1]
 
 
-def _neighbourhoods(program: Program, origin: int, downstream: Sequence[int] = ()) -> Iterator[tuple[int, ...]]:
+def _neighbourhoods(step: StepGraph, origin: int, downstream: Sequence[int] = ()) -> Iterator[tuple[int, ...]]:
     """The origin alone, then with the calls it depends on most directly: 1, 2, 4, ... calls more.
 
     ``downstream`` are the calls behind it that have to stay. What a differentiation objects to is often that something
     was written in place.
     """
-    written = [_written(call) for call in program.calls]
     order, followed, size = [origin, *downstream], 0, 1 + len(downstream)
-    if program.calls[origin].is_differentiation:
-        writes = [index for index in reversed(range(origin)) if is_in_place(program.calls[index].target)]
+    calls = step.program.calls
+    if calls[origin].is_differentiation:
+        writes = [index for index in reversed(range(origin)) if is_in_place(calls[index].target)]
         order.extend(writes[:_MAX_WRITES])
     while True:
         while len(order) <= size and followed < len(order):
-            order.extend(found for found in _producers(program, written, order[followed]) if found not in order)
+            order.extend(found for found in step.producers(order[followed]) if found not in order)
             followed += 1
         yield tuple(sorted(order[:size]))
         if len(order) <= size:
             return
         size *= 2
-
-
-def _producers(program: Program, written: Sequence[set[int]], index: int) -> list[int]:
-    """The calls that wrote what a call reads, latest first; ``written`` says what each call writes."""
-    wanted = set(program.calls[index].input_refs())
-    found = []
-    for position in range(index - 1, -1, -1):
-        call = program.calls[position]
-        if call.target == OPAQUE or not written[position] & wanted:
-            continue
-        found.append(position)
-        if not is_in_place(call.target):
-            wanted -= written[position]
-    return found
-
-
-def _written(call: Call) -> set[int]:
-    written = set(call.output_refs())
-    if is_in_place(call.target):
-        written |= {ref.value for ref in iter_refs(call.args[:1])}
-    return written
 
 
 def _up_to(candidate: Candidate, failure: Failure) -> Candidate:
@@ -141,54 +136,29 @@ def _up_to(candidate: Candidate, failure: Failure) -> Candidate:
     is_value = failure.value is not None and failure.call_index is not None and failure.phase != "optimizer"
     if is_value and failure.backward_node is None:
         outputs = (Ref(failure.value),) if failure.value is not None else ()
-        program = replace(candidate.program, calls=tuple(calls[: origin + 1]), outputs=outputs)
-        return replace(candidate, program=program).pruned()
+        return candidate.with_calls(calls[: origin + 1], outputs=outputs).pruned()
     later = [index for index, call in enumerate(calls) if index >= origin and call.is_differentiation]
     end = later[-1] + 1 if failure.phase == "backward" and later else len(calls)
-    return replace(candidate, program=replace(candidate.program, calls=tuple(calls[:end]))).pruned()
+    return candidate.with_calls(calls[:end]).pruned()
 
 
-@dataclass
-class _Body:
-    """The kept calls as a program of their own, on recorded inputs."""
-
-    calls: list[Call] = field(default_factory=list)
-    inputs: list[Input] = field(default_factory=list)
-    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def add(self, item: Input, tensor: torch.Tensor) -> None:
-        """Add an input."""
-        self.inputs.append(item)
-        self.tensors[item.value] = tensor
-
-    def candidate(self, candidate: Candidate, outputs: tuple[Ref, ...] = ()) -> Candidate:
-        """The finished candidate."""
-        return Candidate(
-            Program(tuple(self.calls), tuple(self.inputs), outputs, candidate.program.modules), self.tensors
-        )
-
-
-def _body(
+def _excerpt(
     candidate: Candidate, kept: Sequence[int], recording: Recording, wants_grad: frozenset[tuple[int, int]]
-) -> _Body:
+) -> Excerpt:
     """The kept calls; of what they read and did not make, ``wants_grad`` lists the leaves."""
-    program = candidate.program
-    known = {item.value: item for item in program.inputs}
-    body = _Body()
+    excerpt = Excerpt(candidate.program, recording)
+    known = {item.value: item for item in candidate.program.inputs}
     made: set[int] = set()
     for index in kept:
-        call = program.calls[index]
+        call = candidate.program.calls[index]
         for value in call.input_refs():
-            if value not in made and value not in body.tensors:
+            if value not in made and value not in excerpt.tensors:
                 old = known.get(value, Input(value, ""))
-                role = "rng" if old.role == "rng" else "batch"
-                item = Input(
-                    value, old.name or unique_name(call, value, body.inputs), role, (index, value) in wants_grad
-                )
-                body.add(item, recording.inputs[index, value])
+                name = old.name or unique_name(call, value, excerpt.inputs)
+                excerpt.read(index, value, name, "rng" if old.role == "rng" else "batch", (index, value) in wants_grad)
         made.update(call.output_refs())
-        body.calls.append(_plain_mode(without_defaults(call), bool(wants_grad)))
-    return body
+        excerpt.calls.append(_plain_mode(without_defaults(call), bool(wants_grad)))
+    return excerpt
 
 
 def _plain_mode(call: Call, differentiable: bool) -> Call:
@@ -203,11 +173,11 @@ def _forward(
     recording: Recording,
     wants_grad: frozenset[tuple[int, int]],
 ) -> Candidate:
-    body = _body(candidate, kept, recording, wants_grad)
-    outputs = body.calls[-1].output_refs()
+    excerpt = _excerpt(candidate, kept, recording, wants_grad)
+    outputs = excerpt.calls[-1].output_refs()
     if failure.call_index is not None and failure.value in outputs:
         outputs = (failure.value,)
-    return body.candidate(candidate, tuple(Ref(value) for value in outputs))
+    return excerpt.candidate(outputs)
 
 
 def _backwards(
@@ -219,54 +189,62 @@ def _backwards(
     for leaves in dict.fromkeys((wanted, frozenset(recording.needs_grad))):
         for number in reversed(range(rounds)):
             if leaves:
-                yield _backward(candidate, kept, recording, leaves, number)
+                excerpt = _excerpt(candidate, kept, recording, leaves)
+                excerpt.differentiate(candidate.program.calls[kept[-1]].output_refs(), number)
+                yield excerpt.candidate()
 
 
-def _backward(
-    candidate: Candidate,
-    kept: Sequence[int],
-    recording: Recording,
-    leaves: frozenset[tuple[int, int]],
-    number: int,
-) -> Candidate:
-    body = _body(candidate, kept, recording, leaves)
-    value = candidate.program.next_value()
-    starts, gradients = [], []
-    for output in candidate.program.calls[kept[-1]].output_refs():
-        found = recording.gradients.get(output, [])
-        if number < len(found):
-            body.add(Input(value, "gradient", "gradient"), found[number])
-            starts.append(Ref(output))
-            gradients.append(Ref(value))
-            value += 1
-    body.calls.append(Call(AUTOGRAD_BACKWARD, (starts, gradients), phase="backward", mode=Mode()))
-    return body.candidate(candidate)
+def slice_to(candidate: Candidate, failure: Failure) -> tuple[Candidate, Failure] | None:
+    """The program without what the failure does not depend on, and the failure with its new place.
+
+    ``None`` when there is nothing to leave out, or when the data flow does not tell, as after an optimizer's step.
+    """
+    program, origin = candidate.program, failure.call_index
+    end = _end(program, failure)
+    kept = _needed(program.calls, {end, *_rest_of_layer(candidate, failure)}) if end is not None else None
+    if origin is None or kept is None or origin not in kept or len(kept) == len(program.calls):
+        return None
+    outputs = (Ref(failure.value),) if failure.phase == "forward" and failure.value is not None else ()
+    calls = tuple(program.calls[index] for index in kept)
+    sliced = candidate.with_calls(calls, outputs=outputs).pruned()
+    drop = replace(failure.drop, call_index=kept.index(failure.drop.call_index)) if failure.drop else None
+    return sliced, replace(failure, call_index=kept.index(origin), drop=drop)
 
 
-def _optimizer_step(candidate: Candidate, index: int, recording: Recording, only: int | None) -> Candidate:
-    """The step on one parameter alone, or on all of them, with gradients and state as they were."""
-    call = candidate.program.calls[index]
-    known = {item.value: item for item in candidate.program.inputs}
-    body = _Body()
-    value = candidate.program.next_value()
-    content: dict[str, list[object]] = {"params": [], "grads": [], "options": [], "state": []}
-    for parameters, grads, options, states in zip(*(call.kwargs[name] for name in content), strict=True):
-        rows = [row for row in zip(parameters, grads, states, strict=True) if only in (None, row[0].value)]
-        given: list[Ref | None] = []
-        for parameter, grad, state in rows:
-            name = known[parameter.value].name if parameter.value in known else "parameter"
-            body.add(Input(parameter.value, name, "parameter", True), recording.inputs[index, parameter.value])
-            recorded = recording.inputs.get((index, grad.value)) if grad else recording.grads.get(parameter.value)
-            given.append(Ref(value) if recorded is not None else None)
-            if recorded is not None:
-                body.add(Input(value, "grad", "gradient"), recorded)
-                value += 1
-            for key, ref in ((key, ref) for key, item in state.items() for ref in iter_refs(item)):
-                body.add(Input(ref.value, key, "state"), recording.inputs[index, ref.value])
-        if rows:
-            content["params"].append([row[0] for row in rows])
-            content["grads"].append(given)
-            content["options"].append(dict(options))
-            content["state"].append([dict(row[2]) for row in rows])
-    body.calls.append(replace(call, args=(), kwargs=content, outputs=None))
-    return body.candidate(candidate)
+def _end(program: Program, failure: Failure) -> int | None:
+    """Where the failure shows: at its origin, or in the first backward pass that goes through the origin."""
+    origin = failure.call_index
+    if origin is None or failure.phase == "forward":
+        return origin
+    if failure.phase != "backward" or failure.kind == EXCEPTION or failure.backward_node == ACCUMULATION:
+        return None
+    passes = (i for i in range(origin + 1, len(program.calls)) if program.calls[i].target in _BACKWARDS)
+    return next((index for index in passes if origin in (_needed(program.calls, {index}) or ())), None)
+
+
+def _rest_of_layer(candidate: Candidate, failure: Failure) -> list[int]:
+    """What one of torch's layers does after an origin inside it: only its whole run tells which layer it is."""
+    origin = failure.call_index
+    if origin is None or failure.phase != "forward" or failure.kind == EXCEPTION:
+        return []
+    return [index for index in StepGraph(candidate).units[origin] if index > origin]
+
+
+def _needed(calls: Sequence[Call], ends: Set[int]) -> list[int] | None:
+    """The indexes of the calls that some calls depend on, their own included; ``None`` if that is not known."""
+    needed: set[int] = set()
+    kept: list[int] = []
+    for index in range(max(ends), -1, -1):
+        call = calls[index]
+        if index not in ends:
+            if call.is_optimizer_step or call.target in _GRAD_READS:
+                return None
+            if call.target in _ONLY_GRADIENTS or not _matters(call, needed):
+                continue
+        needed.update(call.input_refs())
+        kept.append(index)
+    return kept[::-1]
+
+
+def _matters(call: Call, needed: set[int]) -> bool:
+    return call.target != OPAQUE and (is_in_place(call.target) or not needed.isdisjoint(call.output_refs()))

@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
 
 import torch
 
 from reprokit.program.ir import Call
-from reprokit.shrink.arguments import Path, leaves, with_leaf
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.dimensions import Axis, Class, shrink_to
-from reprokit.shrink.passes.focus import focus
+from reprokit.shrink.dimensions import Class, InputAxis, shrink_to
+from reprokit.shrink.leaves import Path, leaves, with_leaf
 from reprokit.shrink.probe import Form, forms_of
-from reprokit.shrink.problem import Problem
+from reprokit.shrink.problem import Problem, focus
 from reprokit.shrink.search import find_integer
 
-_MAX_CALLS = 8
-_MAX_PAIRED = 6
-_MAX_SIZE = 64
+_MAX_CALLS = 8  # every integer of every call costs checks
+_MAX_PAIRED = 6  # integers of a call; pairs of more take too many checks
+_MAX_SIZE = 64  # sizes that are tried one by one
 Integer = tuple[Path, int]
 Ratios = Sequence[Fraction] | None
 
@@ -100,8 +98,7 @@ def _fitting(problem: Problem, index: int, call: Call, ratios: Ratios) -> Iterat
     """The best candidate with this call, if need be with one dimension lowered as well: by one of these ratios, or
     without any to whatever size fits."""
     best, prober = problem.best, problem.prober
-    calls = (*best.program.calls[:index], call, *best.program.calls[index + 1 :])
-    plain = replace(best, program=replace(best.program, calls=calls))
+    plain = best.with_call(index, call)
     for candidate in (plain, *_with_lower_dimension(problem, plain, ratios)):
         is_smaller = candidate.pruned().is_smaller_than(best)
         if is_smaller and not prober.refuses(candidate, best, raises=problem.oracle.signature.kind == "exception"):
@@ -113,7 +110,7 @@ def _with_lower_dimension(problem: Problem, candidate: Candidate, ratios: Ratios
         return  # it fits as it is
     for value, form in forms_of(candidate).items():
         for axis, size in enumerate(form.shape):
-            group = Class(size, (Axis(value, axis),))
+            group = Class(size, (InputAxis(value, axis),))
             for smaller in _smaller_sizes(form, size, ratios):
                 yield shrink_to(candidate, {group: sorted(focus(problem, group)[:smaller])})
 

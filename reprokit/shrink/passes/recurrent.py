@@ -16,10 +16,10 @@ import torch
 from reprokit.program.functions import function_named
 from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Ref, iter_refs
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.probe import RECURRENT, is_safe
 from reprokit.shrink.problem import Problem
-from reprokit.shrink.safety import RECURRENT, is_safe
 
-_MAX_TRIED = 8
+_MAX_TRIED = 8  # the likeliest layers and sequences come first
 
 
 def simplify_recurrent(problem: Problem) -> None:

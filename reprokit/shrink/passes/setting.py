@@ -6,20 +6,20 @@ backward pass. All arguments at once first, then one at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from reprokit.program.functions import is_random, symbol_named
-from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Mode, Program, Ref
-from reprokit.shrink.arguments import leaves, lists_of_tensors, with_leaf
+from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Ref
+from reprokit.program.run import run
 from reprokit.shrink.candidate import Candidate, round_number
-from reprokit.shrink.plainness import NUM_SEEDS, seed_of
+from reprokit.shrink.leaves import leaves, lists_of_tensors, with_leaf
+from reprokit.shrink.plainness import NUM_SEEDS, seed_of, state_of_seed
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.search import delete_adaptively
-from reprokit.shrink.seeds import has_state, with_seeds, without_idle_states
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -45,8 +45,7 @@ def drop_autocast(problem: Problem) -> None:
     modes = {call.mode.autocast for call in problem.best.program.calls} - {()}
     if not modes:
         return
-    program = _with_modes(problem.best.program, lambda mode: replace(mode, autocast=()))
-    plain = replace(problem.best, program=program)
+    plain = problem.best.with_modes(lambda mode: replace(mode, autocast=()))
     dtype = symbol_named(next(iter(sorted(modes)))[0][1])
     cast = {value: t.to(dtype) for value, t in plain.tensors.items() if t.dtype is torch.float32}
     in_half = () if _overflows(plain, cast) else ((plain.with_tensors(cast), "half precision instead of autocast"),)
@@ -76,9 +75,8 @@ def _simplify_layout(problem: Problem) -> None:
         best = problem.best
     plain = {value: t.contiguous() for value, t in best.tensors.items() if t.layout is torch.strided}
     problem.consider(best.with_tensors(plain), "contiguous inputs")
-    best = problem.best
-    program = _with_modes(best.program, lambda mode: replace(mode, grad=True, inference=False))
-    problem.consider(replace(best, program=program), "no modes")
+    plainest = problem.best.with_modes(lambda mode: replace(mode, grad=True, inference=False))
+    problem.consider(plainest, "no modes")
 
 
 def _simplify_randomness(problem: Problem) -> None:
@@ -94,21 +92,17 @@ def _simplify_randomness(problem: Problem) -> None:
         any(problem.consider(seeded, change) for change, seeded in with_seeds(problem.best, range(NUM_SEEDS)))
 
 
-def _with_modes(program: Program, change: Callable[[Mode], Mode]) -> Program:
-    return replace(program, calls=tuple(replace(call, mode=change(call.mode)) for call in program.calls))
-
-
 def _simplify_call(problem: Problem, index: int) -> None:
     """Drop all arguments that may go, then one at a time."""
     bare = _barest(problem, index)
     if bare is not None:
-        problem.consider(_with_call(problem.best, index, bare), "no optional arguments")
+        problem.consider(problem.best.with_call(index, bare), "no optional arguments")
     tried: list[Call] = []
     while problem.best.program.calls[index] not in tried:
         tried.append(problem.best.program.calls[index])
         best = problem.best
         fewer = fewer_arguments(best.program.calls[index])
-        problem.first((change, _with_call(best, index, call)) for change, call in fewer)
+        problem.first((change, best.with_call(index, call)) for change, call in fewer)
 
 
 def _barest(problem: Problem, index: int) -> Call | None:
@@ -117,7 +111,7 @@ def _barest(problem: Problem, index: int) -> Call | None:
     for kwargs in ({}, dict(call.kwargs)):
         for count in range(1, len(call.args) + 1):
             bare = replace(call, args=call.args[:count], kwargs=kwargs)
-            candidate = _with_call(problem.best, index, bare).pruned()
+            candidate = problem.best.with_call(index, bare).pruned()
             if bare.input_refs()[:1] == call.input_refs()[:1] and not problem.prober.refuses(candidate, problem.best):
                 return bare if bare != call else None
     return None
@@ -159,11 +153,6 @@ def _lower(leaf: Any) -> list[Any]:
     return list(range(1, leaf)) if isinstance(leaf, int) and not isinstance(leaf, bool) and leaf <= 64 else []
 
 
-def _with_call(candidate: Candidate, index: int, call: Call) -> Candidate:
-    calls = candidate.program.calls
-    return replace(candidate, program=replace(candidate.program, calls=(*calls[:index], call, *calls[index + 1 :])))
-
-
 def _drop_leaves(problem: Problem) -> None:
     """Gradients for fewer inputs: for the one whose gradient is bad alone, else as few as will do."""
     leaves = [item.value for item in problem.best.program.inputs if item.requires_grad]
@@ -190,7 +179,7 @@ def _simplify_differentiation(problem: Problem, index: int) -> None:
     for name in problem.best.program.calls[index].kwargs:
         call = problem.best.program.calls[index]
         kwargs = {key: value for key, value in call.kwargs.items() if key != name}
-        problem.consider(_with_call(problem.best, index, replace(call, kwargs=kwargs)), f"no `{name}`")
+        problem.consider(problem.best.with_call(index, replace(call, kwargs=kwargs)), f"no `{name}`")
 
 
 def _drop_starts(problem: Problem, index: int) -> None:
@@ -200,7 +189,7 @@ def _drop_starts(problem: Problem, index: int) -> None:
         starts, gradients = problem.best.program.calls[index].args
         if len(starts) > 1 and place < len(starts):
             alone = replace(call, args=([starts[place]], [gradients[place]]))
-            if problem.consider(_with_call(problem.best, index, alone), "one output differentiated"):
+            if problem.consider(problem.best.with_call(index, alone), "one output differentiated"):
                 return
 
 
@@ -210,7 +199,7 @@ def _simplify_optimizer(problem: Problem, index: int) -> None:
     def consider(name: str, content: list[Any], change: str) -> bool:
         call = problem.best.program.calls[index]
         changed = replace(call, kwargs={**call.kwargs, name: content})
-        return problem.consider(_with_call(problem.best, index, changed), change)
+        return problem.consider(problem.best.with_call(index, changed), change)
 
     kwargs = problem.best.program.calls[index].kwargs
     consider("state", [[{} for _ in group] for group in kwargs["state"]], "no optimizer state")
@@ -219,3 +208,48 @@ def _simplify_optimizer(problem: Problem, index: int) -> None:
     for name in dict.fromkeys(key for group in kwargs["options"] for key in group):
         groups = problem.best.program.calls[index].kwargs["options"]
         consider("options", [{k: v for k, v in g.items() if k != name} for g in groups], f"default `{name}`")
+
+
+def has_state(candidate: Candidate) -> bool:
+    """True if any call starts from a recorded state of the generator."""
+    return any(item.role == "rng" for item in candidate.program.inputs)
+
+
+def with_seeds(candidate: Candidate, seeds: range) -> Iterator[tuple[str, Candidate]]:
+    """The candidate with every generator started from a small seed instead, for each of the seeds."""
+    states = {item.value: candidate.tensors[item.value] for item in candidate.program.inputs if item.role == "rng"}
+    for seed in seeds if states else ():
+        yield (
+            f"seed {seed}",
+            candidate.with_tensors({v: state_of_seed(seed, state.numel()) for v, state in states.items()}),
+        )
+
+
+def without_idle_states(candidate: Candidate) -> Candidate:
+    """The candidate without states for calls that draw no numbers, seen in one run."""
+    watch = _Draws()
+    run(candidate.program, candidate.tensors, observer=watch, keep=frozenset())
+    calls = tuple(
+        call if index in watch.drawing else replace(call, mode=replace(call.mode, rng=None))
+        for index, call in enumerate(candidate.program.calls)
+    )
+    return candidate.with_calls(calls).pruned()
+
+
+@dataclass
+class _Draws:
+    """An observer that notes which calls draw random numbers on the CPU; any call of another device may."""
+
+    drawing: set[int] = field(default_factory=set)
+    _state: torch.Tensor = field(default_factory=torch.get_rng_state)
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Note the state, and that the call draws until it comes back without."""
+        self.drawing.add(index)
+        self._state = torch.get_rng_state()
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Compare the state."""
+        is_on_cpu = all(values[value].device.type == "cpu" for value in call.input_refs() if value in values)
+        if is_on_cpu and torch.equal(self._state, torch.get_rng_state()):
+            self.drawing.discard(index)

@@ -14,21 +14,21 @@ from functools import partial
 
 import torch
 
-from reprokit.shrink.arguments import Path, leaves, with_leaf
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.constants import extremes, holds_large
-from reprokit.shrink.dimensions import Axis, Class, shorten_part, shrink_to
-from reprokit.shrink.indexes import Parts, parts_of
-from reprokit.shrink.passes.focus import bad_index, focus
+from reprokit.shrink.dimensions import Class, InputAxis, shorten_part, shrink_to
+from reprokit.shrink.indexes import FlatParts, parts_of
+from reprokit.shrink.leaves import Path, leaves, with_leaf
 from reprokit.shrink.passes.integers import lower_integers
 from reprokit.shrink.passes.recurrent import simplify_recurrent
+from reprokit.shrink.passes.setting import with_seeds
+from reprokit.shrink.plainness import filled, ladder, largest_of, sign_of
 from reprokit.shrink.probe import forms_of
-from reprokit.shrink.problem import Problem
+from reprokit.shrink.problem import Problem, bad_index, focus
 from reprokit.shrink.search import delete_adaptively
-from reprokit.shrink.seeds import with_seeds
 
-_NUM_SEEDS = 4
+_NUM_SEEDS = 4  # each costs a check
 _ARITHMETIC = frozenset(["add", "sub", "mul", "div", "__rsub__", "__rtruediv__", "eq", "ne", "lt", "le", "gt", "ge"])
+_LARGE = {torch.float16: 10.0}  # in other formats 1e3
 _DIMENSION_WORDS = frozenset({"dim", "axis", "dims", "dim0", "dim1"})
 
 
@@ -65,7 +65,7 @@ def shorten_parts(problem: Problem) -> None:
             delete_adaptively(range(length), partial(_try_part, problem, problem.best, parts, place))
 
 
-def _try_part(problem: Problem, start: Candidate, parts: Parts, place: int, positions: list[int]) -> bool:
+def _try_part(problem: Problem, start: Candidate, parts: FlatParts, place: int, positions: list[int]) -> bool:
     return problem.consider(shorten_part(start, parts, place, positions), f"a part of {len(positions)}")
 
 
@@ -171,7 +171,7 @@ def _try_kept(problem: Problem, kept: Mapping[Class, Sequence[int]], change: str
         return False
     problem.tried_extremes.add(outline)
     kind = problem.failure.kind
-    plain = extremes(smaller, kind, kind == "inf" or holds_large(problem.best))
+    plain = _extremes(smaller, kind, kind == "inf" or _holds_large(problem.best))
     return problem.first((f"{change}, {name}", candidate) for name, candidate in plain)
 
 
@@ -220,7 +220,7 @@ def _with_counts(problem: Problem, smaller: Candidate) -> Candidate:
         numbers = {math.prod(after[value]) for value in values if value in after}
         if len(numbers) == 1 and 0 not in numbers:
             calls[index] = with_leaf(calls[index], path, numbers.pop())
-    return replace(smaller, program=replace(smaller.program, calls=tuple(calls)))
+    return smaller.with_calls(calls)
 
 
 def _in_order(indexes: Sequence[int]) -> Sequence[int]:
@@ -238,16 +238,16 @@ def _outline(candidate: Candidate) -> str:
     return f"{calls} {forms}"
 
 
-def _leading_ones(candidate: Candidate, keep: int) -> Iterator[Axis]:
+def _leading_ones(candidate: Candidate, keep: int) -> Iterator[InputAxis]:
     """The first dimensions of size 1 of every input, as many as leave ``keep`` dimensions."""
     for item in candidate.program.inputs:
         tensor = candidate.tensors[item.value]
         if item.role != "rng" and tensor.layout is torch.strided:
-            axes = [Axis(item.value, axis) for axis, size in enumerate(tensor.shape) if size == 1]
+            axes = [InputAxis(item.value, axis) for axis, size in enumerate(tensor.shape) if size == 1]
             yield from axes[: max(0, tensor.dim() - keep)]
 
 
-def _try_dropping(problem: Problem, axes: list[Axis], change: str) -> bool:
+def _try_dropping(problem: Problem, axes: list[InputAxis], change: str) -> bool:
     if not axes:
         return False
     tensors = dict(problem.best.tensors)
@@ -270,4 +270,41 @@ def _with_lower_dimensions(candidate: Candidate) -> Iterator[Candidate]:
                 changed = with_leaf(changed, path, max(depth - 1, 0))
         calls.append(changed)
     if calls != list(candidate.program.calls):
-        yield replace(candidate, program=replace(candidate.program, calls=tuple(calls)))
+        yield candidate.with_calls(calls)
+
+
+def _extremes(candidate: Candidate, kind: str, may_be_large: bool) -> Iterator[tuple[str, Candidate]]:
+    """The candidate with all numbers replaced at once by extreme ones, the likeliest to fail in this way first.
+
+    Incoming gradients stay as they are, since zeros there hide a failure and large ones make another. A NaN by overflow
+    takes terms of both signs, and is no explanation when the recorded numbers were moderate.
+    """
+    items = [item for item in candidate.number_inputs if item.role != "gradient"]
+    values = [item.value for item in items]
+    if not values:
+        return
+    signs = [sign_of(candidate.tensors[value]) for value in values]
+    choices = {
+        "zeros": [0.0] * len(values),
+        "large constants": [1.0] * len(values),
+        "large constants of recorded sign": signs,
+        "large constants, the last one negative": [1.0] * (len(values) - 1) + [-1.0],
+        "ones": None,
+    }
+    order = list(choices) if kind == "nan" else ["large constants", "zeros", "large constants of recorded sign", "ones"]
+    for name in order:
+        if may_be_large or "large" not in name:
+            yield name, candidate.with_tensors(_chosen(candidate, values, choices[name]))
+
+
+def _chosen(candidate: Candidate, values: list[int], factors: list[float] | None) -> dict[int, torch.Tensor]:
+    """Ones, or for each value so many times the largest constant."""
+    tensors = [candidate.tensors[value] for value in values]
+    numbers = factors and [factor * ladder(tensor.dtype)[-1] for factor, tensor in zip(factors, tensors, strict=True)]
+    return {v: filled(t, number) for v, t, number in zip(values, tensors, numbers or [1.0] * len(values), strict=True)}
+
+
+def _holds_large(candidate: Candidate) -> bool:
+    """True if any number is so large that an overflow may be near."""
+    tensors = [candidate.tensors[item.value] for item in candidate.number_inputs]
+    return any(largest_of(tensor) > _LARGE.get(tensor.dtype, 1e3) for tensor in tensors)

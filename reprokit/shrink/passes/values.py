@@ -7,14 +7,23 @@ failure's story. Incoming gradients prefer ones, which is what a sum hands back.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.constants import filled, is_number, ladder, largest_of, number_inputs, rounded
-from reprokit.shrink.plainness import MAX_LITERALS, ONES, constant_of, contents, plainness
+from reprokit.shrink.plainness import (
+    MAX_LITERALS,
+    ONES,
+    constant_of,
+    contents,
+    filled,
+    is_number,
+    ladder,
+    largest_of,
+    plainness,
+    rounded,
+)
 from reprokit.shrink.problem import Problem
 
 _MAX_KEPT_INDEXES = 4
@@ -63,7 +72,7 @@ def _plainer_numbers(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _simplify_together(problem: Problem) -> None:
-    items = [item for item in number_inputs(problem.best) if item.role != "gradient"]
+    items = [item for item in problem.best.number_inputs if item.role != "gradient"]
     if len(items) < 2:
         return
     best = problem.best
@@ -101,7 +110,7 @@ def _lower_constants(problem: Problem) -> None:
 
 def _large_constants(candidate: Candidate) -> dict[int, float]:
     found = {}
-    for item in number_inputs(candidate):
+    for item in candidate.number_inputs:
         constant = constant_of(candidate.tensors[item.value])
         if isinstance(constant, float) and 2 <= abs(constant) < float("inf"):
             found[item.value] = constant
@@ -117,5 +126,4 @@ def _drop_unit_gradient(problem: Problem) -> None:
     gradient = problem.best.tensors[last.args[1][0].value]
     if gradient.dim() == 0 and plainness(gradient) == ONES:
         short = Call(BACKWARD, (last.args[0][0],), phase="backward", mode=last.mode)
-        calls = (*program.calls[:-1], short)
-        problem.consider(replace(problem.best, program=replace(program, calls=calls)), "no gradient given")
+        problem.consider(problem.best.with_call(len(program.calls) - 1, short), "no gradient given")

@@ -55,9 +55,7 @@ def _shapes() -> list[tuple[str, re.Pattern[str]]]:
     return [(part, pattern) for contains, pattern in shapes for part in contains]
 
 
-def _replaced(
-    text: str, pattern: re.Pattern[str], group: str | int, is_key: Callable[[str], bool], hidden: str
-) -> str:
+def _replaced(text: str, pattern: re.Pattern[str], group: str | int, is_key: Callable[[str], bool], hidden: str) -> str:
     pieces, end = [], 0
     for match in pattern.finditer(text):
         start, stop = match.span(group)

@@ -30,9 +30,14 @@ class Generator(nn.Module):
     def __init__(self, nz, ngf=16):
         super().__init__()
         self.main = nn.Sequential(
-            nn.ConvTranspose2d(nz, 2 * ngf, 4, 1, 0, bias=False), nn.BatchNorm2d(2 * ngf), nn.ReLU(True),
-            nn.ConvTranspose2d(2 * ngf, ngf, 4, 2, 1, bias=False), nn.BatchNorm2d(ngf), nn.ReLU(True),
-            nn.ConvTranspose2d(ngf, 1, 4, 2, 1, bias=False), nn.Tanh(),
+            nn.ConvTranspose2d(nz, 2 * ngf, 4, 1, 0, bias=False),
+            nn.BatchNorm2d(2 * ngf),
+            nn.ReLU(True),
+            nn.ConvTranspose2d(2 * ngf, ngf, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(ngf),
+            nn.ReLU(True),
+            nn.ConvTranspose2d(ngf, 1, 4, 2, 1, bias=False),
+            nn.Tanh(),
         )
 
     def forward(self, z):
@@ -43,8 +48,11 @@ class Discriminator(nn.Module):
     def __init__(self, ndf=16):
         super().__init__()
         self.main = nn.Sequential(
-            nn.Conv2d(1, ndf, 4, 2, 1, bias=False), nn.LeakyReLU(0.2, inplace=True),
-            nn.Conv2d(ndf, 2 * ndf, 4, 2, 1, bias=False), nn.BatchNorm2d(2 * ndf), nn.LeakyReLU(0.2, inplace=True),
+            nn.Conv2d(1, ndf, 4, 2, 1, bias=False),
+            nn.LeakyReLU(0.2, inplace=True),
+            nn.Conv2d(ndf, 2 * ndf, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(2 * ndf),
+            nn.LeakyReLU(0.2, inplace=True),
             nn.Conv2d(2 * ndf, 1, 4, 1, 0, bias=False),
         )
 

@@ -1,6 +1,6 @@
 """A small GPT fine-tuned on dialogues: prompts are masked out of the loss, four micro-batches make a step.
 
-    python train.py --max_iters 12 --learning_rate 3e-3
+python train.py --max_iters 12 --learning_rate 3e-3
 """
 
 import argparse

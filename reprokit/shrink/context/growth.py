@@ -1,36 +1,82 @@
 """The choice of a slice: what the origin depends on in its own module, grown until it explains itself, then cut back.
 
-Slices are proposed likeliest first. The first that fails in the same way on ordinary inputs loses the modules it can do
-without; where none is ordinary, the least bad one is taken.
+Slices are proposed likeliest first. The first that fails in the same way on ordinary inputs (finite, moderate numbers)
+loses the modules it can do without; where none is ordinary, the least bad one is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+
+import torch
 
 from reprokit.locate.failure import Failure
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.constants import is_number
-from reprokit.shrink.context.ordinary import extraordinary, moderate
-from reprokit.shrink.context.slices import Slice
-from reprokit.shrink.context.step import Step
-from reprokit.shrink.oracle import Oracle, Verdict
+from reprokit.shrink.context.step import StepGraph, StepSlice
+from reprokit.shrink.oracle import Oracle
 from reprokit.shrink.passes.cut import cuts
+from reprokit.shrink.plainness import contents, is_number
+from reprokit.shrink.signature import Verdict
 
-_OWN_CALLS = 24
-_FEW = 4
-_GROWTH = 8
-_SMALL_MODULE = 8
-_MAX_CALLS = 200
-_MAX_UNITS = 42
+_LIMIT = 1e3
+_LIMITS = {torch.float16: 128.0}
+_OWN_CALLS = 24  # calls of the origin's own module: about what one `forward` computes
+_FEW = 4  # units; fewer calls of a loop do not show where an operand came from
+_GROWTH = 8  # calls that join for each input that is not ordinary, before the slice is run again
+_SMALL_MODULE = 8  # units of a module that is shown whole
+_MAX_CALLS = 200  # a longer slice cannot be made small within the budget
+_MAX_UNITS = 42  # of the 60 lines that a script may have; classes and inputs take the others
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """True if a tensor holds only finite, moderate numbers."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
+        return True
+    largest = float(contents(tensor).abs().max())  # a NaN among them makes it NaN
+    return largest <= _LIMITS.get(tensor.dtype, _LIMIT)
+
+
+def moderate(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with zeros in place of what is not ordinary."""
+    limit = _LIMITS.get(tensor.dtype, _LIMIT)
+    return torch.where(tensor.abs() <= limit, tensor, torch.zeros((), dtype=tensor.dtype))
+
+
+def extraordinary(candidate: Candidate) -> list[int]:
+    """The inputs that are not ordinary."""
+    items = (item for item in candidate.program.inputs if item.role != "rng")
+    return [item.value for item in items if not is_ordinary(candidate.tensors[item.value])]
+
+
+def uniform_rows(candidate: Candidate) -> dict[int, frozenset[float]]:
+    """The numbers, 0 and 1, that fill whole rows of the buffers which hold masks: flags, or both 0 and 1 alone."""
+    found = {}
+    for item in candidate.program.inputs:
+        tensor = candidate.tensors[item.value]
+        if item.role == "buffer" and tensor.dim() and tensor.layout is torch.strided and not tensor.is_quantized:
+            rows = {number: (tensor == number).all(-1).any() for number in (0.0, 1.0)}
+            if bool((tensor == 0).any()) and bool((tensor == 1).any()) and bool(((tensor == 0) | (tensor == 1)).all()):
+                found[item.value] = frozenset(number for number, is_there in rows.items() if bool(is_there))
+    return found
+
+
+def keeps_masks(candidate: Candidate, known: Mapping[int, frozenset[float]]) -> bool:
+    """True if no mask has got a row of zeros or ones unlike the ``known`` rows of the start: a causal mask that hides
+    all of a row would be another cause than the one of the step."""
+    return not any(
+        bool((tensor == number).all(-1).any())
+        for value, rows in known.items()
+        if (tensor := candidate.tensors.get(value)) is not None and tensor.dim() and tensor.numel()
+        for number in {0.0, 1.0} - rows
+    )
 
 
 @dataclass
 class Choice:
     """The search for a slice; ``best`` is what it has come to, also when the budget ends early."""
 
-    step: Step
+    step: StepGraph
     failure: Failure
     oracle: Oracle
     best: Candidate | None = None
@@ -68,7 +114,7 @@ class Choice:
                 candidate = tame
         return candidate
 
-    def _slices(self) -> Iterator[Slice]:
+    def _slices(self) -> Iterator[StepSlice]:
         """Slices, likeliest first."""
         origin = self.failure.call_index
         if origin is None:
@@ -86,12 +132,12 @@ class Choice:
         place = self.step.place(index)
         return lambda other: self.step.is_inside(other, place)
 
-    def _around_output(self, origin: int) -> Iterator[Slice]:
+    def _around_output(self, origin: int) -> Iterator[StepSlice]:
         """What the origin depends on in its module, with more of where extraordinary inputs come from; then more."""
         seen: set[tuple[int, ...]] = set()
         kept = self._own(origin)
         while len(kept) <= _MAX_CALLS:
-            piece = Slice(self.step, self.step.connected(kept, origin, downstream=False))
+            piece = StepSlice(self.step, self.step.connected(kept, origin, downstream=False))
             missing = self._causes(piece)
             if not missing or len(kept) + len(missing) > _MAX_CALLS:
                 yield piece
@@ -110,7 +156,7 @@ class Choice:
         self.shown = frozenset(more)
         return more
 
-    def _causes(self, piece: Slice) -> list[int]:
+    def _causes(self, piece: StepSlice) -> list[int]:
         """Where inputs that are not ordinary came from: calls of the module that made them."""
         candidate = piece.candidate(None)
         found: list[int] = []
@@ -123,7 +169,7 @@ class Choice:
                 found += self.step.upstream([maker], _GROWTH, self._within(maker))
         return [index for index in dict.fromkeys(found) if index not in piece.kept]
 
-    def _around_gradient(self, origin: int) -> Iterator[Slice]:
+    def _around_gradient(self, origin: int) -> Iterator[StepSlice]:
         """What the origin depends on, and what depends on it as far as its module returns it; less, if that is much;
         then ever more."""
         own, is_inside = self._own(origin), self._within(origin)
@@ -141,7 +187,7 @@ class Choice:
             if len(kept) == before:
                 return
 
-    def _explained(self, kept: list[int], origin: int) -> Iterator[Slice]:
+    def _explained(self, kept: list[int], origin: int) -> Iterator[StepSlice]:
         """A slice for a gradient, with more of where extraordinary inputs come from while it does not get too long."""
         while self.step.num_units(kept) <= _MAX_UNITS:
             piece = self._differentiated(kept, origin)
@@ -151,10 +197,10 @@ class Choice:
                 return
             kept = [*piece.kept, *causes]
 
-    def _differentiated(self, kept: list[int], origin: int) -> Slice:
-        return Slice(self.step, self.step.connected(kept, origin, downstream=True), is_differentiated=True)
+    def _differentiated(self, kept: list[int], origin: int) -> StepSlice:
+        return StepSlice(self.step, self.step.connected(kept, origin, downstream=True), is_differentiated=True)
 
-    def _around_parameter(self, update: int) -> Iterator[Slice]:
+    def _around_parameter(self, update: int) -> Iterator[StepSlice]:
         """The layer that holds the parameter which turned bad, then the module around it."""
         calls = self.step.program.calls
         users = [i for i, c in enumerate(calls) if self.failure.value in c.input_refs() and self.step.is_forward(i)]
@@ -162,9 +208,9 @@ class Choice:
             return
         for limit in (1, _OWN_CALLS):
             kept = self.step.upstream(users, limit, self._within(users[0]))
-            yield Slice(self.step, tuple(sorted(kept)), is_differentiated=True, update=update)
+            yield StepSlice(self.step, tuple(sorted(kept)), is_differentiated=True, update=update)
 
-    def _without_modules(self, piece: Slice, candidate: Candidate) -> tuple[Slice, Candidate]:
+    def _without_modules(self, piece: StepSlice, candidate: Candidate) -> tuple[StepSlice, Candidate]:
         """The slice without what lies outside the origin's own module: whole modules, largest first, then calls of
         modules too large to be shown whole."""
         origin = self.failure.call_index
@@ -187,7 +233,7 @@ class Choice:
                 piece, candidate = self._better(replace(piece, kept=kept), "without a module") or (piece, candidate)
         return piece, candidate
 
-    def _with_whole_modules(self, piece: Slice, candidate: Candidate) -> Candidate:
+    def _with_whole_modules(self, piece: StepSlice, candidate: Candidate) -> Candidate:
         """Small modules whole, where the slice starts in the middle of one."""
         for place in dict.fromkeys(self.step.place(index) for index in piece.kept):
             if place[0] and self.step.size_of(place) <= _SMALL_MODULE:
@@ -198,7 +244,7 @@ class Choice:
                     piece, candidate = self._better(replace(piece, kept=kept), "a whole module") or (piece, candidate)
         return candidate
 
-    def _better(self, piece: Slice, change: str) -> tuple[Slice, Candidate] | None:
+    def _better(self, piece: StepSlice, change: str) -> tuple[StepSlice, Candidate] | None:
         """A slice with its candidate, if it is ordinary and fails the same way."""
         found = piece.candidate(self.failure.value)
         if found is None or extraordinary(found) or not self._is_same(found, change):

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from reprokit.program.functions import is_in_place
-from reprokit.program.ir import Input, Ref, substitute
+from reprokit.program.ir import Input, Ref
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.naming import unique_name
+from reprokit.shrink.leaves import unique_name
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.recording import Recording, record
 from reprokit.shrink.signature import ACCUMULATION
@@ -66,9 +66,7 @@ def _removable(problem: Problem) -> list[int]:
 
 def _remove(problem: Problem, chosen: frozenset[int], change: str) -> bool:
     """Take out these calls; a program of none shows nothing, even if what it is given is bad."""
-    program = problem.best.program
-    rest = tuple(call for index, call in enumerate(program.calls) if index not in chosen)
-    if replace(program, calls=rest).num_calls == 0:
+    if problem.best.without_calls(chosen).num_calls == 0:
         return False
     recording = record(problem.best, chosen)
     may_bypass = len(chosen) == 1 or problem.failure.is_of_whole_step  # a value given has to be ordinary there
@@ -98,7 +96,7 @@ def _dropped(candidate: Candidate, chosen: frozenset[int]) -> Candidate:
         known.update(call.output_refs())
     if any(ref.value not in known for ref in program.outputs):
         return candidate
-    return replace(candidate, program=replace(program, calls=calls)).pruned()
+    return candidate.with_calls(calls).pruned()
 
 
 def _as_leaf(candidate: Candidate, index: int) -> Iterator[Candidate]:
@@ -110,7 +108,7 @@ def _as_leaf(candidate: Candidate, index: int) -> Iterator[Candidate]:
             replace(i, requires_grad=i.requires_grad or i.value == call.args[0].value) for i in program.inputs
         )
         calls = (*program.calls[:index], *program.calls[index + 1 :])
-        yield replace(candidate, program=replace(program, calls=calls, inputs=inputs))
+        yield candidate.with_calls(calls, inputs=inputs)
 
 
 def _by_value(candidate: Candidate, chosen: frozenset[int], recording: Recording) -> Candidate:
@@ -145,21 +143,4 @@ def _bypassed(candidate: Candidate, chosen: frozenset[int], recording: Recording
     alike = [value for value, tensor in read.items() if value not in inside and tensor.dtype == output.dtype]
     for value in sorted(alike, key=lambda value: read[value].shape != output.shape):
         if len(chosen) == 1 or read[value].shape == output.shape:
-            yield _redirected(candidate, chosen, leaving[0], value)
-
-
-def _redirected(candidate: Candidate, chosen: frozenset[int], old: int, new: int) -> Candidate:
-    program = candidate.program
-    change = {old: Ref(new)}
-    calls = tuple(
-        replace(
-            call,
-            args=substitute(call.args, change),
-            kwargs=substitute(dict(call.kwargs), change),
-            outputs=substitute(call.outputs, change),  # an in-place call hands back what it was given
-        )
-        for index, call in enumerate(program.calls)
-        if index not in chosen
-    )
-    outputs = tuple(Ref(new) if ref.value == old else ref for ref in program.outputs)
-    return replace(candidate, program=replace(program, calls=calls, outputs=outputs)).pruned()
+            yield candidate.without_calls(chosen, {leaving[0]: Ref(value)})

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from reprokit.program.functions import is_in_place
-from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input, Ref, iter_refs
-from reprokit.shrink.arguments import leaves, with_leaf
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input, Ref, Scope, iter_refs
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.context.step import Step, written
-from reprokit.shrink.dimensions import Axis, Class, Constant
-from reprokit.shrink.naming import parameters_of
+from reprokit.shrink.context.step import StepGraph, written
+from reprokit.shrink.dimensions import Class, Constant, InputAxis
+from reprokit.shrink.leaves import leaves, parameters_of, with_leaf
+from reprokit.shrink.probe import Shapes
 from reprokit.shrink.recording import record
 
 _MAX_ENDS = 4
@@ -35,7 +35,7 @@ def is_written(candidate: Candidate, group: Class) -> bool:
     kernels = {ref.value for call in calls if "conv" in call.name for ref in iter_refs(call.args[1:2])}
     return any(
         member.value in kernels and member.axis >= _FIRST_OF_KERNEL
-        if isinstance(member, Axis)
+        if isinstance(member, InputAxis)
         else isinstance(member, Constant) and any(word in calls[member.call].name for word in _KERNELS)
         for member in group.members
     )
@@ -43,17 +43,15 @@ def is_written(candidate: Candidate, group: Class) -> bool:
 
 def with_certainty(candidate: Candidate, index: int) -> Candidate | None:
     """With a probability of 0 in a random call; ``None`` for one that has no such argument."""
-    calls = list(candidate.program.calls)
-    call, names = calls[index], parameters_of(calls[index].target)
+    call = candidate.program.calls[index]
+    names = parameters_of(call.target)
     name = next((name for name in names if name in _PROBABILITIES), None)
     if name is None:
         return None
     place, mode = names.index(name), replace(call.mode, rng=None)
     if place < len(call.args):
-        calls[index] = replace(with_leaf(call, (0, place), 0.0), mode=mode)
-    else:
-        calls[index] = replace(call, kwargs={**call.kwargs, name: 0.0}, mode=mode)
-    return replace(candidate, program=replace(candidate.program, calls=tuple(calls)))
+        return candidate.with_call(index, replace(with_leaf(call, (0, place), 0.0), mode=mode))
+    return candidate.with_call(index, replace(call, kwargs={**call.kwargs, name: 0.0}, mode=mode))
 
 
 def with_result_given(candidate: Candidate, origin: int | None) -> Candidate | None:
@@ -70,11 +68,11 @@ def with_result_given(candidate: Candidate, origin: int | None) -> Candidate | N
         is_data = set(call.input_refs()) <= data and isinstance(call.outputs, Ref)
         if is_data and _prepares_data(call, program.calls[origin]):
             (value,) = call.output_refs()
-            before = replace(candidate, program=replace(program, calls=program.calls[: index + 1], outputs=()))
+            before = candidate.with_calls(program.calls[: index + 1], outputs=())
             made = record(before, frozenset((index,))).outputs[value]
             inputs = program.inputs if value in data else (*program.inputs, Input(value, f"x{value}", "batch"))
             calls = (*program.calls[:index], *program.calls[index + 1 :])
-            given = replace(candidate, program=replace(program, calls=calls, inputs=inputs))
+            given = candidate.with_calls(calls, inputs=inputs)
             return given.with_tensors({value: made}).pruned()
     return None
 
@@ -100,13 +98,12 @@ def without_dead_writes(candidate: Candidate) -> Iterator[Candidate]:
     for index, call in reversed(list(enumerate(program.calls))):
         read = {value for later in program.calls[index + 1 :] for value in later.input_refs()} | ends
         if is_in_place(call.target) and call.args and not read & written(call):
-            calls = (*program.calls[:index], *program.calls[index + 1 :])
-            yield replace(candidate, program=replace(program, calls=calls)).pruned()
+            yield candidate.with_call(index).pruned()
 
 
 def without_unused(candidate: Candidate) -> Candidate:
     """Without the calls whose results nothing uses; in-place calls stay, for they may write through a view."""
-    step, program = Step(candidate), candidate.program
+    step, program = StepGraph(candidate), candidate.program
     ends = {ref.value for ref in program.outputs}
     used = [
         index
@@ -114,8 +111,7 @@ def without_unused(candidate: Candidate) -> Candidate:
         if is_in_place(call.target) or not step.is_forward(index) or ends & written(call)
     ]
     kept = set(step.upstream(used, len(program.calls) + 1, lambda index: True))
-    calls = tuple(call for index, call in enumerate(program.calls) if index in kept)
-    return replace(candidate, program=replace(program, calls=calls)).pruned()
+    return candidate.with_calls(call for index, call in enumerate(program.calls) if index in kept).pruned()
 
 
 def ending_earlier(candidate: Candidate, origin: int, *, in_sum: bool) -> Iterator[Candidate]:
@@ -124,7 +120,7 @@ def ending_earlier(candidate: Candidate, origin: int, *, in_sum: bool) -> Iterat
 
     Nothing for a candidate that does not end in its only backward pass, from given gradients.
     """
-    program, step = candidate.program, Step(candidate)
+    program, step = candidate.program, StepGraph(candidate)
     others = [call for call in program.calls if call.is_differentiation or call.is_optimizer_step]
     if len(others) != 1 or program.calls[-1].target != AUTOGRAD_BACKWARD:
         return
@@ -133,20 +129,16 @@ def ending_earlier(candidate: Candidate, origin: int, *, in_sum: bool) -> Iterat
     gradients = {} if in_sum else record(candidate, frozenset(ends)).gradients
     new = Ref(program.next_value())
     item = Input(new.value, "gradient", "gradient")
-    given = replace(candidate, program=replace(program, inputs=(*program.inputs, item)))
+    given = candidate.with_calls(program.calls, inputs=(*program.inputs, item))
     for value in (Ref(program.calls[index].output_refs()[0]) for index in ends):
         if in_sum:
             total = Call("torch.Tensor.sum", (value,), outputs=new)
-            yield _ending_in(candidate, total, Call(BACKWARD, (new,), phase="backward"))
+            backward = Call(BACKWARD, (new,), phase="backward")
+            yield without_unused(candidate.with_call(len(program.calls) - 1, total, backward))
         elif value.value in gradients:
             backward = replace(program.calls[-1], args=([value], [new]))
-            yield _ending_in(given.with_tensors({new.value: gradients[value.value][-1]}), backward)
-
-
-def _ending_in(candidate: Candidate, *calls: Call) -> Candidate:
-    """The candidate with other calls in place of its last one."""
-    program = candidate.program
-    return without_unused(replace(candidate, program=replace(program, calls=(*program.calls[:-1], *calls))))
+            ended = given.with_call(len(program.calls) - 1, backward)
+            yield without_unused(ended.with_tensors({new.value: gradients[value.value][-1]}))
 
 
 def with_sum(candidate: Candidate) -> Candidate | None:
@@ -168,5 +160,39 @@ def with_sum(candidate: Candidate) -> Candidate | None:
             added.append(Call("torch.Tensor.add", (total, term), outputs=Ref(value)))
             term, value = Ref(value), value + 1
         total = term
-    calls = (*program.calls[:place], *added, Call(BACKWARD, (total,), phase="backward"), *program.calls[place + 1 :])
-    return replace(candidate, program=replace(program, calls=calls)).pruned()
+    return candidate.with_call(place, *added, Call(BACKWARD, (total,), phase="backward")).pruned()
+
+
+def module_runs(candidate: Candidate) -> list[tuple[tuple[Scope, ...], frozenset[int]]]:
+    """The scopes of every run of a module and the calls in it, largest first."""
+    runs: dict[tuple[Scope, ...], set[int]] = {}
+    for index, call in enumerate(candidate.program.calls):
+        for depth in range(1, len(call.scope) + 1):
+            runs.setdefault(call.scope[:depth], set()).add(index)
+    found = [(scope, frozenset(members)) for scope, members in runs.items()]
+    return sorted(found, key=lambda run: (-len(run[1]), min(run[1])))
+
+
+def without_module(candidate: Candidate, run: frozenset[int], shapes: Shapes) -> Iterator[Candidate]:
+    """The candidate without a run of a module, with something it was given in place of the one thing it returned."""
+    program = candidate.program
+    made = {value for index in run for value in program.calls[index].output_refs()}
+    others = [call for index, call in enumerate(program.calls) if index not in run]
+    needed = {value for call in others for value in call.input_refs()} | {ref.value for ref in program.outputs}
+    leaving = sorted(made & needed)
+    if len(leaving) != 1 or any(is_in_place(program.calls[index].target) for index in run):
+        return
+    kept = {item.value for item in program.inputs if item.role in ("parameter", "buffer")}  # is no activation
+    read = dict.fromkeys(value for index in sorted(run) for value in program.calls[index].input_refs())
+    for value in read:
+        if value not in made | kept and shapes.get(value) == shapes.get(leaving[0]):
+            yield candidate.without_calls(run, {leaving[0]: Ref(value)})
+
+
+def without_call(candidate: Candidate, index: int) -> Candidate | None:
+    """The candidate with the one tensor that a call was given in place of the one that it returned."""
+    call = candidate.program.calls[index]
+    outputs, inputs = call.output_refs(), list(iter_refs((call.args, call.kwargs)))
+    if len(outputs) != 1 or len(inputs) != 1:
+        return None
+    return candidate.without_calls((index,), {outputs[0]: inputs[0]})

@@ -6,14 +6,15 @@ A path starts with 0 for positional and 1 for keyword arguments and goes down th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import overrides
 
 from reprokit.program.functions import UnknownFunction, function_named
-from reprokit.program.ir import Call, Ref, Slice
+from reprokit.program.ir import Call, Input, Ref, Slice, iter_refs
 
 Path = tuple[Any, ...]
 _PARTS = ("start", "stop", "step")
@@ -22,6 +23,8 @@ _INDEXES: dict[str, tuple[Path, ...]] = {
     **dict.fromkeys(("select", "narrow", "select_scatter"), ((0, 2), (1, "index"), (1, "start"))),
     "ctc_loss": ((0, 4), (1, "blank")),
 }
+_OPERANDS = ("x", "y", "z", "w")
+_TELLING = frozenset({"weight", "bias", "target", "mask", "index", "indices", "running_mean", "running_var", "targets"})
 
 
 def leaves(call: Call) -> Iterator[tuple[Path, Any]]:
@@ -96,3 +99,33 @@ def _exchanged(value: Any, path: Path, new: Any) -> Any:
         return Slice(*(_exchanged(getattr(value, p), rest, new) if p == first else getattr(value, p) for p in _PARTS))
     items = [_exchanged(item, rest, new) if index == first else item for index, item in enumerate(value)]
     return tuple(items) if isinstance(value, tuple) else items
+
+
+def unique_name(call: Call | None, value: int, taken: Sequence[Input]) -> str:
+    """A name for the value that ``call`` reads, other than those of the inputs that are there."""
+    used = {item.name for item in taken}
+    parameter = parameter_of(call, value) if call is not None else None
+    names = (parameter, *_OPERANDS) if parameter in _TELLING else _OPERANDS
+    free = next((name for name in names if name is not None and name not in used), None)
+    return free if free is not None else f"x{value}"
+
+
+def parameter_of(call: Call, value: int) -> str | None:
+    """What the function calls the argument that a value is in; ``None`` if it does not say."""
+    for name, argument in call.kwargs.items():
+        if any(ref.value == value for ref in iter_refs(argument)):
+            return name
+    for place, argument in enumerate(call.args):
+        if any(ref.value == value for ref in iter_refs(argument)):
+            parameters = parameters_of(call.target)
+            return parameters[place] if place < len(parameters) else None
+    return None
+
+
+def parameters_of(target: str) -> list[str]:
+    """What the function calls its parameters; empty if it does not say."""
+    try:
+        function = function_named(target)
+        return list(inspect.signature(overrides.get_testing_overrides().get(function, function)).parameters)
+    except (UnknownFunction, TypeError, ValueError):
+        return []

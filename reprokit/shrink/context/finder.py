@@ -1,4 +1,4 @@
-"""The search for the context: a slice that explains itself (`choice`), made small.
+"""The search for the context: a slice that explains itself (`growth`), made small.
 
 Every step is confirmed by an oracle with the signature of the snapshot. Unlike the minimum, a context keeps all calls
 of the module where the failure was born, never takes an input that is not ordinary for one that is, and keeps masks.
@@ -16,39 +16,40 @@ import torch
 
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Scope
-from reprokit.shrink.budget import Budget, OutOfBudget, PartIsOver
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.constants import filled, is_number, number_inputs
-from reprokit.shrink.context.choice import Choice
-from reprokit.shrink.context.defaults import initial
-from reprokit.shrink.context.edits import (
+from reprokit.shrink.context.changes import (
     ending_earlier,
     is_written,
+    module_runs,
     with_certainty,
     with_free_size,
     with_result_given,
     with_sum,
+    without_call,
     without_dead_writes,
+    without_module,
     without_unused,
 )
-from reprokit.shrink.context.identity import module_runs, without_call, without_module
+from reprokit.shrink.context.growth import Choice, extraordinary, keeps_masks, uniform_rows
 from reprokit.shrink.context.layers import is_layer
-from reprokit.shrink.context.ordinary import extraordinary, keeps_masks, uniform_rows
-from reprokit.shrink.context.piece import Context
-from reprokit.shrink.context.step import Step
+from reprokit.shrink.context.piece import Context, initial
+from reprokit.shrink.context.step import StepGraph
 from reprokit.shrink.context.tree import tree_of
-from reprokit.shrink.oracle import Oracle, Verdict
+from reprokit.shrink.oracle import Oracle, OutOfBudget, PartBudget, PartIsOver
 from reprokit.shrink.passes.recurrent import simplify_recurrent
 from reprokit.shrink.passes.setting import simplify_precision
 from reprokit.shrink.passes.sizes import shorten_parts, shrink_dimensions
 from reprokit.shrink.passes.values import plainer_contents
-from reprokit.shrink.plainness import ANY, MAX_LITERALS, NUM_SEEDS, plainness, seed_of, state_of_seed
+from reprokit.shrink.plainness import ANY, MAX_LITERALS, NUM_SEEDS, filled, is_number, plainness, seed_of, state_of_seed
 from reprokit.shrink.probe import Shapes, forms_of
 from reprokit.shrink.problem import Problem
+from reprokit.shrink.signature import Verdict
 
-_SIZE_CHECKS = 120
-_STRETCHES = 16
-_MIN_DRAWN = 9
+_SIZE_CHECKS = (
+    120  # sizes of a large piece would take the whole budget; a number, so that seconds do not decide the result
+)
+_STRETCHES = 16  # of single indexes the minimum tries 256: a context may keep an index too many
+_MIN_DRAWN = 9  # fewer numbers fit on one line of a script
 
 
 def find_context(
@@ -61,7 +62,7 @@ def find_context(
     the answer.
     """
     started = time.monotonic()
-    start = _chosen(Step(whole, words or {}), failure, oracle)
+    start = _chosen(StepGraph(whole, words or {}), failure, oracle)
     if start is None:
         return None
     limit, rows = len(extraordinary(start)), uniform_rows(start)
@@ -80,10 +81,10 @@ def find_context(
     return Context(best.program, tensors, problem.failure, drawn, not extraordinary(best), oracle.checks, seconds)
 
 
-def _chosen(step: Step, failure: Failure, oracle: Oracle) -> Candidate | None:
+def _chosen(step: StepGraph, failure: Failure, oracle: Oracle) -> Candidate | None:
     """The slice to start from, found in half of the time; what was recorded of the step is let go."""
     choice = Choice(step, failure, oracle)
-    with contextlib.suppress(OutOfBudget), oracle.within(Budget(oracle.seconds_left / 2)):
+    with contextlib.suppress(OutOfBudget), oracle.within(PartBudget(oracle.seconds_left / 2)):
         choice.run()
     return choice.best
 
@@ -181,7 +182,10 @@ class _Search:
 
     def _shrink_sizes(self) -> None:
         """Sizes as small as half of the time and a fixed number of checks allow; what is left is for the rest."""
-        with contextlib.suppress(PartIsOver), self._oracle.within(Budget(self._oracle.seconds_left / 2, _SIZE_CHECKS)):
+        with (
+            contextlib.suppress(PartIsOver),
+            self._oracle.within(PartBudget(self._oracle.seconds_left / 2, _SIZE_CHECKS)),
+        ):
             simplify_recurrent(self.problem)
             before = None
             while before is not self._best:  # an index of `gather` shrinks before what it looks up can
@@ -203,7 +207,7 @@ class _Search:
     def _droppable(self) -> Iterator[tuple[tuple[Scope, ...], frozenset[int]]]:
         """The runs of modules that the origin is not in, nor next to, with their scopes."""
         origin = self.problem.failure.call_index
-        step = Step(self._best)
+        step = StepGraph(self._best)
         for scope, run in module_runs(self._best):
             if origin is None or (origin not in run and not step.is_own_layer(scope, origin)):
                 yield scope, run
@@ -225,25 +229,22 @@ class _Search:
         for index, call in enumerate(best.program.calls):
             freed = with_free_size(call, given)
             if freed is not None:
-                calls = (*best.program.calls[:index], freed, *best.program.calls[index + 1 :])
-                program = replace(best.program, calls=calls)
-                if prober.shapes(program, forms, ground) == shapes:
-                    best = replace(best, program=program)
+                changed = best.with_call(index, freed)
+                if prober.shapes(changed.program, forms, ground) == shapes:
+                    best = changed
         self._try(best, "free sizes in shapes")
 
     def _plain_together(self) -> None:
         """One number everywhere, where that fails as well: then sizes shrink without regard to what is where."""
-        items = [item for item in number_inputs(self._best) if item.role != "gradient"]
+        items = [item for item in self._best.number_inputs if item.role != "gradient"]
         for number in (1.0, 0.0):
             tensors = {item.value: filled(self._best.tensors[item.value], number) for item in items}
             if self._try(self._best.with_tensors(tensors), f"all numbers {number:g}"):
                 return
 
     def _drop_autocast(self) -> None:
-        calls = self._best.program.calls
-        if any(call.mode.autocast for call in calls):
-            plain = tuple(replace(call, mode=replace(call.mode, autocast=())) for call in calls)
-            self._try(replace(self._best, program=replace(self._best.program, calls=plain)), "no autocast")
+        if any(call.mode.autocast for call in self._best.program.calls):
+            self._try(self._best.with_modes(lambda mode: replace(mode, autocast=())), "no autocast")
 
     def _rescale_attention(self) -> None:
         """In torch's attention the factor that belongs to the width each head has now."""
@@ -255,8 +256,7 @@ class _Search:
                 width = shapes[call.output_refs()[0]][-1]
                 calls[index] = replace(call, args=(*call.args[:-1], math.sqrt(1.0 / width)))
         if calls != list(self._best.program.calls):
-            program = replace(self._best.program, calls=tuple(calls))
-            self._try(replace(self._best, program=program), "attention scaled anew")
+            self._try(self._best.with_calls(calls), "attention scaled anew")
 
     def _make_contiguous(self) -> None:
         tensors = {
