@@ -19,13 +19,13 @@ from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.context.changes import module_runs, with_certainty, without_call, without_module, without_unused
 from reprokit.shrink.context.finder import find_context
 from reprokit.shrink.context.growth import is_ordinary, moderate
-from reprokit.shrink.context.layers import Run, layer_of
+from reprokit.shrink.context.layers import LayerRun, layer_of
 from reprokit.shrink.context.piece import Context
 from reprokit.shrink.context.tree import Tree, tree_of
 from reprokit.shrink.context.variables import variables
 from reprokit.shrink.isolation.runner import Isolation
 from reprokit.shrink.isolation.task import Task
-from reprokit.shrink.oracle import Guarded, Oracle
+from reprokit.shrink.oracle import Oracle
 from reprokit.shrink.plainness import seed_of
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import load
@@ -45,7 +45,7 @@ CASES = (
 
 def context_of(snapshot: Snapshot, max_checks: int | None = None) -> Context:
     check = choose_check(None, snapshot)
-    oracle = Oracle(check, Isolation(Task.of(Guarded(check), snapshot.settings)), max_checks=max_checks)
+    oracle = Oracle(check, Isolation(Task.of(check, snapshot.settings)), max_checks=max_checks)
     words = variables(snapshot.program.calls)
     found = find_context(Candidate(snapshot.program, snapshot.tensors), snapshot.failure, oracle, words)
     assert found is not None
@@ -301,10 +301,10 @@ def test_a_layer_that_returned_something_else_is_not_one() -> None:
     call = Call("torch.nn.functional.linear", (Ref(0), Ref(1)), outputs=Ref(2))
     inputs = {1: Input(1, "fc.weight", "parameter")}
     given = {0: x, 1: weight}
-    right = layer_of(Scope("fc", "Linear"), Run([call], (2,), given, {2: x @ weight.t()}), inputs, None)
+    right = layer_of(Scope("fc", "Linear"), LayerRun([call], (2,), given, {2: x @ weight.t()}), inputs, None)
     assert right is not None
     assert (right.arguments, dict(right.options), right.state) == ((2, 3), {"bias": False}, {"weight": 1})
-    assert layer_of(Scope("fc", "Linear"), Run([call], (2,), given, {2: x @ weight.t() + 1}), inputs, None) is None
+    assert layer_of(Scope("fc", "Linear"), LayerRun([call], (2,), given, {2: x @ weight.t() + 1}), inputs, None) is None
 
 
 @pytest.mark.parametrize("is_hidden", [False, True])
@@ -336,7 +336,7 @@ def test_calls_left_of_a_layer_are_no_layer(cls: str) -> None:
     call = Call("torch.Tensor.add_", (Ref(0), 1), outputs=Ref(0))
     count = torch.tensor(0)
     inputs = {0: Input(0, "norm.num_batches_tracked", "buffer")}
-    assert layer_of(Scope("norm", cls), Run([call], (0,), {0: count}, {0: count + 1}), inputs, None) is None
+    assert layer_of(Scope("norm", cls), LayerRun([call], (0,), {0: count}, {0: count + 1}), inputs, None) is None
 
 
 @pytest.mark.parametrize(
