@@ -8,6 +8,7 @@ A run that is short never steps down.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from types import MethodType
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch.overrides import BaseTorchFunctionMode
 
-from reprokit.capture.facts import is_known
+from reprokit.capture.facts import FACTS, facts_of, is_known
 from reprokit.capture.options import DEFAULT_PERCENT
 from reprokit.words import counted
 
@@ -107,9 +108,9 @@ class Budget:
             fixed = meter.share - noting / self.every
         self._earlier = self.every, meter.share
         every = 2 * self.every
-        while every <= RARELY and fixed + noting / every > limit:
+        while every < RARELY and fixed + noting / every > limit:
             every *= 2
-        self.every = every if every <= RARELY else 0
+        self.every = every if every <= RARELY else 0  # none only after a window at `RARELY`: windows are rough
         noted = f"noting every {_ordinal(every)} step" if self.every else "noting no step, only checking losses"
         calls = f", with {counted(round(meter.calls), 'torch call')} a step outside of models" if meter.calls else ""
         self.say(
@@ -133,7 +134,10 @@ class Meter:
         self._step_calls = 0
         self._depth = 0
         self._parts = list(parts)
-        self._dispatch = dispatch_seconds()
+        self._bias, self._function_bias = 0.0, 0.0  # while these are measured
+        if parts:
+            self._bias, self._function_bias = clock_seconds()
+            self._function_bias -= dispatch_seconds()
 
     def open(self) -> None:
         """Put the clocks in place."""
@@ -178,7 +182,7 @@ class Meter:
                 return method(*args, **kwargs)
             finally:
                 self._depth = 0
-                self._step_own += time.thread_time() - started
+                self._step_own += time.thread_time() - started - self._bias
 
         return timed
 
@@ -194,7 +198,7 @@ class Meter:
                 return method(clocked, *rest)
             finally:
                 self._depth = 0
-                self._step_own += time.thread_time() - started - clocked.seconds + self._dispatch
+                self._step_own += time.thread_time() - started - clocked.seconds - self._function_bias
 
         return MethodType(timed, method.__self__)  # torch takes nothing else from a mode
 
@@ -228,6 +232,37 @@ def dispatch_seconds() -> float:
     with mode:
         asked = min(_seconds_of(tensor.numel) for _ in range(3))
     return max(asked - bare, 0.0) / _DISPATCH_CALLS
+
+
+@functools.cache
+def clock_seconds() -> tuple[float, float]:
+    """Seconds that a clock adds to the time of a method, and of a torch function; measured once."""
+    probe, tensor, function = _Probe(), torch.empty(0, device="cpu"), torch.Tensor.numel
+    found: list[float] = []
+    facts_of(function)
+    for name, words in (("method", ()), ("__torch_function__", (function, (), (tensor,)))):
+        plain = getattr(probe, name)
+        bare = min(_seconds_of(functools.partial(plain, *words)) for _ in range(3))
+        own = math.inf
+        for _ in range(3):
+            meter = Meter([])
+            clocked = meter._timed(plain) if not words else meter._timed_function(plain)
+            _seconds_of(functools.partial(clocked, *words))
+            own = min(own, meter._step_own)
+        outside = _seconds_of(functools.partial(function, tensor)) if words else 0.0  # which a clock leaves out
+        found.append((own - bare + outside) / _DISPATCH_CALLS)
+    return found[0], found[1]
+
+
+class _Probe:
+    """Does as little as a method with a clock can."""
+
+    def method(self) -> None:
+        pass
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = ()) -> Any:
+        FACTS.get(func)
+        return func(*args)
 
 
 def _seconds_of(function: Callable[[], Any]) -> float:

@@ -86,7 +86,13 @@ class Tape(StackedMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Perform a torch function of the loop and note it; most are of the usual kind, for which little is done."""
-        facts = FACTS.get(func) or self._find_facts(func)
+        facts = FACTS.get(func)
+        if facts is None:
+            try:
+                facts = facts_of(func)
+            except BaseException as error:
+                self.switch_off(error)
+                facts = UNKNOWN
         if (
             not facts.is_plain
             or self.depth
@@ -199,14 +205,6 @@ class Tape(StackedMode):
             self.running.note_gap(entry)
             self.switch_off(error)
         return output
-
-    def _find_facts(self, func: Callable[..., Any]) -> Facts:
-        """The facts of a function that is called for the first time."""
-        try:
-            return facts_of(func)
-        except BaseException as error:
-            self.switch_off(error)
-            return UNKNOWN
 
     def _perform_unusual(
         self, facts: Facts, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]

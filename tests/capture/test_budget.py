@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,8 +153,9 @@ def test_stepping_down_changes_no_bit(loop: Any, monkeypatch: pytest.MonkeyPatch
     assert session.snapshots == []
     assert all(not vars(owner).get(name) for owner, name in session._training.budget.parts)
     said = [line for line in capsys.readouterr().err.splitlines() if "budget" in line]
-    assert len(said) == (loop.__name__ not in UPDATED_BY_HAND)
-    assert all("noting no step, only checking losses" in line for line in said)
+    told = [line.removeprefix("reprokit: ").partition(":")[0] for line in said]
+    steps_down = ["noting every 64th step", "noting no step, only checking losses"]
+    assert told == ([] if loop.__name__ in UPDATED_BY_HAND else steps_down)
 
 
 def test_the_parts_are_methods(tmp_path: Path) -> None:
@@ -208,7 +211,7 @@ def test_a_meter_counts_nested_methods_once() -> None:
 
 @pytest.mark.parametrize(
     ("share", "limit", "every", "noted"),
-    [(0.3, 10, 4, "every 4th"), (0.11, 10, 2, "every 2nd"), (2.5, 10, 32, "every 32nd"), (0.5, 0.1, 0, "no step")],
+    [(0.3, 10, 4, "every 4th"), (0.11, 10, 2, "every 2nd"), (2.5, 10, 32, "every 32nd"), (0.5, 0.1, 64, "every 64th")],
 )
 def test_the_step_down_follows_from_the_share(share: float, limit: float, every: int, noted: str) -> None:
     said: list[str] = []
@@ -239,6 +242,35 @@ def test_two_windows_tell_what_noting_costs() -> None:
         kept.every, kept._earlier = (1, None) if every == 4 else (2, (1, 0.30))
         kept.end_step(0.0, 1)
         assert kept.every == every
+
+
+def test_no_step_is_noted_only_if_every_64th_is_too_much() -> None:
+    kept = Budget(10.0)
+    kept.start_measuring()
+    for share, every in ((0.30, 4), (0.29, 64), (0.12, 0)):
+        kept.end_step(0.0, 0)
+        assert kept._meter is not None
+        kept._meter._own, kept._meter._all = share, 1 + share
+        kept._meter.num_steps = budget.WINDOW
+        kept.end_step(0.0, 1)
+        assert kept.every == every
+
+
+def test_a_clock_does_not_count_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the time takes a second here, and nothing else takes any."""
+    seconds = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: float(next(seconds)))
+    calibrations = (budget.clock_seconds, budget.dispatch_seconds)
+    for calibration in calibrations:
+        calibration.cache_clear()
+    part = SimpleNamespace(method=lambda: None)
+    meter = Meter([(part, "method")])
+    meter.open()
+    for _ in range(1000):
+        part.method()
+    for calibration in calibrations:
+        calibration.cache_clear()
+    assert 0 <= meter._step_own < 20
 
 
 def test_a_short_run_never_steps_down() -> None:

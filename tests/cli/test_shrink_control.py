@@ -440,7 +440,7 @@ def show(self, event):
 views.View.show = show
 verify.CleanProcesses.open = lambda self: None  # what they would say
 verify.CleanProcesses.begin_file = lambda self, script, times: verify.Verification(self, 0, script, times, 1.0)
-verify.CleanProcesses.runs = lambda self, *job: [verify.Run(1, "", "")]
+verify.CleanProcesses.runs = lambda self, *job: [verify.CleanRun(1, "", "")]
 judge = verify._judge
 if moment == "verification:1":
     verify._judge = lambda *words: press() or judge(*words)
@@ -647,7 +647,7 @@ from reprokit.render import verify
 
 verify.CleanProcesses.open = lambda self: None
 verify.CleanProcesses.begin_file = lambda self, script, times: verify.Verification(self, 0, script, times, 1.0)
-verify.CleanProcesses.runs = lambda self, *job: [verify.Run(1, "", "")]
+verify.CleanProcesses.runs = lambda self, *job: [verify.CleanRun(1, "", "")]
 show = views.LiveView.show
 def wait(self, event):
     show(self, event)
