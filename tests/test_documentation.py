@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,3 +59,24 @@ def test_links_between_pages_lead_somewhere() -> None:
         for target in (part.partition(")")[0] for part in page.read_text(encoding="utf-8").split("](")[1:]):
             if "://" not in target:
                 assert (page.parent / target.partition("#")[0]).exists(), (page.name, target)
+
+
+def named_files(page: str) -> Iterator[str]:
+    """What a page names in backticks and looks like a file or folder of the package."""
+    for code in re.findall(r"`([\w./*-]+)`", (ROOT / page).read_text(encoding="utf-8")):
+        if code.endswith((".py", "/", ".j2")):
+            yield code.removesuffix("/")
+
+
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "docs/internals.md"])
+def test_every_file_that_the_architecture_names_is_there(page: str) -> None:
+    globs = ("*", "reprokit/**/*", "templates/**/*", "tests/**/*")
+    found = {str(path.relative_to(ROOT)) for pattern in globs for path in ROOT.glob(pattern)}
+    named = set(named_files(page))
+    assert len(named) > 20
+    assert sorted(name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in found)) == []
+
+
+def test_the_architecture_is_short() -> None:
+    lines = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120 and max(map(len, lines)) <= 120
