@@ -62,12 +62,12 @@ def run(words: list[str], said: Path, meanwhile: Callable[[int], None] = lambda 
 
 
 def wait_for_seconds(pid: int, seconds: float) -> None:
-    """Wait until a process has computed for so long, however busy the machine is."""
-    used = 0.0
-    while used < seconds:
+    """Wait until a process has computed for so long, however busy the machine is, or has ended."""
+    used, state = 0.0, ""
+    while used < seconds and state != "Z":
         time.sleep(0.02)
-        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-        used = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        used = (int(fields[10]) + int(fields[11])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="runs commands in forked children")
