@@ -303,7 +303,7 @@ class Stepping:
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer's step ended: when it is time to, judge the state; a good step becomes the past."""
         tape = self._tape
-        if tape.only_judges and tape.enabled and not is_compiling():
+        if tape.only_judges and tape.enabled and self._popped is None and not is_compiling():
             self._end_judged(optimizer)
             return
         if is_compiling() or not tape.enabled or self._popped is None or optimizer is not self._optimizer:

@@ -95,6 +95,27 @@ def test_only_losses_are_checked_and_steps_inside_backward_calls_count(tmp_path:
     assert torch._C._len_torch_function_stack() == 0
 
 
+def test_losses_are_checked_after_a_step_whose_closure_began_anew_when_nothing_was_to_be_noted(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.randn(3, 4)).square().mean() * scale
+        loss.backward()
+        return loss
+
+    with reprokit.capture(tmp_path / "x.pt", quiet=True) as session:
+        session._training.budget.every = 0  # from the second call of the closure on
+        for step in range(6):
+            scale = float("nan") if step == 4 else 1.0
+            optimizer.step(closure)
+    snapshot = load(tmp_path / "x.pt")
+    assert (snapshot.step, snapshot.observed_at) == (4, "loss")
+    assert torch._C._len_torch_function_stack() == 0
+
+
 def test_a_grad_scaler_that_comes_late_is_followed(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
