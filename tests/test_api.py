@@ -99,3 +99,18 @@ def test_an_exception_of_on_snapshot_is_printed_and_the_file_stays(
 def test_on_snapshot_is_not_called_for_a_healthy_run(tmp_path: Path) -> None:
     with reprokit.capture(tmp_path / "a.pt", on_snapshot=lambda path: pytest.fail("called")):
         torch.ones(2, requires_grad=True).sum().backward()
+
+
+def test_on_snapshot_is_a_function(tmp_path: Path) -> None:
+    with pytest.raises(reprokit.ReprokitError, match="`on_snapshot` cannot be 'move'"):
+        reprokit.Session(tmp_path / "a.pt", on_snapshot="move")  # type: ignore[arg-type]
+
+
+def test_an_exception_of_on_snapshot_takes_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(path: Path) -> None:
+        raise RuntimeError("first\nsecond \x1b[31m")
+
+    with reprokit.capture(tmp_path / "a.pt", on_snapshot=fail):
+        fails()
+    lines = capsys.readouterr().err.splitlines()
+    assert all(line.startswith("reprokit:") for line in lines) and not any("\x1b" in line for line in lines)

@@ -184,8 +184,11 @@ class Hooks:
                 tape.depth += 1
                 try:
                     original(self, **kwargs)
-                finally:
+                except BaseException as error:
                     tape.depth -= 1
+                    tape.note_failure(error, original, (self,), kwargs, sys._getframe(1))
+                    raise
+                tape.depth -= 1
                 return stepping.finish_judged()
             return tape.backward(original, self, kwargs)
 

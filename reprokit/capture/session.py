@@ -29,7 +29,8 @@ from reprokit.capture.stepping import Stepping
 from reprokit.capture.tape import Tape
 from reprokit.capture.training import Training
 from reprokit.capture.whole_calls import WholeCalls
-from reprokit.visible import tell
+from reprokit.errors import UsageError
+from reprokit.visible import tell, visible_line
 
 
 class CaptureStop(SystemExit):
@@ -89,6 +90,8 @@ class Session:
     ) -> None:
         check_options(after, history, watch, on, source, budget, from_step)
         check_name(output, directory, name)
+        if on_snapshot is not None and not callable(on_snapshot):
+            raise UsageError(f"`on_snapshot` cannot be {on_snapshot!r}", hint="it is a function that takes a path")
         self.stops = after == "stop"
         self.is_watching = False
         self._is_over = False
@@ -332,7 +335,7 @@ class Session:
             self._on_snapshot(path)
         except Exception as error:
             pass_on(error)
-            tell(f"`on_snapshot` raised {type(error).__name__}: {error}; the snapshot is `{path}`")
+            tell(visible_line(f"`on_snapshot` raised {type(error).__name__}: {error}; the snapshot is `{path}`"))
             self._print_traceback(error)
 
     def say(self, text: str) -> None:

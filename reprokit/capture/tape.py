@@ -118,7 +118,7 @@ class Tape(StackedMode):
         try:
             output = func(*args, **options)
         except BaseException as error:
-            self._note_failure(error, func, args, options, frame)
+            self.note_failure(error, func, args, options, frame)
             raise
         try:
             self._note_plain(facts, args, options, user, output)
@@ -141,7 +141,7 @@ class Tape(StackedMode):
             entry.output = output
             self.running.add_plain(entry, output)
 
-    def _note_failure(
+    def note_failure(
         self, error: BaseException, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, frame: FrameType
     ) -> None:
         """An exception came out of a call that writes nothing."""

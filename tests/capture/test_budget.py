@@ -330,3 +330,31 @@ def test_the_command_says_how_to_note_the_step(run_reprokit: Run, tmp_path: Path
     assert done.stderr.splitlines()[-1] == "reprokit: next: reprokit shrink x.pt"
     for wrong in ("0", "-3", "nan", "much"):
         assert run_reprokit("capture", "--budget", wrong, "train.py").returncode == 2
+
+
+class Refused(torch.autograd.Function):
+    """Raises in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("refused")
+
+
+def test_an_exception_in_a_backward_pass_is_saved_when_only_losses_are_checked(tmp_path: Path) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with pytest.raises(RuntimeError, match="refused"), reprokit.capture(tmp_path / "x.pt", quiet=True) as session:
+        session._training.budget.every = 0
+        session._training.choose()
+        for step in range(9):
+            out = model(torch.randn(8, 4))
+            optimizer.zero_grad()
+            (Refused.apply(out) if step == 6 else out).square().mean().backward()
+            optimizer.step()
+    snapshot = load(tmp_path / "x.pt")
+    assert (snapshot.step, snapshot.failure.kind, snapshot.fidelity) == (6, "exception", "unfaithful")
+    assert torch._C._len_torch_function_stack() == 0 and session._tape.depth == 0
