@@ -34,7 +34,7 @@ from reprokit.capture.written import address_of
 from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.failure import EXCEPTION, Failure, kind_of
 from reprokit.locate.ways import NAN, local_part, ways_of
-from reprokit.program.functions import written_argument
+from reprokit.program.functions import hidden_writes, written_argument
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Program, Ref, iter_refs
 from reprokit.program.memory import same_bits
 from reprokit.program.run import Modes, matmul_precision
@@ -135,6 +135,9 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
             replayed.is_close = False
     elif step.raised is not None and failure.exception is not None and not step.raised.is_same(*failure.exception):
         notes.append(f"training raised {step.raised.type}: {step.raised.message.partition(chr(10))[0]}")
+        replayed.is_close = False
+    elif _is_from_statistics(replayed.program, failure):
+        notes.append(f"a normalisation writes `{failure.input_name}`, and its value from before the step was not kept")
         replayed.is_close = False
     elif FORWARD in played.hooks.may_change and replayed.losses and not any(map(_has_finite, replayed.losses.values())):
         notes.append(HOOKS_LEFT_OUT)
@@ -246,6 +249,17 @@ def _without_last(program: Program) -> Program:
     """The program with the start of its last backward call as output, in place of the backward call."""
     *calls, last = program.calls
     return replace(program, calls=tuple(calls), outputs=tuple(iter_refs(last.args)))
+
+
+def _is_from_statistics(program: Program, failure: Failure) -> bool:
+    """True for a bad input that a call of the step writes without telling its version, and that is no buffer.
+
+    The replay has the value from after that call, so the call may have made it bad.
+    """
+    kept = {item.value for item in program.inputs if item.role == "buffer"}
+    written = (hidden_writes(call.target, call.args, call.kwargs) for call in program.calls)
+    values = {ref.value for ref in iter_refs(list(written))} - kept
+    return failure.call is None and failure.input_name is not None and failure.value in values
 
 
 def _has_finite(tensor: torch.Tensor) -> bool:

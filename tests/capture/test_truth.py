@@ -563,3 +563,29 @@ def test_bits_that_agree(same: complex, other: complex) -> None:
 @pytest.mark.parametrize("one, other", [(0.0, -0.0), (NAN, 0.5), (complex(NAN, 1), complex(NAN, 2)), (1, True)])
 def test_bits_that_differ(one: complex, other: complex) -> None:
     assert not same_bits(torch.tensor(one), torch.tensor(other))
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_statistics_that_a_normalisation_made_bad_are_not_said_to_be_given(is_buffer: bool, tmp_path: Path) -> None:
+    """The call writes them without telling their version; only buffers have a copy from before the step."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(4)
+    mean, var = torch.zeros(4), torch.ones(4)
+    weight = torch.randn(4, 4, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    with Session(tmp_path / "x.pt", quiet=True, after="continue"):
+        for step in range(8):
+            hidden = (torch.randn(8, 4) * (1e30 if step == 5 else 1.0)) @ weight
+            out = norm(hidden) if is_buffer else F.batch_norm(hidden, mean, var, training=True)
+            read = norm.running_var if is_buffer else var
+            loss = out.square().mean() + (read * 0.0).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    snapshot = load(tmp_path / "x.pt")
+    assert snapshot.step == 5
+    if is_buffer:
+        assert (snapshot.fidelity, snapshot.failure.call) == ("exact", "torch.nn.functional.batch_norm")
+    else:
+        assert snapshot.fidelity == "unfaithful"
+        assert "a normalisation writes `var`, and its value from before the step was not kept" in snapshot.fidelity_note
