@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-from reprokit.render.ranges import FormatLimits, Range, limits_of, range_text
+from reprokit.locate.ranges import FormatLimits, Range, limits_of, range_text
 from reprokit.render.survey import Positions
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from reprokit.locate.ranges import Range
 from reprokit.program.ir import AUTOGRAD_BACKWARD, Scope
-from reprokit.render.ranges import Range
 from reprokit.render.survey import Survey, written_by
 
 MAX_FRAMES = 200

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 from markupsafe import Markup, escape
 
 from reprokit.locate.failure import Failure
+from reprokit.locate.ranges import Range, range_text
 from reprokit.render import diagnosis_text, drawings, facts, whatif, wording
 from reprokit.render.call_code import labels
 from reprokit.render.drawings import plot
 from reprokit.render.frames import frames
 from reprokit.render.issue import cut, rate, shown_output, title
-from reprokit.render.ranges import Range, range_text
 from reprokit.render.script import Script
 from reprokit.render.survey import Survey, survey
 from reprokit.render.templates import render_template

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from reprokit.locate.failure import EXCEPTION, label_of
+from reprokit.locate.ranges import Range, range_text
 from reprokit.program.ir import Call, Program, Site
 from reprokit.render.call_code import call_text, labels
-from reprokit.render.ranges import Range, range_text
 from reprokit.render.survey import Survey, survey, written_by
 from reprokit.snapshot.format import Snapshot
 

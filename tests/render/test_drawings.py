@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reprokit.locate.ranges import measure
 from reprokit.render.drawings import (
     LogAxis,
     Scale,
@@ -23,7 +24,6 @@ from reprokit.render.drawings import (
     strip_header,
     tick_text,
 )
-from reprokit.render.ranges import measure
 from reprokit.render.survey import positions_of
 
 

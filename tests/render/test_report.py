@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from reprokit.locate.diagnosis import Diagnosis, Fix
+from reprokit.locate.ranges import limits_of, measure, range_text
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Symbol
 from reprokit.render.call_code import labels
 from reprokit.render.frames import MAX_FRAMES, frames
-from reprokit.render.ranges import limits_of, measure, range_text
 from reprokit.render.report import MAX_TEXT, Remaining, progress, sentences, write_report
 from reprokit.render.sources import reduction_script, snapshot_script
 from reprokit.render.survey import MAX_COLUMNS, MAX_ROWS, Survey, pattern_of, positions_of, survey

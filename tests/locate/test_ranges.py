@@ -1,0 +1,94 @@
+"""The measure of a tensor, against the definition written out over its elements in Python."""
+
+from __future__ import annotations
+
+import cmath
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reprokit.locate.ranges import Range, measure
+
+INF, NAN = math.inf, math.nan
+WIDE = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+COUNTED = {torch.bool: (0, 1), torch.uint8: (0, 255), torch.int8: (-128, 127), torch.int64: (-(2**63), 2**63 - 1)}
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """A tensor of up to 12 elements of any format, magnitudes of the whole format, NaN and infinities among them."""
+    dtype = draw(st.sampled_from(sorted(WIDE | COUNTED.keys(), key=str)))
+    if dtype in COUNTED:
+        elements = st.integers(*COUNTED[dtype])
+        made = torch.tensor(draw(st.lists(elements, max_size=12)), dtype=dtype)
+    else:
+        numbers = st.floats(width=64) | st.sampled_from([0.0, -0.0, 1.0, NAN, INF, -INF])
+        values = draw(st.lists(st.builds(complex, numbers, numbers) if dtype.is_complex else numbers, max_size=12))
+        made = torch.tensor(values, dtype=torch.complex128 if dtype.is_complex else torch.float64).to(dtype)
+    return made.reshape(2, -1) if made.numel() % 2 == 0 and draw(st.booleans()) else made
+
+
+def close(found: float | None, expected: float, scale: float) -> bool:
+    """True for numbers that differ by the rounding of float32 sums over magnitudes up to ``scale``."""
+    return found is not None and math.isclose(found, expected, rel_tol=1e-5, abs_tol=4e-6 * scale)
+
+
+@given(tensors())
+def test_a_tensor_is_measured_by_the_definition(tensor: torch.Tensor) -> None:
+    before = tensor.clone()
+    found = measure(tensor)
+    assert repr(before.tolist()) == repr(tensor.tolist()) and found.shape == tuple(tensor.shape)
+    elements = [complex(value) for value in tensor.flatten().tolist()]
+    num_nan = sum(cmath.isnan(value) for value in elements)
+    finite = [value for value in elements if cmath.isfinite(value)]
+    assert (found.num_nan, found.num_inf) == (num_nan, len(elements) - num_nan - len(finite))
+    assert found.zeros == (sum(value == 0 for value in elements) / len(elements) if elements else None)
+    if not finite:
+        assert (found.low, found.high, found.least, found.mean, found.std, found.headroom) == (None,) * 6
+        return
+    largest = torch.finfo(tensor.dtype).max if tensor.dtype in WIDE else INF
+    sizes = [min(math.hypot(value.real, value.imag), largest) for value in finite]
+    high = max(sizes)
+    assert close(found.low, min(sizes), 0) and close(found.high, high, 0)
+    assert found.least is None if high == 0 else close(found.least, min(filter(None, sizes)), 0)
+    values = sizes if tensor.is_complex() else [value.real for value in finite]
+    unit = high or 1.0
+    mean = math.fsum(value / unit for value in values) / len(values)
+    std = math.sqrt(math.fsum((value / unit - mean) ** 2 for value in values) / len(values))
+    assert close(found.mean, mean * unit, high) and close(found.std, std * unit, high)
+    is_wide = tensor.dtype in WIDE and high > 0
+    assert (found.headroom is not None) == is_wide
+    assert not is_wide or close(found.headroom, math.log2(largest) - math.log2(high), 1)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expected"),
+    [
+        (torch.tensor([-1e-30, 1e-30]), 1e-30),
+        (torch.tensor([-1e30, 1e30]), 1e30),
+        (torch.tensor([-6e4, 6e4]).half(), 6e4),
+        (torch.tensor([-1e38, 1e38]).bfloat16(), 1e38),
+        (torch.tensor([5.0]), 0.0),
+    ],
+)
+def test_a_deviation_neither_overflows_nor_underflows(tensor: torch.Tensor, expected: float) -> None:
+    assert measure(tensor).std == pytest.approx(expected, rel=0.01)
+
+
+def test_headroom_is_counted_in_doublings_up_to_the_limit_of_the_format() -> None:
+    assert measure(torch.tensor([65504.0, 1.0]).half()).headroom == 0.0
+    assert measure(torch.tensor([4.0, INF]).half()).headroom == pytest.approx(14, abs=0.01)
+    assert measure(torch.tensor([7])).headroom is None and measure(torch.zeros(3)).headroom is None
+
+
+def test_what_has_no_elements_of_its_own_has_a_shape_only() -> None:
+    for tensor in (torch.empty(0, 3), torch.empty(2, 3, device="meta")):
+        assert measure(tensor) == Range("float32", tuple(tensor.shape), None, None, 0, 0)
+
+
+def test_zeros_of_a_sparse_tensor_count_and_a_view_is_measured_alone() -> None:
+    assert measure(torch.eye(4).to_sparse()).zeros == 0.75
+    assert measure(torch.arange(6.0)[::2]).mean == 2.0
