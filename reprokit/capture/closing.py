@@ -1,4 +1,4 @@
-"""The closing line of a run that ended badly or had no step to judge: what was seen, why nothing was saved, what to do.
+"""The closing line of a run that ended badly or had no step to check: what was seen, why nothing was saved, what to do.
 
 A run that was judged and ended well has none, unless its loop has skipped steps. Imports no torch.
 """
@@ -34,7 +34,7 @@ class Seen:
 
 
 def closing_line(seen: Seen, error: BaseException | None) -> str | None:
-    """The line, without the tool's name; ``None`` if steps were judged and the run ended well."""
+    """The line, without the tool's name; ``None`` if steps were checked and the run ended well."""
     ending = _ending(error)
     if ending is None and seen.has_backward:
         skipped = f"{seen.num_skipped} steps with a bad loss or gradient were skipped by the loop"
@@ -62,15 +62,15 @@ def _reasons(seen: Seen) -> Iterator[str]:
     if seen.has_other_thread:
         yield "a second thread trained, and only the first one is watched"
     if seen.has_transform and not seen.has_backward:
-        yield "steps by `torch.func` alone are not judged: use `loss.backward()` or `torch.autograd.grad`"
+        yield "steps by `torch.func` alone are not checked: use `loss.backward()` or `torch.autograd.grad`"
     elif not seen.has_backward:
-        yield f"{'forward passes but no' if seen.has_forward else 'no'} backward pass was seen, so no step was judged"
+        yield f"{'forward passes but no' if seen.has_forward else 'no'} backward pass was seen, so no step was checked"
 
 
 def _why_not_saved(seen: Seen, error: BaseException | None) -> str:
-    """Why an ending is no failure of a step, when steps were judged."""
+    """Why an ending is no failure of a step, when steps were checked."""
     bad = f"the loop skipped {counted(seen.num_skipped, 'bad step')}" if seen.num_skipped else "none was bad"
-    judged = f"{counted(seen.num_steps, 'step')} {'was' if seen.num_steps == 1 else 'were'} judged and {bad}"
+    judged = f"{counted(seen.num_steps, 'step')} {'was' if seen.num_steps == 1 else 'were'} checked and {bad}"
     if {"nonfinite", "skipped"}.isdisjoint(seen.on):
         judged = "bad losses were not asked for: add `--on nonfinite`"
     if not isinstance(error, Exception):

@@ -21,7 +21,7 @@ _SURE = {
 _MADE = {
     True: "fixed when tried",
     False: "made finite when tried, but not fixed",
-    None: "made finite when tried, without a loss to judge it by",
+    None: "made finite when tried, without a loss to check",
 }
 
 
@@ -88,7 +88,7 @@ def _tried_words(fix: Fix) -> str:
     if fix.is_plausible:
         return "A fix was tried on the captured step and helped"
     if fix.is_plausible is None:
-        return "A change was tried on the captured step and made it finite; there is no loss to judge it by"
+        return "A change was tried on the captured step and made it finite; there is no loss to check"
     return "A change was tried on the captured step and made it finite, but its loss is absurd, so it is no fix"
 
 

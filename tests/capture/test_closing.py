@@ -1,4 +1,4 @@
-"""The closing line: a run that ended badly, or in which nothing was judged, says what was seen and what to do."""
+"""The closing line: a run that ended badly, or in which nothing was checked, says what was seen and what to do."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_a_run_that_was_judged_and_ended_well_has_no_line(ending: BaseException 
 @pytest.mark.parametrize(
     ("ending", "words"),
     [
-        (OSError("x"), ("the script ended with OSError", "from outside of a step", "5 steps were judged")),
-        (SystemExit(2), ("exit code 2", "5 steps were judged")),
+        (OSError("x"), ("the script ended with OSError", "from outside of a step", "5 steps were checked")),
+        (SystemExit(2), ("exit code 2", "5 steps were checked")),
         (SystemExit("no data"), ("exit code 1",)),
         (KeyboardInterrupt(), ("KeyboardInterrupt", "none was bad")),
     ],
@@ -49,9 +49,9 @@ def test_skipped_steps_are_counted() -> None:
 @pytest.mark.parametrize("ending", [OSError("x"), SystemExit(2)])
 def test_steps_are_called_good_only_if_all_were_judged_so(ending: BaseException) -> None:
     skipped = closing_line(replace(JUDGED, num_skipped=1), ending)
-    assert skipped is not None and "5 steps were judged and the loop skipped 1 bad step" in skipped
-    unjudged = closing_line(replace(JUDGED, on=("exception",)), ending)
-    assert unjudged is not None and "judged" not in unjudged and "--on nonfinite" in unjudged
+    assert skipped is not None and "5 steps were checked and the loop skipped 1 bad step" in skipped
+    unchecked = closing_line(replace(JUDGED, on=("exception",)), ending)
+    assert unchecked is not None and "checked" not in unchecked and "--on nonfinite" in unchecked
 
 
 def test_exceptions_that_were_not_asked_for_are_named() -> None:
@@ -105,10 +105,10 @@ def failing_between_steps() -> None:
 LINES: dict[Callable[[], None], tuple[str, ...]] = {
     forward_only: ("forward passes but no backward pass was seen",),
     nothing_at_all: ("no backward pass was seen",),
-    transformed: ("steps by `torch.func` alone are not judged",),
+    transformed: ("steps by `torch.func` alone are not checked",),
     trained: (),
     in_two_threads: ("second thread",),
-    failing_between_steps: ("ended with OSError", "outside of a step", "6 steps were judged"),
+    failing_between_steps: ("ended with OSError", "outside of a step", "6 steps were checked"),
 }
 
 

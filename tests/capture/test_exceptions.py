@@ -326,8 +326,8 @@ def test_the_last_bad_scalar_is_no_loss(tmp_path: Path) -> None:
     assert not any(call.is_differentiation for call in snapshot.program.calls)
     found = diagnose(snapshot)
     assert found.fix is not None and found.fix.is_plausible is None and "loss" not in found.fix.outcome
-    assert "made finite when tried, without a loss to judge it by" in one_line(found)
-    assert "there is no loss to judge it by" in markdown(found)
+    assert "made finite when tried, without a loss to check" in one_line(found)
+    assert "there is no loss to check" in markdown(found)
 
 
 @pytest.mark.parametrize(("mistake", "error"), [("unknown", NameError), ("[][7]", IndexError), ("len(3)", TypeError)])

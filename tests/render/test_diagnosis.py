@@ -31,8 +31,8 @@ def test_the_issue_and_the_report_tell_it(tmp_path: Path) -> None:
     reduction = replace(reduction, diagnosis=diagnose(snapshot, reduction))
     issue = make_issue(snapshot, script, VERIFIED, reduction=reduction).text
     report = write_report(snapshot, script, VERIFIED, reduction=reduction)
-    assert "<summary>Diagnosis" in issue and "no loss to judge it by: divide by at least one" in issue
-    assert '<h2 id="diagnosis">Diagnosis</h2>' in report and "no loss to judge it by: divide by at least one" in report
+    assert "<summary>Diagnosis" in issue and "no loss to check: divide by at least one" in issue
+    assert '<h2 id="diagnosis">Diagnosis</h2>' in report and "no loss to check: divide by at least one" in report
     assert reduction.summary()["diagnosis"] == plain_of(reduction.diagnosis)
 
 
