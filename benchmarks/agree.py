@@ -33,7 +33,7 @@ from command import JSON, find_cases, new_parser, print_json
 from generated import Loop, Training, draw
 
 import reprokit
-from reprokit.capture import rescue
+from reprokit.capture.save import build_snapshot
 from reprokit.program import plain
 from reprokit.program.ir import Program, Ref, Scope, map_leaves
 from reprokit.snapshot.format import Snapshot, load
@@ -177,15 +177,15 @@ def _watching(path: Path, way: Way | None) -> contextlib.AbstractContextManager[
 @contextlib.contextmanager
 def _environment_once() -> Iterator[None]:
     """Describe the environment once for all runs: it is the same, and takes longer than everything else."""
-    original = rescue.collect_environment
-    rescue.collect_environment = _environment
+    original = build_snapshot.collect_environment
+    build_snapshot.collect_environment = _environment
     try:
         yield
     finally:
-        rescue.collect_environment = original
+        build_snapshot.collect_environment = original
 
 
-_environment = functools.cache(rescue.collect_environment)
+_environment = functools.cache(build_snapshot.collect_environment)
 
 
 def check_script(folder: Path, work: Path, timeout: float) -> Row:

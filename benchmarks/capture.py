@@ -100,7 +100,8 @@ def measure_failure(shape: str, steps: int, failure: str) -> JSON:
 
 
 def _fail(shape: str, steps: int, failure: str, folder: Path) -> JSON:
-    from reprokit.capture.session import CaptureStop, Session
+    from reprokit.capture.record.stack import CaptureStop
+    from reprokit.capture.session import Session
 
     training = _fresh_training(shape)
     training.step()

@@ -32,7 +32,7 @@ import torch
 from command import JSON, new_parser, print_json
 from torch import nn
 
-from reprokit.capture import rescue
+from reprokit.capture.save import build_snapshot
 from reprokit.capture.session import Session
 from reprokit.errors import ReprokitError
 from reprokit.snapshot.format import load
@@ -68,7 +68,7 @@ GUARDS = {
     "State.give_back",
     "_set",
 }
-_WITHOUT_FAULTS = {"session", "hooks", "stack", "whole_calls", "options", "launch", "block", "rank_name"}
+_WITHOUT_FAULTS = {"session", "torch_hooks", "stack", "composite_calls", "options", "launch", "block", "rank_name"}
 _KINDS: tuple[type[BaseException], ...] = (RuntimeError, MemoryError, KeyboardInterrupt)
 _SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 _STOPPED = 10  # exit code of a child that was interrupted and holds what it should
@@ -241,15 +241,15 @@ def faults(number: int, seed: int) -> list[Fault]:
 
 @contextlib.contextmanager
 def _session(folder: Path) -> Iterator[Session]:
-    described, rescue.collect_environment = rescue.collect_environment, _environment
+    described, build_snapshot.collect_environment = build_snapshot.collect_environment, _environment
     try:
         with Session(directory=folder, after="continue", quiet=True, history=3) as session:
             yield session
     finally:
-        rescue.collect_environment = described
+        build_snapshot.collect_environment = described
 
 
-_environment = functools.cache(rescue.collect_environment)
+_environment = functools.cache(build_snapshot.collect_environment)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from reprokit.capture.history import History
+from reprokit.capture.rewind.checkpoint import History
 from tests.conftest import import_benchmark
 
 BENCHMARK = import_benchmark("faults")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from reprokit.capture.session import CaptureStop
+from reprokit.capture.record.stack import CaptureStop
 from tests.conftest import ROOT, Run, import_benchmark
 
 BENCHMARKS = ROOT / "benchmarks"

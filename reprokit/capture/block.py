@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reprokit.capture.failure_text import cause_line, growth, place_line, what
 from reprokit.capture.options import DEFAULT_ON, DEFAULT_PERCENT, After, Source, Watch
 from reprokit.capture.rank_name import check_name, current_folder
-from reprokit.capture.words import cause_line, growth, place_line, what
 from reprokit.errors import UsageError
 from reprokit.series import StepNumbers
 from reprokit.visible import tell
@@ -52,7 +52,8 @@ def capture(
     Raises `UsageError` when ``output`` exists and ``overwrite`` is false.
     """
     from reprokit.capture.launch import peel
-    from reprokit.capture.session import CaptureStop, Session
+    from reprokit.capture.record.stack import CaptureStop
+    from reprokit.capture.session import Session
     from reprokit.snapshot.redact import redact_argv
 
     path = current_folder() / output if output is not None and not os.path.isabs(output) else output

@@ -16,36 +16,22 @@ from traceback import print_exception
 from typing import ClassVar
 
 from reprokit.arrivals import ignored_errors, pass_on
-from reprokit.capture.budget import Budget, Part
 from reprokit.capture.closing import Seen, closing_line
-from reprokit.capture.failures import Failures
-from reprokit.capture.history import History
-from reprokit.capture.hooks import Hooks
-from reprokit.capture.judge import Judge
+from reprokit.capture.hooks.composite_calls import WholeCalls
+from reprokit.capture.hooks.on_failure import Failures
+from reprokit.capture.hooks.policy import Judge
+from reprokit.capture.hooks.stepping import Stepping
+from reprokit.capture.hooks.torch_hooks import Hooks
 from reprokit.capture.options import DEFAULT_ON, DEFAULT_PERCENT, After, Source, Watch, check_options
 from reprokit.capture.rank_name import check_name, current_folder
-from reprokit.capture.saving import Place, SkippedLoss
-from reprokit.capture.stepping import Stepping
-from reprokit.capture.tape import Tape
-from reprokit.capture.training import Training
-from reprokit.capture.whole_calls import WholeCalls
+from reprokit.capture.record.stack import CaptureStop
+from reprokit.capture.record.tape import Tape
+from reprokit.capture.rewind.checkpoint import History
+from reprokit.capture.run.budget import Budget, Part
+from reprokit.capture.run.run_state import Training
+from reprokit.capture.save.choose_step import Place, SkippedLoss
 from reprokit.errors import UsageError
 from reprokit.visible import tell, visible_line
-
-
-class CaptureStop(SystemExit):
-    """Ends the user's script after a capture.
-
-    As a `SystemExit` it passes ``except Exception``, runs ``finally`` blocks and prints no traceback.
-    """
-
-    def __init__(self, session: Session) -> None:
-        super().__init__(3)
-        self.session = session
-
-    def __reduce__(self) -> tuple[type[SystemExit], tuple[int]]:
-        """An executor that runs tasks in other processes sends it to the process that waits for the result."""
-        return SystemExit, (3,)
 
 
 class Session:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from reprokit.capture.block import can_be_shrunk
-from reprokit.capture.words import growth, what
+from reprokit.capture.failure_text import growth, what
 from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, shown_command
 from reprokit.cli.interrupts import deadline, too_long
 from reprokit.words import counted

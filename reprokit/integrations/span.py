@@ -66,7 +66,7 @@ class Span:
         session = self._session
         self.end()
         if session is not None and session.snapshots and self._options.get("after", "stop") == "stop":
-            from reprokit.capture.session import CaptureStop
+            from reprokit.capture.record.stack import CaptureStop
 
             raise CaptureStop(session)
 

@@ -15,7 +15,11 @@ import pytest
 import torch
 
 import reprokit
-from reprokit.capture import attributes, history, judge, past, running, saving, session, tape
+from reprokit.capture import session
+from reprokit.capture.hooks import policy
+from reprokit.capture.record import attributes, compact_steps, current_step, tape
+from reprokit.capture.rewind import checkpoint
+from reprokit.capture.save import choose_step
 from reprokit.capture.session import Session
 from reprokit.program.ir import Call
 from reprokit.program.run import Observer, run
@@ -58,14 +62,14 @@ HANDLERS: dict[str, Callable[..., None]] = {
     "method": Limits().end,
 }
 PLACES: list[tuple[Any, str]] = [
-    (judge.Judge, "start"),
+    (policy.Judge, "start"),
     (tape.Tape, "_prepare"),
     (tape.Tape, "_plain_entry"),
-    (running.RunningStep, "finish_module"),
-    (history.History, "is_due"),
-    (past.Freezer, "freeze"),
+    (current_step.RunningStep, "finish_module"),
+    (checkpoint.History, "is_due"),
+    (compact_steps.Freezer, "freeze"),
     (attributes.AttributeWatch, "note"),
-    (saving._Describing, "snapshot"),
+    (choose_step._Describing, "snapshot"),
     (environment, "redact_text"),
     (format, "write_file"),
 ]
@@ -108,7 +112,7 @@ def _arriving_in(original: Callable[..., Any], arrive: Callable[[], None], nth: 
 
 
 def _nth(owner: Any) -> int:
-    return 1 if owner in (saving._Describing, environment, format) else 2
+    return 1 if owner in (choose_step._Describing, environment, format) else 2
 
 
 @pytest.mark.parametrize("name", HANDLERS)
@@ -154,7 +158,7 @@ def test_an_error_of_our_own_is_no_arrival(error: Exception, monkeypatch: pytest
     def broken(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr(judge.Judge, "start", broken)
+    monkeypatch.setattr(policy.Judge, "start", broken)
     with described_once(), Session(directory=tmp_path):
         watched = failing_at_once()
     assert same_bits(watched, failing_at_once())
@@ -247,14 +251,14 @@ def _going_on(place: str, at: int, patch: pytest.MonkeyPatch) -> list[float]:
     """Train until the loss is NaN in step 4; step ``at`` handles an exception first. The values before the NaN."""
     places: list[str] = []
     patch.setattr(Halting, "places", places)
-    performed = running.RunningStep.add_plain
+    performed = current_step.RunningStep.add_plain
 
-    def add(self: running.RunningStep, entry: Any, result: torch.Tensor) -> None:
+    def add(self: current_step.RunningStep, entry: Any, result: torch.Tensor) -> None:
         if entry.name.endswith((".mul_", ".__setitem__")):
             _arrive(entry.name.rpartition(".")[2], places)
         performed(self, entry, result)
 
-    patch.setattr(running.RunningStep, "add_plain", add)
+    patch.setattr(current_step.RunningStep, "add_plain", add)
     model = Interrupted(places)
     optimizer = Halting(model.parameters(), lr=0.1)
     seen = []

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import reprokit
-from reprokit.capture import budget
-from reprokit.capture.budget import Budget, Meter
+from reprokit.capture.run import budget
+from reprokit.capture.run.budget import Budget, Meter
 from reprokit.capture.session import Session
 from reprokit.errors import ReprokitError, UsageError
 from reprokit.shrink.reducer import shrink

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import reprokit
-from reprokit.capture.rescue import NOT_OF_TORCH
+from reprokit.capture.save.build_snapshot import NOT_OF_TORCH
 from reprokit.capture.session import Session
 from reprokit.locate.diagnose import diagnose
 from reprokit.render.diagnosis_text import markdown, one_line

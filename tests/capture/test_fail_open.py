@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reprokit.capture import running
+from reprokit.capture.record import current_step
 from reprokit.capture.session import Session
 from reprokit.snapshot.format import load
 from tests.capture.traps_checks import (
@@ -55,16 +55,20 @@ from tests.conftest import Run, import_benchmark
 
 GUARDS = import_benchmark("faults").GUARDS
 # The guards, their callers, and what runs before or without a loop.
-WITHOUT_FAULTS = {"session", "hooks", "stack", "whole_calls", "options", "launch", "block", "structure", "rank_name"}
-NOT_IN_THESE_RUNS = {"closing", "exceptions", "warned", "words"}
-FOLDER = sys.modules["reprokit.capture"].__path__
-PARTS = [part.name for part in pkgutil.iter_modules(FOLDER) if part.name not in WITHOUT_FAULTS]
+WITHOUT_FAULTS = {
+    *("session", "launch", "block", "options", "rank_name"),
+    *("hooks.torch_hooks", "hooks.composite_calls", "record.stack", "record.structure"),
+}
+NOT_IN_THESE_RUNS = {"closing", "failure_text", "hooks.warning_lines", "save.exceptions"}
+HOME = "reprokit.capture."
+MODULES = (part for part in pkgutil.walk_packages(sys.modules["reprokit.capture"].__path__, HOME) if not part.ispkg)
+PARTS = [name for part in MODULES if (name := part.name.removeprefix(HOME)) not in WITHOUT_FAULTS]
 
 
 @pytest.fixture(autouse=True)
 def early_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tape is swept in loops as small as these, too."""
-    monkeypatch.setattr(running, "_SWEEP_AT", 2**18)
+    monkeypatch.setattr(current_step, "_SWEEP_AT", 2**18)
 
 
 def failing_late() -> list[torch.Tensor]:
@@ -231,7 +235,7 @@ def test_a_fault_in_any_function(part: str, tmp_path: Path, capsys: pytest.Captu
     plain = {loop: run_plain(loop) for loop in RUNS}
     broken: dict[str, list[str]] = {}
     num_met = 0
-    for label, owner, attribute, function in list(functions_of(importlib.import_module(f"reprokit.capture.{part}"))):
+    for label, owner, attribute, function in list(functions_of(importlib.import_module(HOME + part))):
         loop = max(RUNS, key=lambda loop: calls_in(loop)[function.__code__])
         num_calls = calls_in(loop)[function.__code__]
         if not num_calls:
@@ -450,7 +454,7 @@ def test_a_handler_that_exits_while_saving_is_obeyed(run_reprokit: Run, tmp_path
 def test_nothing_is_left_of_a_capture_that_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.optim import optimizer as optimizers
 
-    from reprokit.capture.tape import Tape
+    from reprokit.capture.record.tape import Tape
 
     def broken(*args: Any) -> Any:
         raise RuntimeError("injected")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from reprokit.capture.rescue import GRADIENTS_NOT_KEPT, HOOKS_LEFT_OUT, OTHER_GRADIENTS
+from reprokit.capture.save.build_snapshot import GRADIENTS_NOT_KEPT, HOOKS_LEFT_OUT, OTHER_GRADIENTS
 from reprokit.capture.session import Session
 from reprokit.snapshot.format import Snapshot, load
 from tests.capture.traps_checks import (

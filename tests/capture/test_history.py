@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reprokit.capture.history import History
+from reprokit.capture.rewind.checkpoint import History
 from tests.capture.traps_checks import (
     BAD_STEP,
     EXACT,

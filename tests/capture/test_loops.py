@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.optim import optimizer as optimizers
 
-from reprokit.capture.session import CaptureStop, Session
+from reprokit.capture.record.stack import CaptureStop
+from reprokit.capture.session import Session
 from reprokit.locate.blame import locate
 from reprokit.snapshot.format import load
 from tests.capture.loops import LOOPS, Loop

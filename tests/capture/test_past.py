@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from reprokit.capture.entry import Entry, versions_of
-from reprokit.capture.past import Freezer, PastStep
+from reprokit.capture.record.compact_steps import Freezer, PastStep
+from reprokit.capture.record.entry import Entry, versions_of
 from reprokit.capture.session import Session
 from reprokit.program.ir import Mode
 from tests.capture.traps_checks import (

@@ -12,7 +12,7 @@ from torch import nn
 
 import reprokit
 from reprokit.capture.options import WATCH
-from reprokit.capture.watch import LaterFlags
+from reprokit.capture.record.screens import LaterFlags
 from reprokit.snapshot.format import load
 
 

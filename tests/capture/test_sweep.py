@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reprokit.capture import stack
-from reprokit.capture.entry import Entry
+from reprokit.capture.record import stack
+from reprokit.capture.record.drop_unused import still_useful
+from reprokit.capture.record.entry import Entry
 from reprokit.capture.session import Session
-from reprokit.capture.sweep import still_useful
 from reprokit.program.ir import Mode
 from tests.capture.traps_checks import (
     BAD_STEP,

@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reprokit.capture import failures, saving
-from reprokit.capture.attributes import tensors_held
-from reprokit.capture.fidelity import checked
-from reprokit.capture.rescue import Made
+from reprokit.capture.hooks import on_failure
+from reprokit.capture.record.attributes import tensors_held
+from reprokit.capture.save import choose_step
+from reprokit.capture.save.build_snapshot import Made
+from reprokit.capture.save.fidelity import checked
 from reprokit.capture.session import Session
 from reprokit.program import run as program_run
 from reprokit.program.ir import Call
@@ -134,10 +135,10 @@ def run_with(run: Run, folder: Path, *, is_sharded: bool = False, **options: Any
         assert live.isdisjoint(tensor.untyped_storage().data_ptr() for tensor in made[0].tensors.values())
         return found
 
-    original = failures.snapshot_of
+    original = on_failure.snapshot_of
     session = Session(directory=folder, **options)
     with described_once(), pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit, IndexError):
-        patch.setattr(failures, "snapshot_of", snapshot_of)
+        patch.setattr(on_failure, "snapshot_of", snapshot_of)
         with session:
             run()
     return made[0], load(session.snapshots[0])
@@ -442,7 +443,7 @@ def failing_training() -> list[torch.Tensor]:
 def captured_with(change: Callable[[Snapshot], Snapshot], folder: Path) -> tuple[Snapshot, dict[str, Any]]:
     """What is in the file, and what is told, when something changes the snapshot on its way to the disk."""
     with pytest.MonkeyPatch.context() as patch, described_once():
-        patch.setattr(saving, "save", lambda snapshot, path: save(change(snapshot), path))
+        patch.setattr(choose_step, "save", lambda snapshot, path: save(change(snapshot), path))
         with Session(directory=folder, after="continue") as session:
             failing_training()
     assert [path.suffix for path in folder.iterdir()] == [".pt"]
@@ -489,7 +490,7 @@ def test_a_file_with_another_loss_is_not_exact(factor: float, kind: str, tmp_pat
 
     with pytest.MonkeyPatch.context() as patch, described_once(), contextlib.suppress(SystemExit):
         changed = lambda snapshot: with_tensors(snapshot, lambda tensor: tensor * factor, "parameter")  # noqa: E731
-        patch.setattr(saving, "save", lambda snapshot, path: save(changed(snapshot), path))
+        patch.setattr(choose_step, "save", lambda snapshot, path: save(changed(snapshot), path))
         with Session(directory=tmp_path, watch="every-step") as session:
             loop()
     snapshot = load(session.snapshots[0])
@@ -527,7 +528,7 @@ def test_the_file_is_run_once(loop: Loop, tmp_path: Path) -> None:
             return checked(*given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "checked", counting)
+        patch.setattr(choose_step, "checked", counting)
         snapshot = check_caught(loop, tmp_path, watch="every-step")
     assert fidelity(snapshot) == EXACT
     assert 0 < len(executed) <= len(snapshot.program.calls)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from reprokit.capture.record.tape import Tape
 from reprokit.capture.session import Session
-from reprokit.capture.tape import Tape
 from reprokit.errors import UsageError
 from reprokit.snapshot.format import load
 from tests.capture.traps_checks import (
@@ -245,7 +245,7 @@ def test_quiet_says_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     def fail(*args: Any) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr(import_module("reprokit.capture.saving"), "save", fail)
+    monkeypatch.setattr(import_module("reprokit.capture.save.choose_step"), "save", fail)
     with Session(directory=tmp_path, quiet=True, after="continue") as session:
         bad_steps(plain_net(), None)
     assert session.snapshots == []

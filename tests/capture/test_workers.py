@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from reprokit.capture.session import CaptureStop, Session
+from reprokit.capture.record.stack import CaptureStop
+from reprokit.capture.session import Session
 from reprokit.snapshot.format import load
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from reprokit.capture.names import Names
-from reprokit.capture.written_names import argument_names
+from reprokit.capture.record.tensor_names import Names
+from reprokit.capture.record.written_names import argument_names
 
 SOURCE = """
 loss = criterion(model(x, other[0]), y)

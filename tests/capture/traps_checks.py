@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reprokit.capture import rescue
+from reprokit.capture.save import build_snapshot
 from reprokit.capture.session import Session
 from reprokit.snapshot.format import Snapshot, load
 from tests.conftest import Run
@@ -143,11 +143,11 @@ def check_caught(loop: Loop, folder: Path, **options: Any) -> Snapshot:
 def described_once() -> Iterator[None]:
     """The environment, which takes long to describe, is described once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rescue, "collect_environment", _environment)
+        patch.setattr(build_snapshot, "collect_environment", _environment)
         yield
 
 
-_environment = functools.cache(rescue.collect_environment)
+_environment = functools.cache(build_snapshot.collect_environment)
 
 
 def where(snapshot: Snapshot) -> tuple[int, str, str | None]:

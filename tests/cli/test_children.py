@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import reprokit
-from reprokit.capture import failures
+from reprokit.capture.hooks import on_failure
 from reprokit.capture.options import After
 from reprokit.capture.session import Session
 from reprokit.cli.capture import Capture
@@ -253,9 +253,9 @@ def test_a_rank_that_is_terminated_while_it_saves_saves(
 @pytest.mark.skipif(sys.platform == "win32", reason="terminating a process is no signal there")
 def test_a_terminated_rank_does_not_save_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     killed = threading.Event()
-    monkeypatch.setattr(failures, "_GRACE", 0.01)
-    monkeypatch.setattr(failures, "_kill", killed.set)
-    with failures._termination_deferred() as arrived:
+    monkeypatch.setattr(on_failure, "_GRACE", 0.01)
+    monkeypatch.setattr(on_failure, "_kill", killed.set)
+    with on_failure._termination_deferred() as arrived:
         os.kill(os.getpid(), signal.SIGTERM)
         assert killed.wait(10)
     assert arrived == [signal.SIGTERM]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import reprokit
-from reprokit.capture.words import growth
+from reprokit.capture.failure_text import growth
 from reprokit.cli import main
 from reprokit.locate.diagnose import diagnose
 from reprokit.render.report import write_report

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from reprokit.capture.block import captured_lines
-from reprokit.capture.words import growth, place_line
+from reprokit.capture.failure_text import growth, place_line
 from reprokit.cli import main
 from reprokit.program.ir import Call, Input, Program, Ref, Site
 from reprokit.render.way import source_lines, steps

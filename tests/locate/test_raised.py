@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from reprokit.capture.words import cause_line
+from reprokit.capture.failure_text import cause_line
 from reprokit.grammar import plain_of, read
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure

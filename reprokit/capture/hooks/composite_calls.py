@@ -1,0 +1,130 @@
+"""Calls that are recorded as one operation: clearing and clipping gradients, scaling losses.
+
+What runs inside is not noted: the tape is out of the way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from reprokit.capture.hooks.policy import Judge
+from reprokit.capture.record.entry import Entry
+from reprokit.capture.record.state import owned_by
+from reprokit.capture.record.structure import repeatable
+from reprokit.capture.run.run_state import Training
+from reprokit.program.ir import Mode
+
+_PLAIN_MODE = Mode()
+
+
+class WholeCalls:
+    """Performs calls of the loop, each given as a function of torch with its arguments, and notes them.
+
+    A grad scaler that is not enabled does nothing, so it is not noted.
+    """
+
+    def __init__(self, training: Training, judge: Judge) -> None:
+        self._training = training
+        self._tape = training.tape
+        self._judge = judge
+
+    def zero_grad(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Forget gradients."""
+        tape = self._tape
+        if tape.only_judges:
+            return target(*args, **kwargs)
+        tape.wake()
+        if not tape.is_outermost:
+            return target(*args, **kwargs)
+        popped = tape.step_aside()
+        try:
+            output = target(*args, **kwargs)
+        finally:
+            tape.step_back(popped)
+        entry = Entry("zero_grad", target, args, kwargs, _PLAIN_MODE)
+        if not (args[1] if len(args) > 1 else kwargs.get("set_to_none", True)):
+            entry.settings = tape.guard(_with_gradient, args[0])
+        tape.running.entries.append(entry)
+        return output
+
+    def add_parameters(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An optimizer gets parameters, so a training may begin."""
+        self._tape.wake()
+        return target(*args, **kwargs)
+
+    def clip(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Clip gradients; the norm, if there is one, is checked with the gradients."""
+        if self._tape.only_judges or not self._tape.enabled:
+            return target(*args, **kwargs)
+        output, _ = self._perform("clip", target, args, kwargs, sys._getframe(2))
+        if isinstance(output, torch.Tensor):
+            self._judge.clipped = self._training.timeline.grad_norm = output.detach()
+        return output
+
+    def scale(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Multiply a loss by a grad scaler's scale."""
+        scaler = args[0]
+        if not self._tape.enabled or not scaler.is_enabled():
+            return target(*args, **kwargs)
+        self._tape.only_judges = False
+        output, entry = self._perform("scale", target, args, kwargs, sys._getframe(2))
+        if entry is not None:
+            entry.settings = self._tape.guard(self._training.scalers.scaled, scaler)
+        return output
+
+    def unscale(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Divide gradients by a grad scaler's scale; ``target`` is given its inverse."""
+        tape = self._tape
+        if not tape.enabled or not args[0].is_enabled():
+            return target(*args, **kwargs)
+        with tape.paused():
+            output = target(*args, **kwargs)
+        frame = sys._getframe(2)
+        tape.guard(lambda: tape.note("unscale", target, frame, (None, args[1], args[2].detach().clone())))
+        return output
+
+    def quietly(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do something of a grad scaler in which only its own calls of `unscale` are noted."""
+        if not self._tape.enabled or not args[0].is_enabled():
+            return target(*args, **kwargs)
+        with self._tape.paused():
+            return target(*args, **kwargs)
+
+    def _perform(
+        self,
+        kind: str,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType,
+    ) -> tuple[Any, Entry | None]:
+        """The result, and its entry if it is recorded."""
+        tape = self._tape
+        try:
+            args, kwargs = repeatable(args, kwargs)
+        except Exception as error:
+            tape.switch_off(error)
+        is_outermost = tape.is_outermost
+        try:
+            with tape.paused():
+                output = target(*args, **kwargs)
+        except BaseException as error:  # such as `error_if_nonfinite` asks for
+            entry = tape.guard(tape.note, kind, target, frame, args) if is_outermost else None
+            if entry is not None:
+                entry.kwargs = kwargs
+                tape.running.raised = error, tape.running.entries.pop()
+            raise
+        entry = tape.guard(tape.note, kind, target, frame, args) if is_outermost else None
+        if entry is not None:
+            entry.kwargs, entry.output = kwargs, output
+        return output, entry
+
+
+def _with_gradient(owner: torch.nn.Module | torch.optim.Optimizer) -> frozenset[int]:
+    """The ids of the parameters of a module or an optimizer that have a gradient."""
+    return frozenset(id(parameter) for parameter in owned_by(owner) if parameter.grad is not None)

@@ -1,0 +1,384 @@
+"""Handling of a failure: the step is saved, the session is over, and the loop stops or goes on unwatched.
+
+Also what is only found when the block ends, an exception that ends it included, and how several processes save and stop
+together.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from reprokit.arrivals import chain, has_arrived
+from reprokit.capture.hooks.policy import Judge
+from reprokit.capture.hooks.suspects import Suspects
+from reprokit.capture.record.entry import Entry
+from reprokit.capture.record.skips import Suspect, Verdict
+from reprokit.capture.run.run_state import Training
+from reprokit.capture.save import exceptions
+from reprokit.capture.save.build_snapshot import Made
+from reprokit.capture.save.choose_step import Noticed, Place, SkippedLoss, snapshot_of
+from reprokit.snapshot.format import Snapshot
+
+
+class Owner(Protocol):
+    """The session that fails."""
+
+    stops: bool  # whether the loop is to stop at a failure
+
+    def replaying(self, *, ends: bool = True) -> AbstractContextManager[None]:
+        """A context in which a step may be replayed; the session is over then if it ``ends``."""
+
+    def leave(self) -> None:
+        """Take everything away."""
+
+    def stop(self) -> None:
+        """Stop the loop, if it is to."""
+
+    def switch_off(self, error: BaseException) -> None:
+        """End because of an error of our own."""
+
+    def complain(self, what: str, error: Exception) -> None:
+        """Say what broke."""
+
+    def say(self, text: str) -> None:
+        """Tell the user."""
+
+    def hand_over(self, path: Path) -> None:
+        """Call the user's function for a new snapshot."""
+
+
+class Failures:
+    """Saves a failing step at ``place`` and ends the session.
+
+    ``snapshots`` are the files written and ``results`` their summaries. ``is_deliberate``: the step was saved because
+    the script raised an exception of its own, so that nothing but the script says that it failed. ``suspects``
+    are bad values that the loop may deal with itself; it has skipped ``num_skipped`` steps. ``_kept`` is the
+    step in which the buffers ``_kept_for`` (ids) became nan or inf, while the training itself was finite.
+    """
+
+    def __init__(
+        self,
+        session: Owner,
+        training: Training,
+        judge: Judge,
+        place: Place,
+        command: Sequence[str],
+        *,
+        takes_exceptions: bool,
+        takes_skipped: bool,
+    ) -> None:
+        self.snapshots: list[Path] = []
+        self.results: list[dict[str, Any]] = []
+        self.is_deliberate = False
+        self.suspects = Suspects(training)
+        self.num_skipped = 0
+        self._kept: Made | None = None
+        self._kept_for: set[int] = set()
+        self._is_terminated = False
+        self._session = session
+        self._training = training
+        self._judge = judge
+        self._place = place
+        self._command = command
+        self._takes_exceptions = takes_exceptions
+        self._takes_skipped = takes_skipped
+
+    def forget(self) -> None:
+        """Let go of everything that belongs to the user."""
+        self._kept = None
+        self._kept_for = set()
+
+    def keep_bad_buffer(self) -> None:
+        """Keep the step that made a buffer nan or inf; it is saved if nothing else fails until the block ends."""
+        bad = [] if self._kept_for else self._judge.buffers()
+        if not bad:
+            return
+        self._kept_for = {id(buffer) for _, buffer in bad}
+        noticed = Noticed("output", sys._getframe(1), is_late=True)
+        self._session.say(self._announcement(noticed))
+        with self._session.replaying(ends=False):
+            try:
+                self._kept = self._snapshot(noticed)
+            except Exception as error:
+                self._session.complain(f"could not keep the step in which `{bad[0][0]}` became nan or inf", error)
+                return
+        self._session.say(
+            f"`{bad[0][0]}` became nan or inf at step {self._kept.snapshot.step}; loss and gradients are finite, "
+            "so the step is saved when the training ends without another failure"
+        )
+
+    def fail(self, observed_at: str, *, pending: Entry | None = None, is_late: bool = False) -> None:
+        """Save the step and end the session; raises `CaptureStop` unless the loop is to go on."""
+        path = self._save(Noticed(observed_at, sys._getframe(1), pending, is_late))
+        if path is not None:
+            self._session.stop()
+
+    @property
+    def is_held(self) -> bool:
+        """True if backward was called from a bad start and the loop has made no update since."""
+        suspect = self._training.running.suspect
+        return suspect is not None and suspect.pending is not None and suspect.has_begun
+
+    def settle(self, suspect: Suspect, verdict: Verdict) -> None:
+        """Act on what has become of a suspect; raises `CaptureStop` if the step failed and the loop is to stop."""
+        is_failure = verdict == "failed" or (verdict == "skipped" and self._takes_skipped)
+        try:
+            path = self._save(self._noticed(suspect, sys._getframe(1))) if is_failure else None
+            if not is_failure:
+                self._let_go_of(suspect, verdict)
+        except Exception as error:
+            self._session.switch_off(error)
+            return
+        if path is not None:
+            self._session.stop()
+
+    def _let_go_of(self, suspect: Suspect, verdict: Verdict) -> None:
+        """The training goes on; say so at the first step that the loop skips."""
+        step = self._training.iterations.completed
+        self._training.running.suspect = None
+        self._training.iterations.micro_step += suspect.num_later
+        if verdict == "harmless":
+            self.suspects.excuse(suspect)
+        if verdict == "skipped":
+            self.suspects.leave_out(suspect)
+            self._training.ranks.withdraw(step)
+            self._judge.forget_flags()
+            self.count_skipped(suspect.observed_at, step)
+
+    def count_skipped(self, observed_at: str, step: int) -> None:
+        """The loop has skipped a step; say so at the first one."""
+        self.num_skipped += 1
+        if self.num_skipped == 1:
+            what = f"a bad {observed_at} was seen at step {step}, and the loop skipped it"
+            self._session.say(f"{what}; training goes on (`--on skipped` saves such a step)")
+
+    def _noticed(self, suspect: Suspect, frame: FrameType | None) -> Noticed:
+        """The `Noticed` of the time when the suspect was seen."""
+        self._training.timeline.loss = suspect.loss
+        return Noticed(suspect.observed_at, frame, suspect.pending, last=suspect.last)
+
+    def fail_together(self, is_seen_by_all: bool) -> None:
+        """One of several processes had a bad loss or gradient: its rank saves, and all stop in the same step."""
+        frame, session, ranks = sys._getframe(1), self._session, self._training.ranks
+        try:
+            guilty = ranks.guilty()
+            suspect = self._training.running.suspect
+            if suspect is not None and self.is_held:
+                self._save(self._noticed(suspect, frame))
+            elif guilty:
+                session.leave()
+                session.say(f"the loss is nan or inf on rank {guilty[0]}, which saves its step")
+            else:
+                self._save(Noticed("gradient", frame), self._is_ours if is_seen_by_all else None)
+                ranks.tell(False)  # in case that it could not find out: the others wait for an answer
+            all_stop = session.stops and (self._is_terminated or (is_seen_by_all and ranks.meet_all()))
+        except Exception as error:
+            session.switch_off(error)
+            return
+        if all_stop:
+            session.stop()
+        elif session.stops:
+            session.say("the other processes have not seen it, so the training goes on, unwatched")
+
+    def look_back(self, error: BaseException | None) -> Path | None:
+        """The block ends: judge what has not been judged yet, and what it ended with; the file, if one was written."""
+        raised = self._training.running.raised
+        cause = exceptions.cause_of(error, raised[0] if raised is not None else None)
+        frame = exceptions.innermost_user_place(cause)[0] if cause is not None else sys._getframe(2)
+        with self._training.tape.paused():
+            self._settle_skipped(error)
+            bad = self._judge.state()
+            if bad is not None:
+                return self._save(Noticed(bad, frame, is_late=True))
+            path = self._look_back_at_suspect(error, frame)
+            if path is not None or self.snapshots:
+                return path
+            is_buffer_bad = self._kept is not None or bool(self._judge.buffers())
+        if self._takes_exceptions and isinstance(cause, Exception):
+            path = self._take_exception(cause, frame)
+        if path is None and is_buffer_bad:
+            path = self._save(Noticed("output", frame, is_late=True))
+        return path
+
+    def _settle_skipped(self, error: BaseException | None) -> None:
+        """The loop has ended: let go of a bad loss or gradient that it skipped, so that it is not found late."""
+        suspect = self._training.running.suspect
+        if suspect is None or not self._judge.matter or self._takes_skipped:
+            return
+        if self.suspects.at_end(suspect, exceptions.ends_training(error)) == "skipped":
+            self.settle(suspect, "skipped")
+
+    def _look_back_at_suspect(self, error: BaseException | None, frame: FrameType | None) -> Path | None:
+        """The loop has ended over a bad loss or gradient, and may have said so by ``error``; or it never updates."""
+        running, has_raised = self._training.running, exceptions.ends_training(error)
+        if not self._judge.matter or (isinstance(error, (KeyboardInterrupt, GeneratorExit))):
+            return None
+        suspect = running.suspect
+        if suspect is not None and suspect.observed_at == "output" and has_raised:
+            suspect = None  # the error may say which value it is about
+        verdict = self.suspects.at_end(suspect, has_raised) if suspect is not None else None
+        if suspect is not None and verdict in ("failed", "skipped"):
+            is_known = suspect.has_begun or self.suspects.is_of_training(suspect)
+            if not is_known and has_raised and suspect.pending is not None and error is not None:
+                is_loss = exceptions.is_loss(suspect.pending, error)
+                suspect.observed_at = "loss" if is_loss else "output"  # which says of no value that it is a loss
+            return self._save(self._noticed(suspect, frame), None if self._training.ranks.is_alone else _has_origin)
+        is_given_up = has_raised and not exceptions.is_mistake(error)
+        pending = exceptions.bad_value(running.current) if is_given_up else None
+        if pending is not None and error is not None:
+            return self._save(Noticed("loss" if exceptions.is_loss(pending, error) else "output", frame, pending))
+        if self.suspects.has_bad_gradient_without_update():
+            return self._save(Noticed("gradient", frame))
+        return None
+
+    def _take_exception(self, error: Exception, frame: FrameType | None) -> Path | None:
+        raised, entries = self._training.running.raised, self._training.running.entries
+        known = next((e for e in chain(error) if raised is not None and e is raised[0]), None)
+        if self._training.ranks.is_of_peer(error):
+            return None
+        if has_arrived(error) or (known is None and not exceptions.is_inside_step(self._training.running.current)):
+            return None
+        entry = raised[1] if raised is not None and known is not None else None
+        described = exceptions.describe(known or error, entry, self._training.history.modules)
+        if entry is not None and not any(noted is entry for noted in entries):
+            entries.append(entry)
+        return self._save(Noticed("exception", frame, raised=described))
+
+    def _is_ours(self, snapshot: Snapshot) -> bool:
+        """True if this process's own step made the bad gradient that all of them have after averaging."""
+        own, ranks = _has_origin(snapshot), self._training.ranks
+        ranks.tell(own)
+        guilty, rank = ranks.hear(), ranks.rank
+        if guilty and rank not in guilty:
+            self._session.say(f"a gradient is nan or inf on rank {guilty[0]}, which saves its step")
+        return rank in guilty or (not guilty and rank == 0)
+
+    def _snapshot(self, noticed: Noticed) -> Made:
+        """The failing step; the step that made a buffer nan or inf before, if the failure comes from that buffer."""
+        if noticed.observed_at == "output" and noticed.pending is None and self._kept is not None:
+            return self._kept
+        is_later = not noticed.is_late and self._judge.has_bad_loss_before()
+        noticed = replace(noticed, takes_skipped=self._takes_skipped, has_earlier=is_later)
+        made = snapshot_of(self._training, noticed, self._command, {"watch": self._judge.watch})
+        if self._kept is not None and id(made.culprit) in self._kept_for:
+            return self._kept
+        return replace(made, snapshot=self._place.private(made.snapshot))
+
+    def _announcement(self, noticed: Noticed) -> str:
+        """The line before the replay, which may take long: the failure and its step."""
+        starts = noticed.pending.starts if noticed.pending is not None else []
+        if noticed.raised is not None:
+            what = f"{noticed.raised.type} was raised"
+        elif len(starts) == 1 and starts[0].numel() == 1:
+            what = f"{'the loss' if noticed.observed_at == 'loss' else 'a value'} is {starts[0].item()}"
+        else:
+            named = "value" if noticed.pending is not None else "buffer"
+            what = f"a {named if noticed.observed_at == 'output' else noticed.observed_at} is nan or inf"
+        doing = "going back to find the step that made it" if noticed.is_late else "replaying the step"
+        return f"{what} at step {self._training.iterations.completed}; {doing}"
+
+    def _save(self, noticed: Noticed, is_wanted: Callable[[Snapshot], bool] | None = None) -> Path | None:
+        """Write a snapshot of the failing step, if it ``is_wanted``; the session is over then, unless it turns out
+        that the loop has skipped the step."""
+        with _termination_deferred() as terminated:
+            path = self._write(noticed, is_wanted)
+            if path is not None:
+                self._session.hand_over(path)
+        self._is_terminated = bool(terminated)
+        if terminated and not (path is not None and self._session.stops):
+            signal.raise_signal(signal.SIGTERM)
+        return path
+
+    def _write(self, noticed: Noticed, is_wanted: Callable[[Snapshot], bool] | None) -> Path | None:
+        with self._session.replaying():
+            try:
+                self._session.say(self._announcement(noticed))
+                made = self._snapshot(noticed)
+                if is_wanted is not None and not is_wanted(made.snapshot):
+                    return None
+                path, snapshot = self._place.write(made)
+                is_exception = noticed.raised is not None and snapshot.observed_at == "exception"
+                self.is_deliberate = is_exception and noticed.raised.is_deliberate  # type: ignore[union-attr]
+                result = {**snapshot.summary(), "path": str(path)}
+            except SkippedLoss:
+                raise
+            except Exception as error:
+                self._session.complain("could not save the failing step", error)
+                return None
+            self.snapshots.append(path)
+            self.results.append(result)
+            return path
+
+
+@contextlib.contextmanager
+def _termination_deferred() -> Iterator[list[int]]:
+    """Defer the first SIGTERM: a launcher sends it to all ranks once one has ended, also to one that saves its step.
+
+    Yields the signals that have arrived. A handler of the script's own is left alone.
+    """
+    arrived: list[int] = []
+
+    def defer(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not is_default or threading.current_thread() is not threading.main_thread():
+        yield arrived
+        return
+    with _killed_if_late():
+        signal.signal(signal.SIGTERM, defer)
+        try:
+            yield arrived
+        finally:
+            if signal.getsignal(signal.SIGTERM) is defer:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _killed_if_late() -> Iterator[None]:
+    """A SIGTERM ends the process after `_GRACE` seconds if the block still runs.
+
+    Python's signal handlers wait for the end of a call of torch; the thread does not.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while number := os.read(reading, 1):
+            if number[0] == signal.SIGTERM and not is_over.wait(_GRACE):
+                _kill()
+        os.close(reading)
+
+    previous = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    _thread.start_new_thread(watch, ())  # of which the hooks of this capture see nothing
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(previous)
+        is_over.set()
+        os.close(writing)
+
+
+_GRACE = 20.0  # seconds; `torch.distributed.run` kills what still runs after 30
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _has_origin(snapshot: Snapshot) -> bool:
+    """True if the step of this process itself shows where the bad value comes from."""
+    return snapshot.failure.call is not None or snapshot.failure.input_name is not None

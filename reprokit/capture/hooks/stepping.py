@@ -1,0 +1,410 @@
+"""A step from its loss to its update: checks the tensor that starts a backward pass, then the gradients, then ends.
+
+Optimizers are told apart from what else the loop does by torch's own hooks, grad scalers by a hook of ours. While an
+optimizer or a scaler steps, the tape is out of the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
+
+from reprokit.capture.hooks.on_failure import Failures
+from reprokit.capture.hooks.policy import Judge
+from reprokit.capture.record.attributes import Noted, is_of_torch
+from reprokit.capture.record.entry import Entry, versions_of
+from reprokit.capture.record.frames import compiled_call, learn_loop
+from reprokit.capture.record.screens import is_handed_to_kernel
+from reprokit.capture.record.state import options_of
+from reprokit.capture.record.structure import repeatable
+from reprokit.capture.run.run_state import SETTLED_AFTER, Training
+
+_NO_SCALER: dict[str, Any] = {}
+
+
+class Stepping:
+    """Follows every step, and calls for a snapshot at the first bad one.
+
+    ``_optimizer`` is the one that steps or stepped last; while it steps ``_popped`` is not ``None`` (see
+    `StackedMode.step_aside`). ``_in_kernel`` is the scale that a fused kernel of it got, ``_attributes`` are
+    those that it began its step with. ``_scaler`` is the grad scaler that steps. ``_inside`` is an optimizer that has
+    stepped inside the backward call that runs.
+    """
+
+    def __init__(self, training: Training, judge: Judge, failures: Failures) -> None:
+        self._training = training
+        self._tape = training.tape
+        self._running = training.running
+        self._judge = judge
+        self._failures = failures
+        self._popped: bool | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._met: torch.optim.Optimizer | None = None
+        self._in_kernel: dict[str, Any] = _NO_SCALER
+        self._attributes: Noted | None = None
+        self._scaler: torch.amp.GradScaler | None = None
+        self._inside: torch.optim.Optimizer | None = None
+        training.running.memory.on_rebound_write = self._before_rebound_write
+        training.before_interrupt = self.before_conversion
+
+    def forget(self) -> None:
+        """Let go of everything that belongs to the user."""
+        self._optimizer = self._met = self._inside = self._scaler = self._attributes = None
+        self._in_kernel = _NO_SCALER
+
+    # -- what the tape tells -------------------------------------------------------------------------------------
+
+    def meet_module(self, module: torch.nn.Module) -> None:
+        """See `running.Listener`."""
+        self._training.meet_module(module)
+
+    def judge_start(self, entry: Entry) -> None:
+        """See `running.Listener`: is the loss bad?"""
+        if not self._tape.enabled:
+            return
+        suspects, is_alone = self._failures.suspects, self._training.ranks.is_alone
+        try:
+            verdict = self._judge.start(entry)
+            suspect = self._running.suspect
+            settled = suspects.at_backward(suspect, verdict is not None) if suspect is not None else None
+            can_wait = verdict != "now" or not is_alone or suspects.can_wait()
+        except BaseException as error:
+            self._tape.switch_off(error)
+            return
+        if suspect is not None and settled is not None:
+            self._failures.settle(suspect, settled)
+        if verdict == "now" and self._tape.enabled:
+            if not can_wait:
+                self._failures.fail("loss", pending=entry)
+            self._tape.guard(suspects.begin, entry)
+            self._tape.guard(self._training.accuse)  # the other processes wait for this backward
+        elif verdict == "before" and settled != "skipped" and self._tape.enabled:
+            self._failures.fail("loss", is_late=True)
+
+    def finish_differentiation(self, entry: Entry) -> None:
+        """See `running.Listener`: optimizers may have stepped inside it, as soon as a gradient was complete."""
+        suspect = self._running.suspect
+        if entry.target is not torch.autograd.grad:
+            if suspect is None or suspect.pending is None:
+                self._training.iterations.micro_step += 1
+            else:
+                suspect.num_later += 1
+        if self._training.iterations.total < SETTLED_AFTER:
+            self._tape.guard(self._failures.suspects.learn, self._running.entries)
+        optimizer, self._inside = self._inside, None
+        if optimizer is not None and self._tape.enabled:
+            self._running.entries[-1].has_stepped = True
+            self._tape.guard(self.end_step, optimizer)
+
+    def read_bad(self, tensor: torch.Tensor) -> None:
+        """See `running.Listener`: the loop may be about to skip its step, or to end."""
+        suspect, suspects = self._running.suspect, self._failures.suspects
+        if suspect is not None and suspects.is_passed(suspect):
+            self._failures.settle(suspect, suspect.when_passed)
+        if self._judge.matter and self._tape.enabled:
+            suspects.read(tensor)
+
+    def is_update(self, written: Any) -> bool:
+        """See `running.Listener`: a moving average, for example, goes on in a step that is skipped."""
+        suspect, suspects = self._running.suspect, self._failures.suspects
+        if suspect is None or not self._tape.guard(suspects.is_of_suspect, suspect, written):
+            return False
+        self._settle_update()
+        return True
+
+    def finish_hand_update(self) -> None:
+        """See `running.Listener`: that ends the step as an optimizer would have."""
+        self._running.is_hand_updated = False
+        if self._tape.enabled:
+            with self._tape.paused():
+                self.end_step(None)
+
+    def before_conversion(self) -> None:
+        """See `running.Listener`: judge what has not been judged, as one cannot go back behind it later."""
+        training = self._training
+        if self._tape.enabled and (training.history.is_complete or not training.is_converted):
+            with self._tape.paused():
+                bad = self._judge.state()
+                if bad is not None:
+                    self._failures.fail(bad, is_late=True)
+
+    def _before_rebound_write(self) -> None:
+        """The loop writes a buffer that a forward has replaced since the last copy: judge, and begin a new past."""
+        if self._training.history.is_complete:
+            self.before_conversion()
+            self._training.history.interrupt()
+
+    def before_registration(self, module: torch.nn.Module, name: str, value: Any) -> None:
+        """A parameter or module is about to be replaced or added."""
+        training, tape = self._training, self._tape
+        if tape.is_resting:
+            tape.wake()
+        if tape.enabled and not is_compiling() and training.history.is_part(module):
+            if tape.is_outermost:
+                self.before_conversion()
+            with tape.paused():
+                training.convert()
+
+    def before_buffer(self, module: torch.nn.Module, name: str, value: Any) -> None:
+        """A buffer is about to be replaced or added; inside a forward, playing that does the same again."""
+        if self._tape.enabled and not is_compiling() and not self._tape.is_outermost:
+            with self._tape.paused():
+                self._training.buffers.rebind(module, name)
+                self._running.memory.rebind(module._buffers.get(name), value)
+        else:
+            self.before_registration(module, name, value)
+
+    def before_compiling(self, arguments: Any) -> None:
+        """A whole step that is compiled cannot be noted, so the tape gets out of its way."""
+        if self._tape.is_outermost:
+            self._tape.leave_stack()
+            self._training.meet_compiled(compiled_call(sys._getframe(1)))
+
+    # -- steps of which only the loss is checked -----------------------------------------------------------------
+
+    def is_good_start(self, start: torch.Tensor) -> bool:
+        """True if a backward call starts from a finite number; from any other on the step is followed in full."""
+        try:
+            is_good = self._judge.is_good_number(start)
+        except BaseException as error:
+            self._tape.switch_off(error)
+            return True
+        self._tape.only_judges = is_good
+        return is_good
+
+    def finish_judged(self) -> None:
+        """A backward call whose start was finite is over."""
+        self._training.iterations.micro_step += 1
+        optimizer, self._inside = self._inside, None
+        if optimizer is not None:
+            self._end_judged(optimizer)
+
+    def _end_judged(self, optimizer: torch.optim.Optimizer) -> None:
+        tape = self._tape
+        if get_ident() != tape.thread:
+            return
+        if torch._C._current_graph_task_id() != -1:
+            self._inside = optimizer
+            return
+        try:
+            if not tape.depth:
+                self._training.end_judged_step(optimizer, time.perf_counter())
+        except BaseException as error:
+            tape.switch_off(error)
+
+    # -- optimizer steps -----------------------------------------------------------------------------------------
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """An optimizer's step begins: judge the gradients and get out of the way; may return other arguments for it."""
+        if is_compiling() or not self._tape.enabled or self._tape.only_judges:
+            return None
+        if not self._tape.is_outermost and (self._scaler is None or self._popped is not None):
+            if self._popped is None and torch._C._current_graph_task_id() != -1:
+                self._inside = optimizer
+                self._tape.guard(self._training.meet_optimizer, optimizer)
+            return None
+        if self._tape.is_preparing:
+            self._tape.begin()
+        suspect = self._running.suspect
+        closure = _closure_in(args, kwargs) if kwargs or len(args) > 1 else None
+        try:
+            self.enter(optimizer)
+            if self._met is not optimizer:
+                self._training.meet_optimizer(optimizer)
+                self._met = optimizer
+            self._attributes = self._tape.roots.attributes.note(optimizer)
+            is_bad = closure is None and self._judge.gradients(optimizer, are_scaled=bool(self._in_kernel))
+            ranks = self._training.ranks
+            held = suspect if closure is None else None
+            verdict = self._failures.suspects.at_update(held, optimizer) if held is not None else None
+            is_accused = ranks.is_sharded and self._training.is_accused
+        except BaseException as error:
+            self._tape.switch_off(error)
+            return None
+        if suspect is not None and verdict is not None and (ranks.is_alone or verdict != "failed"):
+            self._failures.settle(suspect, verdict)
+        if (is_bad or is_accused or verdict == "failed") and not ranks.is_alone:
+            self._failures.fail_together(is_accused or (is_bad and ranks.is_parallel))
+        elif is_bad and self._tape.enabled:
+            self._failures.fail("gradient")
+        if closure is None or not self._tape.enabled:
+            return None
+        wrapped = self._watched_closure(optimizer, closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
+
+    def enter(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._popped is not None:
+            self.leave()
+        self._optimizer = optimizer
+        self._in_kernel = _NO_SCALER
+        if self._training.scalers.is_used and is_handed_to_kernel(optimizer):
+            self._in_kernel = {name: getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")}
+        self._popped = self._tape.step_aside()
+
+    def leave(self) -> None:
+        """No optimizer steps any more; nothing happens when none does."""
+        if self._popped is not None:
+            popped, self._popped = self._popped, None
+            self._tape.step_back(popped)
+
+    def abandon(self) -> None:
+        """An exception ends an optimizer's step, which may have changed some of its parameters."""
+        if self._popped is not None:
+            self.leave()
+            self._running.gaps.append(None)
+
+    def _watched_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The loop's closure with the tape on; from the second call in one step on, the tape starts over with it.
+
+        A step that calls it several times cannot be played again, so every call is checked at once.
+        """
+        tape, calls, is_search = self._tape, 0, _needs_closure(type(optimizer).step)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if not tape.enabled:
+                return closure(*args, **kwargs)
+            self.leave()
+            if calls > 1:
+                tape.guard(self._training.interrupt)
+            self._judge.is_urgent = is_search or calls > 1
+            try:
+                loss = closure(*args, **kwargs)
+                self._settle_update()
+                if tape.guard(self._judge.gradients, optimizer, bool(self._in_kernel)):
+                    self._failures.fail("gradient")
+            finally:
+                self._judge.is_urgent = False
+                if tape.enabled:
+                    self.enter(optimizer)
+            return loss
+
+        return watched
+
+    def _settle_update(self) -> None:
+        """An update is about to be made by something that shows its gradients only then: a closure, a grad scaler."""
+        suspect = self._running.suspect
+        verdict = self._tape.guard(self._failures.suspects.at_update, suspect) if suspect is not None else None
+        if suspect is not None and verdict is not None:
+            self._failures.settle(suspect, verdict)
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """An optimizer's step ended: when it is time to, judge the state; a good step becomes the past."""
+        tape = self._tape
+        if tape.only_judges and tape.enabled and self._popped is None and not is_compiling():
+            self._end_judged(optimizer)
+            return
+        if is_compiling() or not tape.enabled or self._popped is None or optimizer is not self._optimizer:
+            return
+        try:
+            if _needs_closure(type(optimizer).step):
+                self._training.history.interrupt()
+            else:
+                frame = sys._getframe(2)
+                entry = tape.note("optimizer", optimizer, frame)
+                learn_loop(entry.code, frame)
+                noted, self._attributes = self._attributes, None
+                entry.settings = {"options": options_of(optimizer), "scaler": self._in_kernel, "attributes": noted}
+                if (kwargs or len(args) > 1) and not is_of_torch(optimizer):
+                    _note_arguments(entry, args, kwargs)
+            if self._in_kernel and self._is_collapsing():
+                self._running.entries.pop()  # the kernel has left the parameters alone
+                self._failures.fail("gradient")
+            self.end_step(optimizer)
+        except BaseException as error:
+            tape.switch_off(error)
+        finally:
+            if self._popped is not None:
+                popped, self._popped = self._popped, None
+                tape.step_back_lifted(popped)
+
+    def _is_collapsing(self) -> bool:
+        """True if a fused kernel was told to leave this step out once too often; a GPU is not waited for."""
+        found, scaler = self._in_kernel["found_inf"], self._scaler
+        if not self._judge.matter or scaler is None or not isinstance(found, torch.Tensor) or found.is_cuda:
+            return False
+        if not found.item():
+            self._training.scalers.stepped()
+            return False
+        return self._training.scalers.skipped(scaler)
+
+    def end_step(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """When it is time to, judge everything; then begin a new step. ``None`` stands for an update made by hand."""
+        training = self._training
+        started = time.perf_counter()
+        is_due = training.history.is_due(started) or training.is_before_first
+        if (is_due or self._judge.watch == "every-step") and training.ranks.is_alone:
+            bad = self._judge.state()
+            if bad is not None:
+                self._failures.fail(bad, is_late=True)
+            elif self._tape.enabled:
+                self._failures.keep_bad_buffer()
+        if self._tape.enabled:
+            training.end_step(optimizer, started, was_checked=is_due)
+
+    # -- grad scalers' steps -------------------------------------------------------------------------------------
+
+    def scaler_step(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A grad scaler's step: when it leaves the optimizer's step out, that is an attempt all the same."""
+        tape, training, scaler = self._tape, self._training, args[0]
+        if not tape.enabled or not scaler.is_enabled():
+            return target(*args, **kwargs)
+        optimizer = args[1] if len(args) > 1 else kwargs["optimizer"]
+        before = tape.guard(training.iterations.attempts, optimizer)
+        is_outermost = tape.is_outermost
+        if training.ranks.is_alone and is_outermost:
+            self._settle_update()
+        with tape.paused():
+            self._scaler = scaler if is_outermost else None
+            try:
+                output = target(*args, **kwargs)
+            finally:
+                self._scaler = None
+        if not tape.enabled:
+            return output
+        if tape.guard(training.iterations.attempts, optimizer) != before:
+            if not self._in_kernel:
+                training.scalers.stepped()
+        else:
+            if self._failures.is_held:  # the others take this rank's gradients for an overflow like any other
+                self._failures.fail_together(False)
+            elif tape.guard(training.scalers.skipped, scaler) and self._judge.matter:
+                self._failures.fail("gradient")
+            tape.guard(training.end_step, optimizer, time.perf_counter())
+        return output
+
+
+def _closure_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """The closure among the arguments of an optimizer's step; a step of the user's own may take other things."""
+    given = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return given if callable(given) and not isinstance(given, torch.nn.Module) else None
+
+
+def _note_arguments(entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Note what an optimizer of the user's own was given for its step, without a closure, which has run."""
+    closure = _closure_in(args, kwargs)
+    given = tuple(None if value is closure else value for value in args[1:])
+    named = {name: None if value is closure else value for name, value in kwargs.items()}
+    entry.args, entry.kwargs = repeatable(given, named)
+    entry.versions = versions_of(entry.args, entry.kwargs)
+
+
+@functools.cache
+def _needs_closure(step: Callable[..., Any]) -> bool:
+    """True if an optimizer's step calls a closure, as often as it likes."""
+    with contextlib.suppress(TypeError, ValueError):
+        closure = inspect.signature(step).parameters.get("closure")
+        return closure is not None and closure.default is inspect.Parameter.empty
+    return False

@@ -1,0 +1,288 @@
+"""A bad loss or gradient that the loop may deal with itself, until it is known whether the step failed or was skipped.
+
+It failed when an update is about to be made of it, or when the loop ends over it. It was skipped when the loop drops
+the gradients, or goes on to its next forward pass without a backward call. Until then no parameter has changed, so the
+step can be saved as exactly as at the moment when the bad value was seen. A NaN in an output that is no loss counts
+only if the loop breaks off at the test of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from reprokit.capture.record.entry import Entry
+from reprokit.capture.record.frames import may_end_loop
+from reprokit.capture.record.screens import bad_tensor, is_bad
+from reprokit.capture.record.skips import Suspect, Verdict, drops_in
+from reprokit.capture.record.state import owned_by, parameters_of
+from reprokit.capture.record.structure import is_leaf, iter_tensors
+from reprokit.capture.run.run_state import Training
+from reprokit.capture.save.exceptions import backward_from
+from reprokit.locate.ways import NAN, ways_of
+from reprokit.program.backward import edge_of, is_accumulation, reachable
+from reprokit.program.functions import GRAD_WRITES
+
+_GRADIENT = "torch.Tensor.grad.__get__"
+
+
+class Suspects:
+    """Finds suspects of the running step, which holds the current one, and gives the verdict on it."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._running = training.running
+        self._sites: set[tuple[Any, int, bool]] = set()  # where the first steps computed losses, and what else
+
+    # -- what makes a suspect ------------------------------------------------------------------------------------
+
+    def begin(self, entry: Entry) -> None:
+        """A backward call from a bad start is made; the first one of a step counts."""
+        current = self._running.suspect
+        if current is None or not current.has_begun:
+            self._running.suspect = Suspect("loss", entry, entry, True, self._training.timeline.loss)
+        elif entry.target is not torch.autograd.grad:
+            current.is_accumulated = True
+
+    def can_wait(self) -> bool:
+        """True if every update that may follow a backward call is seen before it is made."""
+        hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._leaves())
+        return not (hooked or self._training.unseen or torch.is_anomaly_enabled())
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """The loop has read a number or a test that tells of a bad value: its loss, a gradient, or another output."""
+        if self._running.suspect is not None:
+            self._running.suspect.is_read = True
+            if self._running.suspect.observed_at != "output":
+                return
+        nearest: tuple[torch.Tensor, Entry] | None = None
+        for entry, outputs in self._made_before(tensor):
+            if entry.kind == "clip" or entry.name == _GRADIENT:
+                self._suspect_gradient()
+                return
+            loss = next((output for output in outputs if _is_loss(output)), None)
+            if loss is not None and (nearest is None or is_bad(loss.detach())):
+                self._suspect_loss(loss, entry)
+                return
+            if nearest is None and outputs[0].requires_grad and NAN in ways_of(outputs[0].detach()):
+                nearest = outputs[0], entry
+        if nearest is not None:
+            self._suspect_output(*nearest)
+
+    def _made_before(self, tensor: torch.Tensor) -> Iterator[tuple[Entry, list[torch.Tensor]]]:
+        """The entries that a tensor was computed by, the last one first, with the outputs that went into it."""
+        wanted = {id(tensor)}
+        for entry in reversed(self._running.entries):
+            outputs = [output for output in iter_tensors(entry.output) if id(output) in wanted]
+            if outputs:
+                yield entry, outputs
+                wanted.update(id(given) for given, _ in entry.versions)
+
+    def _suspect_output(self, output: torch.Tensor, maker: Entry) -> None:
+        """A tensor with a NaN, which steps with a backward call made on the same line: the loop may break off over it.
+
+        An infinity may be wanted, as in masks.
+        """
+        first = self._first_of_forward()
+        is_known = _site_of(maker, is_loss=False) in self._sites and self._is_training()
+        if is_known and first is not None and may_end_loop(sys._getframe(1), first.code, first.line):
+            pending = backward_from(output, maker)
+            self._running.suspect = Suspect("output", pending, maker, False, self._training.timeline.loss)
+
+    def _is_training(self) -> bool:
+        modules = [entry.target for entry in self._running.entries if entry.kind == "module"]
+        return not modules or any(module.training for module in modules)
+
+    def _suspect_loss(self, loss: torch.Tensor, maker: Entry) -> None:
+        if is_bad(loss.detach()) and self._is_training():
+            begun = self._begun_from(loss)
+            pending = begun or backward_from(loss, maker)
+            suspect = Suspect("loss", pending, begun or maker, begun is not None, loss.detach())
+            self._running.suspect = suspect
+            if begun is not None:
+                calls = [entry for entry in self._since(suspect) if entry.kind == "differentiate"]
+                suspect.num_later = 1 + sum(entry.target is not torch.autograd.grad for entry in calls)
+                self._training.iterations.micro_step -= suspect.num_later
+
+    def _begun_from(self, loss: torch.Tensor) -> Entry | None:
+        """The backward call that has been made already from a loss, or from what was computed of it."""
+        made = {id(loss)}
+        for entry in self._running.entries:
+            if entry.kind == "differentiate" and any(id(start) in made for start in entry.starts):
+                return entry
+            if any(id(given) in made for given, _ in entry.versions):
+                made.update(id(tensor) for tensor in iter_tensors(entry.output))
+        return None
+
+    def _suspect_gradient(self) -> None:
+        calls = [entry for entry in self._running.entries if entry.kind == "differentiate"]
+        if calls and not self._training.scalers.is_used and self._has_bad_gradient():
+            self._running.suspect = Suspect("gradient", None, calls[-1], True, self._training.timeline.loss)
+
+    def learn(self, entries: Sequence[Entry]) -> None:
+        """Remember where the losses of a step were computed, and what else gradients flow through; those of an
+        evaluation are computed elsewhere."""
+        made = ((entry, output) for entry in entries for output in iter_tensors(entry.output) if output.requires_grad)
+        self._sites.update(_site_of(entry, is_loss=_is_loss(output)) for entry, output in made)
+
+    # -- the verdict ---------------------------------------------------------------------------------------------
+
+    def at_backward(self, suspect: Suspect, is_bad_too: bool) -> Verdict | None:
+        """The verdict when another backward call begins, which ``is_bad_too`` or not; ``None``: not known yet."""
+        if self._is_dropped(suspect):
+            return "skipped"
+        if not suspect.has_begun:
+            return suspect.when_passed if self.is_passed(suspect) else "harmless"
+        if suspect.pending is None or not self._has_come_round(suspect):
+            return None
+        if suspect.pending.target is torch.autograd.grad and not is_bad_too:
+            is_set = suspect.is_accumulated or any(entry.name in GRAD_WRITES for entry in self._since(suspect))
+            return None if is_set else "skipped"
+        return "failed" if is_bad_too and not self._training.iterations.total else None
+
+    def at_update(self, suspect: Suspect, optimizer: torch.optim.Optimizer | None = None) -> Verdict:
+        """The verdict when parameters are about to be updated, those of an ``optimizer`` if it is known."""
+        if self._is_dropped(suspect):
+            return "skipped"
+        if not suspect.has_begun:
+            has_backward = any(entry.kind == "differentiate" for entry in self._running.entries)
+            return "harmless" if has_backward and not self._has_come_round(suspect) else suspect.when_passed
+        if optimizer is not None and suspect.is_read and self._has_gone_back(suspect):
+            own = {id(p) for p in parameters_of(optimizer)}
+            if all(id(p) not in own for p in self._kept(suspect)):
+                return "skipped"
+        return "failed" if suspect.pending is not None or self._has_bad_gradient() else "harmless"
+
+    def leave_out(self, suspect: Suspect) -> None:
+        """Mark the calls of a skipped step, and take off the tape what made or used its gradients, which are gone."""
+        entries, is_given = self._running.entries, _gives_gradients(suspect)
+        drops = {id(e) for e in entries if e.kind == "differentiate"} if is_given else drops_in(entries)
+        ends = (n + 1 for n, e in enumerate(entries) if id(e) in drops)
+        end = max(ends, default=0) if suspect.has_begun else len(entries) - len(self._since(suspect))
+        are_gone = is_given or not any(p.grad is not None and bool(p.grad.any()) for p in self._leaves())
+        for entry in entries[:end]:
+            entry.is_skipped = True
+        entries[:] = [e for e in entries if e is not suspect.pending and not (are_gone and _is_of_gradients(e))]
+        self._running.differentiations = [entry for entry in entries if entry.kind == "differentiate"]
+
+    def is_of_suspect(self, suspect: Suspect, written: Any) -> bool:
+        """True if the loop is about to write its update into ``written``, and not, say, into a moving average."""
+        trained = {p.data_ptr() for p in self._leaves() if _gives_gradients(suspect) or p.grad is not None}
+        return suspect.has_begun and any(tensor.data_ptr() in trained for tensor in iter_tensors(written))
+
+    def at_end(self, suspect: Suspect, has_raised: bool) -> Verdict:
+        """The verdict when the loop has ended, with an error or without."""
+        if self._is_dropped(suspect) or self.is_passed(suspect):
+            return suspect.when_passed
+        is_failure = suspect.has_begun or has_raised or not self._sites or self.is_of_training(suspect)
+        return "failed" if is_failure else "harmless"
+
+    def is_passed(self, suspect: Suspect) -> bool:
+        """True if the loop has begun its next forward pass without a backward call."""
+        return not suspect.has_begun and self._has_come_round(suspect)
+
+    def is_of_training(self, suspect: Suspect) -> bool:
+        """True if losses of the first steps, or other outputs, were computed where this one was."""
+        return _site_of(suspect.last, is_loss=suspect.observed_at != "output") in self._sites
+
+    def excuse(self, suspect: Suspect) -> None:
+        """The loop goes on in spite of a bad output: no reason to give up later on either."""
+        if suspect.observed_at == "output":
+            self._sites.discard(_site_of(suspect.last, is_loss=False))
+
+    def has_bad_gradient_without_update(self) -> bool:
+        """True if the loop has called backward, never made an update, and left bad gradients."""
+        has_backward = any(entry.kind == "differentiate" for entry in self._running.entries)
+        return has_backward and not self._training.iterations.total and self._has_bad_gradient()
+
+    def _is_dropped(self, suspect: Suspect) -> bool:
+        """True if the loop has cleared the gradients since, and none that it knows is bad any more."""
+        if not suspect.has_begun or not self._drops_since(suspect):
+            return False
+        return (_gives_gradients(suspect) or not self._kept(suspect)) and not self._has_bad_gradient()
+
+    def _drops_since(self, suspect: Suspect) -> list[Entry]:
+        drops = drops_in(self._running.entries)
+        return [entry for entry in self._since(suspect) if id(entry) in drops]
+
+    def _kept(self, suspect: Suspect) -> list[torch.Tensor]:
+        """The parameters behind the suspect whose gradients the loop has not cleared since.
+
+        Those that an optimizer updates; all parameters if no optimizer that is known updates any of them.
+        """
+        drops = self._drops_since(suspect)
+        if any(entry.kind != "zero_grad" for entry in drops):  # gradients are cleared or repaired one by one
+            return []
+        calls = [entry.args[0] for entry in self._running.entries if entry.kind == "zero_grad"]
+        optimizers = [*self._training.history.optimizers, *(o for o in calls if isinstance(o, torch.optim.Optimizer))]
+        updated = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
+        leaves = _parameters_behind(suspect)
+        cleared = {id(p) for entry in drops for p in owned_by(entry.args[0])}
+        wanted = [p for p in leaves if id(p) in updated] or leaves
+        return [p for p in wanted if id(p) not in cleared]
+
+    def _has_come_round(self, suspect: Suspect) -> bool:
+        """True if the line with which the step's forward pass began has been run again since."""
+        first = self._first_of_forward()
+        if first is None:
+            return False
+        return any(entry.line == first.line and entry.code is first.code for entry in self._since(suspect))
+
+    def _first_of_forward(self) -> Entry | None:
+        return next((entry for entry in self._running.entries if _builds_graph(entry)), None)
+
+    def _has_gone_back(self, suspect: Suspect) -> bool:
+        """True if the code that called backward has gone back to where the step began, or before that."""
+        code = suspect.last.code
+        first = next((entry.line for entry in self._running.entries if entry.code is code), 0)
+        return any(entry.line <= first and entry.code is code for entry in self._since(suspect))
+
+    def _since(self, suspect: Suspect) -> list[Entry]:
+        entries = self._running.entries
+        position = next((number for number, entry in enumerate(entries) if entry is suspect.last), -1)
+        return entries[position + 1 :]
+
+    def _has_bad_gradient(self) -> bool:
+        return bad_tensor(leaf.grad for leaf in self._leaves() if leaf.grad is not None) is not None
+
+    def _leaves(self) -> list[torch.Tensor]:
+        """Everything known that backward may leave gradients in."""
+        history = self._training.history
+        found: dict[int, torch.Tensor] = {}
+        found.update((id(p), p) for module in history.modules for p in module.parameters())
+        found.update((id(p), p) for optimizer in history.optimizers for p in parameters_of(optimizer))
+        given = (tensor for entry in self._running.entries for tensor, _ in entry.versions)
+        found.update((id(tensor), tensor) for tensor in given if tensor.requires_grad and is_leaf(tensor))
+        return list(found.values())
+
+
+def _parameters_behind(suspect: Suspect) -> list[torch.Tensor]:
+    """The parameters that the suspect's backward call adds gradients to."""
+    edges = [edge_of(start) for start in (suspect.pending or suspect.last).starts]
+    nodes = reachable(edge[0] for edge in edges if edge is not None)
+    return [node.variable for node in nodes if is_accumulation(node) and isinstance(node.variable, torch.nn.Parameter)]
+
+
+def _gives_gradients(suspect: Suspect) -> bool:
+    return suspect.pending is not None and suspect.pending.target is torch.autograd.grad
+
+
+def _is_of_gradients(entry: Entry) -> bool:
+    return entry.is_skipped and entry.kind in ("differentiate", "clip", "unscale")
+
+
+def _builds_graph(entry: Entry) -> bool:
+    is_forward = entry.kind in ("module", "function", "transform")
+    return is_forward and any(tensor.requires_grad for tensor in iter_tensors(entry.output))
+
+
+def _site_of(entry: Entry, *, is_loss: bool) -> tuple[Any, int, bool]:
+    """The line of an entry's call, for what it makes of one kind."""
+    return entry.code, entry.line, is_loss
+
+
+def _is_loss(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor.numel() == 1

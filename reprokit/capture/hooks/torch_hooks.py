@@ -1,0 +1,256 @@
+"""Hooks into the parts of torch that end or shape a step: optimizers, grad scalers, clipping, ``autograd.backward``.
+
+Everything is put in place by `Hooks.install` and taken away by `Hooks.removals`; nothing is left on the user's objects.
+What is done when a hook is reached is not decided here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._functorch import eager_transforms
+from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
+from torch.optim import optimizer as optimizers
+
+from reprokit.capture.hooks.composite_calls import WholeCalls
+from reprokit.capture.hooks.stepping import Stepping
+from reprokit.capture.hooks.warning_lines import redirect_warnings
+from reprokit.capture.launch import hide_from_formatting
+from reprokit.capture.record.tape import Tape
+from reprokit.capture.record.transformed import DERIVES, MAKES, RUNS, TransformCalls
+from reprokit.program.functions import name_of
+from reprokit.program.scripted import SCRIPTED
+
+
+class Hooks:
+    """Installs and removes all hooks of one capture: they lead to its tape, its stepping and its whole calls."""
+
+    def __init__(self, tape: Tape, stepping: Stepping, calls: WholeCalls) -> None:
+        self._tape = tape
+        self._stepping = stepping
+        self._calls = calls
+        self._undo: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        """Put the hooks in place."""
+        stepping, calls = self._stepping, self._calls
+        name_of(torch.Tensor.backward)  # the names of torch's functions are read while they are torch's own
+        before = optimizers.register_optimizer_step_pre_hook(stepping.before_step)
+        after = optimizers.register_optimizer_step_post_hook(stepping.after_step)
+        self._undo += [before.remove, after.remove]
+        self._wrap(torch.optim.Optimizer, "zero_grad", calls.zero_grad)
+        self._wrap(torch.nn.Module, "zero_grad", calls.zero_grad)
+        self._wrap(torch.optim.Optimizer, "add_param_group", calls.add_parameters)
+        self._wrap(torch.amp.GradScaler, "scale", calls.scale)
+        self._wrap(torch.amp.GradScaler, "_unscale_grads_", calls.unscale)
+        self._wrap(torch.amp.GradScaler, "step", stepping.scaler_step)
+        self._wrap(torch.amp.GradScaler, "unscale_", calls.quietly)
+        self._wrap(torch.amp.GradScaler, "update", calls.quietly)
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            self._wrap(torch.nn.utils, name, calls.clip)
+        transforms = TransformCalls(self._tape)
+        for owner, name in RUNS:
+            self._wrap(owner, name, transforms.run)
+        for compiled in SCRIPTED:
+            self._wrap(compiled, "__call__", transforms.run_scripted)
+        for name in MAKES:
+            self._wrap(eager_transforms, name, transforms.make)
+        for owner, name in DERIVES:
+            self._wrap(owner, name, transforms.derive)
+        self._wrap_backward()
+        self._wrap_tensor_backward()
+        self._wrap_handing_over()
+        self._wrap_records()
+        self._wrap_threads()
+        self._watch_compiler()
+        self._watch_registrations()
+        formatted = traceback.TracebackException
+        self._replace(formatted, "__init__", hide_from_formatting(formatted.__init__))
+        self._undo.append(redirect_warnings())
+
+    def removals(self) -> list[Callable[[], None]]:
+        """The functions that remove the hooks, even if another one fails; they may be called twice."""
+        return [*reversed(self._undo), self._undo.clear]
+
+    def _replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        """Put a wrapper in the place of a function, to be taken for it."""
+        original = getattr(owner, name)
+        functools.update_wrapper(wrapper, original)
+        self._undo.append(functools.partial(_put_back, owner, name, wrapper, original))
+        setattr(owner, name, wrapper)
+
+    def _wrap(self, owner: Any, name: str, perform: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+        """Have a function performed by ``perform(function, args, kwargs)``."""
+        original = getattr(owner, name)
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return original(*args, **kwargs)
+            return perform(original, args, kwargs)
+
+        home = sys.modules.get(original.__module__)  # where pickle looks a function up
+        for place in {owner, home} if getattr(home, name, None) is original else {owner}:
+            self._replace(place, name, wrapper)
+
+    def _wrap_threads(self) -> None:
+        """Threads that are started while the capture is on may be the ones that train."""
+        original, tape = threading.Thread.start, self._tape
+
+        def start(self: threading.Thread) -> None:
+            run = self.run
+
+            def watched() -> None:
+                self.__dict__.pop("run", None)
+                tape.run_in_thread(run)
+
+            self.run = watched  # type: ignore[method-assign]
+            original(self)
+
+        self._replace(threading.Thread, "start", start)
+
+    def _watch_compiler(self) -> None:
+        """Register a callback for the start of a compilation, as soon as the compiler is loaded."""
+        told, original, tape = self._stepping.before_compiling, torch.compile, self._tape
+
+        def register() -> None:
+            handler = _callback_handler()
+            if handler is not None and told not in handler.start_callbacks:
+                handler.register_start_callback(told)
+
+        def remove() -> None:
+            handler = _callback_handler()
+            if handler is not None and told in handler.start_callbacks:
+                handler.remove_start_callback(told)
+
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            compiled = original(*args, **kwargs)
+            if tape.enabled:
+                register()
+            return compiled
+
+        self._replace(torch, "compile", compile)
+        register()
+        self._undo.append(remove)
+
+    def _watch_registrations(self) -> None:
+        """Call `Stepping` before a part of a module is replaced or added."""
+        modules, told = torch.nn.modules.module, self._guarded(self._stepping.before_registration)
+        handles = (
+            modules.register_module_parameter_registration_hook(told),
+            modules.register_module_module_registration_hook(told),
+            modules.register_module_buffer_registration_hook(self._guarded(self._stepping.before_buffer)),
+        )
+        self._undo += [handle.remove for handle in handles]
+
+    def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """The same hook without the errors that it raises."""
+
+        def guarded(*args: Any) -> None:
+            try:
+                hook(*args)
+            except BaseException as error:
+                self._tape.switch_off(error)
+
+        return guarded
+
+    def _wrap_backward(self) -> None:
+        original, tape = torch.autograd.backward, self._tape
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not tape.is_outermost:  # such as the one that `Tensor.backward` calls
+                tape.miss_backward()
+                return original(*args, **kwargs)
+            return tape.differentiate(original, args, kwargs)
+
+        self._replace(torch.autograd, "backward", backward)
+
+    def _wrap_tensor_backward(self) -> None:
+        """``loss.backward()`` without torch's way of asking its function modes first, which takes long."""
+        original: Any = torch.Tensor.backward
+        tape, stepping = self._tape, self._stepping
+
+        def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if args or (kwargs and not kwargs.keys() <= _PLAIN_OPTIONS) or type(self) is not torch.Tensor:
+                return original(self, *args, **kwargs)
+            if is_compiling() or not tape.is_outermost or torch._C._len_torch_function_stack() > 1:
+                return original(self, **kwargs)
+            if tape.only_judges and stepping.is_good_start(self):
+                tape.depth += 1
+                try:
+                    original(self, **kwargs)
+                except BaseException as error:
+                    tape.depth -= 1
+                    tape.note_failure(error, original, (self,), kwargs, sys._getframe(1))
+                    raise
+                tape.depth -= 1
+                return stepping.finish_judged()
+            return tape.backward(original, self, kwargs)
+
+        self._replace(torch.Tensor, "backward", backward)
+
+    def _wrap_handing_over(self) -> None:
+        """How functions that torch has written in Python are handed to modes, without the detours."""
+        original: Any = torch.overrides.handle_torch_function
+        tape = self._tape
+
+        def handle_torch_function(public_api: Any, relevant_args: Any, *args: Any, **kwargs: Any) -> Any:
+            for value in relevant_args:
+                if type(value) not in _PLAIN_TYPES:
+                    return original(public_api, relevant_args, *args, **kwargs)
+            top = torch._C._pop_torch_function_stack() if torch._C._len_torch_function_stack() else None
+            if top is tape:
+                try:
+                    return tape.__torch_function__(public_api, (), args, kwargs)
+                finally:
+                    torch._C._push_on_torch_function_stack(tape)
+            if top is not None:
+                torch._C._push_on_torch_function_stack(top)
+            return original(public_api, relevant_args, *args, **kwargs)
+
+        for place in (torch.nn.functional, torch.functional, torch._tensor):
+            if getattr(place, "handle_torch_function", None) is original:
+                self._replace(place, "handle_torch_function", handle_torch_function)
+
+    def _wrap_records(self) -> None:
+        """Optimizers mark their steps for torch's profiler; the marks are made with the tape out of the way."""
+        owner: Any = torch.autograd.profiler.record_function
+        enter, leave, tape, stepping = owner.__enter__, owner.__exit__, self._tape, self._stepping
+
+        def __enter__(self: Any) -> Any:
+            if self.name[:_MARK_LENGTH] == _STEP_MARK and tape.enabled and not tape.only_judges:
+                tape.lift()
+            return enter(self)
+
+        def __exit__(self: Any, exc_type: Any, exc: Any, traceback: Any) -> None:
+            leave(self, exc_type, exc, traceback)
+            if self.name[:_MARK_LENGTH] == _STEP_MARK:
+                tape.lower()
+                if exc_type is not None:
+                    stepping.abandon()
+
+        self._replace(owner, "__enter__", __enter__)
+        self._replace(owner, "__exit__", __exit__)
+
+
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, type(None)})  # which bring no function of their own
+_PLAIN_OPTIONS = frozenset({"retain_graph", "create_graph"})
+_STEP_MARK = "Optimizer.step#"
+_MARK_LENGTH = len(_STEP_MARK)
+
+
+def _put_back(owner: Any, name: str, wrapper: Any, original: Any) -> None:
+    """Undo a replacement, unless somebody else has put something on top of it: then it passes calls on for good."""
+    if vars(owner).get(name) is wrapper:
+        setattr(owner, name, original)
+
+
+def _callback_handler() -> Any:
+    """Where the compiler tells what it does; ``None`` while it is not loaded."""
+    module = sys.modules.get("torch._dynamo.callback")
+    return getattr(module, "callback_handler", None)

@@ -1,0 +1,1 @@
+"""Noting the calls of a training loop: entries, the tape, the running step and the past ones."""

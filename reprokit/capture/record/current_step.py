@@ -1,0 +1,232 @@
+"""The step that is running: what the loop has done since its parameters last changed.
+
+Entries hold references, not copies. What nobody can use any more is let go of, and so are the oldest results that no
+gradient flows through when the step holds too much: they are used by value then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from reprokit.arrivals import ignored_errors
+from reprokit.capture.record.drop_unused import drop_unused, still_useful
+from reprokit.capture.record.entry import TENSORS, Entry, PlainEntry, unwrapped
+from reprokit.capture.record.inplace_writes import WrittenMemory
+from reprokit.capture.record.state import num_bytes
+from reprokit.capture.record.structure import is_leaf, iter_tensors
+
+if TYPE_CHECKING:
+    from reprokit.capture.record.skips import Suspect
+
+BUDGET = 256 * 2**20  # bytes of loop-level results kept alive per step
+_SWEEP_AT = 2**22  # bytes
+_CALL_BYTES = _SWEEP_AT // 256  # that each call is taken to hold beside its tensors
+_MODULE_BYTES = _SWEEP_AT // 2  # that a root module's results and their graphs are taken to hold
+_ITEM_BYTES = 8  # for each element of a result and of the first tensor that was given: 4, or twice as many tensors
+
+
+class Listener(Protocol):
+    """Receives the events of a step; may raise to stop the loop."""
+
+    def meet_module(self, module: torch.nn.Module) -> None:
+        """A root module that is not known, or not for good, is about to be called."""
+
+    def judge_start(self, entry: Entry) -> None:
+        """A backward call is about to run."""
+
+    def finish_differentiation(self, entry: Entry) -> None:
+        """A backward call is over, and noted."""
+
+    def read_bad(self, tensor: torch.Tensor) -> None:
+        """The loop has read a number or a test from which it knows of a bad value."""
+
+    def is_update(self, written: Any) -> bool:
+        """The loop is about to write into its state, while there is a suspect: is that an update made of it?"""
+
+    def before_conversion(self) -> None:
+        """State is about to get another type, shape or place in a module."""
+
+    def finish_hand_update(self) -> None:
+        """The first thing after the loop changed parameters by itself is about to run: it begins a new step."""
+
+
+class RunningStep:
+    """``entries`` are what the loop did; ``memory`` knows what it made and wrote.
+
+    ``raised`` is the last exception that came out of something the loop called, with its entry. ``is_hand_updated``
+    says whether the loop has changed parameters itself. ``generators`` are the states of Python's and NumPy's
+    generators for the module that is about to be called. ``suspect`` is a bad value that the loop may still deal with.
+    ``gaps`` are calls that an exception has ended after they may have written something, ``None`` for work that is no
+    entry. ``on_lost(entries)`` is called with dropped entries.
+    ``num_bytes`` is an estimate of what the entries keep alive. ``is_noted``: the functions that the loop calls in this
+    step are among the entries. ``differentiations`` are the entries of backward calls.
+    """
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.memory = WrittenMemory()
+        self.raised: tuple[BaseException, Entry] | None = None
+        self.gaps: list[Entry | None] = []
+        self.is_hand_updated = False
+        self.suspect: Suspect | None = None
+        self.is_noted = True
+        self.generators: dict[str, Any] | None = None
+        self.on_lost: Callable[[list[Entry]], None] = lambda entries: None
+        self.differentiations: list[Entry] = []
+        self._budget = BUDGET
+        self._given: set[int] = set()  # ids of tensors that are part of `num_bytes`
+        self.num_bytes = 0
+        self._sweep_at = _SWEEP_AT
+
+    @property
+    def current(self) -> list[Entry]:
+        """The entries without those of steps that the loop has skipped."""
+        return [entry for entry in self.entries if not entry.is_skipped]
+
+    def restart(self) -> None:
+        """Forget the step: parameters have just changed."""
+        self.entries = []
+        self.memory.restart()
+        self.raised = None
+        self.gaps = []
+        self.suspect = None
+        self.is_hand_updated = False
+        self.differentiations = []
+        self._budget = BUDGET
+        self._given = set()
+        self._sweep_at = min(self._sweep_at, BUDGET)
+        self.num_bytes = 0
+
+    def fail(self, error: BaseException, entry: Entry) -> None:
+        """An exception came out of a call."""
+        self.raised = (error, entry)
+        self.note_gap(entry)
+
+    def note_gap(self, entry: Entry) -> None:
+        """A call is not noted as a whole; remember it if it has written, or if that cannot be known."""
+        has_written = True
+        with ignored_errors():  # of a module with methods of its own
+            has_written = _has_written(entry)
+        if has_written:
+            self.gaps.append(entry)
+
+    def add(self, entry: Entry) -> None:
+        """Note a call with everything that it made."""
+        self.entries.append(entry)
+        self.num_bytes += _bytes_of(entry, self._given)
+        if self.num_bytes > self._sweep_at:
+            self._sweep()
+
+    def add_plain(self, entry: PlainEntry, result: torch.Tensor) -> None:
+        """Note a call in the usual case, that it made one tensor of tensors."""
+        self.entries.append(entry)
+        size = 0 if entry.is_write else result.numel()
+        first = entry.args[0] if entry.args else None
+        if first.__class__ in TENSORS and (given := first.numel()) > size and id(first) not in self._given:
+            self._given.add(id(first))
+            size += given
+        self.num_bytes += _CALL_BYTES + _ITEM_BYTES * size
+        if self.num_bytes > self._sweep_at:
+            self._sweep()
+
+    def add_differentiation(self, entry: Entry) -> None:
+        """Note a backward call."""
+        self.differentiations.append(entry)
+        if entry.output is None:
+            self.entries.append(entry)
+        else:
+            self.add(entry)
+
+    def begin_module(self, entry: Entry) -> None:
+        """Note the call of a root module, which is about to run."""
+        self.add(entry)
+
+    def finish_module(self, entry: Entry, output: Any) -> None:
+        """A root module has returned.
+
+        Of a structure its tensors are noted, because it may change later: a distribution computes attributes when they
+        are first read, and a loop adds its own to a dict.
+        """
+        is_tensor = output is None or output.__class__ is torch.Tensor
+        entry.output = output if is_tensor else list(iter_tensors(output))
+        self.memory.note_made(entry)
+
+    def _sweep(self) -> None:
+        """Let go of what nobody can use; the less that is, the longer until the next look."""
+        before, has_dropped = self.num_bytes, drop_unused(self.entries)
+        lost: list[Entry] = []
+        if self._count() > _SWEEP_AT:
+            useful = set(map(id, still_useful(self.entries)))
+            lost = [entry for entry in self.entries if id(entry) not in useful]
+            self.entries[:] = [entry for entry in self.entries if id(entry) in useful]
+        if lost or has_dropped:
+            self.memory.recount(self.entries)
+            self.on_lost(lost)
+        self.num_bytes = self._count()
+        if self.num_bytes > self._budget:
+            self._make_room()
+        wait = 2 * (self.num_bytes if 2 * self.num_bytes < before else before)
+        self._sweep_at = max(_SWEEP_AT, min(wait, self._budget))
+
+    def _count(self) -> int:
+        self._given.clear()
+        return sum(_bytes_of(entry, self._given) for entry in self.entries)
+
+    def _make_room(self) -> None:
+        """Let go of the oldest calls that no gradient flows through: their results are used by value then."""
+        users = Counter(id(tensor) for entry in self.entries for tensor in _held(entry))
+        sizes = {id(tensor): num_bytes([tensor]) for entry in self.entries for tensor in _held(entry)}
+        self.num_bytes = sum(sizes.values())
+        if self.num_bytes <= self._budget // 2:
+            return
+        kept: list[Entry] = []
+        lost: list[Entry] = []
+        for entry in self.entries:
+            if self.num_bytes <= self._budget // 2 or not _is_by_value(entry):
+                kept.append(entry)
+                continue
+            lost.append(entry)
+            for tensor in _held(entry):
+                users[id(tensor)] -= 1
+                self.num_bytes -= 0 if users[id(tensor)] else sizes[id(tensor)]
+        self.entries[:] = kept
+        self.memory.recount(kept)
+        self.on_lost(lost)
+        while self.num_bytes > self._budget // 2:
+            self._budget *= 2  # nothing more can go: gradients need all of it anyway
+
+
+def _bytes_of(entry: Entry, given: set[int]) -> int:
+    """An estimate of what an entry keeps alive, without tensors that were ``given`` before; adds to these."""
+    first = entry.args[0] if entry.args else None
+    size = 0
+    for tensor in (*iter_tensors(entry.output), *((first,) if first.__class__ in TENSORS else ())):
+        if id(tensor) not in given:
+            given.add(id(tensor))
+            size += tensor.numel()
+    return (_MODULE_BYTES if entry.kind == "module" else _CALL_BYTES) + _ITEM_BYTES * size
+
+
+def _has_written(entry: Entry) -> bool:
+    """True if a call that raised may have written something."""
+    if entry.kind == "module":
+        return entry.is_training and any(module._buffers for module in unwrapped(entry.target).modules())
+    return entry.kind == "function" and any(t._version != v for t, v in entry.versions if v >= 0)
+
+
+def _held(entry: Entry) -> list[torch.Tensor]:
+    """The tensors that an entry keeps alive, without parameters."""
+    tensors = (*(tensor for tensor, _ in entry.versions or ()), *iter_tensors(entry.output))
+    return list({id(tensor): tensor for tensor in tensors if not is_leaf(tensor)}.values())
+
+
+def _is_by_value(entry: Entry) -> bool:
+    """True if what a call returned can be used by value: no gradient flows through it, and it has changed nothing."""
+    if entry.kind not in ("function", "module", "transform") or entry.writes_state or entry.writes_view:
+        return False
+    outputs = list(iter_tensors(entry.output))
+    return bool(outputs) and not any(tensor.requires_grad for tensor in outputs)

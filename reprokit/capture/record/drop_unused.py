@@ -1,0 +1,141 @@
+"""Entries whose results nobody can use any more: an evaluation between two steps must not pile up on the tape.
+
+A result can still be used if something other than the tape refers to it, or if a later entry that matters was given it.
+References are counted: what the tape's own entries hold is subtracted from what Python counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from reprokit.capture.record.entry import TENSORS, Entry, PlainEntry
+from reprokit.capture.record.structure import iter_tensors
+
+_CONTAINERS = (list, tuple, dict, set)
+
+
+def drop_unused(entries: list[Entry]) -> bool:
+    """Take plain entries with a result that nothing else refers to out of ``entries``; true if there were any.
+
+    The last one first, because it is what refers to the results of those before it.
+    """
+    kept: list[Entry | None] = list(entries)
+    entries.clear()
+    for position in range(len(kept) - 1, -1, -1):
+        entry = kept[position]
+        if isinstance(entry, PlainEntry) and not entry.is_write and _is_alone(entry):
+            kept[position] = None
+    entries += [entry for entry in kept if entry is not None]
+    return len(entries) < len(kept)
+
+
+def _is_alone(entry: Entry) -> bool:
+    """True if an entry has the only reference to its result."""
+    if entry.output.__class__ not in TENSORS:
+        return False
+    count = sys.getrefcount(entry.output)
+    if count > _ALONE and _COUNTS_OWNERS and entry.output._use_count() > 1:
+        count -= 1
+    return count == _ALONE
+
+
+def still_useful(entries: list[Entry]) -> list[Entry]:
+    """The entries that later ones may depend on, in order; all those that change something are."""
+    held = _Held()
+    for entry in entries:
+        held.add_entry(entry)
+    needed: set[int] = set()
+    useful: list[Entry] = []
+    for entry in reversed(entries):
+        outputs = {id(tensor) for tensor in iter_tensors(entry.output)}
+        if _changes_something(entry) or outputs & needed or held.is_used_elsewhere(id(entry.output)):
+            useful.append(entry)
+            needed.update(id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs)))
+    return useful[::-1]
+
+
+def _changes_something(entry: Entry) -> bool:
+    is_pure = entry.kind in ("module", "function", "transform") and not (entry.writes_state or entry.writes_view)
+    return not is_pure or entry.output is None
+
+
+class _Held:
+    """Objects that the tape refers to, each with how often it does."""
+
+    def __init__(self) -> None:
+        self._objects: dict[int, Any] = {}
+        self._counts: dict[int, int] = {}
+        self._extra = 0
+        self._extra = self._num_references(self.add([]))
+
+    def add_entry(self, entry: Entry) -> None:
+        """Count what an entry refers to."""
+        for value in (entry.args, entry.kwargs, entry.versions, entry.output):
+            self.add(value)
+
+    def add(self, value: Any) -> int:
+        """Count one more reference to ``value``, and those from it if it is new; its id."""
+        key = id(value)
+        if key in self._objects:
+            self._counts[key] += 1
+            return key
+        self._objects[key] = value
+        self._counts[key] = 1
+        for inner in _inner(value):
+            self.add(inner)
+        return key
+
+    def is_used_elsewhere(self, root: int) -> bool:
+        """True if something other than the tape refers to an object, or to anything in it that can be looked into."""
+        waiting, seen = [root], set()
+        while waiting:
+            key = waiting.pop()
+            if key in seen:
+                continue
+            seen.add(key)
+            if self._num_references(key) - self._extra > self._counts[key]:
+                return True
+            waiting += [id(inner) for inner in _inner(self._objects[key])]
+        return False
+
+    def _num_references(self, key: int) -> int:
+        count = sys.getrefcount(self._objects[key])
+        if _COUNTS_OWNERS and isinstance(self._objects[key], torch.Tensor) and self._objects[key]._use_count() > 1:
+            count -= 1
+        return count
+
+
+def _inner(value: Any) -> Iterator[Any]:
+    """The tensors and containers inside a container of any class."""
+    if isinstance(value, torch.Tensor) or not (isinstance(value, _CONTAINERS) or _is_record(value)):
+        return
+    for inner in gc.get_referents(value):
+        if isinstance(inner, (torch.Tensor, *_CONTAINERS)) or _is_record(inner):
+            yield inner
+
+
+def _counts_owners() -> bool:
+    """True if this torch counts one reference more when a graph or a view holds a tensor; older ones do not."""
+    if not hasattr(torch.Tensor, "_use_count"):
+        return False
+    with torch._C.DisableTorchFunction():
+        tensor = torch.zeros(1)
+        before = sys.getrefcount(tensor)
+        view = tensor.view(1)
+        return sys.getrefcount(tensor) > before and view is not tensor
+
+
+_COUNTS_OWNERS = _counts_owners()
+_ALONE = 2  # references to an object in one slot, as `getrefcount` counts them
+
+
+def _is_record(value: Any) -> bool:
+    """True if an object is a plain holder of attributes, such as a dataclass or a model's output."""
+    if isinstance(value, (type, torch.nn.Module, torch.Tensor)) or callable(value):
+        return False
+    return hasattr(value, "__dict__")

@@ -1,0 +1,232 @@
+"""In-place writes of the loop: parameters and buffers (state), tensors of its own, results of the step.
+
+State is not saved here: it is part of the copies that a capture goes back with. Of tensors that a replay needs as they
+were before, the old content is kept; big ones only if the step has read them already.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from reprokit.capture.record.entry import TENSORS, Entry, PlainEntry, is_among, new_tensors
+from reprokit.capture.record.structure import is_leaf, iter_tensors
+from reprokit.program.ir import AUTOGRAD_GRAD
+
+_SMALL = 65_536  # elements that are always worth saving before a write
+
+
+class WrittenMemory:
+    """Knows the memory of the state, and what outside tensors held before the step wrote into them.
+
+    ``_made`` holds the ids of tensors that modules and the entries up to ``_last`` made. ``_format`` is that of the
+    last state that was converted. Invariant: ``_by_memory`` lists the outside tensors of the first ``_scanned``
+    entries by their memory.
+    """
+
+    def __init__(self) -> None:
+        self.saved: dict[int, torch.Tensor] = {}
+        self._made: set[int] = set()
+        self._state: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._untouched: dict[int, torch.Tensor] = {}
+        self.on_first_write: Callable[[torch.Tensor], None] = lambda tensor: None
+        self.on_conversion: Callable[[], None] = lambda: None
+        self.on_rebound_write: Callable[[], None] = lambda: None
+        self._rebound: set[int] = set()
+        self._format: tuple[torch.dtype, torch.Size, torch.device] | None = None
+        self._by_memory: dict[int, list[torch.Tensor]] = {}
+        self._num_counted = self._scanned = 0
+        self._last: Entry | None = None
+        self.has_optimizer = False
+
+    def restart(self) -> None:
+        """A new step begins."""
+        self.saved = {}
+        self._begin_count()
+
+    def _begin_count(self) -> None:
+        self._made, self._num_counted = set(), 0
+        self._by_memory, self._scanned = {}, 0
+        self._last = None
+
+    def recount(self, entries: list[Entry]) -> None:
+        """The step consists of these entries only; ids of what others made or were given may come back as others'."""
+        self._begin_count()
+        if self.saved:
+            held = ((entry.output, entry.args, entry.kwargs) for entry in entries)
+            known = {id(tensor) for values in held for tensor in iter_tensors(values)}
+            self.saved = {key: content for key, content in self.saved.items() if key in known}
+
+    def note_made(self, entry: Entry) -> None:
+        """An entry has got its results."""
+        output = entry.output
+        if output.__class__ is torch.Tensor and not is_among(output, entry.versions):
+            self._made.add(id(output))
+        else:
+            self._made.update(map(id, new_tensors(entry, self._made)))
+
+    def _count(self, entries: list[Entry]) -> None:
+        """Note what the entries since the last count have made."""
+        if self._num_counted > len(entries) or (self._num_counted and entries[self._num_counted - 1] is not self._last):
+            self._begin_count()
+        for entry in entries[self._num_counted :]:
+            if not isinstance(entry, PlainEntry) or entry.output.__class__ not in TENSORS:
+                self.note_made(entry)
+            elif not entry.is_write and all(entry.output is not value for value in entry.args):
+                self._made.add(id(entry.output))
+        self._num_counted = len(entries)
+        self._last = entries[-1] if entries else None
+
+    def forget(self) -> None:
+        """There is no state to know any more."""
+        self.on_first_write = lambda tensor: None
+        self.on_conversion = self.on_rebound_write = lambda: None
+        self._state, self._untouched = {}, {}
+
+    def know_state(self, copied: Iterable[torch.Tensor], untouched: Iterable[torch.Tensor]) -> None:
+        """These tensors are all the state: a capture holds copies of the ones, and of the others once they are
+        written."""
+        self._untouched = {p: tensor for tensor in untouched if (p := address_of(tensor)) is not None}
+        state = [*self._untouched.values(), *copied]
+        self._state = {p: weakref.ref(tensor) for tensor in state if (p := address_of(tensor)) is not None}
+
+    def copied(self) -> None:
+        """A copy of the state has been taken, of the buffers that forwards have put in place as well."""
+        self._rebound = set()
+
+    def rebind(self, old: Any, new: Any) -> None:
+        """A forward puts a new tensor in the place of a buffer, whose memory may be used for something else then."""
+        if isinstance(old, torch.Tensor) and (address := address_of(old)) in self._rebound:
+            self._rebound.discard(address)
+            self._state.pop(address, None)
+        if isinstance(new, torch.Tensor) and (address := address_of(new)) is not None:
+            self._rebound.add(address)
+            self._state[address] = weakref.ref(new)
+
+    def is_state(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor shares memory with the state."""
+        return address_of(tensor) in self._state
+
+    def judge(self, target: Any, entry: Entry, entries: list[Entry], *, is_trained: bool) -> bool | None:
+        """True if a write of ``entry`` into ``target`` changes the state; ``None`` if it need not be noted.
+
+        Old contents that a replay may need are saved on the way. ``entries`` are those before; ``is_trained``: the step
+        has called backward.
+        """
+        if isinstance(target, (list, tuple)):
+            written = [item for item in target if isinstance(item, torch.Tensor) and self.is_state(item)]
+            for item in written:
+                self._announce(item)
+            return True if written else None
+        if not isinstance(target, torch.Tensor):
+            return None
+        if self._rebound and address_of(target) in self._rebound:
+            self.on_rebound_write()  # going back would write another tensor
+        pointer = address_of(target)
+        if pointer in self._state:
+            self._announce(target)
+            return True
+        if target.requires_grad and is_leaf(target):
+            if not is_trained:
+                return None  # being made, for example a parameter of a module that no root holds yet
+            if pointer is not None:  # the loop trains it, though no module and no optimizer has it
+                self._state[pointer] = weakref.ref(target)
+            self.on_first_write(target)
+            return True
+        if target.layout is not torch.strided:
+            return False
+        outside: list[torch.Tensor] = []
+        self._count(entries)
+        if pointer is not None and not _is_sole_owner(target):
+            self._scan(entries)
+            outside = self._by_memory.get(pointer, [])
+        if id(target) not in self._made:
+            if not outside and target.numel() > _SMALL and not _carries_grad(entry):
+                return None  # later calls use it by its value
+            outside = [target, *outside]
+        for tensor in outside:
+            if id(tensor) not in self.saved:
+                self.saved[id(tensor)] = tensor.detach().clone(memory_format=torch.preserve_format)
+        return False
+
+    def is_trained(self, written: Any, differentiations: list[Entry]) -> bool:
+        """True if the loop differentiates for the state that is written, so that writing it is an update.
+
+        A teacher gets no gradient. Where there is no optimizer, any state that could get one counts.
+        """
+        for item in written if isinstance(written, (list, tuple)) else (written,):
+            reference = self._state.get(address_of(item) or 0)
+            owner = reference() if reference is not None else None
+            if owner is None or not owner.requires_grad:
+                continue
+            if owner.grad is not None or not self.has_optimizer or _is_differentiated(owner, differentiations):
+                return True
+        return False
+
+    def before_move(self, target: torch.Tensor) -> None:
+        """State is about to get other memory."""
+        self._format = (target.dtype, target.shape, target.device)
+
+    def moved(self, target: torch.Tensor) -> None:
+        """State has got other memory, perhaps of another type or shape."""
+        pointer = address_of(target)
+        if pointer is not None:
+            self._state.setdefault(pointer, weakref.ref(target))
+        if self._format != (target.dtype, target.shape, target.device):
+            self.on_conversion()
+
+    def _announce(self, target: torch.Tensor) -> None:
+        """State that nothing had written so far is about to change."""
+        pointer = address_of(target) if self._untouched else None
+        tensor = self._untouched.pop(pointer, None) if pointer is not None else None
+        if tensor is not None:
+            self.on_first_write(tensor)
+
+    def _scan(self, entries: list[Entry]) -> None:
+        for entry in entries[self._scanned :]:
+            for value in entry.args:
+                for tensor in (value,) if value.__class__ in TENSORS else iter_tensors(value):
+                    self._scan_tensor(tensor)
+            for tensor in iter_tensors(entry.kwargs) if entry.kwargs else ():
+                self._scan_tensor(tensor)
+        self._scanned = len(entries)
+
+    def _scan_tensor(self, tensor: torch.Tensor) -> None:
+        pointer = address_of(tensor) if id(tensor) not in self._made else None
+        if pointer is not None and pointer not in self._state:
+            known = self._by_memory.setdefault(pointer, [])
+            if all(tensor is not other for other in known):
+                known.append(tensor)
+
+
+def address_of(tensor: torch.Tensor) -> int | None:
+    """Where the memory of a tensor begins; ``None`` for tensors without plain memory of their own."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return tensor.untyped_storage().data_ptr() or None
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _carries_grad(entry: Entry) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor, _ in entry.versions)
+
+
+def _is_sole_owner(tensor: torch.Tensor) -> bool:
+    """True if nothing else has the memory of a tensor: no view, no array."""
+    storage = tensor.untyped_storage()
+    return _num_owners is not None and _num_owners(storage._cdata) == _SOLE
+
+
+_num_owners = getattr(torch._C, "_storage_Use_Count", None)
+_SOLE = 2  # the tensor, and the object that stands for its storage here
+
+
+def _is_differentiated(tensor: torch.Tensor, entries: list[Entry]) -> bool:
+    """True if `torch.autograd.grad` was asked for the gradient of a tensor."""
+    asked = (entry.kwargs.get("inputs", entry.args[1:2]) for entry in entries if entry.name == AUTOGRAD_GRAD)
+    return any(item is tensor for inputs in asked for item in iter_tensors(inputs))

@@ -1,0 +1,213 @@
+"""Meets the modules that the loop calls itself, and only those, and notes their calls.
+
+For the first steps ``nn.Module.__call__`` is watched, and put back while a root runs, so that nothing inside one sees
+it. Every class met at the outermost level gets a ``__call__`` of its own; then the global watch goes. A root that
+appears later is noted from the frame of its call on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from threading import get_ident
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
+from torch.nn.utils.stateless import _functional_call
+
+from reprokit.capture.record.attributes import AttributeWatch
+from reprokit.capture.record.current_step import Listener, RunningStep
+from reprokit.capture.record.entry import Entry, generator_states, unwrapped, versions_of
+from reprokit.capture.record.frames import first_user_frame
+from reprokit.capture.record.stack import StackedMode
+from reprokit.program.trace import current_mode
+
+
+class RootCalls:
+    """Notes calls of root modules in the running step, with the mode out of the way.
+
+    The listener meets every module but those whose ids are in ``met``. Calls are noted while ``is_noting``.
+    """
+
+    def __init__(self, mode: StackedMode, running: RunningStep) -> None:
+        self.met: set[int] = set()
+        self.is_noting = True
+        self.attributes = AttributeWatch()
+        self._mode = mode
+        self._running = running
+        self._listener: Listener
+        self._patched: dict[type[torch.nn.Module], tuple[Any, Any]] = {}  # each class's own `__call__`, and ours
+        self._original: Any = None
+        self._watcher: Any = None
+        self._known: list[type[torch.nn.Module]] = []
+        self._has_settled = False
+
+    # -- which modules are watched -------------------------------------------------------------------------------
+
+    def install(self, listener: Listener) -> None:
+        """Watch every module until `settle`, so that the first call of each root is seen from its beginning."""
+        self._listener = listener
+        if self._has_settled:
+            for cls in self._known:
+                self._meet(cls, torch.nn.Module.__call__)
+            return
+        roots, mode, original = self, self._mode, torch.nn.Module.__call__
+        self._original = original
+
+        def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling() or not roots._is_noted():
+                return original(self, *args, **kwargs)
+            mode.guard(roots._meet, type(self), original)
+            return roots.call(original, self, args, kwargs)
+
+        self._watcher = __call__
+        torch.nn.Module.__call__ = __call__  # type: ignore[method-assign]
+
+    def settle(self) -> None:
+        """The roots are known: stop watching every module."""
+        self._has_settled = True
+        self._stop_watching()
+
+    def uninstall(self) -> None:
+        """Give every class its own ``__call__`` back; `install` finds the ones known so far again."""
+        try:
+            self._stop_watching()
+        finally:
+            for cls, (own, ours) in self._patched.items():
+                if cls.__dict__.get("__call__") is not ours:
+                    continue  # somebody has put something on top of it
+                if own is None:
+                    del cls.__call__
+                else:
+                    cls.__call__ = own  # type: ignore[method-assign]
+        self._patched.clear()
+
+    def _stop_watching(self) -> None:
+        if self._original is not None and torch.nn.Module.__call__ is self._watcher:
+            torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
+        self._original = None
+
+    def _meet(self, cls: type[torch.nn.Module], original: Callable[..., Any]) -> None:
+        """Give a root's class a ``__call__`` of its own."""
+        if cls in self._patched:
+            return
+        roots, own = self, cls.__dict__.get("__call__")
+        if cls not in self._known:
+            self._known.append(cls)
+        inner = own or original
+
+        def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not roots.is_noting or is_compiling() or not roots._is_noted():
+                return inner(self, *args, **kwargs)
+            return roots.call(inner, self, args, kwargs)
+
+        self._patched[cls] = own, __call__
+        cls.__call__ = __call__  # type: ignore[method-assign]
+
+    # -- calls ---------------------------------------------------------------------------------------------------
+
+    def _is_noted(self) -> bool:
+        try:
+            return self.is_root_call()
+        except Exception as error:
+            self._mode.switch_off(error)
+            return False
+
+    def is_root_call(self) -> bool:
+        """True if a module called now is called by the loop itself; the first thread that trains is the one watched."""
+        mode = self._mode
+        if mode.depth or not (mode.enabled and self.is_noting):
+            return False
+        if _tracing_state() is not None or _peek_transforms() is not None:
+            return False
+        if get_ident() != mode.thread:
+            if not torch.is_grad_enabled() or not mode.take_thread():
+                return False
+            self._running.restart()
+        if mode.is_preparing:
+            mode.begin()
+        return True
+
+    def call(
+        self, original: Callable[..., Any], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a root module, and note the call."""
+        mode = self._mode
+        popped = mode.step_aside()
+        try:
+            try:
+                entry = self._begin(module, args, kwargs, sys._getframe(2))
+            except BaseException as error:
+                mode.switch_off(error)
+                return original(module, *args, **kwargs)
+            watching = None
+            if self._original is not None and torch.nn.Module.__call__ is self._watcher:
+                # the modules inside are called as if nobody watched
+                watching = torch.nn.Module.__call__
+                torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
+            try:
+                output = original(module, *args, **kwargs)
+            except BaseException as error:
+                self._running.fail(error, entry)
+                raise
+            finally:
+                if watching is not None and torch.nn.Module.__call__ is self._original:
+                    torch.nn.Module.__call__ = watching  # type: ignore[method-assign]
+            try:
+                self._running.finish_module(entry, output)
+            except BaseException as error:
+                mode.switch_off(error)
+            return output
+        finally:
+            mode.step_back(popped)
+
+    def _begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Entry:
+        running = self._running
+        if running.is_hand_updated:
+            self._listener.finish_hand_update()
+        self.meet(module)
+        drawn, running.generators = running.generators, None
+        user = first_user_frame(frame)
+        kind, target = "module", cast("Any", module)
+        if frame.f_code is _FUNCTIONAL_CALL:  # the module has other parameters until this call is over
+            kind, target = "function", torch.func.functional_call
+            args, kwargs = (module, frame.f_locals["parameters_and_buffers"], args, kwargs), {}
+        entry = Entry(kind, target, args, kwargs, current_mode(), None, "", user.f_code, user.f_lineno)
+        entry.versions = versions = versions_of(args, kwargs)
+        entry.rng, entry.generators = generator_states(versions), drawn
+        entry.is_training = module.training
+        entry.forward = vars(unwrapped(module)).get("forward")
+        entry.settings = self.attributes.note(module)
+        running.begin_module(entry)
+        return entry
+
+    def meet(self, module: torch.nn.Module) -> None:
+        """Make a module known to the listener, unless it is."""
+        if id(module) not in self.met:
+            self._listener.meet_module(module)
+
+    def meet_late(self, frame: FrameType) -> None:
+        """A root that was not known has just begun to run: note this call too, and wait for its end."""
+        found = frame.f_locals
+        module = found["self"]
+        self._meet(type(module), type(module).__call__)
+        if sys.getprofile() is not None or frame.f_back is None:
+            return  # somebody else is profiling; what this one call returns is used by value
+        mode = self._mode
+        entry = self._begin(module, found.get("args", ()), found.get("kwargs", {}), frame.f_back)
+        mode.depth += 1
+
+        def wait(current: FrameType, event: str, value: Any) -> None:
+            if event == "return" and current is frame:
+                sys.setprofile(None)
+                mode.depth -= 1
+                mode.guard(self._running.finish_module, entry, value)
+
+        sys.setprofile(wait)
+
+
+_FUNCTIONAL_CALL = _functional_call.__code__
+_peek_transforms = torch._C._functorch.peek_interpreter_stack
+_tracing_state = torch._C._get_tracing_state  # of `torch.jit.trace`, which would trace our work as well

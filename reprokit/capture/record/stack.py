@@ -1,0 +1,268 @@
+"""The tape's place on torch's stack of function modes: on top while the loop runs, away while what it calls runs.
+
+Torch asks every mode on the stack for every function, so whatever runs with the mode away costs nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from threading import get_ident
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class CaptureStop(SystemExit):
+    """Ends the user's script after a capture.
+
+    As a `SystemExit` it passes ``except Exception``, runs ``finally`` blocks and prints no traceback.
+    """
+
+    def __init__(self, session: object) -> None:
+        super().__init__(3)
+        self.session = session
+
+    def __reduce__(self) -> tuple[type[SystemExit], tuple[int]]:
+        """An executor that runs tasks in other processes sends it to the process that waits for the result."""
+        return SystemExit, (3,)
+
+
+class StackedMode(TorchFunctionMode):
+    """A function mode that is asked for what the loop itself calls, on one thread.
+
+    ``enabled`` is set by the session; ``switch_off(error)`` is called with an internal error. Invariant: while
+    ``depth`` is above 0 the loop is inside something that is noted as a whole. ``thread`` is the watched one; it
+    ``is_claimed`` once it has differentiated. ``has_other_thread``: another thread has called backward;
+    ``on_other_thread`` is called the first time. ``is_preparing``: nothing that belongs to a training was seen yet.
+    It is off torch's stack while it ``is_resting``, because so many calls were made that they prepare data; ``on_rest``
+    is called then. ``only_judges``: losses are checked, and nothing else is done.
+    """
+
+    def __init__(self, switch_off: Callable[[BaseException], None]) -> None:
+        super().__init__()
+        self.switch_off = switch_off
+        self.enabled = False
+        self.depth = 0
+        self.thread = get_ident()
+        self.is_claimed = False
+        self.has_other_thread = False
+        self.on_other_thread: Callable[[], None] = lambda: None
+        self.is_preparing = True
+        self.is_resting = False
+        self.only_judges = False
+        self.on_rest: Callable[[], None] = lambda: None
+        self._num_prepared = 0
+        self._is_lifted = False
+        self._is_on = True
+        self._is_turned = False
+
+    @property
+    def is_outermost(self) -> bool:
+        """True if the loop itself is running, on the thread that is watched."""
+        return self.depth == 0 and self.enabled and get_ident() == self.thread
+
+    def enter_stack(self) -> None:
+        """Go on top of torch's stack, unless the mode is turned off."""
+        if self._is_on:
+            _push_mode(self)
+
+    def turn(self, *, is_on: bool) -> None:
+        """Be on torch's stack while the loop runs, or not at all; from the next time on that the loop runs."""
+        if is_on is not self._is_on:
+            self._is_on = is_on
+            self._is_turned = True
+            if not self.depth:
+                self._settle()
+
+    def _settle(self) -> None:
+        """Go to where `turn` has said. On the stack that is its lowest place: modes of the loop leave from the top."""
+        self._is_turned = False
+        self.leave_stack()
+        if not self._is_on:
+            return
+        modes = [torch._C._get_function_stack_at(level) for level in range(torch._C._len_torch_function_stack())]
+        arrived: BaseException | None = None
+        for _ in range(_MOST_ARRIVALS):
+            try:
+                _cut_stack(0)
+                for mode in (self, *modes):
+                    _push_mode(mode)
+                break
+            except BaseException as error:  # of a signal handler: the loop's modes come first
+                arrived = error
+        if arrived is not None:
+            raise arrived
+
+    def leave_stack(self) -> None:
+        """Take the mode off torch's stack, wherever on it the loop's own modes have left it."""
+        self._is_lifted = False
+        modes = [torch._C._get_function_stack_at(level) for level in range(torch._C._len_torch_function_stack())]
+        lowest = next((level for level, mode in enumerate(modes) if mode is self), None)
+        if lowest is None:
+            return
+        try:
+            _cut_stack(lowest)
+        finally:
+            _cut_stack(lowest)  # again, in case that an exception has arrived meanwhile
+            for mode in modes[lowest:]:
+                if mode is not self:
+                    _push_mode(mode)
+
+    def _is_on_stack(self) -> bool:
+        levels = range(torch._C._len_torch_function_stack())
+        return any(torch._C._get_function_stack_at(level) is self for level in levels)
+
+    def begin(self) -> None:
+        """The loop trains: from now on all that it does is noted."""
+        self.is_preparing = False
+        self.wake()
+
+    def wake(self) -> None:
+        """Come back to torch's stack."""
+        if self.is_resting and get_ident() == self.thread:
+            self.is_resting, self._num_prepared = False, 0
+            if not self._is_on_stack():
+                self._settle()
+
+    def count_prepared(self, args: tuple[Any, ...]) -> None:
+        """A function is called before anything has been trained; after many of these the mode rests.
+
+        Torch puts a mode back on its stack when the function is over, so the mode leaves with the next event of Python.
+        """
+        if torch.is_grad_enabled() and any(isinstance(value, torch.Tensor) and value.requires_grad for value in args):
+            self.is_preparing = False
+            return
+        self._num_prepared += 1
+        if self._num_prepared < MOST_PREPARED or sys.getprofile() is not None:
+            return
+        self._num_prepared, patience = 0, _PATIENCE
+
+        def rest(current: FrameType, event: str, value: Any) -> None:
+            nonlocal patience
+            patience -= 1
+            is_ready = self.enabled and self.is_preparing and self._is_on_stack()
+            if is_ready or not patience:
+                sys.setprofile(None)
+            if is_ready:
+                self.is_resting = True
+                self.leave_stack()
+                self.on_rest()
+
+        sys.setprofile(rest)
+
+    def take_thread(self) -> bool:
+        """Watch the thread that runs now, unless another one has differentiated; whether it is watched from now on."""
+        if self.is_claimed or not self._is_on_stack():
+            return False
+        self.thread = get_ident()
+        return True
+
+    def miss_backward(self) -> None:
+        """A backward call is not noted; remember it if that is because of its thread."""
+        is_other = self.enabled and get_ident() != self.thread and torch._C._current_graph_task_id() == -1
+        if is_other and not self.has_other_thread:
+            self.has_other_thread = True
+            self.on_other_thread()
+
+    def run_in_thread(self, run: Callable[[], None]) -> None:
+        """Run the body of a new thread, which may be the one that trains, with the mode on the stack of that thread."""
+        if not self.enabled:
+            run()
+            return
+        _push_mode(self)  # also when it is turned off: that tells whose thread it is
+        self._is_turned = not self._is_on
+        try:
+            run()
+        except CaptureStop:  # a thread that exits prints nothing; `threading` knows only `SystemExit` itself
+            pass
+        finally:
+            self.leave_stack()
+
+    def step_aside(self) -> bool:
+        """Be asked nothing until `step_back`; whether the mode was taken off torch's stack for that."""
+        self.depth += 1
+        if self._is_lifted:
+            self._is_lifted = False
+            return True
+        if not _num_modes():  # to pop from an empty stack raises an error, which takes torch 30 us
+            return False
+        top = _pop_mode()
+        if top is self:
+            return True
+        _push_mode(top)
+        return False
+
+    def step_back(self, popped: bool) -> None:
+        """The inverse of `step_aside`."""
+        self.depth -= 1
+        if self._is_turned:
+            if not self.depth:
+                self._settle()
+        elif popped:
+            _push_mode(self)
+
+    def lift(self) -> None:
+        """Take the mode off torch's stack until `lower`, or until a `step_back` if a `step_aside` comes in between."""
+        self._is_lifted = self.step_aside()
+        self.depth -= 1
+
+    def lower(self) -> None:
+        """The inverse of `lift`."""
+        if self._is_lifted:
+            self._is_lifted = False
+            _push_mode(self)
+
+    def step_back_lifted(self, popped: bool) -> None:
+        """The inverse of `step_aside`, but the mode stays off torch's stack until `lower`."""
+        self.depth -= 1
+        if self._is_turned and not self.depth:
+            self._settle()
+        else:
+            self._is_lifted = popped
+
+    def paused(self) -> Paused:
+        """A context in which nothing is noted and, where possible, the mode is not on torch's stack at all."""
+        return Paused(self)
+
+    def guard(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Do reprokit's own work unseen, while the session watches; an error in it must never reach the loop."""
+        if not self.enabled:
+            return None
+        try:
+            with self.paused():
+                return work(*args)
+        except BaseException as error:
+            self.switch_off(error)
+            return None
+
+
+class Paused:
+    """See `StackedMode.paused`."""
+
+    __slots__ = ("_mode", "_popped")
+
+    def __init__(self, mode: StackedMode) -> None:
+        self._mode = mode
+        self._popped = False
+
+    def __enter__(self) -> None:
+        self._popped = self._mode.step_aside()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._mode.step_back(self._popped)
+
+
+def _cut_stack(length: int) -> None:
+    while torch._C._len_torch_function_stack() > length:
+        _pop_mode()
+
+
+_MOST_ARRIVALS = 100
+MOST_PREPARED = 2000  # calls of torch, which take 20 ms; more of them before the first gradient are data
+_PATIENCE = 1000  # events of Python until the next attempt
+_num_modes = torch._C._len_torch_function_stack
+_pop_mode = torch._C._pop_torch_function_stack
+_push_mode = torch._C._push_on_torch_function_stack

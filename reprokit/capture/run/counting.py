@@ -1,0 +1,84 @@
+"""Counting iterations as a person would: one per attempted optimizer step, however many optimizers there are.
+
+An optimizer that takes over from another one (it holds the same parameters, or the other one is gone or steps no more)
+goes on with its count; of several that live side by side, the one that has stepped most often counts.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from reprokit.capture.record.state import parameters_of
+
+
+class Iterations:
+    """``completed`` iterations, and ``micro_step`` backward calls made in the one that is running."""
+
+    def __init__(self) -> None:
+        self.completed = 0
+        self.micro_step = 0
+        self.total = 0
+        self._counts: dict[int, int] = {}
+        self._attempts: dict[int, int] = {}
+        self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self._parameters: dict[int, set[int]] = {}
+        self._supposed: dict[int, tuple[int, int]] = {}  # who seems to have been replaced, and how far it was
+        self._last: int | None = None
+
+    def attempts(self, optimizer: torch.optim.Optimizer) -> int:
+        """How many steps of this very optimizer were attempted."""
+        return self._attempts.get(id(optimizer), 0) if self._is_known(optimizer) else 0
+
+    def attempted(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step of ``optimizer`` ended or was skipped by a grad scaler."""
+        key = id(optimizer)
+        known = self._optimizers.get(key)
+        if known is None or known() is not optimizer:
+            self._counts[key] = self._inherited(optimizer)
+            self._attempts[key] = 0
+            self._optimizers[key] = weakref.ref(optimizer)
+            self._parameters[key] = {id(parameter) for parameter in parameters_of(optimizer)}
+        self._counts[key] += 1
+        self._attempts[key] += 1
+        self.total += 1
+        if len(self._counts) > 1:
+            self._notice_replacement(key)
+        self._last = key
+        if self._counts[key] > self.completed:
+            self.completed = self._counts[key]
+            self.micro_step = 0
+
+    def _notice_replacement(self, key: int) -> None:
+        """A new optimizer that steps twice in a row goes on for an older one, unless that one steps again."""
+        for new, (old, count) in list(self._supposed.items()):
+            if old == key:
+                self._counts[new] -= count
+                self.completed = max(self._counts.values())
+                del self._supposed[new]
+        is_new = self._attempts[key] == self._counts[key] == 2
+        if is_new and self._last == key and key not in self._supposed:
+            old = max((other for other in self._counts if other != key), key=self._counts.__getitem__)
+            if list(self._counts).index(old) < list(self._counts).index(key):
+                self._supposed[key] = (old, self._counts[old])
+                self._counts[key] += self._counts[old]
+
+    def updated_by_hand(self) -> None:
+        """The loop changed parameters without an optimizer."""
+        self.completed += 1
+        self.total += 1
+        self.micro_step = 0
+
+    def _is_known(self, optimizer: torch.optim.Optimizer) -> bool:
+        known = self._optimizers.get(id(optimizer))
+        return known is not None and known() is optimizer
+
+    def _inherited(self, optimizer: torch.optim.Optimizer) -> int:
+        own = {id(parameter) for parameter in parameters_of(optimizer)}
+        counts = [
+            count
+            for key, count in self._counts.items()
+            if self._optimizers[key]() is None or own & self._parameters[key] or key == id(optimizer)
+        ]
+        return max(counts, default=0)

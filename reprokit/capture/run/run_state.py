@@ -1,0 +1,304 @@
+"""The state of a watched training run: the step that is running, the steps since the last copy, and the numbers.
+
+No decisions are made here, and nothing is hooked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from reprokit.arrivals import pass_on
+from reprokit.capture.closing import COMPILED
+from reprokit.capture.record.attributes import Owner
+from reprokit.capture.record.compact_steps import Freezer, PastStep
+from reprokit.capture.record.entry import Entry
+from reprokit.capture.record.generators import GeneratorWatch
+from reprokit.capture.record.state import BufferCopies
+from reprokit.capture.record.tape import Tape
+from reprokit.capture.rewind.checkpoint import History, is_unmade
+from reprokit.capture.run.budget import Budget
+from reprokit.capture.run.counting import Iterations
+from reprokit.capture.run.ranks import Ranks
+from reprokit.capture.run.scaling import ScalerWatch
+from reprokit.capture.run.timeline import Timeline
+from reprokit.program.functions import DATA_WRITES
+from reprokit.program.ir import Call
+
+_MOST_WAITING = 16  # steps that are frozen together: work that is done in one go is done faster
+_WAITING_BYTES = 16 * 2**20  # that these may hold
+_WAITING_ENTRIES = 64  # that these may have: Python's garbage collector walks through what they hold
+_MOST_MAKERS = 4  # steps before a copy, each of which may hold a batch
+SETTLED_AFTER = 2  # optimizer steps after which every root module is taken to be known
+
+
+class Training:
+    """Knows one run. ``tape`` notes the ``running`` step; ``buffers`` are copies from when it began; ``history`` is the
+    past."""
+
+    def __init__(self, tape: Tape, history: History, budget: Budget) -> None:
+        self.tape = tape
+        self.running = tape.running
+        self.history = history
+        self.budget = budget
+        self.freezer = Freezer()
+        self.buffers = BufferCopies()
+        self.iterations = Iterations()
+        self.generators = GeneratorWatch()
+        self.timeline = Timeline()
+        self.scalers = ScalerWatch()
+        self.ranks = Ranks()
+        self.running.memory.on_first_write = history.add_written
+        self.running.memory.on_conversion = self.convert
+        self.running.on_lost = self._lose
+        self.before_interrupt: Callable[[], None] = lambda: None
+        self.unseen: list[str] = []  # what else the run does, in words, that is not known
+        self.compiled: Call | None = None  # the first compiled function that the loop called itself
+        self.is_converted = False
+        self._may_wait = 1  # steps
+        self._waiting_bytes = 0  # an estimate of what they hold
+        self._finished: set[int] = set()  # optimizers that have stepped since the last backward call
+
+    def meet_compiled(self, call: Call | None) -> None:
+        """The loop calls something compiled itself: neither that nor what follows is noted, in any later step."""
+        self.history.give_up()
+        if self.compiled is not None:
+            return
+        self.compiled = call
+        name = f"`{call.kwargs['name']}`" if call is not None else "a function"
+        site = call.site if call is not None else None
+        place = f" at {site.file}:{site.line}" if site is not None else ""
+        self.unseen.append(f"the loop itself calls {name}{place}, {COMPILED} (`TORCH_COMPILE_DISABLE=1` helps)")
+
+    def meet_module(self, module: torch.nn.Module) -> None:
+        """A root module is about to be called: note its buffers and the generators before it changes them."""
+        if self.is_converted:
+            self._begin_anew()
+        self.running.generators = self.generators.before_module()
+        if self.history.meet_module(module):
+            self._meet_ranks()
+            self.buffers.add_module(module)
+            self.tape.roots.attributes.meet(module)
+            self._know_state()
+        if not self.generators.is_looking and not is_unmade(module):
+            self.tape.roots.met.add(id(module))
+
+    def meet_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step."""
+        self.running.memory.has_optimizer = True
+        if self.history.meet_optimizer(optimizer):
+            self._meet_ranks()
+            self.tape.roots.attributes.meet(optimizer)
+            self._know_state()
+
+    def _meet_ranks(self) -> None:
+        self.ranks.meet(self.history.modules)
+        if not self.ranks.is_alone:
+            self.history.give_up()  # going back would need the gradients of the other processes
+
+    @property
+    def is_accused(self) -> bool:
+        """True if some process's loss was bad in the step that is running."""
+        return self.ranks.is_accused(self.iterations.completed)
+
+    def end_step(self, optimizer: torch.optim.Optimizer | None, ended: float, *, was_checked: bool = False) -> None:
+        """The running step is over: keep it, or, when everything ``was_checked``, take a new copy of the state.
+
+        ``optimizer`` is ``None`` after an update made by hand; the step ``ended`` before the checks.
+        """
+        if self.history.num_optimizers > 1:
+            if self.running.differentiations:
+                self._finished.clear()
+            self._finished.add(id(optimizer))
+        elif optimizer is not None:
+            self._finished = {id(optimizer)}
+        if self.running.gaps:
+            self.history.interrupt()
+        self._note_numbers(optimizer, ended)
+        if was_checked:
+            self._copy_state(ended)
+            self.generators.look_closely()
+        elif not self.running.is_noted:
+            self.history.interrupt()
+        elif self.history.is_complete:
+            self._keep_step()
+        if optimizer is None:
+            self.iterations.updated_by_hand()
+        else:
+            self.iterations.attempted(optimizer)
+        if self.iterations.total == SETTLED_AFTER:
+            self.tape.roots.settle()
+        if optimizer is not None:  # an update made by hand is seen only in a step that is noted
+            self.budget.end_step(ended, self.history.num_copies)
+        self.restart()
+
+    def end_judged_step(self, optimizer: torch.optim.Optimizer, ended: float) -> None:
+        """A step of which only the loss was checked is over."""
+        self._note_numbers(optimizer, ended)
+        self.iterations.attempted(optimizer)
+        if self.running.entries:
+            self.running.restart()
+
+    def _note_numbers(self, optimizer: torch.optim.Optimizer | None, ended: float) -> None:
+        rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
+        if isinstance(rate, torch.Tensor):
+            rate = rate.detach().clone()
+        key = id(optimizer) if optimizer is not None else None
+        total, completed = self.iterations.total, self.iterations.completed
+        self.timeline.end_step(total, completed, rate, self.scalers.scale, ended, key)
+
+    def _keep_step(self) -> None:
+        """Let the step become the past."""
+        history, running = self.history, self.running
+        history.steps.append(self.step_of(running.entries, running.memory.saved))
+        self._waiting_bytes += running.num_bytes
+        holds_graph = any(entry.keeps_graph for entry in running.differentiations)
+        if len(history.waiting()) >= self._may_wait or holds_graph or self._waiting_bytes > history.room:
+            self.freeze_past()
+
+    def freeze_past(self) -> None:
+        """Let go of what past steps made and nobody needs any more."""
+        self._waiting_bytes = 0
+        try:
+            self.history.makers = self.freezer.living(self.history.makers, self.freezer.used)
+            for step in self.history.waiting():
+                num_entries = len(step.entries)
+                self.freezer.freeze(step)
+                self.history.frozen(step)
+                if step.is_cut:
+                    self.history.interrupt()
+                    return
+                by_bytes, by_entries = _WAITING_BYTES // (step.made_bytes + 1), _WAITING_ENTRIES // (num_entries + 1)
+                self._may_wait = min(_MOST_WAITING, by_bytes + 1, by_entries + 1)
+        except Exception as error:  # an argument that cannot be copied: then there is no going back behind this step
+            pass_on(error)
+            self.history.interrupt()
+
+    def past(self) -> list[PastStep]:
+        """The steps since the last copy, with entries."""
+        return [self.freezer.thaw(step) for step in self.history.steps]
+
+    def makers(self) -> list[list[Entry]]:
+        """The entries of those steps before the last copy whose graphs may be used still."""
+        return [self.freezer.thaw(step).entries for step in self.history.makers]
+
+    def step_of(self, entries: list[Entry], saved: dict[int, torch.Tensor]) -> PastStep:
+        """The running step with these entries."""
+        iterations = self.iterations
+        return PastStep(
+            entries,
+            saved,
+            iterations.completed,
+            iterations.micro_step,
+            self.timeline.loss,
+            self.generators.states,
+            place=iterations.total,
+        )
+
+    def restart(self) -> None:
+        """A new step begins."""
+        self.running.restart()
+        self.choose()
+        if self.buffers.tensors:
+            self.buffers.refresh()
+        if self.generators.states is not None:
+            self.generators.restart()
+
+    def choose(self) -> None:
+        """Note the functions of the running step, or not."""
+        is_noted = self.running.is_noted = self.budget.notes(self.iterations.completed)
+        self.tape.turn(is_on=is_noted)
+        self.tape.roots.is_noting = self.budget.every > 0
+        is_least = not (self.budget.every or self.scalers.is_used) and self.ranks.is_alone
+        if is_least and not self.tape.only_judges:
+            self.history.give_up()
+        self.tape.only_judges = is_least
+
+    @property
+    def is_before_first(self) -> bool:
+        """True if the running step is the last one before the step that the user wants to be the first to be noted."""
+        return self.budget.from_step == self.iterations.completed + 1
+
+    def interrupt(self) -> None:
+        """Something happened that the tape does not tell; the step starts anew."""
+        self.history.interrupt()
+        self.restart()
+
+    def begin_over(self) -> None:
+        """An exception has interrupted work of reprokit's own: nothing that is known is sure to be whole."""
+        self.history.state.clear()
+        self.history.makers = []
+        self.freezer.forget()
+        self.buffers.clear()
+        self.convert()
+        self.restart()
+        self.running.gaps.append(None)
+
+    def accuse(self) -> None:
+        """The loss of this process is bad; others, if there are any, are to know."""
+        self.ranks.accuse(self.iterations.completed)
+
+    def skip(self, seconds: float) -> None:
+        """So much time has passed unwatched: it counts neither for the pace of copies nor as part of a step."""
+        self.history.skip(seconds)
+        self.timeline.skip(seconds)
+
+    def forget(self) -> None:
+        """Let go of everything that belongs to the user."""
+        self.running.memory.forget()
+        self.history.forget()
+        self.freezer.forget()
+        self.buffers.clear()
+        self.tape.roots.attributes.forget()
+
+    def convert(self) -> None:
+        """State is of another type, shape or place now: there is no going back behind this."""
+        self.is_converted = True
+        self.history.interrupt()
+        self.tape.roots.met.clear()
+
+    def _lose(self, entries: list[Entry]) -> None:
+        """Calls that nothing depends on were taken off the tape; they may have changed statistics all the same."""
+        trained = [entry.target for entry in entries if entry.kind == "module" and entry.is_training]
+        if self.history.is_complete and any(next(module.buffers(), None) is not None for module in trained):
+            self.before_interrupt()
+            self.history.interrupt()
+
+    def _begin_anew(self) -> None:
+        """A converted model is used for the first time: what it is now is where its past begins."""
+        self.is_converted = False
+        for module in self.history.modules:
+            self.buffers.add_module(module)
+        entries = self.running.entries
+        if not any(entry.kind in ("module", "differentiate") for entry in entries):
+            entries[:] = [entry for entry in entries if not (entry.writes_state or entry.name in DATA_WRITES)]
+            self._copy_state(time.perf_counter())
+
+    def _copy_state(self, started: float) -> None:
+        self._keep_makers()
+        self.history.take(started, [o for o in self.history.optimizers if id(o) not in self._finished])
+        self.freezer.forget(self.history.makers)
+        self.running.memory.copied()
+        self._know_state()
+        self.tape.roots.met.clear()
+        owners: list[Owner] = [*self.history.modules, *self.history.optimizers]
+        self.tape.roots.attributes.begin_anew(owners, self.history.step_seconds)
+        self.history.rest(started)
+
+    def _keep_makers(self) -> None:
+        """Know of the steps before a copy those that made graphs which later steps may go on with."""
+        history, running = self.history, self.running
+        steps = [*history.makers, *history.steps, self.step_of(running.entries, running.memory.saved)]
+        try:
+            for step in steps:
+                if step.flat is None:
+                    self.freezer.freeze(step)
+            history.makers = self.freezer.living(steps)[-_MOST_MAKERS:]
+        except Exception as error:  # an argument that cannot be copied
+            pass_on(error)
+            history.makers = []
+
+    def _know_state(self) -> None:
+        self.running.memory.know_state(self.history.changing(), self.history.untouched())

@@ -1,0 +1,410 @@
+"""From a failure that was noticed to a file.
+
+The step that is running is saved or, when the state was bad before it, the step that the past shows to be the first bad
+one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from reprokit.arrivals import pass_on
+from reprokit.capture.rank_name import rank_suffix, with_part
+from reprokit.capture.record.compact_steps import PastStep, split
+from reprokit.capture.record.entry import Entry
+from reprokit.capture.record.screens import bad_tensor
+from reprokit.capture.record.state import CannotGoBack
+from reprokit.capture.record.structure import iter_tensors
+from reprokit.capture.rewind.find_bad_step import Found, Rewind
+from reprokit.capture.rewind.user_hooks import ACCUMULATED, EVERY, UserHooks, guarded
+from reprokit.capture.run.run_state import Training
+from reprokit.capture.run.timeline import number_of
+from reprokit.capture.save.build_snapshot import FailedStep, Made, make_snapshot, snapshot_without_replay
+from reprokit.capture.save.exceptions import Raised
+from reprokit.capture.save.fidelity import checked, unchecked
+from reprokit.capture.save.prepared import without_preparation
+from reprokit.program.ir import AUTOGRAD_GRAD
+from reprokit.snapshot.format import CaptureSettings, Snapshot, save
+from reprokit.snapshot.privacy import Source, private
+
+NOT_KEPT = "the state from before the step was not kept, so there was no going back"
+BEGUN_BEFORE = "a step goes on with a graph from before the last copy of the state, so there was no going back"
+NOT_REPLAYED = (
+    "the parameters are spread over several processes, so the step could not be replayed in one; "
+    "the snapshot holds what the step was given"
+)
+HAS_GAP = "the loop went on in this step after an exception, and what the interrupted call wrote is not known"
+_MOST_JOINED = 64  # steps: a program of more takes too long to be reduced
+NOT_SHOWN = "replaying the steps since the last copy did not show which one made the state nan or inf"
+
+
+class SkippedLoss(Exception):
+    """The loop has made no bad update of a bad loss that was noticed late; ``step`` is the step of that loss."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"the loop skipped step {step}")
+        self.step = step
+
+
+@dataclass(frozen=True)
+class Noticed:
+    """The place of a failure: kind of tensor, frame of the loop, the backward call that was not started, the exception.
+
+    ``is_late``: it has happened some steps ago. An ``output`` with a pending backward call is the start of that: the
+    loop gave up over a value, and nothing says that it is a loss. ``last`` is the last entry of the
+    step, if the loop has gone on since. ``takes_skipped``: a step that the loop skipped is a failure too.
+    ``has_earlier``: an earlier step had a bad loss, of which no bad update was made.
+    """
+
+    observed_at: str
+    frame: FrameType | None
+    pending: Entry | None = None
+    is_late: bool = False
+    raised: Raised | None = None
+    last: Entry | None = None
+    takes_skipped: bool = False
+    has_earlier: bool = False
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where snapshots go: the file that was asked for, or a name made of ``name`` and the step inside ``directory``.
+
+    ``source`` says how much of the user's code goes with them. One of several processes adds its rank to the file name,
+    ``part`` if it has none.
+    """
+
+    output: Path | None
+    directory: Path
+    name: str
+    overwrite: bool
+    source: Source = "traceback"
+    part: str = ""
+
+    def private(self, snapshot: Snapshot) -> Snapshot:
+        """The parts of a snapshot that may be written and printed."""
+        return private(snapshot, self.source)
+
+    def write(self, made: Made) -> tuple[Path, Snapshot]:
+        """Write the file and read it back; another name is found when it is taken and may not be overwritten."""
+        snapshot = made.snapshot
+        part = rank_suffix() or self.part
+        automatic = f"{self.name}{part}-step{snapshot.step}"
+        path = with_part(self.output, part) if self.output else free_path(self.directory, automatic)
+        if path.exists() and not self.overwrite:
+            path = free_path(path.parent, path.name.removesuffix(".pt").removesuffix(".repro"))
+        save(snapshot, path)
+        snapshot.tensors.clear()  # what is read back takes their place
+        try:
+            return path, checked(path, made.losses, made.devices)
+        except Exception as error:
+            pass_on(error)
+            return path, unchecked(path, error)
+
+
+def snapshot_of(training: Training, noticed: Noticed, command: Sequence[str], described: dict[str, Any]) -> Made:
+    """Describe the step that failed; ``described`` is what the snapshot is to say about the capture."""
+    return _Describing(training, noticed, command, described).snapshot()
+
+
+class _Describing:
+    """Finds the step to save and describes it."""
+
+    def __init__(self, training: Training, noticed: Noticed, command: Sequence[str], described: dict[str, Any]) -> None:
+        self._training = training
+        self._noticed = noticed
+        self._command = list(command)
+        self._described = described
+
+    def snapshot(self) -> Made:
+        """The first bad step: in the past if the state is bad, else the one that is running."""
+        training, noticed = self._training, self._noticed
+        training.freeze_past()
+        entries = _until(_before(training.running.entries, noticed.pending), noticed.last)
+        culprit = None
+        if not training.running.is_noted and noticed.observed_at == "loss":
+            culprit = next((entry for entry in entries if entry.kind == "module" and _is_output_bad(entry)), None)
+        if culprit is not None:  # all that is known of how the loss was made
+            noticed = self._noticed = replace(noticed, observed_at="output", pending=None, last=culprit)
+            entries = _until(entries, culprit)
+        if noticed.raised is not None:
+            entries = [entry for entry in entries if not entry.is_skipped or entry.writes_state]
+        step = training.step_of(entries, training.running.memory.saved)
+        if training.ranks.is_sharded:
+            failed = self._failed(step, noticed.observed_at, entries, step.saved, noticed.pending)
+            failed = replace(failed, raised=noticed.raised, notes=[NOT_REPLAYED])
+            return Made(snapshot_without_replay(failed, noticed.frame))
+        notes = list(dict.fromkeys(training.unseen))
+        if self._has_gap():
+            notes.append(HAS_GAP)
+            training.history.interrupt()
+        if not training.running.is_noted:
+            notes.append(training.budget.why_not(training.iterations.completed))
+        lead, rest = split(entries)
+        is_past = noticed.is_late or noticed.has_earlier or any(entry.writes_state for entry in rest)
+        is_past = is_past or (noticed.raised is None and training.history.newly_bad() is not None)
+        if is_past:
+            buffers = training.history.newly_bad_buffers() if noticed.observed_at == "output" else []
+            past, reasons = self._from_the_past(step, [buffer for _, buffer in buffers])
+            notes += reasons
+            if past is not None:
+                return past
+        entries, saved, pending = self._with_graphs_from_before(step)
+        if entries is step.entries:  # and not light copies of them, which hold no values
+            entries = without_preparation(entries, saved)
+        entries = [entry for entry in entries if not (entry.writes_state or entry.kind == "optimizer")]
+        failed = self._failed(step, noticed.observed_at, entries, saved, pending)
+        failed = replace(failed, raised=noticed.raised, notes=notes, lead=lead, keep=culprit)
+        made = make_snapshot(failed, noticed.frame)
+        if made.snapshot.fidelity != "exact" and training.history.is_complete and not notes:
+            light = training.freezer.lightened(step, noticed.pending)
+            failed = replace(failed, pending=light.entries.pop() if noticed.pending is not None else None)
+            made = self._joined(made, failed, [*training.past(), light])
+        if made.snapshot.fidelity != "exact" and BEGUN_BEFORE not in notes and self._is_begun_before(step):
+            note = "; ".join(filter(None, [BEGUN_BEFORE, made.snapshot.fidelity_note]))
+            made = replace(made, snapshot=replace(made.snapshot, fidelity_note=note))
+        if not training.running.is_noted:  # nothing else that differs says anything about training
+            made = replace(made, snapshot=replace(made.snapshot, fidelity_note="; ".join(notes)))
+        if made.culprit is not None and training.history.has_worsened(made.culprit):
+            past, _ = self._from_the_past(step, [made.culprit])
+            return past or made
+        return made
+
+    def _has_gap(self) -> bool:
+        """True if the loop has handled an exception in this step that may have interrupted a write."""
+        running = self._training.running
+        if self._noticed.raised is None or running.raised is None:
+            return bool(running.gaps)
+        return any(gap not in (None, running.raised[1]) for gap in running.gaps)
+
+    def _from_the_past(self, step: PastStep, ruined: Sequence[torch.Tensor] = ()) -> tuple[Made | None, list[str]]:
+        """The snapshot of the first bad step, or why there is none.
+
+        That is the step that made one of the ``ruined`` parts of the state nan or inf, if there are any; else the first
+        one with a bad loss, gradient or parameter.
+        """
+        training, pending = self._training, self._noticed.pending
+        if not training.history.is_complete:
+            return None, [NOT_KEPT]
+        steps = self._complete([*training.past(), training.freezer.lightened(step, pending)])
+        if steps is None:
+            return None, [BEGUN_BEFORE]
+        has_stepped = any(entry.has_stepped for past in steps for entry in past.entries)
+        made, reasons, num_left_out = self._played(steps, ruined, EVERY - {ACCUMULATED} if has_stepped else EVERY)
+        if made is None and num_left_out:  # hooks may have changed what training computed
+            made, reasons, _ = self._played(steps, ruined, frozenset())
+        if made is None or made.culprit is None or ruined or not training.history.has_worsened(made.culprit):
+            return made, reasons
+        return self._from_the_past(step, [made.culprit])[0] or made, []
+
+    def _played(
+        self, steps: list[PastStep], ruined: Sequence[torch.Tensor], out: Set[str]
+    ) -> tuple[Made | None, list[str], int]:
+        """The snapshot or why there is none, played without the user's hooks of the kinds ``out``, and their number."""
+        history = self._training.history
+        rewind, hooks = Rewind(history, steps, ruined, takes_skipped=self._noticed.takes_skipped), UserHooks()
+        try:
+            with rewind.going_back():
+                with guarded(history.modules, rewind.leaves(), out) as hooks:
+                    found = rewind.find(hooks)
+                if found is None:
+                    is_loss = self._noticed.observed_at == "loss" and self._noticed.is_late
+                    if is_loss and rewind.skipped and not rewind.notes:
+                        raise SkippedLoss(rewind.skipped[0])
+                    first = rewind.first_bad_loss()
+                    seen = [f"training saw the first bad loss in step {first}"] if first is not None else []
+                    return None, [*rewind.notes, *seen, NOT_SHOWN], hooks.left_out.total()
+                failed = self._failed_before(found, steps)
+                made = make_snapshot(failed, self._noticed.frame)
+                if made.culprit is None and not _is_shown(made.snapshot):
+                    made = replace(made, culprit=history.newly_bad())
+        except CannotGoBack as reason:
+            return None, [str(reason)], 0
+        except SkippedLoss:
+            raise
+        except Exception as error:  # of the user's code, which the state of then may not suit
+            pass_on(error)
+            reasons = [f"playing the steps since the last copy raised {type(error).__name__}: {error}"]
+            return None, reasons, hooks.left_out.total()
+        if made.culprit is None and made.snapshot.fidelity != "exact":
+            written = [entry for entry in split(found.step.entries)[0] if entry.writes_state]
+            last = replace(found.step, entries=[*([] if found.keep is not None else written), *found.entries])
+            made = self._joined(made, failed, [*steps[: steps.index(found.step)], last])
+        return made, [], 0
+
+    def _joined(self, made: Made, failed: FailedStep, steps: list[PastStep]) -> Made:
+        """``made``, or the last of ``steps`` together with those whose graphs or gradients it goes on with.
+
+        The latter if only they fail as training did: then parameters were updated between forward and backward pass.
+        """
+        last = steps[-1].entries
+        first = self._training.freezer.first_joined([step.entries for step in steps[:-1]], last)
+        differentiates = [any(entry.kind == "differentiate" for entry in step.entries) for step in steps]
+        owner = steps[-1]
+        if failed.observed_at == "gradient" and not differentiates[-1] and any(differentiates):
+            number = max(n for n, is_made in enumerate(differentiates) if is_made)
+            owner, first = steps[number], min(number, number if first is None else first)
+        if first is None or len(steps) - first > _MOST_JOINED:
+            return made
+        rewind = Rewind(self._training.history, steps)
+        try:
+            with rewind.going_back():
+                saved = rewind.play_until(first)
+                joined = replace(
+                    failed,
+                    entries=_one_after_another(steps[first:]),
+                    saved=saved,
+                    lead=[],
+                    buffers=None,
+                    put_back=self._state(),
+                    generators=steps[first].generators,
+                    completed=owner.completed,
+                    notes=rewind.notes,
+                )
+                other = make_snapshot(joined, self._noticed.frame)
+        except Exception as error:  # of the user's code, or because the state of then does not suit
+            pass_on(error)
+            return made
+        is_better = other.snapshot.fidelity == "exact" or (_is_shown(other.snapshot) and not _is_shown(made.snapshot))
+        return replace(other, culprit=None) if is_better else made
+
+    def _complete(self, steps: list[PastStep]) -> list[PastStep] | None:
+        """The steps with what was made before the last copy for them; ``None`` if that is not known."""
+        makers, made, complete = self._training.makers(), set[int](), []
+        for step in steps:
+            entries = self._training.freezer.with_makers(step.entries, makers, made)
+            if entries is None:
+                return None
+            complete.append(replace(step, entries=entries))
+            made.update(id(tensor) for entry in entries for tensor in iter_tensors(entry.output))
+        return complete
+
+    def _failed_before(self, found: Found, steps: list[PastStep]) -> FailedStep:
+        """The step that a rewind has found; the live state is where that step began."""
+        earlier = [*self._training.makers(), *(step.entries for step in steps[: steps.index(found.step)])]
+        entries = self._training.freezer.with_makers(found.entries, earlier) or found.entries
+        failed = self._failed(found.step, found.observed_at, entries, found.saved, found.pending)
+        likewise = (
+            [*steps[-2].entries, *self._training.running.entries] if len(steps) > 1 else self._training.running.entries
+        )
+        micro_step = found.step.micro_step
+        if found.observed_at in ("loss", "output"):  # the step went on from there
+            micro_step -= num_backward(found.step.entries) - num_backward(found.entries)
+            micro_step += num_backward([self._noticed.pending]) if found.step is steps[-1] else 0
+        return replace(
+            failed,
+            buffers=None,
+            put_back=self._state(),
+            notes=found.notes,
+            gradients=found.gradients,
+            likewise=likewise,
+            keep=found.keep,
+            micro_step=micro_step,
+        )
+
+    def _state(self) -> Set[int]:
+        """The ids of the state that going back puts back."""
+        return {id(tensor) for tensor in self._training.history.changing()}
+
+    def _with_graphs_from_before(self, step: PastStep) -> tuple[list[Entry], dict[int, torch.Tensor], Entry | None]:
+        """The running step, begun with what earlier steps made with a graph that it goes on with."""
+        pending = self._noticed.pending
+        earlier = [*self._training.makers(), *(past.entries for past in self._training.past())]
+        if earlier:
+            light = self._training.freezer.lightened(step, pending)
+            entries = self._training.freezer.with_makers(light.entries, earlier)
+            if entries is not None and len(entries) > len(light.entries):
+                return (entries[:-1], light.saved, entries[-1]) if pending else (entries, light.saved, None)
+        return step.entries, step.saved, pending
+
+    def _is_begun_before(self, step: PastStep) -> bool:
+        """True if the running step goes on with a graph that no step since the last copy has made."""
+        freezer, pending = self._training.freezer, self._noticed.pending
+        light = freezer.lightened(step, pending)
+        past = [earlier.entries for earlier in self._training.past()]
+        return freezer.with_makers(light.entries, past) is None
+
+    def _failed(
+        self,
+        step: PastStep,
+        observed_at: str,
+        entries: list[Entry],
+        saved: dict[int, torch.Tensor],
+        pending: Entry | None,
+    ) -> FailedStep:
+        training, number, loss = self._training, step.completed, number_of(step.loss)
+        is_noted = training.running.is_noted or number != training.iterations.completed
+        return FailedStep(
+            observed_at=observed_at,
+            entries=entries,
+            saved=saved,
+            pending=pending,
+            modules=training.history.modules,
+            buffers=training.buffers,
+            generators=step.generators,
+            completed=number,
+            micro_step=step.micro_step,
+            timeline=training.timeline.until(step.place, number, loss),
+            optimizers=training.history.optimizers,
+            compiled=training.compiled,
+            command=self._command,
+            capture=CaptureSettings(
+                **self._described,
+                **training.budget.describe(is_noted=is_noted),
+                history_steps=len(training.history.steps),
+                history_bytes=training.history.state.copies.num_bytes,
+                **training.ranks.describe(),
+            ),
+        )
+
+
+def _is_output_bad(entry: Entry) -> bool:
+    """True if a call returned a tensor that is nan or inf."""
+    return bad_tensor(tensor for tensor in iter_tensors(entry.output) if tensor.is_floating_point()) is not None
+
+
+def _is_shown(snapshot: Snapshot) -> bool:
+    """True if the replay of a step has shown where its failure comes from."""
+    return snapshot.failure.call_index is not None or snapshot.failure.input_name is not None
+
+
+def _one_after_another(steps: Sequence[PastStep]) -> list[Entry]:
+    """The entries of several steps, each with the generators that it began with."""
+    for step in steps[1:]:
+        first = next((entry for entry in step.entries if entry.kind == "module"), None)
+        if first is not None and step.generators is not None:
+            first.generators = step.generators
+    return [entry for step in steps for entry in step.entries]
+
+
+def num_backward(entries: Sequence[Entry | None]) -> int:
+    """Backward calls among entries."""
+    found = (entry for entry in entries if entry is not None and entry.kind == "differentiate")
+    return sum(entry.name != AUTOGRAD_GRAD for entry in found)
+
+
+def _before(entries: list[Entry], pending: Entry | None) -> list[Entry]:
+    """The entries up to a pending one, which may have been performed all the same."""
+    numbers = (number for number, entry in enumerate(entries) if entry is pending)
+    return entries[: next(numbers, len(entries))]
+
+
+def _until(entries: list[Entry], last: Entry | None) -> list[Entry]:
+    """The entries up to the ``last`` one; all of them if it is not among them."""
+    numbers = (number for number, entry in enumerate(entries) if entry is last)
+    return entries[: next(numbers, len(entries)) + 1]
+
+
+def free_path(directory: Path, stem: str) -> Path:
+    """``<stem>.repro.pt`` in ``directory``, numbered when that name is taken."""
+    for number in range(10_000):
+        path = directory / (f"{stem}.repro.pt" if number == 0 else f"{stem}-{number}.repro.pt")
+        if not path.exists():
+            return path
+    raise FileExistsError(f"no free name for {stem} in {directory}")

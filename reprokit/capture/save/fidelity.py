@@ -1,0 +1,104 @@
+"""Fidelity, measured on the file: what was written is read back, run by itself and located.
+
+``exact`` stays only if that run fails as training did: same phase, kind and origin, and the loss that training saw.
+Otherwise the file is written again with a note of what differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reprokit.arrivals import pass_on
+from reprokit.capture.rewind.replayer import describe_mismatch, is_close
+from reprokit.locate.blame import exception_failure, locate_with_losses
+from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.program.memory import same_bits
+from reprokit.program.run import Settings, determinism, run
+from reprokit.snapshot.format import Snapshot, load, save
+
+
+def checked(path: Path, losses: Mapping[int, torch.Tensor], devices: Mapping[int, torch.device]) -> Snapshot:
+    """The snapshot in a file; its fidelity is that of the file afterwards.
+
+    ``losses`` are what backward passes started from in the replay, ``devices`` where inputs were that the file has on
+    the host, both by value number.
+    """
+    snapshot = load(path)
+    if not snapshot.program.calls:
+        return snapshot
+    placed = {value: tensor.to(devices.get(value, "cpu")) for value, tensor in snapshot.tensors.items()}
+    with _by_itself(snapshot.settings):
+        try:
+            differences = dict(_differences(replace(snapshot, tensors=placed), losses))
+        except Exception as error:  # whatever a device or a kernel may object to
+            pass_on(error)
+            differences = {f"running the file raised {type(error).__name__}: {error}": False}
+    return _noted(snapshot, path, differences) if differences else snapshot
+
+
+def unchecked(path: Path, error: Exception) -> Snapshot:
+    """The snapshot in a file that `checked` could not check; it is not ``exact`` any more."""
+    return _noted(load(path), path, {f"the file was not checked ({type(error).__name__}: {error})": True})
+
+
+def _noted(snapshot: Snapshot, path: Path, differences: Mapping[str, bool]) -> Snapshot:
+    """Write the file again with what differs, in words, and whether it is only a matter of rounding."""
+    is_near = snapshot.fidelity != "unfaithful" and all(differences.values())
+    notes = dict.fromkeys([*filter(None, [snapshot.fidelity_note]), *differences])
+    snapshot = replace(snapshot, fidelity="close" if is_near else "unfaithful", fidelity_note="; ".join(notes))
+    save(snapshot, path)
+    return snapshot
+
+
+def _differences(snapshot: Snapshot, losses: Mapping[int, torch.Tensor]) -> Iterator[tuple[str, bool]]:
+    """The differences from training as text, and True if they are rounding only."""
+    failure = snapshot.failure
+    found, seen = _run(snapshot, losses.keys())
+    for value, old in losses.items():
+        new = seen.get(value)
+        if new is not None and not same_bits(old, new):
+            yield describe_mismatch("the program's loss", old, new), is_close(old, new)
+    if found is not None and found.exception is not None and failure.kind != EXCEPTION:
+        yield f"`{found.call}` raised in the replay: {found.exception[1]}", False
+    if failure.call_index is not None or failure.input_name is not None:
+        if found is None:
+            yield "the file does not fail when it is run", False
+        elif _signature(found) != _signature(failure):
+            yield f"the file fails in another way when it is run: {found.kind} in {found.phase}", False
+
+
+def _run(snapshot: Snapshot, losses: Set[int]) -> tuple[Failure | None, Mapping[int, torch.Tensor]]:
+    """Locate the failure of the file and collect its losses, in one run where one is enough."""
+    program, tensors, failure = snapshot.program, snapshot.tensors, snapshot.failure
+    if failure.kind != EXCEPTION and (failure.call_index is not None or failure.input_name is not None):
+        return locate_with_losses(program, tensors, losses)
+    outcome = run(program, tensors, keep=frozenset(losses))
+    return exception_failure(program, outcome) if outcome.error is not None else None, outcome.values
+
+
+def _signature(failure: Failure) -> tuple[Any, ...]:
+    raised = failure.exception[0] if failure.exception is not None else None
+    return failure.phase, failure.kind, failure.call, failure.call_index, failure.input_name, raised
+
+
+@contextlib.contextmanager
+def _by_itself(settings: Settings) -> Iterator[None]:
+    """The settings of the file, without the modes and generators of the code around."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for device in ("cpu", "cuda", "mps", "xpu"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(determinism(settings))
+        yield

@@ -1,0 +1,269 @@
+"""Running the failed step again from its tape, under a tracer: the tape becomes a program.
+
+Only what the failure depends on is run. Every root module and function is called again with what it was given, so the
+user's own code runs once more; the state it changes is put back by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from reprokit.arrivals import pass_on
+from reprokit.capture.record.attributes import is_of_torch
+from reprokit.capture.record.entry import Entry, gradients_read, starts_of
+from reprokit.capture.record.state import owned_by
+from reprokit.capture.record.structure import iter_tensors
+from reprokit.capture.record.tensor_names import is_unfollowed
+from reprokit.capture.rewind.replayer import Player, describe_mismatch, is_close, is_same, step_without_hooks
+from reprokit.locate.blame import GRAD_SCALER
+from reprokit.program.encode import CannotRecord
+from reprokit.program.functions import GRAD_WRITES, written_argument
+from reprokit.program.ir import AUTOGRAD_BACKWARD, ZERO_GRAD, Call, Program, Ref
+from reprokit.program.memory import copies_of
+from reprokit.program.run import Modes
+from reprokit.program.sites import make_site
+from reprokit.program.trace import Origin, Tracer, recording
+
+
+@dataclass
+class Replayed:
+    """The program of a step, and how well running it agrees with what the loop saw.
+
+    ``mismatches`` says in words what differed, best known first; empty means bit-equal. ``error`` is what playing
+    raised. ``borrowed`` are the inputs that share memory with live tensors until `own_tensors`; ``sources`` are the
+    loop's tensors behind the inputs, ``losses`` what backward passes started from, ``devices`` where inputs were, by
+    value number.
+    """
+
+    program: Program
+    tensors: dict[int, torch.Tensor]
+    borrowed: Set[int]
+    mismatches: list[str] = field(default_factory=list)
+    is_close: bool = True
+    error: Exception | None = None
+    sources: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    devices: dict[int, torch.device] = field(default_factory=dict)
+
+    def own_tensors(self) -> None:
+        """Copy what is borrowed to the host, before the live tensors get other contents."""
+        self.devices = {value: tensor.device for value, tensor in self.tensors.items() if not tensor.is_cpu}
+        self.tensors.update(copies_of({value: self.tensors[value] for value in self.borrowed}, "cpu"))
+        self.borrowed = frozenset()
+
+
+def replay(
+    entries: list[Entry],
+    saved: Mapping[int, torch.Tensor],
+    describe: Callable[[torch.Tensor], Origin | None],
+    *,
+    perform_last: bool,
+    raises: bool = False,
+    state: Set[int] = frozenset(),
+    root_names: Mapping[int, str] | None = None,
+    keep: Entry | None = None,
+) -> Replayed:
+    """Run ``entries`` again and record them.
+
+    ``saved`` holds what outside tensors contained before the loop wrote into them. ``perform_last`` is false when the
+    last entry is a backward call that the loop did not come to, because its start was already bad; ``raises`` is true
+    when the last entry is expected to raise. ``state`` are the ids of tensors that the caller has put back.
+    ``root_names`` are those of the tracer. ``keep`` is an entry to run in any case.
+    """
+    recorder = _Recorder(saved, describe, state, root_names)
+    needed = entries if raises else needed_entries(entries, keep)
+    error = None
+    with recording(recorder.tracer), Modes() as modes:
+        updating = _start_of_hand_update(needed)
+        for position, entry in enumerate(needed):
+            modes.enter(entry.mode)
+            recorder.tracer.phase = "optimizer" if position >= updating else "forward"
+            try:
+                recorder.record(entry, perform=perform_last or position < len(needed) - 1)
+            except Exception as raised:
+                pass_on(raised)
+                if not raises:
+                    raise
+                error = raised
+                break
+    recorder.mismatches += map(_ROUNDED.format, dict.fromkeys(recorder.tracer.transforms.rounded))
+    program = recorder.tracer.program() if raises else recorder.tracer.program().pruned()
+    tensors = {item.value: recorder.tracer.tensors[item.value] for item in program.inputs}
+    borrowed = recorder.tracer.borrowed & tensors.keys()
+    sources = {item.value: recorder.source_of(item.value) for item in program.inputs}
+    known = recorder.mismatches, recorder.is_close, error, sources, recorder.losses
+    return Replayed(program, tensors, borrowed, *known)
+
+
+def needed_entries(entries: list[Entry], keep: Entry | None = None) -> list[Entry]:
+    """Those entries that backward calls, optimizer steps and ``keep`` depend on, in order."""
+    if not any(entry.kind == "differentiate" for entry in entries):
+        return entries
+    grads = gradients_read(entries)
+    needed: set[int] = set()
+    kept: list[Entry] = []
+    for entry in reversed(entries):
+        made = {id(tensor) for tensor in iter_tensors(entry.output)}
+        written = written_argument(entry.name, entry.args, entry.kwargs)
+        if written is not None:
+            made.add(id(written))
+        is_pure = entry.kind in ("module", "function", "scale", "transform") and not entry.writes_state
+        is_pure = is_pure and id(written) not in grads and entry.name not in GRAD_WRITES
+        if entry is keep or not is_pure or made & needed or (entry.writes_view and needed):
+            kept.append(entry)
+            needed.update(id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs)))
+    return kept[::-1]
+
+
+def _start_of_hand_update(entries: list[Entry]) -> int:
+    """The position from which on the loop updates parameters by itself; behind the end when it does not."""
+    last = max((number for number, entry in enumerate(entries) if entry.kind == "differentiate"), default=len(entries))
+    return last + 1 if any(entry.writes_state for entry in entries[last + 1 :]) else len(entries)
+
+
+class _Recorder(Player):
+    """Plays entries under the tracer."""
+
+    def __init__(
+        self,
+        saved: Mapping[int, torch.Tensor],
+        describe: Callable[[torch.Tensor], Origin | None],
+        state: Set[int] = frozenset(),
+        root_names: Mapping[int, str] | None = None,
+    ) -> None:
+        super().__init__(saved, state=state)
+        self._zeroed: dict[int, tuple[torch.Tensor, int]] = {}
+        self.tracer = Tracer(self._describe, driver=_DRIVER, root_names=root_names)
+        self.losses: dict[int, torch.Tensor] = {}
+        self.is_close = True
+        self._describe_old = describe
+        self._differentiated = False
+        self._perform = True
+
+    def record(self, entry: Entry, *, perform: bool) -> None:
+        """Do what the entry says and record it; a backward call may be recorded without being performed."""
+        self.tracer.outer_site = make_site(entry.code, entry.line, entry.library) if entry.code is not None else None
+        self.tracer.outer_scope = ()
+        self._perform = perform
+        with torch._C.DisableTorchFunction():  # our own work is not part of the step
+            self._check_versions(entry)
+            args, kwargs = self.given(entry)
+        self._play(entry, args, kwargs)
+
+    def _play_scale(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        self.tracer.outer_scope = (GRAD_SCALER,)
+        return super()._play_scale(entry, args, kwargs)
+
+    def _play_clip(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        self.tracer.phase = "optimizer"
+        try:
+            return super()._play_clip(entry, args, kwargs)
+        finally:
+            self.tracer.phase = "forward"
+
+    def _play_zero_grad(self, entry: Entry, args: Any, kwargs: Any) -> None:
+        owner = entry.args[0]
+        super()._play_zero_grad(entry, args, kwargs)
+        parameters = owned_by(owner)
+        with torch._C.DisableTorchFunction():
+            self._zeroed.update((id(p), (p.grad, p.grad._version)) for p in parameters if p.grad is not None)
+        known = [p for p in parameters if self.tracer.value_of(p) is not None]
+        if self._differentiated and known:
+            refs = [Ref(self.tracer.value(parameter)) for parameter in known]
+            self.tracer.record(Call(ZERO_GRAD, (refs,), phase="backward"))
+
+    def _play_optimizer(self, entry: Entry, args: Any, kwargs: Any) -> None:
+        optimizer: torch.optim.Optimizer = entry.target
+        self.tracer.phase = "optimizer"
+        with self.as_then(entry):
+            if is_of_torch(optimizer):
+                with torch._C.DisableTorchFunction():
+                    self.tracer.record(self._optimizer_call(optimizer))
+                    step_without_hooks(optimizer)
+            else:
+                step_without_hooks(optimizer, args, kwargs)
+        self.tracer.phase = "forward"
+
+    def _optimizer_call(self, optimizer: torch.optim.Optimizer) -> Call:
+        tracer = self.tracer
+        params, grads, options, states = [], [], [], []
+        for group in optimizer.param_groups:
+            with_grad = [p for p in group["params"] if p.grad is not None]
+            for parameter in with_grad:
+                tracer.save_before_write(parameter)
+            params.append([Ref(tracer.value(p)) for p in with_grad])
+            grads.append([None if self._is_from_program(p) else Ref(tracer.value(p.grad)) for p in with_grad])
+            options.append(self._plain_items(group, without="params"))
+            states.append([self._plain_items(optimizer.state.get(p, {}), role="state") for p in with_grad])
+        call = tracer.make_call(f"torch.optim.{type(optimizer).__name__}.step")
+        content = {"params": params, "grads": grads, "options": options, "state": states}
+        return replace(call, kwargs=content, phase="optimizer")
+
+    def _is_from_program(self, parameter: torch.Tensor) -> bool:
+        """True if the program itself computes a gradient, which is not what `zero_grad` has left of an older one."""
+        left = self._zeroed.get(id(parameter))
+        is_left = left is not None and left[0] is parameter.grad and left[0]._version == left[1]
+        return self._differentiated and not is_left
+
+    def _plain_items(self, items: Mapping[str, Any], without: str = "", role: str = "") -> dict[str, Any]:
+        """The entries of a state or option dict that a program can hold."""
+        plain = {}
+        for name, value in items.items():
+            if name == without:
+                continue
+            try:
+                if isinstance(value, torch.Tensor) and role:
+                    plain[name] = Ref(self.tracer.adopt(value, Origin(name, role)))
+                else:
+                    plain[name] = self.tracer.encode(value)
+            except CannotRecord:
+                self.mismatches.append(f"the optimizer's `{name}` cannot be recorded")
+        return plain
+
+    def _play_differentiate(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        self.tracer.phase = "backward"
+        self._differentiated = True
+        with torch._C.DisableTorchFunction():
+            self._compare_starts(entry, args, kwargs)
+        name = entry.name
+        try:
+            if not self._perform:
+                self.tracer.record(self.tracer.make_call(name, args, kwargs))
+                return None
+            if name == AUTOGRAD_BACKWARD:
+                return self.tracer.perform(name, entry.target, args, kwargs)
+            return entry.target(*args, **kwargs)
+        finally:
+            self.tracer.phase = "forward"
+
+    def _compare_starts(self, entry: Entry, args: Any, kwargs: Any) -> None:
+        """Is what the backward call starts from the same as in the loop?"""
+        olds = entry.settings if entry.settings is not None else entry.starts
+        for old, new in zip(olds, starts_of(args, kwargs), strict=False):
+            if (entry.settings is not None or old.numel()) and not is_same(old, new):
+                self.mismatches.append(describe_mismatch("the loss", old, new))
+                self.is_close = self.is_close and is_close(old, new)
+            value = self.tracer.value_of(new)
+            if value is not None:
+                self.losses[value] = new.detach().clone()
+
+    def _describe(self, tensor: torch.Tensor) -> Origin | None:
+        old = self._old.get(id(tensor), tensor)
+        origin = self._describe_old(old)
+        if is_unfollowed(old):
+            return replace(origin or Origin("input"), role="opaque")
+        is_value = origin is not None and origin.role == "opaque" and not tensor.requires_grad
+        return None if is_value else origin  # used without the graph that an earlier step made
+
+    def source_of(self, value: int) -> torch.Tensor | None:
+        """The loop's own tensor behind an input of the program."""
+        tensor = self.tracer.tensor_of(value)
+        return self._old.get(id(tensor), tensor) if tensor is not None else None
+
+
+_DRIVER = __file__
+_ROUNDED = "the transform of `{}` was replayed by plain calls, whose results differ by rounding"
