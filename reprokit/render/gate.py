@@ -28,16 +28,21 @@ _EXPRESSIONS = (
     ast.UnaryOp, ast.Compare, ast.BoolOp, ast.Starred, ast.keyword, ast.withitem, ast.arguments, ast.arg, ast.operator,
     ast.unaryop, ast.cmpop, ast.boolop, ast.expr_context,
 )  # fmt: skip
+# Further expressions and statements of the user's own lines.
+_OF_LINES = (
+    ast.AnnAssign, ast.DictComp, ast.FormattedValue, ast.GeneratorExp, ast.IfExp, ast.JoinedStr, ast.Lambda,
+    ast.ListComp, ast.NamedExpr, ast.Set, ast.SetComp, ast.comprehension,
+)  # fmt: skip
 _BUILTINS = frozenset({"print", "float", "complex", "slice", "super", "list", "dict", "tuple", "repr", "range"})
-# What a script calls besides functions of the list: constructors, settings and assertions of torch.
+# What a script uses besides functions of the list: constructors, constants, settings and assertions of torch.
 _TORCH = frozenset(
     f"torch.{name}"
     for name in (
-        "autocast", "autograd.backward", "compile", "cuda.set_rng_state", "device", "enable_grad", "finfo",
-        "inference_mode", "manual_seed", "nn.Parameter", "nn.init.constant_", "nn.init.ones_", "nn.init.zeros_",
-        "no_grad", "set_float32_matmul_precision", "set_num_threads", "set_rng_state", "sparse_bsc_tensor",
-        "sparse_bsr_tensor", "sparse_coo_tensor", "sparse_csc_tensor", "sparse_csr_tensor", "tensor",
-        "testing.assert_close", "use_deterministic_algorithms",
+        "Size", "Tensor", "autocast", "autograd.backward", "compile", "cuda.set_rng_state", "device", "e",
+        "enable_grad", "finfo", "inf", "inference_mode", "manual_seed", "nan", "nn.Parameter", "nn.init.constant_",
+        "nn.init.ones_", "nn.init.zeros_", "no_grad", "pi", "set_float32_matmul_precision", "set_num_threads",
+        "set_rng_state", "sparse_bsc_tensor", "sparse_bsr_tensor", "sparse_coo_tensor", "sparse_csc_tensor",
+        "sparse_csr_tensor", "tensor", "testing.assert_close", "use_deterministic_algorithms",
     )
 )  # fmt: skip
 _ATTRIBUTES = frozenset(
@@ -74,14 +79,7 @@ def require_closed(text: str, *, check: tuple[str, str] | None = None) -> None:
 
     ``check``: the file and the function of a check of the user's own, which the script may run from beside it.
     """
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise _refused(f"it is no Python ({type(error).__name__})") from error
-    try:
-        _Reader(tree, check).read()
-    except RecursionError as error:
-        raise _refused("it is nested too deeply") from error
+    _read(text, check=check)
 
 
 def require_test(text: str) -> None:
@@ -110,29 +108,19 @@ def is_line(code: str) -> bool:
     define.
     """
     try:
-        nodes = list(ast.walk(ast.parse(code)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        _read(code, is_line=True)
+    except RefusedScript:
         return False
-    known = (*_EXPRESSIONS, *_STATEMENTS, ast.expr, ast.comprehension, ast.AnnAssign, ast.With, ast.Module)
-    return all(isinstance(node, known) and _is_users(node) for node in nodes)
+    return True
 
 
-def _is_users(node: ast.AST) -> bool:
-    if isinstance(node, ast.Name):  # also one that is not called here: `max(texts, key=eval)`
-        is_known = node.id in _BUILTINS | _HARMLESS | _SHADOWED or not hasattr(builtins, node.id)
-        return is_known and not node.id.startswith("__")
-    if isinstance(node, ast.Attribute):
-        return not node.attr.startswith("__")
-    if not isinstance(node, ast.Call):
-        return True
-    if isinstance(node.func, ast.Name):
-        return node.func.id in _BUILTINS | _HARMLESS or not hasattr(builtins, node.func.id)
-    if not isinstance(node.func, ast.Attribute):
-        return False
-    dotted, name = _dotted(node.func), node.func.attr
-    if dotted is not None:
-        return _is_of_torch(dotted)
-    return name in _ATTRIBUTES | _HARMLESS or _is_method(name) or _is_self(node.func.value)
+def _read(text: str, *, check: tuple[str, str] | None = None, is_line: bool = False) -> None:
+    try:
+        _Reader(ast.parse(text), check, is_line).read()
+    except (SyntaxError, ValueError, MemoryError) as error:
+        raise _refused(f"it is no Python ({type(error).__name__})") from error
+    except RecursionError as error:
+        raise _refused("it is nested too deeply") from error
 
 
 def _refused(why: str) -> RefusedScript:
@@ -143,11 +131,15 @@ def _refused(why: str) -> RefusedScript:
 
 
 class _Reader:
-    """Reads one script. ``made`` are the names that it defines, ``members`` what it puts into modules of its own."""
+    """Reads one script, or some lines of the user's (``is_line``), whose names and attributes are defined elsewhere.
 
-    def __init__(self, tree: ast.Module, check: tuple[str, str] | None) -> None:
+    ``made`` are the names that it defines, ``members`` what it puts into modules of its own.
+    """
+
+    def __init__(self, tree: ast.Module, check: tuple[str, str] | None, is_line: bool) -> None:
         self._tree = tree
         self._check = check
+        self._is_line = is_line
         nodes = list(ast.walk(tree))
         self._made = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         methods = {id(part) for node in nodes if isinstance(node, ast.ClassDef) for part in node.body}
@@ -159,12 +151,13 @@ class _Reader:
 
     def read(self) -> None:
         """Raise `RefusedScript` at the first thing that does not belong."""
-        taken = {*_PREFIXES, *_BUILTINS, "Path", *(("runpy", "SimpleNamespace") if self._check is not None else ())}
+        taken = {*_PREFIXES, *(() if self._is_line else (*_BUILTINS, "Path"))}
+        taken |= {"runpy", "SimpleNamespace"} if self._check is not None else set()
         for name in sorted(self._made | self._members):
             if name.startswith("__") or name in taken:
                 raise _refused(f"it defines `{name}`")
         for statement in self._tree.body:
-            self._top(statement)
+            (self._statement if self._is_line else self._top)(statement)
 
     def _top(self, node: ast.stmt) -> None:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -194,9 +187,9 @@ class _Reader:
             self._statement(statement)
 
     def _statement(self, node: ast.stmt) -> None:
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.FunctionDef) and not self._is_line:
             self._function(node)
-        elif isinstance(node, (ast.With, ast.For)):
+        elif isinstance(node, ast.With) or (isinstance(node, ast.For) and not self._is_line):
             for child in ast.iter_child_nodes(node):
                 if isinstance(child, ast.stmt):
                     self._statement(child)
@@ -204,7 +197,7 @@ class _Reader:
                     self._expression(child)
         elif self._check is not None and isinstance(node, ast.Try):
             self._caught(node)
-        elif isinstance(node, _STATEMENTS):
+        elif isinstance(node, _STATEMENTS) or (self._is_line and isinstance(node, ast.AnnAssign)):
             for child in ast.iter_child_nodes(node):
                 self._expression(child)
         else:
@@ -218,10 +211,12 @@ class _Reader:
             self._statement(statement)
 
     def _expression(self, node: ast.AST) -> None:
-        if isinstance(node, ast.expr) and self._is_whole(node):
+        if isinstance(node, ast.expr) and not self._is_line and self._is_whole(node):
             return
-        if not isinstance(node, _EXPRESSIONS):
+        if not isinstance(node, (*_EXPRESSIONS, *_OF_LINES) if self._is_line else _EXPRESSIONS):
             raise _refused(f"it holds `{_shown(node)}`")
+        if self._is_line and isinstance(node, ast.Call):
+            self._called(node.func)
         if isinstance(node, ast.Attribute):
             self._attribute(node)
         elif isinstance(node, ast.Name):
@@ -240,8 +235,22 @@ class _Reader:
             allowed += ["SimpleNamespace"]
         return text in allowed
 
+    def _called(self, node: ast.expr) -> None:
+        """What the user's lines may call: torch, methods of tensors, parts of ``self``, and functions by their name."""
+        if isinstance(node, ast.Name):
+            is_known = node.id in _BUILTINS | _HARMLESS or not hasattr(builtins, node.id)
+        elif isinstance(node, ast.Attribute):
+            is_known = _dotted(node) is not None or _is_self(node.value)
+            is_known = is_known or node.attr in _ATTRIBUTES | _HARMLESS or _is_method(node.attr)
+        else:
+            is_known = False
+        if not is_known:
+            raise _refused(f"it calls `{_shown(node)}`")
+
     def _name(self, node: ast.Name) -> None:
         is_known = node.id in self._made or (node.id in _BUILTINS - {"super"})
+        if self._is_line:  # one that is no function of Python's: it may be called elsewhere, `max(texts, key=eval)`
+            is_known = node.id in _BUILTINS | _HARMLESS | _SHADOWED or not hasattr(builtins, node.id)
         if not is_known and not (self._check is not None and node.id == "exception"):
             raise _refused(f"it uses `{node.id:.80}`")
 
@@ -251,7 +260,9 @@ class _Reader:
             if not _is_of_torch(name):
                 raise _refused(f"it uses `{name:.80}`")
             return
-        known = node.attr in _ATTRIBUTES | self._members or _STATE.fullmatch(node.attr) or _is_method(node.attr)
+        is_users = self._is_line and not node.attr.startswith("__")
+        known = is_users or node.attr in _ATTRIBUTES | self._members or bool(_STATE.fullmatch(node.attr))
+        known = known or _is_method(node.attr)
         if not known and not (self._check is not None and node.attr in ("outputs", "loss", "gradients", "exception")):
             raise _refused(f"it uses the attribute `{node.attr:.80}`")
         self._expression(node.value)

@@ -9,6 +9,8 @@ from reprokit.render.gate import RefusedScript, is_line, require_closed, require
 
 HEAD = "import torch\nimport torch.nn.functional as F\n"
 
+SIDE_LOAD = 'x = torch.load(Path(__file__).with_name("repro_inputs.pt"), weights_only=True)'
+
 GOOD = [
     "x = torch.tensor([1.0, -2.0])\nprint('x =', x.sqrt())\nassert not torch.isnan(x.sqrt()).any(), 'sqrt(x) is nan'",
     "with torch.autocast('cpu', dtype=torch.float16), torch.no_grad():\n    y = F.softmax(x := torch.zeros(2), -1)",
@@ -115,7 +117,11 @@ def test_a_test_does_nothing_but_run_the_repro() -> None:
      ("f = lambda x: [y.sqrt() for y in x]", True), ("x = os.system('id')", False),
      ("x = max(['1'], key=eval)", False), ("f = exec; f('1')", False), ("x = input.sqrt()", True),
      ("x = exec('1')", False),
-     ("x = a.__class__", False), ("x = torch.load('f')", False), ("x = [open(i) for i in y]", False), ("x = (", False)],
+     ("x = a.__class__", False), ("x = torch.load('f')", False), ("f = torch.load", False),
+     ("x = [torch.hub.load for f in y]", False), ("x = nn.functional.gelu(x) if self.gelu else F.relu(x)", True),
+     ("import os", False), ("class A(nn.Module):\n    pass", False), ("def f():\n    pass", False), ("F = x", False),
+     ("with torch.autocast('cuda'):\n    sum = self.head(x)", True), ("x: torch.Tensor = f'{y}'", True),
+     (SIDE_LOAD, False), ("x = [open(i) for i in y]", False), ("x = (", False)],
 )  # fmt: skip
 def test_lines_of_fixes(code: str, is_harmless: bool) -> None:
     assert is_line(code) is is_harmless

@@ -319,18 +319,32 @@ class Tape(StackedMode):
 
     def _differentiate(self, entry: Entry) -> Any:
         self.is_claimed = True
-        popped = self.step_aside()
-        try:
-            self._listener.judge_start(entry)
-            output = entry.output = entry.target(*entry.args, **entry.kwargs)
-        except BaseException as error:
-            self.running.fail(error, entry)
-            raise
-        finally:
-            self.step_back(popped)
+        output = entry.output = self.call_aside(entry, entry.target, entry.args, entry.kwargs, is_judged=True)
         self.guard(self.running.add_differentiation, entry)
         self._listener.finish_differentiation(entry)
         return output
+
+    def call_aside(
+        self,
+        entry: Entry | None,
+        target: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_judged: bool = False,
+    ) -> Any:
+        """Call a function with the mode out of the way; what its entry starts from is judged before, if it is to be."""
+        popped = self.step_aside()
+        try:
+            if is_judged and entry is not None:
+                self._listener.judge_start(entry)
+            return target(*args, **kwargs)
+        except BaseException as error:
+            if entry is not None:
+                self.running.fail(error, entry)
+            raise
+        finally:
+            self.step_back(popped)
 
     def _prepare(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType

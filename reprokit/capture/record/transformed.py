@@ -91,15 +91,7 @@ class TransformCalls:
         if not tape.is_outermost or _peek_transforms() is not None or _tracing_state() is not None:
             return target(*args, **kwargs)
         entry = tape.guard(self._begin, again, target, args, kwargs, sys._getframe(2))
-        popped = tape.step_aside()
-        try:
-            output = target(*args, **kwargs)
-        except BaseException as error:
-            if entry is not None:
-                tape.running.fail(error, entry)
-            raise
-        finally:
-            tape.step_back(popped)
+        output = tape.call_aside(entry, target, args, kwargs)
         if entry is not None:
             entry.output = output
             tape.guard(tape.running.add, entry)
