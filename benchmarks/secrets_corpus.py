@@ -255,6 +255,8 @@ python -u train.py --max-tokens 512 --lr 3e-4 --batch-size 32
 python train.py -p 0.5 -u --epochs 3
 python -m torch.distributed.run --nproc-per-node 2 --master-port 29500 train.py
 python serve.py -p 8080 --host 0.0.0.0
+python train.py -p resnet50 --lr 0.1
+sbatch -p gpu-a100x2 job.sh
 docker run -p 8080:80 -u 1000:1000 --gpus all nvcr.io/nvidia/pytorch:24.05-py3
 mkdir -p runs/exp1/checkpoints && cp -r src runs/exp1
 psql -h localhost -p 5432 -U postgres runs

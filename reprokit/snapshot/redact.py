@@ -14,6 +14,7 @@ import binascii
 import fnmatch
 import functools
 import getpass
+import itertools
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -53,10 +54,11 @@ _BASIC = re.compile(r"(?i)\bbasic\s+(?P<value>[A-Za-z0-9+/]{8,}={0,2})")
 _LOGIN = re.compile(r"""\blogin\(\s*["'](?P<value>(?=[^0-9"']*[0-9])(?=[^A-Za-z"']*[A-Za-z])[\w-]{20,})""")
 _NETRC = re.compile(r"\b(?:machine\s+\S+|default|login\s+\S+)\s+(?:account\s+\S+\s+)?password\s+(?P<value>[^\s\"']+)")
 _PASSWORD_FLAGS = {  # programs whose option takes nothing but a password
-    "-p": r"(?:mysql|mariadb|mongo)[\w-]{0,20}|(?:docker|podman|helm\s+registry|az|oc)\s+login"
-    r"|sshpass|7z\w?|(?:un)?rar",
+    "-p": r"(?:mysql|mariadb|mongo)[\w-]{0,20}|cqlsh|sshpass|7z\w?|(?:un)?rar|(?:poetry|uv)\s+publish|twine\s+upload"
+    r"|(?:docker|podman|nerdctl|skopeo|buildah|oras|helm\s+registry|crane\s+auth|az|oc)\s+login",
     "-a": r"redis-cli",
-    "-P": r"sqlcmd|bcp|zip|unzip",
+    "-P": r"sqlcmd|bcp|zip|unzip|mosquitto_(?:pub|sub)",
+    "-w": r"ldap(?:search|add|modify|delete|passwd|whoami)",
 }
 _PROGRAMS = re.compile(  # on a command line, or in a list of its arguments
     r"\b(?:"
@@ -64,6 +66,7 @@ _PROGRAMS = re.compile(  # on a command line, or in a list of its arguments
     + r")(?:[\"']\s*,\s*(?=[\"'][^\"'-])|(?![\"'](?:\s*[,)\]}]|$))\s?)(?P<quote>[\"'])?"
     r"(?P<value>(?(quote)(?:(?!(?P=quote))[^\n])+|[^\s\"',-][^\s\"']*))"
 )
+_SCRIPT = re.compile(r"\.py\b|\b(?:python[0-9.]*|torchrun|accelerate|deepspeed|srun|sbatch|salloc)\b")  # takes names
 _PROGRAM_WORDS = re.compile(rf"\b({'|'.join(_PASSWORD_FLAGS.values())})(?:\.exe)?$")
 _LISTED = re.compile(r"""(?P<quote>["'])-p(?P=quote)\s*,\s*(?P=quote)(?P<value>[^\s"'-][^"'\n]*)(?P=quote)""")
 _PLACEHOLDER = re.compile(r"\*+|<[^>]*>|\{[^}]*\}?|\$\{?[A-Z_][A-Z0-9_]*\}?|\$\(.*|%[sdr]|%\(\w+\)s")
@@ -129,17 +132,23 @@ _FLAGGED = re.compile(
     r"(?<!\S)(?<!mkdir )(?P<flag>--?[A-Za-z][\w.-]{0,80})(?:[ \t]+|=)"
     r"(?P<quote>[\"'])?(?P<value>(?(quote)(?:(?!(?P=quote))[^\n])+|[^\s\"'-][^\s\"']*))"
 )
-_PHRASES = (  # several words after `--passphrase`, and in a line of their own
+_PHRASES = (  # several words after `--passphrase`, three and more after `--password`, and after a colon
     re.compile(
         r"(?i)(?<!\S)--?[\w.-]{0,40}pass[_-]?phrase(?:=|[ \t]+)"
         r"(?P<value>(?![\"'-])[^\s|;&]+(?:[ \t]+(?![|;&<>-])[^\s|;&]+)+)"
     ),
     re.compile(
-        r"(?im)^[ \t]*(?:- )?[\w.-]{0,40}(?:pass[_-]?phrase|password|passwd)[ \t]*[:=][ \t]*"
-        r"(?P<value>[\w'-]+(?:[ \t]+[\w'-]+)+)[ \t]*$"
+        r"(?im)(?<!\S)--?[\w.-]{0,40}passw(?:or)?d(?:=|[ \t]+)"
+        r"(?P<value>[a-z']++(?:[ \t]++[a-z']++){2,}+)(?=[ \t]+-|[ \t]*$)"
+    ),
+    re.compile(
+        r"(?im)(?:pass[_-]?phrase(?:[ \t]*[:=]|[ \t]+(?:is|was)\b)|passw(?:or)?d[ \t]*[:=])[ \t]*"
+        r"(?P<value>(?!(?:str|bytes|none|required|optional|missing)\b)[\w'-]++(?:[ \t]++[\w'-]++)++)"
+        r"(?=[ \t]*(?:[.,;!?)\"']|$))"
     ),
 )
 _PHRASE_FLAG = re.compile(r"--?[\w.-]{0,40}pass[_-]?phrase", re.IGNORECASE)
+_PASSWORD_FLAG = re.compile(r"--?[\w.-]{0,40}passw(?:or)?d", re.IGNORECASE)
 _USER_FLAG = re.compile(r"-[uU]|--(?:proxy-)?(?:user|userpwd|auth|basic-auth|login)")
 _NOT_SECRET = re.compile(
     r"(?i)none|null|true|false|yes|no|auto|required|optional|missing|\*+|[-+]?[0-9.]{1,5}(?:e[-+]?[0-9]+)?"
@@ -151,6 +160,7 @@ _EXPRESSION = re.compile(  # `tensor(nan`, `q[:`, a type
 _PLAIN_ARGUMENT = re.compile(
     r"(?i)[-+\d.,:x/%e]+|[a-z]+:\d+|b?float\d+(?:_\w+)?|u?int\d+|(?:bf|fp|tf)?\d+-(?:mixed|true)|[\w/.-]*\.[a-z]{1,5}\d?|[~.]{0,2}/[\w/.-]*|\w+://.*"
 )
+_NAME = re.compile(r"[a-z][a-z0-9]*(?:[-_.][a-z0-9]+)*")
 _TOKEN_SHAPE = re.compile(r"(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9_\-+/=.~%:]{12,}")
 _KEY_SHAPE = re.compile(r"(?=[^A-Za-z]*[A-Za-z])[A-Za-z0-9_\-+/=]{20,}")
 _SHORT = 5  # characters of a literal that holds no secret, quotes among them
@@ -208,6 +218,8 @@ def _redact_literal(match: re.Match[str]) -> str:
 
 
 def _redact_words(text: str) -> str:
+    for phrase in _PHRASES:
+        text = _hide(phrase, text)
     text = hide_keys(_ASSIGNED.sub(_hide_assigned, _hide_known(text)), REDACTED)
     text = _MAIL.sub(_hide_mail, text)
     text = _hide(_SAID, text, lambda match: _is_said(match["value"], match["strong"]))
@@ -218,8 +230,8 @@ def _hide_known(text: str) -> str:
     """Hide what its place gives away."""
     text = _USERINFO.sub(f"{REDACTED}@", _PRIVATE_KEY.sub(REDACTED, text))
     text = _hide(_PROGRAMS, text, lambda match: not _PLACEHOLDER.fullmatch(match["value"]))
-    text = _hide(_LISTED, text, lambda match: _is_password(match["value"]))
-    for place in (_PEER, _COOKIE, _LOGIN, _NETRC, *_PHRASES):
+    text = _hide(_LISTED, text, lambda match: _is_password(match["value"], is_of_script=_follows_script(match)))
+    for place in (_PEER, _COOKIE, _LOGIN, _NETRC):
         text = _hide(place, text, lambda match: not _NOT_SECRET.fullmatch(match["value"]))
     text = _hide(_AUTHORIZATION, text, _is_authorization)
     return _hide(_BASIC, text, lambda match: _is_login(match["value"]))
@@ -228,7 +240,8 @@ def _hide_known(text: str) -> str:
 def redact_argv(argv: Sequence[str]) -> list[str]:
     """A command line without credentials: ``--token VALUE``, ``--token=VALUE`` and ``hub.token=VALUE`` alike."""
     clean: list[str] = []
-    flag = password_flag = ""
+    flag = password_flag = phrase_flag = ""
+    is_of_script = False
     for index, argument in enumerate(argv):
         is_flag = argument.startswith("-")
         if not is_flag:
@@ -236,10 +249,13 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
         if password_flag and argument.startswith(password_flag):
             hidden, shown = argument != password_flag, password_flag
         else:
-            hidden, shown = bool(flag) and not is_flag and _is_secret_argument(flag, argument, password_flag), ""
+            is_value, shown = bool(flag) and not is_flag, ""
+            hidden = is_value and _is_secret_argument(flag, argument, password_flag, is_of_script=is_of_script)
+        is_of_script = is_of_script or _SCRIPT.search(argument) is not None
         clean.append(shown + REDACTED if hidden else redact_text(argument))
-        is_phrase = hidden and _PHRASE_FLAG.fullmatch(flag)
-        flag = argument if is_flag else flag if is_phrase else ""
+        is_phrase = hidden and (flag == phrase_flag or _takes_words(flag, argv[index:]))
+        phrase_flag = flag if is_phrase else ""
+        flag = argument if is_flag else phrase_flag
         if flag == "-p" and argv[index - 1] == "mkdir":
             flag = ""
     return clean
@@ -251,6 +267,13 @@ def _password_flag(words: Sequence[str]) -> str:
     if program is None:
         return ""
     return next(flag for flag, names in _PASSWORD_FLAGS.items() if re.fullmatch(names, program[1]))
+
+
+def _takes_words(flag: str, words: Sequence[str]) -> bool:
+    """True if all ``words`` up to the next flag may be a passphrase: after `--password` three and more are."""
+    run = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
+    is_long = len(run) > 2 and all(word.isalpha() for word in run)
+    return bool(_PHRASE_FLAG.fullmatch(flag) or (is_long and _PASSWORD_FLAG.fullmatch(flag)))
 
 
 def redact_remote(url: str) -> str:
@@ -318,10 +341,17 @@ def _hide_assigned(match: re.Match[str]) -> str:
 
 def _hide_flagged(match: re.Match[str]) -> str:
     value = match["value"]
-    return match[0][: -len(value)] + REDACTED if _is_secret_argument(match["flag"], value) else match[0]
+    is_secret = _is_secret_argument(match["flag"], value, is_of_script=_follows_script(match))
+    return match[0][: -len(value)] + REDACTED if is_secret else match[0]
 
 
-def _is_secret_argument(flag: str, value: str, password_flag: str = "") -> bool:
+def _follows_script(match: re.Match[str]) -> bool:
+    """True if a script of Python's, or a program whose ``-p`` takes a name, stands before a flag in its line."""
+    before = match.string[max(0, match.start() - 300) : match.start()]
+    return _SCRIPT.search(before.rpartition("\n")[2]) is not None
+
+
+def _is_secret_argument(flag: str, value: str, password_flag: str = "", *, is_of_script: bool) -> bool:
     """True if ``value`` after ``flag`` may be a secret: after one that names it, a password, or ``user:password``."""
     if flag == password_flag:
         return True
@@ -329,18 +359,23 @@ def _is_secret_argument(flag: str, value: str, password_flag: str = "") -> bool:
         password = value.partition(":")[2]
         return bool(password) and not password.isdigit() and "//" not in value
     if flag == "-p":
-        return _is_password(value)
+        return _is_password(value, is_of_script=is_of_script)
     if flag == "--cookie" and "=" in value:
         return True
     name = _FLAG.fullmatch(flag)
     return name is not None and _could_be_secret(value, name)
 
 
-def _is_password(value: str) -> bool:
-    """True if ``value`` looks like a password and not like a number, a file, a port, a dtype or words."""
+def _is_password(value: str, *, is_of_script: bool = False) -> bool:
+    """True if ``value`` looks like a password and not like a number, a file, a port, a dtype or words.
+
+    What a script takes may also be a name with digits: ``train.py -p resnet50``.
+    """
     if len(value) < 6 or _NOT_SECRET.fullmatch(value) or _PLAIN_ARGUMENT.fullmatch(value):
         return False
-    is_mixed = "/" not in value and re.search("[0-9]", value) and re.search("[A-Za-z]", value)
+    if is_of_script and _NAME.fullmatch(value):
+        return False
+    is_mixed = not is_of_script and "/" not in value and re.search("[0-9]", value) and re.search("[A-Za-z]", value)
     return bool(is_mixed) or not is_words(value, readable=0.75)
 
 

@@ -414,20 +414,31 @@ def test_redacting_the_corpus_twice_is_redacting_it_once(secrets_corpus: ModuleT
         ("docker login -u ada -p swordfish reg.io", "docker login -u ada -p *** reg.io"),
         ("az login -u ada -p swordfish ; ls -p swordfish", "az login -u ada -p *** ; ls -p swordfish"),
         ("unrar x -pswordfish a.rar && zip -P swordfish a.zip b", "unrar x -p*** a.rar && zip -P *** a.zip b"),
-        ("python train.py -p resnet50 --lr 0.1", "python train.py -p *** --lr 0.1"),
+        ("python train.py -p resnet50 --lr 0.1", None),
         ("torchrun -m train login -p bf16-mixed", None),
-        ("python train.py -p hunter2", "python train.py -p ***"),
-        ("python train.py -p winter-2024", "python train.py -p ***"),
+        ("python train.py -p hunter2 -p swordfish -p convnext2tiny -p Llama-2-7b", None),
+        ("sbatch -p gpu-a100x2 job.sh", None),
         ("sshpass -p 1234 ssh gpu17", "sshpass -p *** ssh gpu17"),
         ('run(["sshpass", "-p", "hunter", "ssh"])', 'run(["sshpass", "-p", "***", "ssh"])'),
         ("run(['mysql', '-phunter', '-u', 'root'])", "run(['mysql', '-p***', '-u', 'root'])"),
-        ('run(["python", "train.py", "-p", "hunter2"])', 'run(["python", "train.py", "-p", "***"])'),
+        ('run(["python", "train.py", "-p", "resnet50"])', None),
+        ('run(["tool", "-p", "hunter2"])', 'run(["tool", "-p", "***"])'),
         ('add_argument("-p", "--port2", default="-p"); ["-p", "8080", "-p", "bfloat16"]', None),
         ('["mysql", "-p", "--host", "db"] ["mysql", "-p"]', None),
         ("python train.py -p Tr0ub4dor&3", "python train.py -p ***"),
         ("expect x.exp -p hunter22", "expect x.exp -p ***"),
         ("password: correct horse battery staple", "password: ***"),
         ("- db_passphrase = correct horse battery\nlr = 0.1", "- db_passphrase = ***\nlr = 0.1"),
+        ("INFO passphrase: correct horse battery, of ada", "INFO passphrase: ***, of ada"),
+        ("export BORG_PASSPHRASE=correct horse battery", "export BORG_PASSPHRASE=***"),
+        ("the passphrase is correct horse battery.", "the passphrase is ***."),
+        ("train.py --password correct horse battery -v", "train.py --password *** -v"),
+        ("train.py --password swordfish data", "train.py --password *** data"),
+        ("skopeo login -p swordfish reg.io", "skopeo login -p *** reg.io"),
+        ("ldapsearch -D cn=a -w swordfish uid=b", "ldapsearch -D cn=a -w *** uid=b"),
+        ("uv publish -u ada -p swordfish", "uv publish -u ada -p ***"),
+        ("--password: required for the database", None),
+        ("passphrase is None if mode == 0", None),
         ("borg --passphrase correct horse battery -v", "borg --passphrase *** -v"),
         ("password: list[str] | None = None", None),
         ("passphrase_dropout: 0.1", None),
@@ -499,7 +510,10 @@ def test_a_long_line_takes_linear_time(unit: str, redacted: Callable[[str], str]
     [
         ("train.py -p bf16-mixed data", None),
         ("mkdir -p exp12345 data", None),
-        ("train.py -p hunter2 data", "train.py -p *** data"),
+        ("train.py -p hunter2 data", None),
+        ("expect -p hunter2 data", "expect -p *** data"),
+        ("twine upload -u ada -p swordfish dist", "twine upload -u ada -p *** dist"),
+        ("train.py --password correct horse battery --lr 0.1", "train.py --password *** *** *** --lr 0.1"),
         ("mysql -p hunter db -u root", "mysql -p *** db -u root"),
         ("mysql -u root -phunter -p -h db", "mysql -u root -p*** -p -h db"),
         ("/usr/bin/sshpass -p 1234 ssh", "/usr/bin/sshpass -p *** ssh"),
@@ -512,3 +526,9 @@ def test_a_long_line_takes_linear_time(unit: str, redacted: Callable[[str], str]
 )
 def test_flags_of_a_script(words: str, expected: str | None) -> None:
     assert " ".join(redact_argv(words.split())) == (expected or words)
+
+
+def test_a_password_in_source_is_a_literal() -> None:
+    code = "password = ask() if given is None else given\npassphrase = first if flag else second"
+    assert redact_source(code) == code
+    assert redact_source("# passphrase: correct horse battery") == "# passphrase: ***"
