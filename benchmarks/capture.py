@@ -62,8 +62,8 @@ def measure_memory(shape: str, steps: int, is_watched: bool) -> JSON:
             training.step()
         if is_watched and not session._tape.enabled:
             raise RuntimeError(f"the session stopped watching a healthy training: {session.results}")
-        copies = session._training.history.state.copies.num_bytes
-        held = len(session._training.history.steps)
+        copies = session._run_state.history.state.copies.num_bytes
+        held = len(session._run_state.history.steps)
         peak = peak_bytes()
     batch = sum(tensor.numel() * tensor.element_size() for tensor in training.batches[0]) if training.batches else 0
     return {
@@ -130,7 +130,7 @@ class FailingLoop:
 
     def __init__(self, training: Any, failure: str, bad_step: int) -> None:
         self.number = 0
-        self._training = training
+        self._run_state = training
         self._failure = failure
         self._bad_step = bad_step
         self._failed_at: float | None = None
@@ -142,7 +142,7 @@ class FailingLoop:
         import torch
         from torch.nn import functional as F
 
-        training = self._training
+        training = self._run_state
         is_bad = self.number == self._bad_step
         started = time.perf_counter()
         inputs, targets = training.batches[self.number % len(training.batches)]

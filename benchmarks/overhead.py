@@ -112,7 +112,7 @@ class Reprokit(Variant):
 
     @property
     def _history(self) -> History:
-        return self.session._training.history
+        return self.session._run_state.history
 
     def on(self) -> None:
         self.session.resume()
@@ -159,7 +159,7 @@ class ReprokitWithin10(Reprokit):
 
     def warm_up(self, seconds: float) -> None:
         super().warm_up(seconds)
-        budget = self.session._training.budget
+        budget = self.session._run_state.budget
         budget.start_measuring()
         self.on()
         for _ in range(4 * WINDOW):
@@ -168,7 +168,7 @@ class ReprokitWithin10(Reprokit):
         budget.limit = None
 
     def describe(self) -> JSON:
-        return {**super().describe(), "noted_every": self.session._training.budget.every}
+        return {**super().describe(), "noted_every": self.session._run_state.budget.every}
 
 
 class ReprokitWithin3(ReprokitWithin10):

@@ -37,7 +37,7 @@ from command import JSON, new_parser, print_json
 from minifier import Clock
 
 import reprokit
-from reprokit.program.run import run
+from reprokit.program.interpreter import run
 from reprokit.render.sources import reduction_script
 from reprokit.render.verify import verify
 from reprokit.shrink.reducer import shrink

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+from collections import Counter
 from pathlib import Path
 
 from tests.conftest import ROOT, start_python_in
 
 QUICK = "QUICK := "
+PACKAGE = sorted((ROOT / "reprokit").rglob("*.py"))
+SAME_CLASS = {"ReprokitCallback"}  # of each framework: its users import one of them
 
 
 def test_what_make_check_runs_needs_no_torch(tmp_path: Path) -> None:
@@ -17,3 +21,19 @@ def test_what_make_check_runs_needs_no_torch(tmp_path: Path) -> None:
     code = "import importlib, sys; sys.dont_write_bytecode = True; [importlib.import_module(m) for m in sys.argv[1:]]"
     done = start_python_in(tmp_path, "-c", f"{code}; print(sorted({{'torch', 'numpy'}} & set(sys.modules)))", *modules)
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+def test_no_two_modules_have_one_name() -> None:
+    """The module of a command has the name of the package or module that does its work."""
+    commands = {f"cli/{page.stem}.py" for page in (ROOT / "docs").glob("*.md")}
+    homes = (path.parent if path.name == "__init__.py" else path for path in PACKAGE)
+    names = Counter(path.stem for path in homes if str(path.relative_to(ROOT / "reprokit")) not in commands)
+    assert len(names) > 100
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    nodes = (node for path in PACKAGE for node in ast.parse(path.read_text(encoding="utf-8")).body)
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))
+    assert len(names) > 100
+    assert {name for name, count in names.items() if count > 1} == SAME_CLASS

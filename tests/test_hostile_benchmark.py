@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from reprokit.render import whatif
+from reprokit.render import whatif_text
 from reprokit.render.gate import require_closed
 from reprokit.render.script import write_script
 from reprokit.render.templates import jinja_environment
 from reprokit.render.wording import prose
-from reprokit.shrink.reduction import Answered, Reduction, WhatIf
+from reprokit.shrink.reduction import Answered, Reduction, WhatIfResult
 from reprokit.visible import visible, visible_line, visible_name
 from tests.conftest import import_benchmark
 from tests.render.programs import masked_softmax, snapshot_of
@@ -95,7 +95,7 @@ def test_prose_is_text_and_code(text: str) -> None:
 @given(ANYTHING, ANYTHING)
 def test_a_cell_stays_a_cell(name: str, detail: str) -> None:
     row = Answered("v", visible_line(name), "same", visible_line(detail), 1.0)
-    table = whatif.markdown(WhatIf(tables={"minimum": (row,)}), "minimum")
+    table = whatif_text.markdown(WhatIfResult(tables={"minimum": (row,)}), "minimum")
     tokens = MarkdownIt("commonmark").enable("table").parse(f"{table}\n") if table else []
     assert [token.type for token in tokens].count("td_open") in (0, 2)
     assert {inner.type for token in tokens for inner in token.children or ()} <= TEXT_OR_CODE

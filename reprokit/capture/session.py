@@ -19,7 +19,7 @@ from reprokit.arrivals import ignored_errors, pass_on
 from reprokit.capture.closing import Seen, closing_line
 from reprokit.capture.hooks.composite_calls import WholeCalls
 from reprokit.capture.hooks.on_failure import Failures
-from reprokit.capture.hooks.policy import Judge
+from reprokit.capture.hooks.policy import Policy
 from reprokit.capture.hooks.stepping import Stepping
 from reprokit.capture.hooks.torch_hooks import Hooks
 from reprokit.capture.options import DEFAULT_ON, DEFAULT_PERCENT, After, Source, Watch, check_options
@@ -28,7 +28,7 @@ from reprokit.capture.record.stack import CaptureStop
 from reprokit.capture.record.tape import Tape
 from reprokit.capture.rewind.checkpoint import History
 from reprokit.capture.run.budget import Budget, Part
-from reprokit.capture.run.run_state import Training
+from reprokit.capture.run.run_state import RunState
 from reprokit.capture.save.choose_step import Place, SkippedLoss
 from reprokit.errors import UsageError
 from reprokit.visible import tell, visible_line
@@ -91,23 +91,23 @@ class Session:
         self._tape = Tape(self.switch_off)
         self._tape.on_other_thread = lambda: self.say("a second thread trains; only the first one is watched")
         copies = History(1 if watch == "every-step" and history is None else history)
-        self._training = Training(self._tape, copies, Budget(None if watch == "every-step" else budget, from_step))
-        self._judge = Judge(self._training, watch, matter=not {"nonfinite", "skipped"}.isdisjoint(on))
+        self._run_state = RunState(self._tape, copies, Budget(None if watch == "every-step" else budget, from_step))
+        self._policy = Policy(self._run_state, watch, matter=not {"nonfinite", "skipped"}.isdisjoint(on))
         self._failures = Failures(
             self,
-            self._training,
-            self._judge,
+            self._run_state,
+            self._policy,
             Place(output, directory or current_folder(), name, overwrite, source, part),
             command,
             takes_exceptions="exception" in on,
             takes_skipped="skipped" in on,
         )
         self.snapshots, self.results = self._failures.snapshots, self._failures.results
-        self._stepping = Stepping(self._training, self._judge, self._failures)
-        self._training.budget.say = self.say
-        self._training.budget.parts = self._parts()
-        self._training.choose()
-        self._hooks = Hooks(self._tape, self._stepping, WholeCalls(self._training, self._judge))
+        self._stepping = Stepping(self._run_state, self._policy, self._failures)
+        self._run_state.budget.say = self.say
+        self._run_state.budget.parts = self._parts()
+        self._run_state.choose()
+        self._hooks = Hooks(self._tape, self._stepping, WholeCalls(self._run_state, self._policy))
 
     def _parts(self) -> list[Part]:
         """The methods in which a healthy step spends its time."""
@@ -115,9 +115,9 @@ class Session:
         names = {
             tape: ("__torch_function__", "_prepare"),
             tape.roots: ("_begin", "is_root_call"),
-            self._training.running: ("finish_module",),
+            self._run_state.running: ("finish_module",),
             stepping: ("judge_start", "finish_differentiation", "enter", "end_step"),
-            self._judge: ("gradients",),
+            self._policy: ("gradients",),
         }
         return [(owner, name) for owner, found in names.items() for name in found]
 
@@ -170,16 +170,16 @@ class Session:
         return self._tape.is_claimed
 
     def _seen(self) -> Seen:
-        training, tape = self._training, self._tape
+        run_state, tape = self._run_state, self._tape
         return Seen(
             has_torch=True,
-            has_forward=bool(training.history.modules),
+            has_forward=bool(run_state.history.modules),
             has_backward=tape.is_claimed,
-            num_steps=training.iterations.total,
+            num_steps=run_state.iterations.total,
             num_skipped=self._failures.num_skipped,
             has_other_thread=tape.has_other_thread,
             has_transform=tape.has_transform,
-            unseen=tuple(training.unseen),
+            unseen=tuple(run_state.unseen),
             on=self._on,
         )
 
@@ -191,7 +191,7 @@ class Session:
         if self.is_watching or self._is_over:
             return
         if self._paused_at is not None:
-            self._training.skip(time.perf_counter() - self._paused_at)
+            self._run_state.skip(time.perf_counter() - self._paused_at)
             self._paused_at = None
         self._watchers.append(self)
         self._hooks.install()
@@ -211,7 +211,7 @@ class Session:
     def _unhooking(self) -> tuple[Callable[[], None], ...]:
         self.is_watching = self._tape.enabled = False
         leaving = (self._make_way, self._stepping.leave, self._unhook, self._tape.uninstall)
-        return (*leaving, self._training.budget.stop_measuring, self._training.running.restart)
+        return (*leaving, self._run_state.budget.stop_measuring, self._run_state.running.restart)
 
     def _unhook(self) -> None:
         self._do_all(*self._hooks.removals())
@@ -231,7 +231,7 @@ class Session:
         """
         self._is_over = True
         self._replaying.discard(self)
-        parts = (self._stepping, self._failures, self._training, self._judge)
+        parts = (self._stepping, self._failures, self._run_state, self._policy)
         self._do_all(*self._unhooking, *(part.forget for part in parts))
 
     def stop(self) -> None:
@@ -285,7 +285,7 @@ class Session:
     def _wake(self) -> None:
         """A capture inside this one has ended: what happened meanwhile was not noted, so the step starts anew."""
         self._stepping.leave()
-        self._training.interrupt()
+        self._run_state.interrupt()
 
     @classmethod
     def _settle_watching(cls) -> None:
@@ -303,7 +303,7 @@ class Session:
         except BaseException:
             if self.is_watching:
                 try:
-                    self._training.begin_over()
+                    self._run_state.begin_over()
                 except Exception:
                     self.leave()
             raise
@@ -311,7 +311,7 @@ class Session:
             self.complain("switched off after an error of its own", error)
             self.leave()
             with ignored_errors():
-                self._training.ranks.leave()
+                self._run_state.ranks.leave()
 
     def hand_over(self, path: Path) -> None:
         """Call ``on_snapshot``, after which the file may be elsewhere."""

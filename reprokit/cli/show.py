@@ -91,7 +91,7 @@ def _source(snapshot: Snapshot, width: int) -> Table | None:
     """The origin's line among its neighbours, marked, under the name of the file; code is cut before its number is."""
     from rich.text import Text
 
-    from reprokit.render.way import source_lines
+    from reprokit.render.bad_value_path import source_lines
 
     lines, site = source_lines(snapshot), snapshot.failure.site
     if site is None:
@@ -110,7 +110,7 @@ def _steps(snapshot: Snapshot, width: int) -> Table | None:
     """The calls up to the origin with the ranges of their results, which are more worth their room than long calls."""
     from rich.text import Text
 
-    from reprokit.render.way import steps
+    from reprokit.render.bad_value_path import steps
 
     found = steps(snapshot)
     if not found:

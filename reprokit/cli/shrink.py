@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from reprokit.locate.diagnosis import Diagnosis
+    from reprokit.program.interpreter import Tensors
     from reprokit.program.ir import Program
-    from reprokit.program.run import Tensors
     from reprokit.render.script import Script
     from reprokit.render.verify import CleanProcesses
-    from reprokit.shrink.reduction import Reduction, WhatIf
+    from reprokit.shrink.reduction import Reduction, WhatIfResult
     from reprokit.snapshot.format import Snapshot
     from reprokit.snapshot.privacy import Source as SourcePolicy
 
@@ -225,14 +225,14 @@ class _Work:
         return reduction
 
     @contextlib.contextmanager
-    def _comparing(self, reduction: Reduction) -> Iterator[Callable[[], WhatIf]]:
+    def _comparing(self, reduction: Reduction) -> Iterator[Callable[[], WhatIfResult]]:
         """The what-if table in the making."""
-        from reprokit.shrink.reduction import WhatIf
+        from reprokit.shrink.reduction import WhatIfResult
         from reprokit.whatif.table import making_of_reduction
 
         plan = self.plan
         if plan.no_whatif:
-            yield WhatIf
+            yield WhatIfResult
             return
         self.view.show(Comparing(WHATIF_SECONDS))
         check = plan.check.text if plan.check is not None else None
@@ -243,7 +243,7 @@ class _Work:
                 table = stack.enter_context(making)
             except ReprokitError as error:
                 say(f"there is no what-if table: {error.message}", plan.verbosity)
-                table = WhatIf
+                table = WhatIfResult
             yield table
 
     def _write_all(self, reduction: Reduction, was_interrupted: bool) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from reprokit.snapshot.paths import REDUCTION_FILE
 
 if TYPE_CHECKING:
     from reprokit.render.sources import Opened
-    from reprokit.shrink.reduction import WhatIf as Answers
+    from reprokit.shrink.reduction import WhatIfResult
     from reprokit.whatif.trial import Trial, Variant
 
 DEFAULT_SECONDS = 60.0
@@ -85,13 +85,13 @@ def command(**options: Any) -> WhatIf:
     return WhatIf(**options)
 
 
-def print_table(table: Answers) -> None:
+def print_table(table: WhatIfResult) -> None:
     """The table on stderr."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from reprokit.render.whatif import plain_rows
+    from reprokit.render.whatif_text import plain_rows
 
     header, *body = plain_rows(table)
     shown = Table(box=None, pad_edge=False)
@@ -102,10 +102,10 @@ def print_table(table: Answers) -> None:
     Console(stderr=True, highlight=False).print(shown)
 
 
-def _table(opened: Opened, seconds: float, view: View) -> Answers:
+def _table(opened: Opened, seconds: float, view: View) -> WhatIfResult:
     """The table; every answer is shown as soon as it is there."""
-    from reprokit.program.run import Settings
-    from reprokit.render.whatif import WORDS
+    from reprokit.program.interpreter import Settings
+    from reprokit.render.whatif_text import WORDS
     from reprokit.snapshot.format import count_elements
     from reprokit.whatif.table import of_reduction, of_snapshot
 

@@ -20,8 +20,8 @@ from reprokit.locate.hidden import bad_operand, explains_gradient, find_drop
 from reprokit.locate.notes import BadValue, Notes, failure_of_call, phase_of
 from reprokit.locate.ways import CLEAN, MINUS, NAN, PLUS, ways_of
 from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name, is_factory
+from reprokit.program.interpreter import Outcome, Tensors
 from reprokit.program.ir import OPAQUE, Call, Program, Scope, iter_refs
-from reprokit.program.run import Outcome, Tensors
 
 __all__ = ["Failure", "exception_failure", "last_bad", "locate", "locate_exception", "locate_with_losses"]
 

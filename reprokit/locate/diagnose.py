@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from reprokit.locate.blame import locate
 from reprokit.locate.calls import short_name
-from reprokit.locate.catalogue import CONFIDENCES, TIERS, Entry, Remedy, entries
+from reprokit.locate.catalogue import CONFIDENCES, TIERS, CatalogueEntry, Remedy, entries
 from reprokit.locate.diagnosis import UNKNOWN, Also, Diagnosis, Fix
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.notes import failure_of_call
@@ -23,7 +23,7 @@ from reprokit.locate.signs import SIGNS, Numbers, edges, labels, operands, preci
 from reprokit.locate.trials import TrialBudget, WriteCode, attempt
 from reprokit.locate.underflow import find_underflow
 from reprokit.locate.ways import PLUS, ways_of
-from reprokit.program.run import determinism
+from reprokit.program.interpreter import determinism
 
 MAX_ALSO = 3
 _MODULES_OF_SIGNS = (edges, labels, operands, precision, training)  # each registers its own
@@ -88,7 +88,7 @@ def diagnose(
     )
 
 
-def matches(scene: Scene) -> list[tuple[Entry, Numbers]]:
+def matches(scene: Scene) -> list[tuple[CatalogueEntry, Numbers]]:
     """The entries that apply with the numbers of their signs, the most specific first.
 
     Entries of context (growth over many steps, say) explain a failure only when nothing at the origin does.
@@ -120,7 +120,7 @@ def _at_root(scene: Scene) -> Scene:
     return observe(replace(scene, failure=moved))
 
 
-def _also(entry: Entry, others: list[tuple[Entry, Numbers]]) -> Iterator[Also]:
+def _also(entry: CatalogueEntry, others: list[tuple[CatalogueEntry, Numbers]]) -> Iterator[Also]:
     """The other entries that apply and looked at something that those before them did not."""
     known = {condition.sign for condition in entry.when} | {"raises"}  # the message is printed anyway
     for other, numbers in others:
@@ -137,11 +137,11 @@ def _said(line: str, numbers: Numbers) -> str:
     return line.format(**numbers)
 
 
-def _rank(entry: Entry) -> tuple[Any, ...]:
+def _rank(entry: CatalogueEntry) -> tuple[Any, ...]:
     return TIERS.index(entry.tier), CONFIDENCES.index(entry.confidence), -len(entry.when), not entry.calls
 
 
-def numbers_of(entry: Entry, scene: Scene) -> Numbers | None:
+def numbers_of(entry: CatalogueEntry, scene: Scene) -> Numbers | None:
     """The numbers of an entry's signs, ``None`` when it does not apply."""
     failure, call = scene.failure, scene.call
     if failure.kind not in entry.kinds:
@@ -185,7 +185,7 @@ def _optimizer(target: str) -> str | None:
 
 
 def _try_all(
-    scene: Scene, found: list[tuple[Entry, Numbers]], budget: TrialBudget, write: WriteCode | None
+    scene: Scene, found: list[tuple[CatalogueEntry, Numbers]], budget: TrialBudget, write: WriteCode | None
 ) -> tuple[str | None, list[Fix]]:
     """All remedies of the best entries in order, until one helps and leaves a plausible loss."""
     remedies = [remedy for entry, _ in found for remedy in entry.remedies]

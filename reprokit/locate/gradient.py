@@ -18,8 +18,8 @@ from reprokit.locate.notes import BadValue, failure_of_call
 from reprokit.locate.ways import NAN, Badness, examine
 from reprokit.program.backward import Edge, Node, NodeOwners, edge_of, reachable
 from reprokit.program.functions import GRAD_WRITES
+from reprokit.program.interpreter import Tensors, run
 from reprokit.program.ir import Call, Program, iter_refs
-from reprokit.program.run import Tensors, run
 
 
 @dataclass(slots=True)

@@ -12,8 +12,8 @@ from dataclasses import replace
 from reprokit.locate.calls import VIEWS, short_name
 from reprokit.locate.scene import Scene
 from reprokit.program.functions import is_factory, is_in_place, is_torch_function
+from reprokit.program.interpreter import run
 from reprokit.program.ir import Call, Program, Ref, iter_refs
-from reprokit.program.run import run
 
 _MAX_WRITES = 8  # that are tried, each in a run of the step
 

@@ -18,8 +18,8 @@ from reprokit.locate.calls import short_name
 from reprokit.locate.domains import SPREADING
 from reprokit.locate.notes import BadValue, Notes
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
+from reprokit.program.interpreter import Outcome, Tensors, bind_arguments, execute, run
 from reprokit.program.ir import Call, Program, Ref, iter_refs
-from reprokit.program.run import Outcome, Tensors, bind_arguments, execute, run
 
 
 def find_drop(

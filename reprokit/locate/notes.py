@@ -14,8 +14,8 @@ import torch
 from reprokit.locate.failure import Failure, kind_of, module_of
 from reprokit.locate.ways import NAN, Badness, examine, ways_of
 from reprokit.program.functions import GRAD_READ, display_name, hidden_writes, is_in_place
+from reprokit.program.interpreter import Observer, Outcome, Tensors, run
 from reprokit.program.ir import Call, Program, iter_refs
-from reprokit.program.run import Observer, Outcome, Tensors, run
 
 Ways = frozenset[str]
 

@@ -20,8 +20,8 @@ from reprokit.locate.calls import VIEWS, Slot, argument_at, default_of, short_na
 from reprokit.locate.failure import Failure
 from reprokit.locate.ways import largest_finite
 from reprokit.program.functions import function_named
+from reprokit.program.interpreter import Settings, Tensors, bind_arguments, run
 from reprokit.program.ir import Call, Input, Program, Ref, iter_refs, map_leaves
-from reprokit.program.run import Settings, Tensors, bind_arguments, run
 from reprokit.series import StepNumbers, failing_series
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from reprokit.locate.calls import VIEWS, Slot, argument_at, constant_ways, short
 from reprokit.locate.scene import Scene
 from reprokit.locate.ways import MINUS, PLUS, ways_of
 from reprokit.program.functions import function_named
+from reprokit.program.interpreter import bind_arguments, run
 from reprokit.program.ir import Call, Ref, iter_refs
-from reprokit.program.run import bind_arguments, run
 
 REACH = 32  # calls behind the origin that are looked at
 _EXPONENTIALS = ("exp", "exp2", "softmax", "sigmoid")

@@ -37,7 +37,7 @@ from reprokit.program.ir import (
     Site,
 )
 from reprokit.program.memory import copies_of, copy_of, is_bad
-from reprokit.program.notes import note_of
+from reprokit.program.module_notes import note_of
 from reprokit.program.sites import current_site, library_line
 from reprokit.program.transforms import Transforms
 
@@ -48,7 +48,7 @@ _WITHOUT_RESULT = functions.GRAD_WRITES | {BACKWARD, AUTOGRAD_BACKWARD}  # matte
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class InputName:
     """Name and role of an input tensor."""
 
     name: str
@@ -65,7 +65,7 @@ class Tracer(TorchFunctionMode):
 
     def __init__(
         self,
-        describe: Callable[[torch.Tensor], Origin | None],
+        describe: Callable[[torch.Tensor], InputName | None],
         driver: str = "",
         root_names: Mapping[int, str] | None = None,
     ) -> None:
@@ -193,7 +193,7 @@ class Tracer(TorchFunctionMode):
             return result
         if not _requires_grad(result):
             return self.make_outcome(result, "random")
-        rng = self._new_input(state, Origin("rng", "rng"), requires_grad=False)
+        rng = self._new_input(state, InputName("rng", "rng"), requires_grad=False)
         mode = replace(call.mode, rng=Ref(rng))
         self.calls.append(replace(call, mode=mode, outputs=self._bind(result)))
         return result
@@ -201,7 +201,7 @@ class Tracer(TorchFunctionMode):
     def _record_write(self, written: torch.Tensor, call: Call) -> None:
         """The contents that a call wrote into a tensor, as a copy from an input."""
         target = Ref(self.value(written))
-        outcome = self._new_input(copy_of(written.detach()), Origin("random", "random"), requires_grad=False)
+        outcome = self._new_input(copy_of(written.detach()), InputName("random", "random"), requires_grad=False)
         copy = replace(call, target="torch.Tensor.copy_", args=(target, Ref(outcome)), kwargs={}, outputs=target)
         self.calls.append(copy)
 
@@ -209,7 +209,7 @@ class Tracer(TorchFunctionMode):
         """Make the tensors of ``result`` inputs of the program."""
         for tensor in _tensors(result):
             if id(tensor) not in self._values:
-                self.adopt(tensor, Origin(name or role, role))
+                self.adopt(tensor, InputName(name or role, role))
         return result
 
     def _perform_unknown(
@@ -285,7 +285,7 @@ class Tracer(TorchFunctionMode):
         known = self._values.get(id(tensor))
         if known is None and self.functions.is_inside_backward:
             known = self._value_in_memory(tensor)
-        return known if known is not None else self.adopt(tensor, self._describe(tensor) or Origin("input"))
+        return known if known is not None else self.adopt(tensor, self._describe(tensor) or InputName("input"))
 
     def _value_in_memory(self, tensor: torch.Tensor) -> int | None:
         """The value that has the same memory, for a tensor that autograd had saved and gave back as another object."""
@@ -308,7 +308,7 @@ class Tracer(TorchFunctionMode):
         self._values[id(tensor)] = value
         self._alive.append(tensor)
 
-    def adopt(self, tensor: torch.Tensor, origin: Origin) -> int:
+    def adopt(self, tensor: torch.Tensor, origin: InputName) -> int:
         """Make a tensor an input, unless it is known already; its value number."""
         known = self._values.get(id(tensor))
         if known is not None:
@@ -321,7 +321,7 @@ class Tracer(TorchFunctionMode):
             self._borrowed.setdefault(tensor.untyped_storage().data_ptr(), []).append(value)
         return value
 
-    def _new_input(self, content: torch.Tensor, origin: Origin, *, requires_grad: bool) -> int:
+    def _new_input(self, content: torch.Tensor, origin: InputName, *, requires_grad: bool) -> int:
         value = self.new_value()
         self.tensors[value] = content
         self.inputs.append(Input(value, self._unique(origin.name), origin.role, requires_grad))

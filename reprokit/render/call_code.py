@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from reprokit.locate.calls import exact_signature_of
+from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Program, Ref, map_leaves
-from reprokit.program.run import Tensors
 from reprokit.render import expression
 from reprokit.render.expression import AUGMENTED, BINARY, REFLECTED, UNARY, Expr
 from reprokit.render.literals import as_given, is_same, number_text

@@ -15,8 +15,8 @@ from reprokit.errors import NotReproduced
 from reprokit.locate.failure import Failure
 from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, ways_of
 from reprokit.program.functions import is_in_place
+from reprokit.program.interpreter import Outcome, Tensors, run
 from reprokit.program.ir import AUTOGRAD_GRAD, Input, Program, iter_refs
-from reprokit.program.run import Outcome, Tensors, run
 from reprokit.render.code import Code, write_program
 from reprokit.render.expression import quoted
 from reprokit.render.layout import fold

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from reprokit.program.functions import is_in_place
+from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import BACKWARD, OPAQUE, ZERO_GRAD, Call, Input, Mode, Program, Ref, iter_refs
-from reprokit.program.run import Tensors
 from reprokit.render import call_code, names
 from reprokit.render.call_code import Statement, write_step
 from reprokit.render.expression import Expr

@@ -21,8 +21,8 @@ from reprokit.locate.domains import INNER
 from reprokit.locate.failure import Drop, Failure
 from reprokit.locate.ways import ways_of
 from reprokit.program.functions import UnknownFunction
+from reprokit.program.interpreter import Tensors, bind_arguments, run
 from reprokit.program.ir import Call, Program, iter_refs
-from reprokit.program.run import Tensors, bind_arguments, run
 from reprokit.render import wording
 from reprokit.render.call_code import optimizer_defaults
 from reprokit.render.definitions import BACKWARD_RULES, FORWARD_RULES, Defect, Edge, Given, with_zero

@@ -18,8 +18,8 @@ import torch
 
 from reprokit.locate.calls import Slot
 from reprokit.program.functions import is_in_place
+from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Call, Mode, Program, Ref, Site, iter_refs
-from reprokit.program.run import Tensors
 from reprokit.render import call_code, expression
 from reprokit.render.call_code import Statement, labels
 from reprokit.render.code import write_program

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reprokit.program.ir import Site
-from reprokit.render import diagnosis_text, facts, whatif, wording
+from reprokit.render import diagnosis_text, facts, whatif_text, wording
 from reprokit.render.expectation import OWN, Expectation, expect
 from reprokit.render.script import Script
 from reprokit.render.spelling import in_users_words
@@ -156,7 +156,7 @@ def _names_of_data(script: Script, reduction: Reduction | None) -> dict[str, str
 
 def _variants(script: Script, reduction: Reduction) -> str:
     program = CONTEXT if reduction.level == "module" and not script.names else MINIMUM  # one of modules names no inputs
-    return whatif.markdown(reduction.whatif, program, script.names)
+    return whatif_text.markdown(reduction.whatif, program, script.names)
 
 
 def _matters(reduction: Reduction, script: Script) -> str:

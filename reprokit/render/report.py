@@ -15,18 +15,18 @@ from markupsafe import Markup, escape
 
 from reprokit.locate.failure import Failure
 from reprokit.locate.ranges import Range, range_text
-from reprokit.render import diagnosis_text, drawings, facts, whatif, wording
+from reprokit.render import diagnosis_text, drawings, facts, whatif_text, wording
+from reprokit.render.bad_value_path import ways
 from reprokit.render.call_code import labels
 from reprokit.render.drawings import plot
-from reprokit.render.frames import frames
 from reprokit.render.issue import cut, rate, shown_output, title
+from reprokit.render.module_ranges import frames
 from reprokit.render.script import Script
 from reprokit.render.survey import Survey, survey
 from reprokit.render.templates import render_template
 from reprokit.render.verify import VerifyResult
-from reprokit.render.way import ways
 from reprokit.series import by_optimizer, titled
-from reprokit.shrink.reduction import Reduction, WhatIf
+from reprokit.shrink.reduction import Reduction, WhatIfResult
 from reprokit.snapshot.format import Snapshot, count_elements
 from reprokit.snapshot.redact import REDACTED, redact_text
 from reprokit.words import counted
@@ -61,7 +61,7 @@ def write_report(
     found = survey(snapshot, _bad_name(failure, names))
     shown_frames, frames_left_out = frames(found)
     texts = _long_texts(snapshot, script, verified, reduction)
-    tables = reduction.whatif if reduction is not None else WhatIf()
+    tables = reduction.whatif if reduction is not None else WhatIfResult()
     reason = reduction.diagnosis if reduction is not None else None
     content = {
         "title": title(snapshot, reduction),
@@ -83,8 +83,8 @@ def write_report(
         "frames_left_out": frames_left_out,
         "reduction": reduction,
         "diagnosis": diagnosis_text.page(reason) if reason is not None else None,
-        "whatif_programs": whatif.programs(tables),
-        "whatif_rows": whatif.rows(tables, script.names),
+        "whatif_programs": whatif_text.programs(tables),
+        "whatif_rows": whatif_text.rows(tables, script.names),
         "environment": [*facts.versions(snapshot.environment), *facts.settings(snapshot.environment)],
         "source": facts.source(snapshot),
         "texts": texts,

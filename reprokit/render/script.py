@@ -13,8 +13,8 @@ import torch
 
 from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
+from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Program
-from reprokit.program.run import Tensors
 from reprokit.render.check import ScriptParts, find_subject, function_parts, mismatch_parts, write_check
 from reprokit.render.code import SIDE_FILE, write_program
 from reprokit.render.gate import require_closed

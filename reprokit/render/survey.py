@@ -14,8 +14,8 @@ import torch
 from reprokit.locate.failure import Failure
 from reprokit.locate.ranges import Range, measure
 from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, local_part
+from reprokit.program.interpreter import determinism, run
 from reprokit.program.ir import Call, Program, Ref
-from reprokit.program.run import determinism, run
 from reprokit.shrink.exact import written_by as written_values
 from reprokit.snapshot.format import Snapshot
 

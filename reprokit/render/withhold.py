@@ -15,8 +15,8 @@ import torch
 from reprokit.errors import ReprokitError, UsageError
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import EXCEPTION
+from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Input, Program
-from reprokit.program.run import Tensors
 from reprokit.render.literals import MAX_LITERALS, literal
 from reprokit.shrink.plainness import constant_of, contents, filled, is_number, ladder, num_digits
 from reprokit.shrink.reduction import Reduction

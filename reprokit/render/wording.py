@@ -11,7 +11,7 @@ from reprokit.snapshot.redact import redact_source, redact_text
 
 if TYPE_CHECKING:
     from reprokit.program.ir import Program, Site
-    from reprokit.shrink.explain import Nearest, Place, Varied
+    from reprokit.shrink.explain import Nearest, ProgramPart, VariedPart
     from reprokit.shrink.reduction import Reduction
 
 _NAMED_ARGUMENT = re.compile(r"\bargument\b|['\"`]\w+['\"`]")
@@ -219,17 +219,17 @@ def nearest_words(nearest: Nearest, names: Mapping[str, str]) -> tuple[str, str]
     return f"{name}{f'[{element}]' if element else ''} = {_number(nearest.to)}", _number(nearest.from_)
 
 
-def _input_name(place: Place, names: Mapping[str, str]) -> str:
+def _input_name(place: ProgramPart, names: Mapping[str, str]) -> str:
     return names.get(place.input or "", place.input or "")
 
 
-def _says(item: Varied) -> str:
+def _says(item: VariedPart) -> str:
     if item.tried is False:
         return "not varied"
     return _FREE if item.free else _MATTERS
 
 
-def _constant_name(item: Place) -> str:
+def _constant_name(item: ProgramPart) -> str:
     """``exponent of pow``, ``constant of the division``."""
     name = (item.call or "").rpartition(".")[2]
     operation = _OPERATORS.get(name.strip("_")) if name.startswith("__") else None

@@ -18,7 +18,7 @@ import torch
 
 from reprokit.errors import Flaky, NotReproduced
 from reprokit.locate.failure import Failure
-from reprokit.program.run import Settings
+from reprokit.program.interpreter import Settings
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.isolation.runner import Isolation
 from reprokit.shrink.isolation.task import Report, Task

@@ -18,9 +18,9 @@ from reprokit.locate.domains import spectrum_of
 from reprokit.locate.failure import Failure
 from reprokit.locate.ways import bad_mask, ways_of
 from reprokit.program.functions import UnknownFunction, all_written, hidden_writes
+from reprokit.program.interpreter import Tensors, run
 from reprokit.program.ir import Call, Input, Program, Ref, iter_refs
 from reprokit.program.memory import copy_of
-from reprokit.program.run import Tensors, run
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.references import default_dtype, in_dtype
 from reprokit.shrink.plainness import is_number

@@ -33,7 +33,7 @@ _MAX_CHANGES = 3  # the nearest of so many is kept; each costs a bisection
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProgramPart:
     """An input, one of its elements, or an argument of a call."""
 
     input: Name | None = left_out()
@@ -44,7 +44,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Varied(Place):
+class VariedPart(ProgramPart):
     """A part of the result that is ``free`` if every other content fails too. ``tried`` is false if none could run."""
 
     free: bool = False
@@ -52,7 +52,7 @@ class Varied(Place):
 
 
 @dataclass(frozen=True, slots=True)
-class Nearest(Place):
+class Nearest(ProgramPart):
     """The smallest change of one number that passes."""
 
     from_: Number = 0.0
@@ -64,7 +64,7 @@ class Change:
     """One number of the result exchanged: what it is, and what makes a candidate of a new number."""
 
     name: str
-    place: Place
+    place: ProgramPart
     old: float | int | bool
     dtype: torch.dtype
     apply: Callable[[float | int | bool], Candidate]
@@ -75,7 +75,7 @@ class Part:
     """An input or a number in the arguments: the candidate with other contents there, and the numbers it is made of."""
 
     name: str
-    place: Place
+    place: ProgramPart
     variants: Iterator[Candidate]
     changes: Iterator[Change]
 
@@ -84,7 +84,7 @@ def _input_part(best: Candidate, item: Input) -> Part:
     tensor, may_index = best.tensors[item.value], not trusts_arguments(best.program)
     others = (new for new in _other_contents(tensor, may_index) if not torch.equal(contents(new), contents(tensor)))
     variants = (best.with_tensors({item.value: new}) for new in others)
-    return Part(item.name, Place(item.name), variants, _elements(best, item, may_index))
+    return Part(item.name, ProgramPart(item.name), variants, _elements(best, item, may_index))
 
 
 def _elements(best: Candidate, item: Input, may_index: bool) -> Iterator[Change]:
@@ -95,7 +95,7 @@ def _elements(best: Candidate, item: Input, may_index: bool) -> Iterator[Change]
     if tensor.is_floating_point() or tensor.dtype is torch.bool or may_index:
         for index in range(min(tensor.numel(), _MAX_ELEMENTS)):
             place = [int(i) for i in torch.unravel_index(torch.tensor(index), tensor.shape)] if tensor.dim() else []
-            at = Place(item.name, tuple(place))
+            at = ProgramPart(item.name, tuple(place))
             apply = partial(_with_element, best, item.value, tuple(place))
             yield Change(item.name, at, tensor[tuple(place)].item(), tensor.dtype, apply)
 
@@ -134,7 +134,7 @@ def _constant_change(best: Candidate, index: int, path: Path, number: float | in
     def apply(other: float | int | bool) -> Candidate:
         return best.with_call(index, with_leaf(call, path, other))
 
-    return Change(name, Place(call=call.target, argument=name), number, torch.float64, apply)
+    return Change(name, ProgramPart(call=call.target, argument=name), number, torch.float64, apply)
 
 
 def _constant_part(change: Change) -> Part:
@@ -161,8 +161,8 @@ class Explanation:
     budget of the whole reduction was spent on the way.
     """
 
-    inputs: list[Varied] = field(default_factory=list)
-    constants: list[Varied] = field(default_factory=list)
+    inputs: list[VariedPart] = field(default_factory=list)
+    constants: list[VariedPart] = field(default_factory=list)
     nearest: Nearest | None = None
     is_complete: bool = True
 
@@ -213,12 +213,12 @@ class _Trials:
         return True if was_run and not self.is_over else None
 
 
-def _varied(place: Place, free: bool | None) -> Varied:
-    return Varied(*_fields(place), free=bool(free), tried=False if free is None else None)
+def _varied(place: ProgramPart, free: bool | None) -> VariedPart:
+    return VariedPart(*_fields(place), free=bool(free), tried=False if free is None else None)
 
 
 def _fields(
-    place: Place,
+    place: ProgramPart,
 ) -> tuple[Name | None, tuple[Count, ...] | None, Name | None, Name | None, Number | None]:
     return place.input, place.element, place.call, place.argument, place.value
 

@@ -17,8 +17,8 @@ from enum import Enum
 
 import torch
 
+from reprokit.program.interpreter import run
 from reprokit.program.ir import Call, Device, Program, iter_refs
-from reprokit.program.run import run
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.indexes import fits, parts_of
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from reprokit.errors import NotReproduced, ReprokitError, UsageError
 from reprokit.locate.failure import Failure
-from reprokit.program.run import determinism
+from reprokit.program.interpreter import determinism
 from reprokit.shrink import events
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.certainty import Certainty

@@ -20,7 +20,7 @@ from reprokit.locate.failure import Failure
 from reprokit.program import plain
 from reprokit.program.ir import Program
 from reprokit.shrink.context.piece import Context
-from reprokit.shrink.explain import Nearest, Varied
+from reprokit.shrink.explain import Nearest, VariedPart
 from reprokit.shrink.plainness import contents, raw_bytes
 from reprokit.shrink.signature import Signed
 from reprokit.snapshot.format import (
@@ -84,7 +84,7 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class WhatIf:
+class WhatIfResult:
     """The answers for every program that was run in other settings, and the seconds that it took; empty: not run."""
 
     budget: float | None = left_out()
@@ -117,11 +117,11 @@ class Reduction:
     verdicts: dict[Verdict, Count] = field(default_factory=dict)
     seconds: float = 0.0
     reproduces: Line = ""
-    explain: list[Varied] = field(default_factory=list)
+    explain: list[VariedPart] = field(default_factory=list)
     one_minimal: bool = False
     log: list[Line] = field(default_factory=list)
     passes: list[PassRow] = field(default_factory=list)
-    constants: list[Varied] = field(default_factory=list)
+    constants: list[VariedPart] = field(default_factory=list)
     nearest: Nearest | None = None
     explain_checks: Count = 0
     stopped: Line | None = None
@@ -131,7 +131,7 @@ class Reduction:
     known: dict[Name, Verdict] = field(default_factory=dict)
     level: Annotated[str, one_of("op", "module", "step")] = "op"
     context: Context | None = None
-    whatif: WhatIf = WhatIf()
+    whatif: WhatIfResult = WhatIfResult()
     diagnosis: Diagnosis | None = None
 
     def summary(self) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from reprokit.grammar import Line, Name, left_out
 from reprokit.locate.calls import constant_ways
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
+from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program, Ref
-from reprokit.program.run import Tensors
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.leaves import leaves
 from reprokit.shrink.recording import record

@@ -20,8 +20,8 @@ from reprokit.grammar import Count, Line, Text, left_out, one_of, plain_of, read
 from reprokit.locate.failure import Failure, is_vacuous, root_of
 from reprokit.program import plain
 from reprokit.program.functions import display_name
+from reprokit.program.interpreter import Settings
 from reprokit.program.ir import Program, Site
-from reprokit.program.run import Settings
 from reprokit.series import StepNumbers
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.files import replaced

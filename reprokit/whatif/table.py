@@ -16,8 +16,8 @@ from typing import cast
 
 from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
+from reprokit.program.interpreter import Settings
 from reprokit.program.ir import Program
-from reprokit.program.run import Settings
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.checks.function import FUNCTION
@@ -25,7 +25,7 @@ from reprokit.shrink.isolation import processes
 from reprokit.shrink.isolation.processes import ForkedRun, RunLimits, peak_bytes, uninterrupted, wait_for
 from reprokit.shrink.isolation.runner import Isolation
 from reprokit.shrink.isolation.task import NotObserved, Observe, Report, Task
-from reprokit.shrink.reduction import Answered, Reduction, WhatIf
+from reprokit.shrink.reduction import Answered, Reduction, WhatIfResult
 from reprokit.shrink.signature import SignatureCheck
 from reprokit.snapshot.format import Snapshot
 from reprokit.whatif.trial import VARIANTS, Answer, Trial, Trials, Variant, one_line
@@ -48,7 +48,7 @@ def of_reduction(
     seconds: float = SECONDS,
     check: str | None = None,
     tell: Tell | None = None,
-) -> WhatIf:
+) -> WhatIfResult:
     """The table of a reduction's minimum, and of its context where it has one.
 
     ``check`` is the check that the reduction was made with, if that is a function of the user's: a file that names one
@@ -60,14 +60,14 @@ def of_reduction(
 @contextmanager
 def making_of_reduction(
     reduction: Reduction, settings: Settings, *, seconds: float = SECONDS, check: str | None = None
-) -> Iterator[Callable[[], WhatIf]]:
+) -> Iterator[Callable[[], WhatIfResult]]:
     """Make `of_reduction` in a forked process; the yielded function waits for the table.
 
     Where the system cannot fork the table is made when it is asked for. The process ends with the block.
     """
     subjects = _subjects_of(reduction, check)
 
-    def make(_: Candidate | None = None) -> WhatIf:
+    def make(_: Candidate | None = None) -> WhatIfResult:
         return make_table(subjects, settings, seconds)
 
     if not processes.can_fork():
@@ -77,7 +77,7 @@ def making_of_reduction(
     task = Task(cast(Observe, make))
     try:
         processes.start_forked(task, Candidate(Program((), ()), {}), RunLimits(2 * seconds + _SECONDS_TO_END), runs)
-        yield lambda: cast(WhatIf, wait_for(runs[0], runs).value())
+        yield lambda: cast(WhatIfResult, wait_for(runs[0], runs).value())
     finally:
         with uninterrupted():
             for run in runs:
@@ -93,7 +93,7 @@ def _subjects_of(reduction: Reduction, check: str | None) -> Subjects:
     return {name: (made, check_of(made, found, spec, check)) for name, (made, found) in programs.items()}
 
 
-def of_snapshot(snapshot: Snapshot, *, seconds: float = SECONDS, tell: Tell | None = None) -> WhatIf:
+def of_snapshot(snapshot: Snapshot, *, seconds: float = SECONDS, tell: Tell | None = None) -> WhatIfResult:
     """The table of a whole snapshot. ``tell`` is given every answer."""
     whole = Candidate(snapshot.program, snapshot.tensors)
     check = check_of(whole, snapshot.failure, None, None)
@@ -106,7 +106,7 @@ def make_table(
     seconds: float,
     variants: Sequence[Variant] = VARIANTS,
     tell: Tell | None = None,
-) -> WhatIf:
+) -> WhatIfResult:
     """The rows of every subject by its name."""
     checks = {candidate.digest: check for candidate, check in subjects.values()}
     # Reports carry any dataclass of reprokit's; the reducer's are failures.
@@ -130,7 +130,7 @@ class _Table:
         self._started = time.monotonic()
         self._memory = max(_LEAST_BYTES, 2 * peak_bytes())
 
-    def make(self) -> WhatIf:
+    def make(self) -> WhatIfResult:
         """Run everything that there is time for."""
         quick = [job for job in self._jobs() if not job[1].is_slow]
         slow = [job for job in self._jobs() if job[1].is_slow]
@@ -141,7 +141,7 @@ class _Table:
         for name in self.subjects:
             self._run([job for job in slow if job[0] == name])
         tables = {name: tuple(self._rows(name)) for name in self.subjects}
-        return WhatIf(self.budget, round(time.monotonic() - self._started, 3), tables)
+        return WhatIfResult(self.budget, round(time.monotonic() - self._started, 3), tables)
 
     def _jobs(self) -> Iterator[tuple[str, Variant]]:
         """What there is to run; the whole table of one subject comes before the next one's."""

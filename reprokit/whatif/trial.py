@@ -21,7 +21,7 @@ from torch.utils.benchmark import Timer
 
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.ways import ways_of
-from reprokit.program.run import Outcome, Settings, determinism, run
+from reprokit.program.interpreter import Outcome, Settings, determinism, run
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.mismatch import results_of
 from reprokit.shrink.checks.references import CompiledProgram, default_dtype, in_dtype, on_device

@@ -21,8 +21,8 @@ from reprokit.capture.record import attributes, compact_steps, current_step, tap
 from reprokit.capture.rewind import checkpoint
 from reprokit.capture.save import choose_step
 from reprokit.capture.session import Session
+from reprokit.program.interpreter import Observer, run
 from reprokit.program.ir import Call
-from reprokit.program.run import Observer, run
 from reprokit.snapshot import environment, format
 from tests.capture.test_fail_open import failing_at_once, failing_late
 from tests.capture.traps_checks import described_once, same_bits
@@ -62,7 +62,7 @@ HANDLERS: dict[str, Callable[..., None]] = {
     "method": Limits().end,
 }
 PLACES: list[tuple[Any, str]] = [
-    (policy.Judge, "start"),
+    (policy.Policy, "start"),
     (tape.Tape, "_prepare"),
     (tape.Tape, "_plain_entry"),
     (current_step.RunningStep, "finish_module"),
@@ -158,7 +158,7 @@ def test_an_error_of_our_own_is_no_arrival(error: Exception, monkeypatch: pytest
     def broken(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr(policy.Judge, "start", broken)
+    monkeypatch.setattr(policy.Policy, "start", broken)
     with described_once(), Session(directory=tmp_path):
         watched = failing_at_once()
     assert same_bits(watched, failing_at_once())

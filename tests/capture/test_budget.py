@@ -30,8 +30,8 @@ def train(session: Session | None, every: int, bad_step: int, in_model: bool) ->
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
     optimizer = torch.optim.Adam(model.parameters())
     if session is not None and every != 1:
-        session._training.budget.every = every
-        session._training.choose()
+        session._run_state.budget.every = every
+        session._run_state.choose()
     for step in range(12):
         x = torch.randn(8, 4)
         if in_model and step == bad_step:
@@ -79,8 +79,8 @@ def test_only_losses_are_checked_and_steps_inside_backward_calls_count(tmp_path:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     step_inside = model.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
     with reprokit.capture(tmp_path / "x.pt", quiet=True) as session:
-        session._training.budget.every = 0
-        session._training.choose()
+        session._run_state.budget.every = 0
+        session._run_state.choose()
         for step in range(9):
             loss = model(torch.randn(8, 4)).square().mean()
             if step == 7:
@@ -107,7 +107,7 @@ def test_losses_are_checked_after_a_step_whose_closure_began_anew_when_nothing_w
         return loss
 
     with reprokit.capture(tmp_path / "x.pt", quiet=True) as session:
-        session._training.budget.every = 0  # from the second call of the closure on
+        session._run_state.budget.every = 0  # from the second call of the closure on
         for step in range(6):
             scale = float("nan") if step == 4 else 1.0
             optimizer.step(closure)
@@ -121,8 +121,8 @@ def test_a_grad_scaler_that_comes_late_is_followed(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
     with reprokit.capture(tmp_path / "x.pt", quiet=True) as session:
-        session._training.budget.every = 0
-        session._training.choose()
+        session._run_state.budget.every = 0
+        session._run_state.choose()
         for step in range(120):
             loss = model(torch.randn(8, 4)).square().mean()
             optimizer.zero_grad()
@@ -133,7 +133,7 @@ def test_a_grad_scaler_that_comes_late_is_followed(tmp_path: Path) -> None:
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
-        assert session._training.iterations.completed == 120
+        assert session._run_state.iterations.completed == 120
     assert session.snapshots == []
 
 
@@ -168,11 +168,11 @@ def test_stepping_down_changes_no_bit(loop: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(budget, "WINDOW", 1)
     expected = loop(False)
     with reprokit.capture(budget=1e-6) as session:
-        session._training.budget.start_measuring()
+        session._run_state.budget.start_measuring()
         actual = loop(False)
     assert all(torch.equal(one, other) for one, other in zip(expected, actual, strict=True))
     assert session.snapshots == []
-    assert all(not vars(owner).get(name) for owner, name in session._training.budget.parts)
+    assert all(not vars(owner).get(name) for owner, name in session._run_state.budget.parts)
     said = [line for line in capsys.readouterr().err.splitlines() if "budget" in line]
     told = [line.removeprefix("reprokit: ").partition(":")[0] for line in said]
     steps_down = ["noting every 64th step", "noting no step, only checking losses"]
@@ -180,7 +180,7 @@ def test_stepping_down_changes_no_bit(loop: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_parts_are_methods(tmp_path: Path) -> None:
-    for owner, name in Session(directory=tmp_path)._training.budget.parts:
+    for owner, name in Session(directory=tmp_path)._run_state.budget.parts:
         assert callable(getattr(type(owner), name))
 
 
@@ -198,7 +198,7 @@ def test_clocks_do_not_stay(options: dict[str, Any], monkeypatch: pytest.MonkeyP
     """Steps that copy the state are not measured, so that there may be none to measure."""
     monkeypatch.setattr(budget, "_MOST_SEEN", 5)
     with reprokit.capture(quiet=True, **options) as session:
-        kept = session._training.budget
+        kept = session._run_state.budget
         kept._next = 0.0
         train(None, 1, 99, in_model=False)
         assert kept._meter is None
@@ -348,8 +348,8 @@ def test_an_exception_in_a_backward_pass_is_saved_when_only_losses_are_checked(t
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with pytest.raises(RuntimeError, match="refused"), reprokit.capture(tmp_path / "x.pt", quiet=True) as session:
-        session._training.budget.every = 0
-        session._training.choose()
+        session._run_state.budget.every = 0
+        session._run_state.choose()
         for step in range(9):
             out = model(torch.randn(8, 4))
             optimizer.zero_grad()

@@ -139,8 +139,8 @@ def test_a_past_step_keeps_what_its_gradients_depend_on_only(tmp_path: Path) -> 
             accuracy = (model(x * 2.0).argmax(1) == y).float().mean()
             samples = torch.stack([row.clone() for row in x.detach().clone()] * 5)
             update(optimizer, divided_loss(model(x * 2.0), y, False) + samples.mean() * 0.0)
-        session._training.freeze_past()
-        steps = session._training.past()
+        session._run_state.freeze_past()
+        steps = session._run_state.past()
     names = {entry.name for entry in steps[-1].entries}
     assert "torch.Tensor.mean" in names and accuracy.numel() == 1
     assert names.isdisjoint({"torch.Tensor.__eq__", "torch.Tensor.argmax", "torch.Tensor.float"})

@@ -20,13 +20,13 @@ from torch import nn
 from reprokit.capture.hooks import on_failure
 from reprokit.capture.record.attributes import tensors_held
 from reprokit.capture.save import choose_step
-from reprokit.capture.save.build_snapshot import Made
+from reprokit.capture.save.build_snapshot import BuiltSnapshot
 from reprokit.capture.save.fidelity import checked
 from reprokit.capture.session import Session
 from reprokit.program import run as program_run
+from reprokit.program.interpreter import execute
 from reprokit.program.ir import Call
 from reprokit.program.memory import same_bits
-from reprokit.program.run import execute
 from reprokit.snapshot.format import Snapshot, load, save
 from tests.capture.traps_checks import (
     BAD_STEP,
@@ -127,7 +127,7 @@ def run_with(run: Run, folder: Path, *, is_sharded: bool = False, **options: Any
     """The snapshot in memory, which must share none with live tensors, and the one in the file."""
     made: list[Snapshot] = []
 
-    def snapshot_of(training: Any, *arguments: Any) -> Made:
+    def snapshot_of(training: Any, *arguments: Any) -> BuiltSnapshot:
         training.ranks.is_sharded = is_sharded
         found = original(training, *arguments)
         made.append(replace(found.snapshot, tensors=dict(found.snapshot.tensors)))

@@ -17,7 +17,7 @@ from torch import nn
 import reprokit
 from reprokit.capture.save.owners import names_of
 from reprokit.program.plain import from_plain, to_plain
-from reprokit.render.frames import frames
+from reprokit.render.module_ranges import frames
 from reprokit.render.survey import survey
 from reprokit.snapshot.format import Snapshot, load
 from tests.conftest import run_python_in

@@ -14,7 +14,7 @@ from reprokit.capture.block import captured_lines
 from reprokit.capture.failure_text import growth, place_line
 from reprokit.cli import main
 from reprokit.program.ir import Call, Input, Program, Ref, Site
-from reprokit.render.way import source_lines, steps
+from reprokit.render.bad_value_path import source_lines, steps
 from reprokit.series import StepNumbers
 from reprokit.snapshot.format import CaptureSettings, Snapshot, save
 from tests.conftest import run_python_in

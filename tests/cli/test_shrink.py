@@ -20,11 +20,11 @@ from reprokit.cli import main
 from reprokit.cli.shrink import default_folder
 from reprokit.errors import Flaky, NotReproduced, ReprokitError
 from reprokit.locate.diagnosis import Diagnosis
-from reprokit.program.run import Settings
+from reprokit.program.interpreter import Settings
 from reprokit.render.script import Script
 from reprokit.render.verify import CleanProcesses
 from reprokit.shrink.events import Checked, Improved, Replayed
-from reprokit.shrink.reduction import Origin, WhatIf
+from reprokit.shrink.reduction import Origin, WhatIfResult
 from reprokit.snapshot.format import save
 from tests.shrink.failing import record
 
@@ -46,7 +46,7 @@ SUMMARY = {
 class FakeReduction:
     """A reduction that can be summed up and saved."""
 
-    whatif: WhatIf = field(default_factory=WhatIf)
+    whatif: WhatIfResult = field(default_factory=WhatIfResult)
     origin: Origin = field(default_factory=Origin)
     diagnosis: Diagnosis | None = None
 
@@ -68,7 +68,7 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         shrink=lambda: FakeReduction(),
         options={},
         context=None,
-        table=WhatIf,
+        table=WhatIfResult,
         compared=None,
         diagnose=lambda write: None,
         fix_code=lambda: "",
@@ -96,7 +96,7 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     modules = {
         "reprokit.shrink": {},
         "reprokit.shrink.reducer": {"shrink": shrink},
-        "reprokit.shrink.reduction": {"load": lambda path: FakeReduction(), "WhatIf": WhatIf},
+        "reprokit.shrink.reduction": {"load": lambda path: FakeReduction(), "WhatIf": WhatIfResult},
         "reprokit.snapshot.format": {
             "load": lambda path: SimpleNamespace(settings=Settings(num_threads=1), fidelity="exact", fidelity_note=None)
         },
@@ -154,11 +154,11 @@ def test_the_context_is_told(reducer: SimpleNamespace, capsys: pytest.CaptureFix
 
 
 def test_the_what_if_table_is_kept_or_left_out(reducer: SimpleNamespace) -> None:
-    reducer.table = lambda: WhatIf(tables={})
+    reducer.table = lambda: WhatIfResult(tables={})
     assert main(["shrink", "x.pt", "--no-whatif"]) == 0
-    assert reducer.compared is None and reducer.rendered.whatif == WhatIf()
+    assert reducer.compared is None and reducer.rendered.whatif == WhatIfResult()
     assert main(["shrink", "-f", "x.pt"]) == 0
-    assert reducer.compared == Settings(num_threads=1) and reducer.rendered.whatif == WhatIf(tables={})
+    assert reducer.compared == Settings(num_threads=1) and reducer.rendered.whatif == WhatIfResult(tables={})
 
 
 def test_a_what_if_table_that_fails_costs_nothing_else(

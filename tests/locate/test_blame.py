@@ -16,7 +16,7 @@ from reprokit.locate.failure import Failure
 from reprokit.locate.ways import ways_of
 from reprokit.program.backward import edge_of
 from reprokit.program.ir import Call, Input, Program, Ref, Symbol
-from reprokit.program.trace import Origin, Tracer, recording
+from reprokit.program.trace import InputName, Tracer, recording
 
 INF = float("inf")
 
@@ -112,7 +112,7 @@ def test_an_absorbed_infinity_is_not_followed() -> None:
 
 
 def recorded(compute: Any, **inputs: torch.Tensor) -> Failure:
-    names = {id(tensor): Origin(name) for name, tensor in inputs.items()}
+    names = {id(tensor): InputName(name) for name, tensor in inputs.items()}
     tracer = Tracer(lambda tensor: names.get(id(tensor)))
     with recording(tracer):
         compute(**inputs)

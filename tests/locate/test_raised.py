@@ -13,9 +13,9 @@ from reprokit.capture.failure_text import cause_line
 from reprokit.grammar import plain_of, read
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure
+from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Program
-from reprokit.program.run import Tensors
-from reprokit.program.trace import Origin, Tracer
+from reprokit.program.trace import InputName, Tracer
 from reprokit.render.expectation import expect
 from reprokit.render.facts import of_failure
 from reprokit.shrink.reducer import shrink
@@ -94,7 +94,7 @@ def test_a_parameter_behind_an_exception_that_training_began_with_is_named_as_th
     role: str, step: int, words: str
 ) -> None:
     weight = torch.tensor([torch.inf, 0.0])
-    tracer = Tracer(lambda tensor: Origin("weight", role) if tensor is weight else None)
+    tracer = Tracer(lambda tensor: InputName("weight", role) if tensor is weight else None)
     with tracer, contextlib.suppress(RuntimeError):
         F.binary_cross_entropy(weight * ONES[0, :2], ONES[0, :2])
     snapshot = replace(snapshot_of((tracer.program(), dict(tracer.tensors))), step=step)

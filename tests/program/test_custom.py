@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from reprokit.locate.blame import locate
+from reprokit.program.interpreter import run
 from reprokit.program.ir import OPAQUE, Program
-from reprokit.program.run import run
-from reprokit.program.trace import Origin, Tracer, recording
+from reprokit.program.trace import InputName, Tracer, recording
 
 Step = Callable[..., torch.Tensor]
 
@@ -131,7 +131,7 @@ STEPS: dict[str, Step] = {
 
 
 def traced(step: Step, **tensors: torch.Tensor) -> tuple[Program, Tracer]:
-    names = {id(tensor): Origin(name) for name, tensor in tensors.items()}
+    names = {id(tensor): InputName(name) for name, tensor in tensors.items()}
     tracer = Tracer(lambda tensor: names.get(id(tensor)))
     with recording(tracer):
         result = step(**tensors)

@@ -16,8 +16,8 @@ from reprokit.program.functions import (
     is_in_place,
     name_of,
 )
+from reprokit.program.interpreter import run
 from reprokit.program.ir import Call, Input, Program, Ref, Symbol
-from reprokit.program.run import run
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from reprokit.program import plain
+from reprokit.program.interpreter import run
 from reprokit.program.ir import OPAQUE, Program
-from reprokit.program.run import run
-from reprokit.program.trace import Origin, Tracer, recording
+from reprokit.program.trace import InputName, Tracer, recording
 
 transformers = pytest.importorskip("transformers")
 
@@ -25,8 +25,8 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def record(model: nn.Module, compute_loss: Callable[[], torch.Tensor]) -> tuple[Program, Tracer, torch.Tensor]:
-    names = {id(p): Origin(name, "parameter") for name, p in model.named_parameters()}
-    names |= {id(b): Origin(name, "buffer") for name, b in model.named_buffers()}
+    names = {id(p): InputName(name, "parameter") for name, p in model.named_parameters()}
+    names |= {id(b): InputName(name, "buffer") for name, b in model.named_buffers()}
     tracer = Tracer(lambda tensor: names.get(id(tensor)))
     with recording(tracer):
         loss = compute_loss()

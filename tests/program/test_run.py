@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from reprokit.program.run import _written, run
-from reprokit.program.trace import Origin, Tracer, recording
+from reprokit.program.interpreter import _written, run
+from reprokit.program.trace import InputName, Tracer, recording
 
 
 def detached(weight: torch.Tensor) -> None:
@@ -55,7 +55,7 @@ WRITING = [detached, without_gradients, in_a_list, one_of_several, as_result, by
 def test_parameters_are_not_written_into(write: Callable[[torch.Tensor], None], is_frozen: bool) -> None:
     weight = torch.tensor([[-1.0, 1.0], [-2.0, 2.0]], requires_grad=not is_frozen)
     kept = weight.detach().clone()
-    tracer = Tracer(lambda tensor: Origin("weight", "parameter") if tensor is weight else None)
+    tracer = Tracer(lambda tensor: InputName("weight", "parameter") if tensor is weight else None)
     with recording(tracer):
         write(weight)
     value = tracer.value_of(weight)
@@ -68,7 +68,7 @@ def test_parameters_are_not_written_into(write: Callable[[torch.Tensor], None], 
 
 def test_parameters_that_are_only_read_are_not_copied() -> None:
     weight, bias = torch.ones(2, 2, requires_grad=True), torch.ones(2, requires_grad=True)
-    tracer = Tracer(lambda tensor: Origin("weight", "parameter"))
+    tracer = Tracer(lambda tensor: InputName("weight", "parameter"))
     with recording(tracer):
         hidden = F.relu(F.linear(torch.ones(1, 2), weight.t()).mul(1.5), inplace=True) * 2
         hidden += bias

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from reprokit.program.interpreter import run
 from reprokit.program.ir import Program
-from reprokit.program.run import run
 from reprokit.program.trace import Tracer, recording
 
 

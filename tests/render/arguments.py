@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from reprokit.program.functions import is_in_place, is_random
+from reprokit.program.interpreter import bind_arguments, execute
 from reprokit.program.ir import Call, Device, Input, Mode, Program, Ref, Symbol, map_leaves
-from reprokit.program.run import bind_arguments, execute
 from reprokit.render.names import signature_of
 from reprokit.shrink.plainness import state_of_seed
 from tests.render.programs import Case

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from reprokit.program import functions
+from reprokit.program.interpreter import run
 from reprokit.program.ir import ZERO_GRAD, Call, Input, Mode, Program, Ref, Site, Slice, Symbol
-from reprokit.program.run import run
 from reprokit.render.call_code import callee
 from reprokit.render.code import write_program
 from reprokit.render.literals import is_same

@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from reprokit.program import functions
+from reprokit.program.interpreter import run
 from reprokit.program.ir import Call, Input, Program, Ref, Symbol, iter_refs, map_leaves
-from reprokit.program.run import run
 from reprokit.render.code import write_program
 from reprokit.render.literals import is_same
 from tests.render.arguments import cases_for, make_float, make_index, make_positive_definite, program_of

@@ -31,7 +31,7 @@ from reprokit.render.script import Script
 from reprokit.render.sharing import MAX_URL, create_command, issue_url, write_zip
 from reprokit.render.sources import snapshot_script
 from reprokit.render.templates import find_template, template_names, tidied
-from reprokit.shrink.explain import Varied
+from reprokit.shrink.explain import VariedPart
 from reprokit.shrink.reduction import Reduction, Size
 from reprokit.shrink.signature import Signed
 from reprokit.snapshot.environment import Environment
@@ -335,7 +335,7 @@ def test_a_shape_is_no_value() -> None:
 
 def test_an_operand_that_was_found_to_be_free_is_not_named() -> None:
     snapshot = one_call("torch.matmul", [1e20], [1e20])
-    reduction = reduction_of(snapshot, explain=[Varied("x0", free=True), Varied("x1")])
+    reduction = reduction_of(snapshot, explain=[VariedPart("x0", free=True), VariedPart("x1")])
     assert "this operand is an input of the step, `x1`." in expect(snapshot, reduction).remark
 
 

@@ -14,13 +14,13 @@ import torch
 from reprokit.locate.diagnosis import Diagnosis, Fix
 from reprokit.locate.ranges import limits_of, measure, range_text
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, Scope, Symbol
+from reprokit.render.bad_value_path import MAX_BEFORE, MAX_CALL, Way, ways
 from reprokit.render.call_code import labels
-from reprokit.render.frames import MAX_FRAMES, frames
+from reprokit.render.module_ranges import MAX_FRAMES, frames
 from reprokit.render.report import MAX_TEXT, Remaining, progress, sentences, write_report
 from reprokit.render.sources import reduction_script, snapshot_script
 from reprokit.render.survey import MAX_COLUMNS, MAX_ROWS, Survey, pattern_of, positions_of, survey
-from reprokit.render.way import MAX_BEFORE, MAX_CALL, Way, ways
-from reprokit.shrink.reduction import Answered, Size, WhatIf
+from reprokit.shrink.reduction import Answered, Size, WhatIfResult
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.source import SourceState
@@ -236,7 +236,7 @@ def test_what_if_and_diagnosis_appear_when_they_are_there() -> None:
         fix=fix,
         tried=(replace(fix, helped=False, outcome="still nan"),),
     )
-    table = WhatIf(tables={"minimum": (Answered("fp64", "`float64`", "passes", "", 1e-3),)})
+    table = WhatIfResult(tables={"minimum": (Answered("fp64", "`float64`", "passes", "", 1e-3),)})
     html = report(attention_step(), diagnosis=found, whatif=table)
     assert '<h2 id="diagnosis">' in html and "loss 2.31" in html and "Did not help" in html
     assert '<td class="answer passes">passes</td><td>1 ms</td>' in html

@@ -17,7 +17,7 @@ import torch
 from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
 from reprokit.render.report import write_report
 from reprokit.render.sources import reduction_script
-from reprokit.shrink.reduction import Answered, WhatIf
+from reprokit.shrink.reduction import Answered, WhatIfResult
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.source import SourceState
 from tests.render.programs import VERIFIED, snapshot_of
@@ -55,7 +55,7 @@ def big_report() -> str:
     snapshot = replace(snapshot, source=source, environment=environment)
     row = Answered("fp64", "`float64`", "other", "raises " + "w" * 200, 1e-3)
     log = ["1: cut: 3 calls, 20 elements", "4: sizes: to 1: 1 call, 1 element"]
-    reduction = reduced(snapshot, log=log, whatif=WhatIf(tables={"minimum": (row,), "context": (row,)}))
+    reduction = reduced(snapshot, log=log, whatif=WhatIfResult(tables={"minimum": (row,), "context": (row,)}))
     return write_report(snapshot, reduction_script(reduction), VERIFIED, reduction=reduction)
 
 

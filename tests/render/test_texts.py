@@ -23,8 +23,8 @@ from reprokit.render.sources import reduction_script, snapshot_script
 from reprokit.render.templates import fence, jinja_environment, template_folder
 from reprokit.render.texts import render_all, render_one, write_test
 from reprokit.render.wording import code_span, headline, nearest_words, observed, renamed
-from reprokit.shrink.explain import Nearest, Varied
-from reprokit.shrink.reduction import PassRow, Size, WhatIf
+from reprokit.shrink.explain import Nearest, VariedPart
+from reprokit.shrink.reduction import PassRow, Size, WhatIfResult
 from reprokit.snapshot.format import Snapshot, save
 from tests.locate.mechanisms import bad_input
 from tests.render.programs import (
@@ -68,13 +68,13 @@ def reduced(snapshot: Snapshot, **fields: Any) -> Any:
         "verdicts": {"same": 6, "other": 1, "passes": 4, "invalid": 0},
         "seconds": 0.3,
         "reproduces": "5/5",
-        "explain": [Varied("input"), Varied("unused", free=True)],
-        "constants": [Varied(call="torch.softmax", argument="scale", value=2.0, tried=False)],
+        "explain": [VariedPart("input"), VariedPart("unused", free=True)],
+        "constants": [VariedPart(call="torch.softmax", argument="scale", value=2.0, tried=False)],
         "nearest": Nearest("input", (0,), from_=float("-inf")),
         "level": "op",
         "context": None,
         "notes": [],
-        "whatif": WhatIf(),
+        "whatif": WhatIfResult(),
         "passes": [PassRow("cut", 7, 1, 9, 23, 0.25)],
         "stopped": None,
         "untried": [],

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from reprokit.render import whatif
+from reprokit.render import whatif_text
 from reprokit.render.issue import make_issue
 from reprokit.render.report import with_code, write_report
 from reprokit.render.sources import snapshot_script
-from reprokit.shrink.reduction import Answered, WhatIf
+from reprokit.shrink.reduction import Answered, WhatIfResult
 from reprokit.whatif.table import NOT_DONE
 from tests.render.programs import VERIFIED
 from tests.render.test_texts import attention_step, reduced
@@ -18,31 +18,31 @@ def row(variant: str, answer: str, detail: str = "", seconds: float | None = Non
     return Answered(variant, name or variant, answer, detail, seconds)
 
 
-def of_minimum(*rows: Answered) -> WhatIf:
-    return WhatIf(tables={"minimum": rows})
+def of_minimum(*rows: Answered) -> WhatIfResult:
+    return WhatIfResult(tables={"minimum": rows})
 
 
 MINIMUM = (row("float64", "same", "", 1.234e-5), row("cuda", "cannot_run", "torch sees no GPU"))
 CONTEXT = (row("float64", "passes", "", 0.0123), row("autocast_off", "other", "inf from `exp`", 2.0))
-TABLE = WhatIf(10.0, 1.0, {"minimum": MINIMUM, "context": CONTEXT})
+TABLE = WhatIfResult(10.0, 1.0, {"minimum": MINIMUM, "context": CONTEXT})
 
 
 def test_markdown_groups_by_result_and_has_no_times() -> None:
     late = row("compile", "cannot_run", f"{NOT_DONE} the 10 s for this table")
     table = of_minimum(*MINIMUM, row("bfloat16", "same", "", 2.0), late)
-    assert whatif.markdown(table, "minimum").splitlines() == [
+    assert whatif_text.markdown(table, "minimum").splitlines() == [
         "| how it is run | result |",
         "| --- | --- |",
         "| float64; bfloat16 | fails the same |",
         "| cuda | cannot run: torch sees no GPU |",
     ]
-    assert "fails otherwise: inf from `exp`" in whatif.markdown(TABLE, "context")
-    assert whatif.markdown(TABLE, "snapshot") == whatif.markdown(WhatIf(), "minimum") == ""
+    assert "fails otherwise: inf from `exp`" in whatif_text.markdown(TABLE, "context")
+    assert whatif_text.markdown(TABLE, "snapshot") == whatif_text.markdown(WhatIfResult(), "minimum") == ""
 
 
 @pytest.mark.parametrize("detail", ["a | b", "two\nlines", "<script>alert(1)</script>", "`a` <b> `c|`"])
 def test_no_detail_breaks_the_table(detail: str) -> None:
-    text = whatif.markdown(of_minimum(row("x", "other", detail)), "minimum")
+    text = whatif_text.markdown(of_minimum(row("x", "other", detail)), "minimum")
     assert len(text.splitlines()) == 3
     last = text.splitlines()[-1]
     assert last.replace("\\|", "").count("|") == 3
@@ -50,16 +50,16 @@ def test_no_detail_breaks_the_table(detail: str) -> None:
 
 
 def test_code_in_a_detail_stays_as_it_is() -> None:
-    assert "`a < b` &lt; c" in whatif.markdown(of_minimum(row("x", "other", "`a < b` < c")), "minimum")
+    assert "`a < b` &lt; c" in whatif_text.markdown(of_minimum(row("x", "other", "`a < b` < c")), "minimum")
 
 
 def test_secrets_are_redacted() -> None:
     secret = "hf_" + "a1b2" * 9
-    assert secret not in whatif.markdown(of_minimum(row("x", "other", f"token={secret}")), "minimum")
+    assert secret not in whatif_text.markdown(of_minimum(row("x", "other", f"token={secret}")), "minimum")
 
 
 def test_rows_for_html() -> None:
-    first, second, third = whatif.rows(TABLE)
+    first, second, third = whatif_text.rows(TABLE)
     assert [cell.answer if cell else None for cell in first.cells] == ["same", "passes"]
     assert second.cells[1] is None and third.cells[0] is None
     assert third.cells[1] is not None
@@ -70,21 +70,21 @@ def test_rows_for_html() -> None:
     ("seconds", "text"), [(None, ""), (2.5, "2.5 s"), (0.0015, "1.5 ms"), (3.2e-5, "32 µs"), (4e-8, "0.04 µs")]
 )
 def test_times(seconds: float | None, text: str) -> None:
-    assert whatif.seconds_text(seconds) == text
+    assert whatif_text.seconds_text(seconds) == text
 
 
 @pytest.mark.parametrize("template", ["pytorch", "generic"])
 def test_the_issue_has_the_table_where_there_is_one(template: str) -> None:
     snapshot = attention_step()
-    for table in (TABLE, WhatIf()):
+    for table in (TABLE, WhatIfResult()):
         small = reduced(snapshot, whatif=table)
         text = make_issue(snapshot, snapshot_script(snapshot), VERIFIED, reduction=small, template=template).text
-        assert ("\n\n" + whatif.markdown(TABLE, "minimum") + "\n\n" in text) == (table is TABLE)
+        assert ("\n\n" + whatif_text.markdown(TABLE, "minimum") + "\n\n" in text) == (table is TABLE)
 
 
 def test_the_report_has_the_table_where_there_is_one() -> None:
     snapshot = attention_step()
-    for table in (TABLE, WhatIf()):
+    for table in (TABLE, WhatIfResult()):
         text = write_report(snapshot, snapshot_script(snapshot), VERIFIED, reduction=reduced(snapshot, whatif=table))
         assert ('<h2 id="whatif">What if</h2>' in text) == (table is TABLE)
         cell = '<td class="answer other">fails otherwise: inf from <code>exp</code></td><td>2 s</td>'

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref
-from reprokit.program.trace import Origin, Tracer, recording
+from reprokit.program.trace import InputName, Tracer, recording
 from reprokit.snapshot.format import Snapshot
 
 INF = float("inf")
@@ -35,7 +35,7 @@ def traced(step: Callable[..., Any], **tensors: torch.Tensor) -> Snapshot:
 
 
 def _traced(step: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -> tuple[Program, dict[int, torch.Tensor]]:
-    names = {id(tensor): Origin(name) for name, tensor in tensors.items()}
+    names = {id(tensor): InputName(name) for name, tensor in tensors.items()}
     tracer = Tracer(lambda tensor: names.get(id(tensor)))
     outputs: tuple[int, ...] = ()
     with recording(tracer), warnings.catch_warnings():

@@ -10,16 +10,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from reprokit.program.trace import Origin, Tracer, recording
+from reprokit.program.trace import InputName, Tracer, recording
 from reprokit.snapshot.format import Snapshot
 from tests.shrink.failing import seeded, snapshot_of
 
 
 def record_model(model: nn.Module, step: Callable[..., Any], **tensors: torch.Tensor) -> Snapshot:
     """A snapshot of a function of named tensors that uses a model; a tensor it returns is looked at in the end."""
-    names = {id(tensor): Origin(name) for name, tensor in tensors.items()}
-    names.update({id(parameter): Origin(name, "parameter") for name, parameter in model.named_parameters()})
-    names.update({id(buffer): Origin(name, "buffer") for name, buffer in model.named_buffers()})
+    names = {id(tensor): InputName(name) for name, tensor in tensors.items()}
+    names.update({id(parameter): InputName(name, "parameter") for name, parameter in model.named_parameters()})
+    names.update({id(buffer): InputName(name, "buffer") for name, buffer in model.named_buffers()})
     tracer = Tracer(lambda tensor: names.get(id(tensor)))
     result = None
     with recording(tracer):

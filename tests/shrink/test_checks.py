@@ -21,8 +21,8 @@ from reprokit.cli import main
 from reprokit.errors import NotReproduced, UsageError
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure
+from reprokit.program.interpreter import Outcome
 from reprokit.program.ir import Call, Input, Mode, Program, Ref
-from reprokit.program.run import Outcome
 from reprokit.render.script import Script, write_script
 from reprokit.render.sources import reduction_script
 from reprokit.render.verify import verify

@@ -16,7 +16,7 @@ import torch
 from reprokit.cli import main
 from reprokit.errors import Flaky
 from reprokit.locate.failure import Failure
-from reprokit.program.run import Settings
+from reprokit.program.interpreter import Settings
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.certainty import MAX_RUNS, Certainty, Rate, RepeatedCheck, Rule, rule_for, settings_that_matter
 from reprokit.shrink.isolation.task import NotObserved, Report

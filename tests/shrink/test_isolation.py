@@ -18,8 +18,8 @@ import torch
 from torch.nn import functional as F
 
 from reprokit.errors import ReprokitError
+from reprokit.program.interpreter import Settings
 from reprokit.program.ir import Call, Input, Program, Ref
-from reprokit.program.run import Settings
 from reprokit.shrink import reducer
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.recorded import NonfiniteCheck

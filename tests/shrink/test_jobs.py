@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reprokit.locate.failure import Failure
-from reprokit.program.run import Settings
+from reprokit.program.interpreter import Settings
 from reprokit.shrink import reducer
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.recorded import NonfiniteCheck

@@ -18,8 +18,8 @@ import torch
 
 from reprokit.locate.blame import locate
 from reprokit.locate.failure import Failure
+from reprokit.program.interpreter import run
 from reprokit.program.ir import Call, Input, Program, Ref, iter_refs
-from reprokit.program.run import run
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.signature import Signature, same

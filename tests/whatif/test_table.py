@@ -12,12 +12,12 @@ import torch
 
 from reprokit.cli import main
 from reprokit.grammar import plain_of, read
-from reprokit.program.run import Settings
-from reprokit.render.whatif import WORDS
+from reprokit.program.interpreter import Settings
+from reprokit.render.whatif_text import WORDS
 from reprokit.shrink import reduction as reductions
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.isolation.task import pack, unpack
-from reprokit.shrink.reduction import Answered, Reduction, Size, WhatIf
+from reprokit.shrink.reduction import Answered, Reduction, Size, WhatIfResult
 from reprokit.shrink.signature import Signed
 from reprokit.snapshot.format import Snapshot, read_file, save, write_file
 from reprokit.whatif import table
@@ -42,7 +42,7 @@ def reduction_of(snapshot: Snapshot) -> Reduction:
     )
 
 
-def answers(made: WhatIf, name: str = "snapshot") -> dict[str, str]:
+def answers(made: WhatIfResult, name: str = "snapshot") -> dict[str, str]:
     return {row.variant: row.answer for row in (made.tables or {})[name]}
 
 
@@ -53,7 +53,7 @@ def without_slow_variants(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_table_is_plain_data() -> None:
     made = table.make_table(subjects(failing.half_linear_overflow()), Settings(), 300.0, QUICK)
-    assert read(WhatIf, json.loads(json.dumps(plain_of(made)))) == made
+    assert read(WhatIfResult, json.loads(json.dumps(plain_of(made)))) == made
     assert answers(made) == {
         "as_it_is": "same", "float64": "passes", "float32": "passes", "bfloat16": "passes", "float16": "same",
         "deterministic": "same", "one_thread": "same", "detect_anomaly": "same",
@@ -105,7 +105,7 @@ def test_a_table_in_the_making(is_usable: bool, monkeypatch: pytest.MonkeyPatch)
     without_slow_variants(monkeypatch)
     if not is_usable:
         monkeypatch.setattr(table.processes, "can_fork", lambda: False)
-        made = WhatIf(tables={"minimum": (Answered("float32", "`float32`", "passes", ""),)})
+        made = WhatIfResult(tables={"minimum": (Answered("float32", "`float32`", "passes", ""),)})
         monkeypatch.setattr(table, "make_table", lambda *_: made)
     reduction, before = reduction_of(failing.half_linear_overflow()), children()
     with table.making_of_reduction(reduction, Settings(), seconds=300.0) as wait:
@@ -136,7 +136,7 @@ def test_a_reduction_keeps_its_table(tmp_path: Path) -> None:
     content = read_file(tmp_path / "reduction.pt", reductions.KIND)
     del content["whatif"]
     write_file(tmp_path / "old.pt", reductions.KIND, content)
-    assert reductions.load(tmp_path / "old.pt").whatif == WhatIf()
+    assert reductions.load(tmp_path / "old.pt").whatif == WhatIfResult()
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert main(["whatif", str(tmp_path / "x.repro.pt"), "--json"]) == 0
     said = capsys.readouterr()
     table_said = {name: part for name, part in json.loads(said.out).items() if name != "schema"}
-    assert answers(read(WhatIf, table_said))["float64"] == "same"
+    assert answers(read(WhatIfResult, table_said))["float64"] == "same"
     assert "float64" in said.err and "fails the same" in said.err
     assert main(["whatif", str(tmp_path / "x.repro.pt"), "--keep"]) == 2
     reduction_of(failing.masked_softmax()).save(tmp_path / "reduction.pt")

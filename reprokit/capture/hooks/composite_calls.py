@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from reprokit.capture.hooks.policy import Judge
+from reprokit.capture.hooks.policy import Policy
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.state import owned_by
 from reprokit.capture.record.structure import repeatable
-from reprokit.capture.run.run_state import Training
+from reprokit.capture.run.run_state import RunState
 from reprokit.program.ir import Mode
 
 _PLAIN_MODE = Mode()
@@ -28,10 +28,10 @@ class WholeCalls:
     A grad scaler that is not enabled does nothing, so it is not noted.
     """
 
-    def __init__(self, training: Training, judge: Judge) -> None:
-        self._training = training
-        self._tape = training.tape
-        self._judge = judge
+    def __init__(self, run_state: RunState, policy: Policy) -> None:
+        self._run_state = run_state
+        self._tape = run_state.tape
+        self._policy = policy
 
     def zero_grad(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forget gradients."""
@@ -63,7 +63,7 @@ class WholeCalls:
             return target(*args, **kwargs)
         output, _ = self._perform("clip", target, args, kwargs, sys._getframe(2))
         if isinstance(output, torch.Tensor):
-            self._judge.clipped = self._training.timeline.grad_norm = output.detach()
+            self._policy.clipped = self._run_state.timeline.grad_norm = output.detach()
         return output
 
     def scale(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -74,7 +74,7 @@ class WholeCalls:
         self._tape.only_judges = False
         output, entry = self._perform("scale", target, args, kwargs, sys._getframe(2))
         if entry is not None:
-            entry.settings = self._tape.guard(self._training.scalers.scaled, scaler)
+            entry.settings = self._tape.guard(self._run_state.scalers.scaled, scaler)
         return output
 
     def unscale(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

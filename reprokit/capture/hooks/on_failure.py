@@ -20,13 +20,13 @@ from types import FrameType
 from typing import Any, Protocol
 
 from reprokit.arrivals import chain, has_arrived
-from reprokit.capture.hooks.policy import Judge
+from reprokit.capture.hooks.policy import Policy
 from reprokit.capture.hooks.suspects import Suspects
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.skips import Suspect, Verdict
-from reprokit.capture.run.run_state import Training
+from reprokit.capture.run.run_state import RunState
 from reprokit.capture.save import exceptions
-from reprokit.capture.save.build_snapshot import Made
+from reprokit.capture.save.build_snapshot import BuiltSnapshot
 from reprokit.capture.save.choose_step import Noticed, Place, SkippedLoss, snapshot_of
 from reprokit.snapshot.format import Snapshot
 
@@ -70,8 +70,8 @@ class Failures:
     def __init__(
         self,
         session: Owner,
-        training: Training,
-        judge: Judge,
+        run_state: RunState,
+        policy: Policy,
         place: Place,
         command: Sequence[str],
         *,
@@ -81,14 +81,14 @@ class Failures:
         self.snapshots: list[Path] = []
         self.results: list[dict[str, Any]] = []
         self.is_deliberate = False
-        self.suspects = Suspects(training)
+        self.suspects = Suspects(run_state)
         self.num_skipped = 0
-        self._kept: Made | None = None
+        self._kept: BuiltSnapshot | None = None
         self._kept_for: set[int] = set()
         self._is_terminated = False
         self._session = session
-        self._training = training
-        self._judge = judge
+        self._run_state = run_state
+        self._policy = policy
         self._place = place
         self._command = command
         self._takes_exceptions = takes_exceptions
@@ -101,7 +101,7 @@ class Failures:
 
     def keep_bad_buffer(self) -> None:
         """Keep the step that made a buffer nan or inf; it is saved if nothing else fails until the block ends."""
-        bad = [] if self._kept_for else self._judge.buffers()
+        bad = [] if self._kept_for else self._policy.buffers()
         if not bad:
             return
         self._kept_for = {id(buffer) for _, buffer in bad}
@@ -127,7 +127,7 @@ class Failures:
     @property
     def is_held(self) -> bool:
         """True if backward was called from a bad start and the loop has made no update since."""
-        suspect = self._training.running.suspect
+        suspect = self._run_state.running.suspect
         return suspect is not None and suspect.pending is not None and suspect.has_begun
 
     def settle(self, suspect: Suspect, verdict: Verdict) -> None:
@@ -145,15 +145,15 @@ class Failures:
 
     def _let_go_of(self, suspect: Suspect, verdict: Verdict) -> None:
         """The training goes on; say so at the first step that the loop skips."""
-        step = self._training.iterations.completed
-        self._training.running.suspect = None
-        self._training.iterations.micro_step += suspect.num_later
+        step = self._run_state.iterations.completed
+        self._run_state.running.suspect = None
+        self._run_state.iterations.micro_step += suspect.num_later
         if verdict == "harmless":
             self.suspects.excuse(suspect)
         if verdict == "skipped":
             self.suspects.leave_out(suspect)
-            self._training.ranks.withdraw(step)
-            self._judge.forget_flags()
+            self._run_state.ranks.withdraw(step)
+            self._policy.forget_flags()
             self.count_skipped(suspect.observed_at, step)
 
     def count_skipped(self, observed_at: str, step: int) -> None:
@@ -165,15 +165,15 @@ class Failures:
 
     def _noticed(self, suspect: Suspect, frame: FrameType | None) -> Noticed:
         """The `Noticed` of the time when the suspect was seen."""
-        self._training.timeline.loss = suspect.loss
+        self._run_state.timeline.loss = suspect.loss
         return Noticed(suspect.observed_at, frame, suspect.pending, last=suspect.last)
 
     def fail_together(self, is_seen_by_all: bool) -> None:
         """One of several processes had a bad loss or gradient: its rank saves, and all stop in the same step."""
-        frame, session, ranks = sys._getframe(1), self._session, self._training.ranks
+        frame, session, ranks = sys._getframe(1), self._session, self._run_state.ranks
         try:
             guilty = ranks.guilty()
-            suspect = self._training.running.suspect
+            suspect = self._run_state.running.suspect
             if suspect is not None and self.is_held:
                 self._save(self._noticed(suspect, frame))
             elif guilty:
@@ -193,18 +193,18 @@ class Failures:
 
     def look_back(self, error: BaseException | None) -> Path | None:
         """The block ends: judge what has not been judged yet, and what it ended with; the file, if one was written."""
-        raised = self._training.running.raised
+        raised = self._run_state.running.raised
         cause = exceptions.cause_of(error, raised[0] if raised is not None else None)
         frame = exceptions.innermost_user_place(cause)[0] if cause is not None else sys._getframe(2)
-        with self._training.tape.paused():
+        with self._run_state.tape.paused():
             self._settle_skipped(error)
-            bad = self._judge.state()
+            bad = self._policy.state()
             if bad is not None:
                 return self._save(Noticed(bad, frame, is_late=True))
             path = self._look_back_at_suspect(error, frame)
             if path is not None or self.snapshots:
                 return path
-            is_buffer_bad = self._kept is not None or bool(self._judge.buffers())
+            is_buffer_bad = self._kept is not None or bool(self._policy.buffers())
         if self._takes_exceptions and isinstance(cause, Exception):
             path = self._take_exception(cause, frame)
         if path is None and is_buffer_bad:
@@ -213,16 +213,16 @@ class Failures:
 
     def _settle_skipped(self, error: BaseException | None) -> None:
         """The loop has ended: let go of a bad loss or gradient that it skipped, so that it is not found late."""
-        suspect = self._training.running.suspect
-        if suspect is None or not self._judge.matter or self._takes_skipped:
+        suspect = self._run_state.running.suspect
+        if suspect is None or not self._policy.matter or self._takes_skipped:
             return
         if self.suspects.at_end(suspect, exceptions.ends_training(error)) == "skipped":
             self.settle(suspect, "skipped")
 
     def _look_back_at_suspect(self, error: BaseException | None, frame: FrameType | None) -> Path | None:
         """The loop has ended over a bad loss or gradient, and may have said so by ``error``; or it never updates."""
-        running, has_raised = self._training.running, exceptions.ends_training(error)
-        if not self._judge.matter or (isinstance(error, (KeyboardInterrupt, GeneratorExit))):
+        running, has_raised = self._run_state.running, exceptions.ends_training(error)
+        if not self._policy.matter or (isinstance(error, (KeyboardInterrupt, GeneratorExit))):
             return None
         suspect = running.suspect
         if suspect is not None and suspect.observed_at == "output" and has_raised:
@@ -233,7 +233,7 @@ class Failures:
             if not is_known and has_raised and suspect.pending is not None and error is not None:
                 is_loss = exceptions.is_loss(suspect.pending, error)
                 suspect.observed_at = "loss" if is_loss else "output"  # which says of no value that it is a loss
-            return self._save(self._noticed(suspect, frame), None if self._training.ranks.is_alone else _has_origin)
+            return self._save(self._noticed(suspect, frame), None if self._run_state.ranks.is_alone else _has_origin)
         is_given_up = has_raised and not exceptions.is_mistake(error)
         pending = exceptions.bad_value(running.current) if is_given_up else None
         if pending is not None and error is not None:
@@ -243,34 +243,34 @@ class Failures:
         return None
 
     def _take_exception(self, error: Exception, frame: FrameType | None) -> Path | None:
-        raised, entries = self._training.running.raised, self._training.running.entries
+        raised, entries = self._run_state.running.raised, self._run_state.running.entries
         known = next((e for e in chain(error) if raised is not None and e is raised[0]), None)
-        if self._training.ranks.is_of_peer(error):
+        if self._run_state.ranks.is_of_peer(error):
             return None
-        if has_arrived(error) or (known is None and not exceptions.is_inside_step(self._training.running.current)):
+        if has_arrived(error) or (known is None and not exceptions.is_inside_step(self._run_state.running.current)):
             return None
         entry = raised[1] if raised is not None and known is not None else None
-        described = exceptions.describe(known or error, entry, self._training.history.modules)
+        described = exceptions.describe(known or error, entry, self._run_state.history.modules)
         if entry is not None and not any(noted is entry for noted in entries):
             entries.append(entry)
         return self._save(Noticed("exception", frame, raised=described))
 
     def _is_ours(self, snapshot: Snapshot) -> bool:
         """True if this process's own step made the bad gradient that all of them have after averaging."""
-        own, ranks = _has_origin(snapshot), self._training.ranks
+        own, ranks = _has_origin(snapshot), self._run_state.ranks
         ranks.tell(own)
         guilty, rank = ranks.hear(), ranks.rank
         if guilty and rank not in guilty:
             self._session.say(f"a gradient is nan or inf on rank {guilty[0]}, which saves its step")
         return rank in guilty or (not guilty and rank == 0)
 
-    def _snapshot(self, noticed: Noticed) -> Made:
+    def _snapshot(self, noticed: Noticed) -> BuiltSnapshot:
         """The failing step; the step that made a buffer nan or inf before, if the failure comes from that buffer."""
         if noticed.observed_at == "output" and noticed.pending is None and self._kept is not None:
             return self._kept
-        is_later = not noticed.is_late and self._judge.has_bad_loss_before()
+        is_later = not noticed.is_late and self._policy.has_bad_loss_before()
         noticed = replace(noticed, takes_skipped=self._takes_skipped, has_earlier=is_later)
-        made = snapshot_of(self._training, noticed, self._command, {"watch": self._judge.watch})
+        made = snapshot_of(self._run_state, noticed, self._command, {"watch": self._policy.watch})
         if self._kept is not None and id(made.culprit) in self._kept_for:
             return self._kept
         return replace(made, snapshot=self._place.private(made.snapshot))
@@ -286,7 +286,7 @@ class Failures:
             named = "value" if noticed.pending is not None else "buffer"
             what = f"a {named if noticed.observed_at == 'output' else noticed.observed_at} is nan or inf"
         doing = "going back to find the step that made it" if noticed.is_late else "replaying the step"
-        return f"{what} at step {self._training.iterations.completed}; {doing}"
+        return f"{what} at step {self._run_state.iterations.completed}; {doing}"
 
     def _save(self, noticed: Noticed, is_wanted: Callable[[Snapshot], bool] | None = None) -> Path | None:
         """Write a snapshot of the failing step, if it ``is_wanted``; the session is over then, unless it turns out

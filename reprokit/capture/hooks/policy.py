@@ -12,23 +12,23 @@ from reprokit.capture.options import Watch
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.screens import LaterFlags, Sentinel, bad_tensor, is_bad_start, judged
 from reprokit.capture.record.state import parameters_of
-from reprokit.capture.run.run_state import Training
+from reprokit.capture.run.run_state import RunState
 from reprokit.locate.ways import is_finite_sum
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD
 
 
-class Judge:
+class Policy:
     """Answers whether a step is bad; all answers are "no" unless values ``matter``.
 
     ``clipped`` is the norm that the loop clipped its gradients by, since the last look at them. While ``is_urgent``
     everything is checked at once.
     """
 
-    def __init__(self, training: Training, watch: Watch, *, matter: bool) -> None:
+    def __init__(self, run_state: RunState, watch: Watch, *, matter: bool) -> None:
         self.watch = watch
         self.clipped: torch.Tensor | None = None
         self.is_urgent = False
-        self._training = training
+        self._run_state = run_state
         self.matter = matter
         self._sentinel = Sentinel()
         self._later = LaterFlags()
@@ -44,29 +44,31 @@ class Judge:
         if start.numel() != 1 or start.is_cuda or start.is_complex():
             return False
         loss = start.item()
-        self._training.timeline.loss = loss
+        self._run_state.timeline.loss = loss
         return math.isfinite(loss)
 
     def start(self, entry: Entry) -> Literal["now", "before"] | None:
         """``now`` if what a backward call starts from is bad, ``before`` if something was bad some steps ago."""
-        training, starts = self._training, entry.starts
+        run_state, starts = self._run_state, entry.starts
         first = starts[0]
-        is_plain = len(starts) == 1 and first.numel() == 1 and not training.scalers.is_used and len(entry.args) == 1
+        is_plain = len(starts) == 1 and first.numel() == 1 and not run_state.scalers.is_used and len(entry.args) == 1
         if is_plain and not self._can_wait and not first.is_cuda and not first.is_complex():
             seen = first.item()
             entry.settings = [seen]
             if entry.name in _OF_LOSSES:
-                training.timeline.loss = seen
+                run_state.timeline.loss = seen
             return "now" if self.matter and not math.isfinite(seen) else None
         entry.settings = [start.detach() for start in starts] if sum(map(torch.Tensor.numel, starts)) == 1 else None
-        tensors = [judged(training.running.entries, start) for start in starts] if training.scalers.is_used else starts
+        tensors = (
+            [judged(run_state.running.entries, start) for start in starts] if run_state.scalers.is_used else starts
+        )
         if entry.settings is not None and entry.name in _OF_LOSSES:
-            training.timeline.loss = tensors[0].detach() if training.scalers.is_used else entry.settings[0]
+            run_state.timeline.loss = tensors[0].detach() if run_state.scalers.is_used else entry.settings[0]
         if not self.matter:
             return None
         if self._can_wait or (starts and starts[0].is_cuda and self.watch != "every-step" and not self.is_urgent):
-            self._later.add(() if entry.gives_gradients else tensors, training.iterations.total)
-            suspicious, training.tape.has_read_bad = training.tape.has_read_bad, False  # the device has caught up
+            self._later.add(() if entry.gives_gradients else tensors, run_state.iterations.total)
+            suspicious, run_state.tape.has_read_bad = run_state.tape.has_read_bad, False  # the device has caught up
             bad = self._later.read() if suspicious and self.watch != "deferred" else self._later.poll()
             return "before" if bad else None
         return "now" if is_bad_start(entry, tensors) else None
@@ -74,14 +76,14 @@ class Judge:
     @property
     def _can_wait(self) -> bool:
         """True if a bad value may be found later, because the user wants it so and one can go back."""
-        return self.watch == "deferred" and self._training.history.is_complete and not self.is_urgent
+        return self.watch == "deferred" and self._run_state.history.is_complete and not self.is_urgent
 
     def gradients(self, optimizer: torch.optim.Optimizer, are_scaled: bool) -> bool:
         """The quick look at the gradients of a step; a hit is confirmed tensor by tensor.
 
         Gradients that ``are_scaled`` are left to the grad scaler.
         """
-        history, clipped = self._training.history, self.clipped
+        history, clipped = self._run_state.history, self.clipped
         is_thorough = self.watch == "every-step" or self.is_urgent
         if clipped is None and history.is_short and history.is_complete and not is_thorough:
             return False  # cheaper to go back a few short steps than to look at every one
@@ -90,11 +92,11 @@ class Judge:
             return False
         gradient = self._sentinel.gradient(optimizer)
         is_far = any(gradient.is_cuda for gradient in _gradients(optimizer)) if gradient is None else gradient.is_cuda
-        is_noted = self._training.running.is_noted
+        is_noted = self._run_state.running.is_noted
         if is_thorough or (is_noted and not history.is_complete and not is_far):
             return bad_tensor(_gradients(optimizer)) is not None
         if gradient is None or gradient.is_cuda:
-            self._later.add([clipped] if clipped is not None else [], self._training.iterations.total)
+            self._later.add([clipped] if clipped is not None else [], self._run_state.iterations.total)
             return False
         suspicious = not is_finite_sum(gradient)
         suspicious = suspicious or (clipped is not None and not math.isfinite(clipped.item()))
@@ -106,12 +108,12 @@ class Judge:
             return None
         if self._later.read():
             return "loss"
-        return "parameter" if self._training.history.newly_bad() is not None else None
+        return "parameter" if self._run_state.history.newly_bad() is not None else None
 
     def has_bad_loss_before(self) -> bool:
         """True if a loss of an earlier step was bad, one can go back to it, and nobody has looked at it yet."""
-        training = self._training
-        return self.matter and training.history.is_complete and self._later.is_bad_before(training.iterations.total)
+        run_state = self._run_state
+        return self.matter and run_state.history.is_complete and self._later.is_bad_before(run_state.iterations.total)
 
     def forget_flags(self) -> None:
         """A bad loss was dealt with by the loop: it is not to be found later."""
@@ -119,7 +121,7 @@ class Judge:
 
     def buffers(self) -> list[tuple[str, torch.Tensor]]:
         """The buffers that have gone bad since the last copy, with their names."""
-        return self._training.history.newly_bad_buffers() if self.matter else []
+        return self._run_state.history.newly_bad_buffers() if self.matter else []
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:

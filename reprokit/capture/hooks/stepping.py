@@ -19,14 +19,14 @@ import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 
 from reprokit.capture.hooks.on_failure import Failures
-from reprokit.capture.hooks.policy import Judge
+from reprokit.capture.hooks.policy import Policy
 from reprokit.capture.record.attributes import Noted, is_of_torch
 from reprokit.capture.record.entry import Entry, versions_of
 from reprokit.capture.record.frames import compiled_call, learn_loop
 from reprokit.capture.record.screens import is_handed_to_kernel
 from reprokit.capture.record.state import options_of
 from reprokit.capture.record.structure import repeatable
-from reprokit.capture.run.run_state import SETTLED_AFTER, Training
+from reprokit.capture.run.run_state import SETTLED_AFTER, RunState
 
 _NO_SCALER: dict[str, Any] = {}
 
@@ -40,11 +40,11 @@ class Stepping:
     stepped inside the backward call that runs.
     """
 
-    def __init__(self, training: Training, judge: Judge, failures: Failures) -> None:
-        self._training = training
-        self._tape = training.tape
-        self._running = training.running
-        self._judge = judge
+    def __init__(self, run_state: RunState, policy: Policy, failures: Failures) -> None:
+        self._run_state = run_state
+        self._tape = run_state.tape
+        self._running = run_state.running
+        self._policy = policy
         self._failures = failures
         self._popped: bool | None = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -53,8 +53,8 @@ class Stepping:
         self._attributes: Noted | None = None
         self._scaler: torch.amp.GradScaler | None = None
         self._inside: torch.optim.Optimizer | None = None
-        training.running.memory.on_rebound_write = self._before_rebound_write
-        training.before_interrupt = self.before_conversion
+        run_state.running.memory.on_rebound_write = self._before_rebound_write
+        run_state.before_interrupt = self.before_conversion
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
@@ -65,15 +65,15 @@ class Stepping:
 
     def meet_module(self, module: torch.nn.Module) -> None:
         """See `running.Listener`."""
-        self._training.meet_module(module)
+        self._run_state.meet_module(module)
 
     def judge_start(self, entry: Entry) -> None:
         """See `running.Listener`: is the loss bad?"""
         if not self._tape.enabled:
             return
-        suspects, is_alone = self._failures.suspects, self._training.ranks.is_alone
+        suspects, is_alone = self._failures.suspects, self._run_state.ranks.is_alone
         try:
-            verdict = self._judge.start(entry)
+            verdict = self._policy.start(entry)
             suspect = self._running.suspect
             settled = suspects.at_backward(suspect, verdict is not None) if suspect is not None else None
             can_wait = verdict != "now" or not is_alone or suspects.can_wait()
@@ -86,7 +86,7 @@ class Stepping:
             if not can_wait:
                 self._failures.fail("loss", pending=entry)
             self._tape.guard(suspects.begin, entry)
-            self._tape.guard(self._training.accuse)  # the other processes wait for this backward
+            self._tape.guard(self._run_state.accuse)  # the other processes wait for this backward
         elif verdict == "before" and settled != "skipped" and self._tape.enabled:
             self._failures.fail("loss", is_late=True)
 
@@ -95,10 +95,10 @@ class Stepping:
         suspect = self._running.suspect
         if entry.target is not torch.autograd.grad:
             if suspect is None or suspect.pending is None:
-                self._training.iterations.micro_step += 1
+                self._run_state.iterations.micro_step += 1
             else:
                 suspect.num_later += 1
-        if self._training.iterations.total < SETTLED_AFTER:
+        if self._run_state.iterations.total < SETTLED_AFTER:
             self._tape.guard(self._failures.suspects.learn, self._running.entries)
         optimizer, self._inside = self._inside, None
         if optimizer is not None and self._tape.enabled:
@@ -110,7 +110,7 @@ class Stepping:
         suspect, suspects = self._running.suspect, self._failures.suspects
         if suspect is not None and suspects.is_passed(suspect):
             self._failures.settle(suspect, suspect.when_passed)
-        if self._judge.matter and self._tape.enabled:
+        if self._policy.matter and self._tape.enabled:
             suspects.read(tensor)
 
     def is_update(self, written: Any) -> bool:
@@ -130,35 +130,35 @@ class Stepping:
 
     def before_conversion(self) -> None:
         """See `running.Listener`: judge what has not been judged, as one cannot go back behind it later."""
-        training = self._training
-        if self._tape.enabled and (training.history.is_complete or not training.is_converted):
+        run_state = self._run_state
+        if self._tape.enabled and (run_state.history.is_complete or not run_state.is_converted):
             with self._tape.paused():
-                bad = self._judge.state()
+                bad = self._policy.state()
                 if bad is not None:
                     self._failures.fail(bad, is_late=True)
 
     def _before_rebound_write(self) -> None:
         """The loop writes a buffer that a forward has replaced since the last copy: judge, and begin a new past."""
-        if self._training.history.is_complete:
+        if self._run_state.history.is_complete:
             self.before_conversion()
-            self._training.history.interrupt()
+            self._run_state.history.interrupt()
 
     def before_registration(self, module: torch.nn.Module, name: str, value: Any) -> None:
         """A parameter or module is about to be replaced or added."""
-        training, tape = self._training, self._tape
+        run_state, tape = self._run_state, self._tape
         if tape.is_resting:
             tape.wake()
-        if tape.enabled and not is_compiling() and training.history.is_part(module):
+        if tape.enabled and not is_compiling() and run_state.history.is_part(module):
             if tape.is_outermost:
                 self.before_conversion()
             with tape.paused():
-                training.convert()
+                run_state.convert()
 
     def before_buffer(self, module: torch.nn.Module, name: str, value: Any) -> None:
         """A buffer is about to be replaced or added; inside a forward, playing that does the same again."""
         if self._tape.enabled and not is_compiling() and not self._tape.is_outermost:
             with self._tape.paused():
-                self._training.buffers.rebind(module, name)
+                self._run_state.buffers.rebind(module, name)
                 self._running.memory.rebind(module._buffers.get(name), value)
         else:
             self.before_registration(module, name, value)
@@ -167,14 +167,14 @@ class Stepping:
         """A whole step that is compiled cannot be noted, so the tape gets out of its way."""
         if self._tape.is_outermost:
             self._tape.leave_stack()
-            self._training.meet_compiled(compiled_call(sys._getframe(1)))
+            self._run_state.meet_compiled(compiled_call(sys._getframe(1)))
 
     # -- steps of which only the loss is checked -----------------------------------------------------------------
 
     def is_good_start(self, start: torch.Tensor) -> bool:
         """True if a backward call starts from a finite number; from any other on the step is followed in full."""
         try:
-            is_good = self._judge.is_good_number(start)
+            is_good = self._policy.is_good_number(start)
         except BaseException as error:
             self._tape.switch_off(error)
             return True
@@ -183,7 +183,7 @@ class Stepping:
 
     def finish_judged(self) -> None:
         """A backward call whose start was finite is over."""
-        self._training.iterations.micro_step += 1
+        self._run_state.iterations.micro_step += 1
         optimizer, self._inside = self._inside, None
         if optimizer is not None:
             self._end_judged(optimizer)
@@ -197,7 +197,7 @@ class Stepping:
             return
         try:
             if not tape.depth:
-                self._training.end_judged_step(optimizer, time.perf_counter())
+                self._run_state.end_judged_step(optimizer, time.perf_counter())
         except BaseException as error:
             tape.switch_off(error)
 
@@ -210,7 +210,7 @@ class Stepping:
         if not self._tape.is_outermost and (self._scaler is None or self._popped is not None):
             if self._popped is None and torch._C._current_graph_task_id() != -1:
                 self._inside = optimizer
-                self._tape.guard(self._training.meet_optimizer, optimizer)
+                self._tape.guard(self._run_state.meet_optimizer, optimizer)
             return None
         if self._tape.is_preparing:
             self._tape.begin()
@@ -219,14 +219,14 @@ class Stepping:
         try:
             self.enter(optimizer)
             if self._met is not optimizer:
-                self._training.meet_optimizer(optimizer)
+                self._run_state.meet_optimizer(optimizer)
                 self._met = optimizer
             self._attributes = self._tape.roots.attributes.note(optimizer)
-            is_bad = closure is None and self._judge.gradients(optimizer, are_scaled=bool(self._in_kernel))
-            ranks = self._training.ranks
+            is_bad = closure is None and self._policy.gradients(optimizer, are_scaled=bool(self._in_kernel))
+            ranks = self._run_state.ranks
             held = suspect if closure is None else None
             verdict = self._failures.suspects.at_update(held, optimizer) if held is not None else None
-            is_accused = ranks.is_sharded and self._training.is_accused
+            is_accused = ranks.is_sharded and self._run_state.is_accused
         except BaseException as error:
             self._tape.switch_off(error)
             return None
@@ -248,7 +248,7 @@ class Stepping:
             self.leave()
         self._optimizer = optimizer
         self._in_kernel = _NO_SCALER
-        if self._training.scalers.is_used and is_handed_to_kernel(optimizer):
+        if self._run_state.scalers.is_used and is_handed_to_kernel(optimizer):
             self._in_kernel = {name: getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")}
         self._popped = self._tape.step_aside()
 
@@ -278,15 +278,15 @@ class Stepping:
                 return closure(*args, **kwargs)
             self.leave()
             if calls > 1:
-                tape.guard(self._training.interrupt)
-            self._judge.is_urgent = is_search or calls > 1
+                tape.guard(self._run_state.interrupt)
+            self._policy.is_urgent = is_search or calls > 1
             try:
                 loss = closure(*args, **kwargs)
                 self._settle_update()
-                if tape.guard(self._judge.gradients, optimizer, bool(self._in_kernel)):
+                if tape.guard(self._policy.gradients, optimizer, bool(self._in_kernel)):
                     self._failures.fail("gradient")
             finally:
-                self._judge.is_urgent = False
+                self._policy.is_urgent = False
                 if tape.enabled:
                     self.enter(optimizer)
             return loss
@@ -310,7 +310,7 @@ class Stepping:
             return
         try:
             if _needs_closure(type(optimizer).step):
-                self._training.history.interrupt()
+                self._run_state.history.interrupt()
             else:
                 frame = sys._getframe(2)
                 entry = tape.note("optimizer", optimizer, frame)
@@ -333,38 +333,38 @@ class Stepping:
     def _is_collapsing(self) -> bool:
         """True if a fused kernel was told to leave this step out once too often; a GPU is not waited for."""
         found, scaler = self._in_kernel["found_inf"], self._scaler
-        if not self._judge.matter or scaler is None or not isinstance(found, torch.Tensor) or found.is_cuda:
+        if not self._policy.matter or scaler is None or not isinstance(found, torch.Tensor) or found.is_cuda:
             return False
         if not found.item():
-            self._training.scalers.stepped()
+            self._run_state.scalers.stepped()
             return False
-        return self._training.scalers.skipped(scaler)
+        return self._run_state.scalers.skipped(scaler)
 
     def end_step(self, optimizer: torch.optim.Optimizer | None) -> None:
         """When it is time to, judge everything; then begin a new step. ``None`` stands for an update made by hand."""
-        training = self._training
+        run_state = self._run_state
         started = time.perf_counter()
-        is_due = training.history.is_due(started) or training.is_before_first
-        if (is_due or self._judge.watch == "every-step") and training.ranks.is_alone:
-            bad = self._judge.state()
+        is_due = run_state.history.is_due(started) or run_state.is_before_first
+        if (is_due or self._policy.watch == "every-step") and run_state.ranks.is_alone:
+            bad = self._policy.state()
             if bad is not None:
                 self._failures.fail(bad, is_late=True)
             elif self._tape.enabled:
                 self._failures.keep_bad_buffer()
         if self._tape.enabled:
-            training.end_step(optimizer, started, was_checked=is_due)
+            run_state.end_step(optimizer, started, was_checked=is_due)
 
     # -- grad scalers' steps -------------------------------------------------------------------------------------
 
     def scaler_step(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A grad scaler's step: when it leaves the optimizer's step out, that is an attempt all the same."""
-        tape, training, scaler = self._tape, self._training, args[0]
+        tape, run_state, scaler = self._tape, self._run_state, args[0]
         if not tape.enabled or not scaler.is_enabled():
             return target(*args, **kwargs)
         optimizer = args[1] if len(args) > 1 else kwargs["optimizer"]
-        before = tape.guard(training.iterations.attempts, optimizer)
+        before = tape.guard(run_state.iterations.attempts, optimizer)
         is_outermost = tape.is_outermost
-        if training.ranks.is_alone and is_outermost:
+        if run_state.ranks.is_alone and is_outermost:
             self._settle_update()
         with tape.paused():
             self._scaler = scaler if is_outermost else None
@@ -374,15 +374,15 @@ class Stepping:
                 self._scaler = None
         if not tape.enabled:
             return output
-        if tape.guard(training.iterations.attempts, optimizer) != before:
+        if tape.guard(run_state.iterations.attempts, optimizer) != before:
             if not self._in_kernel:
-                training.scalers.stepped()
+                run_state.scalers.stepped()
         else:
             if self._failures.is_held:  # the others take this rank's gradients for an overflow like any other
                 self._failures.fail_together(False)
-            elif tape.guard(training.scalers.skipped, scaler) and self._judge.matter:
+            elif tape.guard(run_state.scalers.skipped, scaler) and self._policy.matter:
                 self._failures.fail("gradient")
-            tape.guard(training.end_step, optimizer, time.perf_counter())
+            tape.guard(run_state.end_step, optimizer, time.perf_counter())
         return output
 
 

@@ -20,7 +20,7 @@ from reprokit.capture.record.screens import bad_tensor, is_bad
 from reprokit.capture.record.skips import Suspect, Verdict, drops_in
 from reprokit.capture.record.state import owned_by, parameters_of
 from reprokit.capture.record.structure import is_leaf, iter_tensors
-from reprokit.capture.run.run_state import Training
+from reprokit.capture.run.run_state import RunState
 from reprokit.capture.save.exceptions import backward_from
 from reprokit.locate.ways import NAN, ways_of
 from reprokit.program.backward import edge_of, is_accumulation, reachable
@@ -32,9 +32,9 @@ _GRADIENT = "torch.Tensor.grad.__get__"
 class Suspects:
     """Finds suspects of the running step, which holds the current one, and gives the verdict on it."""
 
-    def __init__(self, training: Training) -> None:
-        self._training = training
-        self._running = training.running
+    def __init__(self, run_state: RunState) -> None:
+        self._run_state = run_state
+        self._running = run_state.running
         self._sites: set[tuple[Any, int, bool]] = set()  # where the first steps computed losses, and what else
 
     # -- what makes a suspect ------------------------------------------------------------------------------------
@@ -43,14 +43,14 @@ class Suspects:
         """A backward call from a bad start is made; the first one of a step counts."""
         current = self._running.suspect
         if current is None or not current.has_begun:
-            self._running.suspect = Suspect("loss", entry, entry, True, self._training.timeline.loss)
+            self._running.suspect = Suspect("loss", entry, entry, True, self._run_state.timeline.loss)
         elif entry.target is not torch.autograd.grad:
             current.is_accumulated = True
 
     def can_wait(self) -> bool:
         """True if every update that may follow a backward call is seen before it is made."""
         hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self._leaves())
-        return not (hooked or self._training.unseen or torch.is_anomaly_enabled())
+        return not (hooked or self._run_state.unseen or torch.is_anomaly_enabled())
 
     def read(self, tensor: torch.Tensor) -> None:
         """The loop has read a number or a test that tells of a bad value: its loss, a gradient, or another output."""
@@ -90,7 +90,7 @@ class Suspects:
         is_known = _site_of(maker, is_loss=False) in self._sites and self._is_training()
         if is_known and first is not None and may_end_loop(sys._getframe(1), first.code, first.line):
             pending = backward_from(output, maker)
-            self._running.suspect = Suspect("output", pending, maker, False, self._training.timeline.loss)
+            self._running.suspect = Suspect("output", pending, maker, False, self._run_state.timeline.loss)
 
     def _is_training(self) -> bool:
         modules = [entry.target for entry in self._running.entries if entry.kind == "module"]
@@ -105,7 +105,7 @@ class Suspects:
             if begun is not None:
                 calls = [entry for entry in self._since(suspect) if entry.kind == "differentiate"]
                 suspect.num_later = 1 + sum(entry.target is not torch.autograd.grad for entry in calls)
-                self._training.iterations.micro_step -= suspect.num_later
+                self._run_state.iterations.micro_step -= suspect.num_later
 
     def _begun_from(self, loss: torch.Tensor) -> Entry | None:
         """The backward call that has been made already from a loss, or from what was computed of it."""
@@ -119,8 +119,8 @@ class Suspects:
 
     def _suspect_gradient(self) -> None:
         calls = [entry for entry in self._running.entries if entry.kind == "differentiate"]
-        if calls and not self._training.scalers.is_used and self._has_bad_gradient():
-            self._running.suspect = Suspect("gradient", None, calls[-1], True, self._training.timeline.loss)
+        if calls and not self._run_state.scalers.is_used and self._has_bad_gradient():
+            self._running.suspect = Suspect("gradient", None, calls[-1], True, self._run_state.timeline.loss)
 
     def learn(self, entries: Sequence[Entry]) -> None:
         """Remember where the losses of a step were computed, and what else gradients flow through; those of an
@@ -141,7 +141,7 @@ class Suspects:
         if suspect.pending.target is torch.autograd.grad and not is_bad_too:
             is_set = suspect.is_accumulated or any(entry.name in GRAD_WRITES for entry in self._since(suspect))
             return None if is_set else "skipped"
-        return "failed" if is_bad_too and not self._training.iterations.total else None
+        return "failed" if is_bad_too and not self._run_state.iterations.total else None
 
     def at_update(self, suspect: Suspect, optimizer: torch.optim.Optimizer | None = None) -> Verdict:
         """The verdict when parameters are about to be updated, those of an ``optimizer`` if it is known."""
@@ -196,7 +196,7 @@ class Suspects:
     def has_bad_gradient_without_update(self) -> bool:
         """True if the loop has called backward, never made an update, and left bad gradients."""
         has_backward = any(entry.kind == "differentiate" for entry in self._running.entries)
-        return has_backward and not self._training.iterations.total and self._has_bad_gradient()
+        return has_backward and not self._run_state.iterations.total and self._has_bad_gradient()
 
     def _is_dropped(self, suspect: Suspect) -> bool:
         """True if the loop has cleared the gradients since, and none that it knows is bad any more."""
@@ -217,7 +217,7 @@ class Suspects:
         if any(entry.kind != "zero_grad" for entry in drops):  # gradients are cleared or repaired one by one
             return []
         calls = [entry.args[0] for entry in self._running.entries if entry.kind == "zero_grad"]
-        optimizers = [*self._training.history.optimizers, *(o for o in calls if isinstance(o, torch.optim.Optimizer))]
+        optimizers = [*self._run_state.history.optimizers, *(o for o in calls if isinstance(o, torch.optim.Optimizer))]
         updated = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
         leaves = _parameters_behind(suspect)
         cleared = {id(p) for entry in drops for p in owned_by(entry.args[0])}
@@ -250,7 +250,7 @@ class Suspects:
 
     def _leaves(self) -> list[torch.Tensor]:
         """Everything known that backward may leave gradients in."""
-        history = self._training.history
+        history = self._run_state.history
         found: dict[int, torch.Tensor] = {}
         found.update((id(p), p) for module in history.modules for p in module.parameters())
         found.update((id(p), p) for optimizer in history.optimizers for p in parameters_of(optimizer))

@@ -46,7 +46,7 @@ class PastStep:
     made: range = range(0)
 
 
-class Made(int):
+class TensorNumber(int):
     """The number of a tensor that a remembered step made: it stands for the tensor in a frozen step."""
 
     __slots__ = ()
@@ -62,12 +62,12 @@ class Freezer:
     """
 
     def __init__(self) -> None:
-        self._carried: dict[int, tuple[weakref.ref[torch.Tensor], Made]] = {}
+        self._carried: dict[int, tuple[weakref.ref[torch.Tensor], TensorNumber]] = {}
         self._most_carried = _FEW
-        self._stand_ins: dict[Made, torch.Tensor] = {}
+        self._stand_ins: dict[TensorNumber, torch.Tensor] = {}
         self._num_made = 0
         self._first = 0
-        self.used: set[Made] = set()
+        self.used: set[TensorNumber] = set()
 
     def forget(self, but: Sequence[PastStep] = ()) -> None:
         """No step before now can be played again; ``but`` these are still known as makers of what later ones use."""
@@ -77,7 +77,7 @@ class Freezer:
         self._first = self._num_made + 1
         self.used = set()
 
-    def living(self, steps: Iterable[PastStep], used: Set[Made] = frozenset()) -> list[PastStep]:
+    def living(self, steps: Iterable[PastStep], used: Set[TensorNumber] = frozenset()) -> list[PastStep]:
         """The frozen steps that made, with a graph, a tensor that is alive or among those ``used``."""
         alive = [*used, *(number for reference, number in self._carried.values() if reference() is not None)]
         return [step for step in steps if not step.is_cut and any(number in step.made for number in alive)]
@@ -148,19 +148,19 @@ class Freezer:
         return entries
 
     def _thawed(self, value: Any) -> Any:
-        return self.stand_in(value) if type(value) is Made else value
+        return self.stand_in(value) if type(value) is TensorNumber else value
 
-    def stand_in(self, number: Made) -> torch.Tensor:
+    def stand_in(self, number: TensorNumber) -> torch.Tensor:
         """The empty tensor that stands for one that a step made."""
         known = self._stand_ins.get(number)
         if known is None:
             known = self._stand_ins[number] = torch.empty(0)
         return known
 
-    def number(self, tensor: torch.Tensor) -> Made:
+    def number(self, tensor: torch.Tensor) -> TensorNumber:
         """A number for a tensor that a step made."""
         self._num_made += 1
-        number = Made(self._num_made)
+        number = TensorNumber(self._num_made)
         if tensor.requires_grad:
             self._carried[id(tensor)] = (weakref.ref(tensor), number)
             if len(self._carried) > self._most_carried:
@@ -168,12 +168,12 @@ class Freezer:
                 self._most_carried = max(_FEW, 2 * len(self._carried))
         return number
 
-    def carried(self, tensor: torch.Tensor) -> Made | None:
+    def carried(self, tensor: torch.Tensor) -> TensorNumber | None:
         """The number of a tensor that an earlier step made."""
         reference, number = self._carried.get(id(tensor), (None, None))
         return number if reference is not None and reference() is tensor else None
 
-    def is_played(self, number: Made) -> bool:
+    def is_played(self, number: TensorNumber) -> bool:
         """True if the step that made a tensor is played when somebody goes back."""
         return number >= self._first
 
@@ -229,7 +229,7 @@ class _Freezing:
         self._entries = entries
         self._reached: set[int] | None = None
         self._keeps_values = keeps_values
-        self.frozen: dict[int, torch.Tensor | Made] = {}
+        self.frozen: dict[int, torch.Tensor | TensorNumber] = {}
         self.outside: dict[int, torch.Tensor] = {}
         self.values: list[torch.Tensor] = []
         self.flat: list[Any] = []
@@ -336,7 +336,7 @@ class _Freezing:
             return False  # it may have been written since
         frozen = self.frozen
         ids = {*map(id, entry.args), *map(id, itertools.chain.from_iterable(_sequences(entry.args)))}
-        return not any(type(frozen[key]) is Made for key in frozen.keys() & ids)
+        return not any(type(frozen[key]) is TensorNumber for key in frozen.keys() & ids)
 
     def _all_frozen(self, values: Iterable[Any]) -> list[Any]:
         """The flat form of arguments."""
@@ -351,7 +351,7 @@ class _Freezing:
                 found.append(map_tensors(value, self._light))
         return found
 
-    def _results(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | Made]:
+    def _results(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | TensorNumber]:
         """The flat form of results: those that were not known are made by the step."""
         frozen, found = self.frozen, []
         for tensor in tensors:
@@ -368,10 +368,10 @@ class _Freezing:
         frozen = self._outer(tensor) if known is None else known
         return frozen if isinstance(frozen, torch.Tensor) else self._freezer.stand_in(frozen)
 
-    def _outer(self, tensor: torch.Tensor) -> torch.Tensor | Made:
+    def _outer(self, tensor: torch.Tensor) -> torch.Tensor | TensorNumber:
         """The flat form of a tensor that the step has not made and that is used for the first time."""
         key = id(tensor)
-        result: torch.Tensor | Made = tensor
+        result: torch.Tensor | TensorNumber = tensor
         if tensor.requires_grad and tensor.grad_fn is not None:
             carried = self._freezer.carried(tensor)
             is_played = carried is not None and self._freezer.is_played(carried) and not self._keeps_values

@@ -14,7 +14,7 @@ from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.structure import iter_tensors
 from reprokit.capture.record.written_names import argument_names
 from reprokit.program.sites import kind_of_file
-from reprokit.program.trace import Origin
+from reprokit.program.trace import InputName
 from reprokit.words import item_name
 
 _MAX_FRAMES = 30
@@ -41,14 +41,14 @@ class Names:
     """Knows tensors by identity. The first name that was added wins; the largest root names the parameters."""
 
     def __init__(self) -> None:
-        self._origins: dict[int, Origin] = {}
+        self._origins: dict[int, InputName] = {}
         self._roots: list[torch.nn.Module] = []
 
-    def describe(self, tensor: torch.Tensor) -> Origin | None:
+    def describe(self, tensor: torch.Tensor) -> InputName | None:
         """The name and role of a tensor, or ``None``."""
         known = self._origins.get(id(tensor))
         if known is None and tensor.grad_fn is not None:  # what a custom autograd function returned
-            return Origin(f"{tensor.grad_fn.name().removesuffix('Backward')}_output", "opaque")
+            return InputName(f"{tensor.grad_fn.name().removesuffix('Backward')}_output", "opaque")
         return known
 
     def add_root(self, module: torch.nn.Module) -> None:
@@ -109,10 +109,10 @@ class Names:
         if isinstance(value, dict):
             for key, item in list(value.items())[:64]:
                 if isinstance(item, torch.Tensor):
-                    self._origins.setdefault(id(item), Origin(item_name(name, str(key))))
+                    self._origins.setdefault(id(item), InputName(item_name(name, str(key))))
             return
         for tensor in list(iter_tensors(value))[:64] if not isinstance(value, torch.Tensor) else [value]:
-            self._origins.setdefault(id(tensor), Origin(name))
+            self._origins.setdefault(id(tensor), InputName(name))
 
     def name_roots(self, names: Mapping[int, str]) -> None:
         """Name parameters and buffers, behind the root's name where ``names`` has it; to be called before other names
@@ -120,6 +120,6 @@ class Names:
         for module in sorted(self._roots, key=lambda root: -sum(1 for _ in root.parameters())):
             root = f"{names[id(module)]}." if id(module) in names else ""
             for name, parameter in module.named_parameters():
-                self._origins.setdefault(id(parameter), Origin(root + name, "parameter"))
+                self._origins.setdefault(id(parameter), InputName(root + name, "parameter"))
             for name, buffer in module.named_buffers():
-                self._origins.setdefault(id(buffer), Origin(root + name, "buffer"))
+                self._origins.setdefault(id(buffer), InputName(root + name, "buffer"))

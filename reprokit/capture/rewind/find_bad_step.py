@@ -28,8 +28,8 @@ from reprokit.capture.rewind.checkpoint import History
 from reprokit.capture.rewind.replayer import Player, describe_mismatch, is_same, leaves_in
 from reprokit.capture.rewind.user_hooks import UserHooks
 from reprokit.locate.ways import ways_of
+from reprokit.program.interpreter import Modes
 from reprokit.program.memory import same_bits
-from reprokit.program.run import Modes
 
 
 @dataclass

@@ -34,7 +34,7 @@ _MOST_MAKERS = 4  # steps before a copy, each of which may hold a batch
 SETTLED_AFTER = 2  # optimizer steps after which every root module is taken to be known
 
 
-class Training:
+class RunState:
     """Knows one run. ``tape`` notes the ``running`` step; ``buffers`` are copies from when it began; ``history`` is the
     past."""
 

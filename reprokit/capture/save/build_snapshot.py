@@ -30,15 +30,15 @@ from reprokit.capture.rewind.user_hooks import EVERY, FORWARD, UserHooks, guarde
 from reprokit.capture.run.timeline import Turn, with_optimizers
 from reprokit.capture.save.exceptions import Raised
 from reprokit.capture.save.owners import names_of, root_names
-from reprokit.capture.save.record_program import Replayed, replay
+from reprokit.capture.save.record_program import ReplayedStep, replay
 from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.failure import EXCEPTION, Failure, kind_of
 from reprokit.locate.ways import NAN, local_part, ways_of
 from reprokit.program.functions import hidden_writes, written_argument
+from reprokit.program.interpreter import Modes, matmul_precision
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Program, Ref, iter_refs
 from reprokit.program.memory import same_bits
-from reprokit.program.run import Modes, matmul_precision
-from reprokit.program.trace import Origin, Tracer
+from reprokit.program.trace import InputName, Tracer
 from reprokit.snapshot.environment import collect_environment
 from reprokit.snapshot.format import CaptureSettings, Snapshot
 from reprokit.snapshot.rng import Generators, get_rng_state
@@ -97,7 +97,7 @@ class FailedStep:
 
 
 @dataclass(frozen=True)
-class Made:
+class BuiltSnapshot:
     """A snapshot; ``culprit`` is the tensor that was bad already when the step began, if that is the failure.
 
     ``losses`` and ``devices`` are those of the replay.
@@ -109,7 +109,7 @@ class Made:
     devices: dict[int, torch.device] = field(default_factory=dict)
 
 
-def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
+def make_snapshot(step: FailedStep, frame: FrameType | None) -> BuiltSnapshot:
     """Replay a failed step and describe it; ``frame`` is where the loop stands, for the names of its variables.
 
     Where something raised, a check of the user's may have seen a bad value: then that value is the failure.
@@ -146,14 +146,14 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> Made:
     is_given = failure.call is None and failure.input_name is not None and failure.value is not None
     culprit = replayed.sources.get(failure.value or 0) if is_given else None
     snapshot = _assemble(step, replayed, failure, notes, played.rng, frame)
-    return Made(snapshot, culprit, replayed.losses, replayed.devices)
+    return BuiltSnapshot(snapshot, culprit, replayed.losses, replayed.devices)
 
 
 @dataclass(frozen=True)
 class _Played:
     """A replay, what `locate` finds in its program, the generators' states, and the user's hooks."""
 
-    replayed: Replayed
+    replayed: ReplayedStep
     failure: Failure | None
     rng: Generators
     hooks: UserHooks
@@ -230,7 +230,7 @@ def _other_gradients(step: FailedStep, seen: Gradients | None, hooks: UserHooks)
         yield GRADIENTS_NOT_KEPT
 
 
-def _seen_by_check(replayed: Replayed, failure: Failure | None, *, is_all: bool) -> tuple[Program, Failure | None]:
+def _seen_by_check(replayed: ReplayedStep, failure: Failure | None, *, is_all: bool) -> tuple[Program, Failure | None]:
     """The program and its failure; where no call of torch raised, the last bad value of the last calls, or of all."""
     program = replayed.program
     if failure is not None:
@@ -282,8 +282,8 @@ def snapshot_without_replay(step: FailedStep, frame: FrameType | None) -> Snapsh
     for entry in step.entries:
         for tensor, _ in entry.versions if entry.kind == "module" else ():
             if is_leaf(tensor) or not tensor.requires_grad:
-                tracer.adopt(local_part(tensor), names.describe(tensor) or Origin("input"))
-    replayed = Replayed(tracer.program(), tracer.tensors, tracer.borrowed, is_close=False)
+                tracer.adopt(local_part(tensor), names.describe(tensor) or InputName("input"))
+    replayed = ReplayedStep(tracer.program(), tracer.tensors, tracer.borrowed, is_close=False)
     replayed.own_tensors()
     bad = next((item for item in replayed.program.inputs if ways_of(tracer.tensors[item.value])), None)
     failure = _unexplained(step)
@@ -322,7 +322,7 @@ def _names(step: FailedStep, frame: FrameType | None) -> Names:
 
 def _assemble(
     step: FailedStep,
-    replayed: Replayed,
+    replayed: ReplayedStep,
     failure: Failure,
     notes: list[str],
     rng: Generators,
@@ -352,7 +352,7 @@ def _running_file() -> Path | None:
     return Path(found) if isinstance(found, str) else None
 
 
-def _why_not_again(replayed: Replayed) -> Iterator[str]:
+def _why_not_again(replayed: ReplayedStep) -> Iterator[str]:
     """The note for a replay that is finite although the step was not."""
     yield "the failure did not occur again when the step was replayed"
     opaque = dict.fromkeys(call.kwargs["name"] for call in replayed.program.calls if call.target == OPAQUE)
@@ -360,7 +360,7 @@ def _why_not_again(replayed: Replayed) -> Iterator[str]:
         yield "custom autograd functions are not followed: " + ", ".join(f"`{name}`" for name in opaque)
 
 
-def _micro_step(step: FailedStep, replayed: Replayed, failure: Failure) -> int:
+def _micro_step(step: FailedStep, replayed: ReplayedStep, failure: Failure) -> int:
     """Backward calls made before the failing call; a bad value may be noticed several of them later."""
     made = step.micro_step
     if failure.phase == "optimizer" or failure.call_index is None or replayed.mismatches:

@@ -23,9 +23,9 @@ from reprokit.capture.record.state import CannotGoBack
 from reprokit.capture.record.structure import iter_tensors
 from reprokit.capture.rewind.find_bad_step import Found, Rewind
 from reprokit.capture.rewind.user_hooks import ACCUMULATED, EVERY, UserHooks, guarded
-from reprokit.capture.run.run_state import Training
+from reprokit.capture.run.run_state import RunState
 from reprokit.capture.run.timeline import number_of
-from reprokit.capture.save.build_snapshot import FailedStep, Made, make_snapshot, snapshot_without_replay
+from reprokit.capture.save.build_snapshot import BuiltSnapshot, FailedStep, make_snapshot, snapshot_without_replay
 from reprokit.capture.save.exceptions import Raised
 from reprokit.capture.save.fidelity import checked, unchecked
 from reprokit.capture.save.prepared import without_preparation
@@ -91,7 +91,7 @@ class Place:
         """The parts of a snapshot that may be written and printed."""
         return private(snapshot, self.source)
 
-    def write(self, made: Made) -> tuple[Path, Snapshot]:
+    def write(self, made: BuiltSnapshot) -> tuple[Path, Snapshot]:
         """Write the file and read it back; another name is found when it is taken and may not be overwritten."""
         snapshot = made.snapshot
         part = rank_suffix() or self.part
@@ -108,49 +108,53 @@ class Place:
             return path, unchecked(path, error)
 
 
-def snapshot_of(training: Training, noticed: Noticed, command: Sequence[str], described: dict[str, Any]) -> Made:
+def snapshot_of(
+    run_state: RunState, noticed: Noticed, command: Sequence[str], described: dict[str, Any]
+) -> BuiltSnapshot:
     """Describe the step that failed; ``described`` is what the snapshot is to say about the capture."""
-    return _Describing(training, noticed, command, described).snapshot()
+    return _Describing(run_state, noticed, command, described).snapshot()
 
 
 class _Describing:
     """Finds the step to save and describes it."""
 
-    def __init__(self, training: Training, noticed: Noticed, command: Sequence[str], described: dict[str, Any]) -> None:
-        self._training = training
+    def __init__(
+        self, run_state: RunState, noticed: Noticed, command: Sequence[str], described: dict[str, Any]
+    ) -> None:
+        self._run_state = run_state
         self._noticed = noticed
         self._command = list(command)
         self._described = described
 
-    def snapshot(self) -> Made:
+    def snapshot(self) -> BuiltSnapshot:
         """The first bad step: in the past if the state is bad, else the one that is running."""
-        training, noticed = self._training, self._noticed
-        training.freeze_past()
-        entries = _until(_before(training.running.entries, noticed.pending), noticed.last)
+        run_state, noticed = self._run_state, self._noticed
+        run_state.freeze_past()
+        entries = _until(_before(run_state.running.entries, noticed.pending), noticed.last)
         culprit = None
-        if not training.running.is_noted and noticed.observed_at == "loss":
+        if not run_state.running.is_noted and noticed.observed_at == "loss":
             culprit = next((entry for entry in entries if entry.kind == "module" and _is_output_bad(entry)), None)
         if culprit is not None:  # all that is known of how the loss was made
             noticed = self._noticed = replace(noticed, observed_at="output", pending=None, last=culprit)
             entries = _until(entries, culprit)
         if noticed.raised is not None:
             entries = [entry for entry in entries if not entry.is_skipped or entry.writes_state]
-        step = training.step_of(entries, training.running.memory.saved)
-        if training.ranks.is_sharded:
+        step = run_state.step_of(entries, run_state.running.memory.saved)
+        if run_state.ranks.is_sharded:
             failed = self._failed(step, noticed.observed_at, entries, step.saved, noticed.pending)
             failed = replace(failed, raised=noticed.raised, notes=[NOT_REPLAYED])
-            return Made(snapshot_without_replay(failed, noticed.frame))
-        notes = list(dict.fromkeys(training.unseen))
+            return BuiltSnapshot(snapshot_without_replay(failed, noticed.frame))
+        notes = list(dict.fromkeys(run_state.unseen))
         if self._has_gap():
             notes.append(HAS_GAP)
-            training.history.interrupt()
-        if not training.running.is_noted:
-            notes.append(training.budget.why_not(training.iterations.completed))
+            run_state.history.interrupt()
+        if not run_state.running.is_noted:
+            notes.append(run_state.budget.why_not(run_state.iterations.completed))
         lead, rest = split(entries)
         is_past = noticed.is_late or noticed.has_earlier or any(entry.writes_state for entry in rest)
-        is_past = is_past or (noticed.raised is None and training.history.newly_bad() is not None)
+        is_past = is_past or (noticed.raised is None and run_state.history.newly_bad() is not None)
         if is_past:
-            buffers = training.history.newly_bad_buffers() if noticed.observed_at == "output" else []
+            buffers = run_state.history.newly_bad_buffers() if noticed.observed_at == "output" else []
             past, reasons = self._from_the_past(step, [buffer for _, buffer in buffers])
             notes += reasons
             if past is not None:
@@ -162,52 +166,54 @@ class _Describing:
         failed = self._failed(step, noticed.observed_at, entries, saved, pending)
         failed = replace(failed, raised=noticed.raised, notes=notes, lead=lead, keep=culprit)
         made = make_snapshot(failed, noticed.frame)
-        if made.snapshot.fidelity != "exact" and training.history.is_complete and not notes:
-            light = training.freezer.lightened(step, noticed.pending)
+        if made.snapshot.fidelity != "exact" and run_state.history.is_complete and not notes:
+            light = run_state.freezer.lightened(step, noticed.pending)
             failed = replace(failed, pending=light.entries.pop() if noticed.pending is not None else None)
-            made = self._joined(made, failed, [*training.past(), light])
+            made = self._joined(made, failed, [*run_state.past(), light])
         if made.snapshot.fidelity != "exact" and BEGUN_BEFORE not in notes and self._is_begun_before(step):
             note = "; ".join(filter(None, [BEGUN_BEFORE, made.snapshot.fidelity_note]))
             made = replace(made, snapshot=replace(made.snapshot, fidelity_note=note))
-        if not training.running.is_noted:  # nothing else that differs says anything about training
+        if not run_state.running.is_noted:  # nothing else that differs says anything about training
             made = replace(made, snapshot=replace(made.snapshot, fidelity_note="; ".join(notes)))
-        if made.culprit is not None and training.history.has_worsened(made.culprit):
+        if made.culprit is not None and run_state.history.has_worsened(made.culprit):
             past, _ = self._from_the_past(step, [made.culprit])
             return past or made
         return made
 
     def _has_gap(self) -> bool:
         """True if the loop has handled an exception in this step that may have interrupted a write."""
-        running = self._training.running
+        running = self._run_state.running
         if self._noticed.raised is None or running.raised is None:
             return bool(running.gaps)
         return any(gap not in (None, running.raised[1]) for gap in running.gaps)
 
-    def _from_the_past(self, step: PastStep, ruined: Sequence[torch.Tensor] = ()) -> tuple[Made | None, list[str]]:
+    def _from_the_past(
+        self, step: PastStep, ruined: Sequence[torch.Tensor] = ()
+    ) -> tuple[BuiltSnapshot | None, list[str]]:
         """The snapshot of the first bad step, or why there is none.
 
         That is the step that made one of the ``ruined`` parts of the state nan or inf, if there are any; else the first
         one with a bad loss, gradient or parameter.
         """
-        training, pending = self._training, self._noticed.pending
-        if not training.history.is_complete:
+        run_state, pending = self._run_state, self._noticed.pending
+        if not run_state.history.is_complete:
             return None, [NOT_KEPT]
-        steps = self._complete([*training.past(), training.freezer.lightened(step, pending)])
+        steps = self._complete([*run_state.past(), run_state.freezer.lightened(step, pending)])
         if steps is None:
             return None, [BEGUN_BEFORE]
         has_stepped = any(entry.has_stepped for past in steps for entry in past.entries)
         made, reasons, num_left_out = self._played(steps, ruined, EVERY - {ACCUMULATED} if has_stepped else EVERY)
         if made is None and num_left_out:  # hooks may have changed what training computed
             made, reasons, _ = self._played(steps, ruined, frozenset())
-        if made is None or made.culprit is None or ruined or not training.history.has_worsened(made.culprit):
+        if made is None or made.culprit is None or ruined or not run_state.history.has_worsened(made.culprit):
             return made, reasons
         return self._from_the_past(step, [made.culprit])[0] or made, []
 
     def _played(
         self, steps: list[PastStep], ruined: Sequence[torch.Tensor], out: Set[str]
-    ) -> tuple[Made | None, list[str], int]:
+    ) -> tuple[BuiltSnapshot | None, list[str], int]:
         """The snapshot or why there is none, played without the user's hooks of the kinds ``out``, and their number."""
-        history = self._training.history
+        history = self._run_state.history
         rewind, hooks = Rewind(history, steps, ruined, takes_skipped=self._noticed.takes_skipped), UserHooks()
         try:
             with rewind.going_back():
@@ -238,13 +244,13 @@ class _Describing:
             made = self._joined(made, failed, [*steps[: steps.index(found.step)], last])
         return made, [], 0
 
-    def _joined(self, made: Made, failed: FailedStep, steps: list[PastStep]) -> Made:
+    def _joined(self, made: BuiltSnapshot, failed: FailedStep, steps: list[PastStep]) -> BuiltSnapshot:
         """``made``, or the last of ``steps`` together with those whose graphs or gradients it goes on with.
 
         The latter if only they fail as training did: then parameters were updated between forward and backward pass.
         """
         last = steps[-1].entries
-        first = self._training.freezer.first_joined([step.entries for step in steps[:-1]], last)
+        first = self._run_state.freezer.first_joined([step.entries for step in steps[:-1]], last)
         differentiates = [any(entry.kind == "differentiate" for entry in step.entries) for step in steps]
         owner = steps[-1]
         if failed.observed_at == "gradient" and not differentiates[-1] and any(differentiates):
@@ -252,7 +258,7 @@ class _Describing:
             owner, first = steps[number], min(number, number if first is None else first)
         if first is None or len(steps) - first > _MOST_JOINED:
             return made
-        rewind = Rewind(self._training.history, steps)
+        rewind = Rewind(self._run_state.history, steps)
         try:
             with rewind.going_back():
                 saved = rewind.play_until(first)
@@ -276,9 +282,9 @@ class _Describing:
 
     def _complete(self, steps: list[PastStep]) -> list[PastStep] | None:
         """The steps with what was made before the last copy for them; ``None`` if that is not known."""
-        makers, made, complete = self._training.makers(), set[int](), []
+        makers, made, complete = self._run_state.makers(), set[int](), []
         for step in steps:
-            entries = self._training.freezer.with_makers(step.entries, makers, made)
+            entries = self._run_state.freezer.with_makers(step.entries, makers, made)
             if entries is None:
                 return None
             complete.append(replace(step, entries=entries))
@@ -287,11 +293,13 @@ class _Describing:
 
     def _failed_before(self, found: Found, steps: list[PastStep]) -> FailedStep:
         """The step that a rewind has found; the live state is where that step began."""
-        earlier = [*self._training.makers(), *(step.entries for step in steps[: steps.index(found.step)])]
-        entries = self._training.freezer.with_makers(found.entries, earlier) or found.entries
+        earlier = [*self._run_state.makers(), *(step.entries for step in steps[: steps.index(found.step)])]
+        entries = self._run_state.freezer.with_makers(found.entries, earlier) or found.entries
         failed = self._failed(found.step, found.observed_at, entries, found.saved, found.pending)
         likewise = (
-            [*steps[-2].entries, *self._training.running.entries] if len(steps) > 1 else self._training.running.entries
+            [*steps[-2].entries, *self._run_state.running.entries]
+            if len(steps) > 1
+            else self._run_state.running.entries
         )
         micro_step = found.step.micro_step
         if found.observed_at in ("loss", "output"):  # the step went on from there
@@ -310,24 +318,24 @@ class _Describing:
 
     def _state(self) -> Set[int]:
         """The ids of the state that going back puts back."""
-        return {id(tensor) for tensor in self._training.history.changing()}
+        return {id(tensor) for tensor in self._run_state.history.changing()}
 
     def _with_graphs_from_before(self, step: PastStep) -> tuple[list[Entry], dict[int, torch.Tensor], Entry | None]:
         """The running step, begun with what earlier steps made with a graph that it goes on with."""
         pending = self._noticed.pending
-        earlier = [*self._training.makers(), *(past.entries for past in self._training.past())]
+        earlier = [*self._run_state.makers(), *(past.entries for past in self._run_state.past())]
         if earlier:
-            light = self._training.freezer.lightened(step, pending)
-            entries = self._training.freezer.with_makers(light.entries, earlier)
+            light = self._run_state.freezer.lightened(step, pending)
+            entries = self._run_state.freezer.with_makers(light.entries, earlier)
             if entries is not None and len(entries) > len(light.entries):
                 return (entries[:-1], light.saved, entries[-1]) if pending else (entries, light.saved, None)
         return step.entries, step.saved, pending
 
     def _is_begun_before(self, step: PastStep) -> bool:
         """True if the running step goes on with a graph that no step since the last copy has made."""
-        freezer, pending = self._training.freezer, self._noticed.pending
+        freezer, pending = self._run_state.freezer, self._noticed.pending
         light = freezer.lightened(step, pending)
-        past = [earlier.entries for earlier in self._training.past()]
+        past = [earlier.entries for earlier in self._run_state.past()]
         return freezer.with_makers(light.entries, past) is None
 
     def _failed(
@@ -338,28 +346,28 @@ class _Describing:
         saved: dict[int, torch.Tensor],
         pending: Entry | None,
     ) -> FailedStep:
-        training, number, loss = self._training, step.completed, number_of(step.loss)
-        is_noted = training.running.is_noted or number != training.iterations.completed
+        run_state, number, loss = self._run_state, step.completed, number_of(step.loss)
+        is_noted = run_state.running.is_noted or number != run_state.iterations.completed
         return FailedStep(
             observed_at=observed_at,
             entries=entries,
             saved=saved,
             pending=pending,
-            modules=training.history.modules,
-            buffers=training.buffers,
+            modules=run_state.history.modules,
+            buffers=run_state.buffers,
             generators=step.generators,
             completed=number,
             micro_step=step.micro_step,
-            timeline=training.timeline.until(step.place, number, loss),
-            optimizers=training.history.optimizers,
-            compiled=training.compiled,
+            timeline=run_state.timeline.until(step.place, number, loss),
+            optimizers=run_state.history.optimizers,
+            compiled=run_state.compiled,
             command=self._command,
             capture=CaptureSettings(
                 **self._described,
-                **training.budget.describe(is_noted=is_noted),
-                history_steps=len(training.history.steps),
-                history_bytes=training.history.state.copies.num_bytes,
-                **training.ranks.describe(),
+                **run_state.budget.describe(is_noted=is_noted),
+                history_steps=len(run_state.history.steps),
+                history_bytes=run_state.history.state.copies.num_bytes,
+                **run_state.ranks.describe(),
             ),
         )
 

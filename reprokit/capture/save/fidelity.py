@@ -19,8 +19,8 @@ from reprokit.arrivals import pass_on
 from reprokit.capture.rewind.replayer import describe_mismatch, is_close
 from reprokit.locate.blame import exception_failure, locate_with_losses
 from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.program.interpreter import Settings, determinism, run
 from reprokit.program.memory import same_bits
-from reprokit.program.run import Settings, determinism, run
 from reprokit.snapshot.format import Snapshot, load, save
 
 

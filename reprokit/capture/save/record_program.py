@@ -22,15 +22,15 @@ from reprokit.capture.rewind.replayer import Player, describe_mismatch, is_close
 from reprokit.locate.blame import GRAD_SCALER
 from reprokit.program.encode import CannotRecord
 from reprokit.program.functions import GRAD_WRITES, written_argument
+from reprokit.program.interpreter import Modes
 from reprokit.program.ir import AUTOGRAD_BACKWARD, ZERO_GRAD, Call, Program, Ref
 from reprokit.program.memory import copies_of
-from reprokit.program.run import Modes
 from reprokit.program.sites import make_site
-from reprokit.program.trace import Origin, Tracer, recording
+from reprokit.program.trace import InputName, Tracer, recording
 
 
 @dataclass
-class Replayed:
+class ReplayedStep:
     """The program of a step, and how well running it agrees with what the loop saw.
 
     ``mismatches`` says in words what differed, best known first; empty means bit-equal. ``error`` is what playing
@@ -59,14 +59,14 @@ class Replayed:
 def replay(
     entries: list[Entry],
     saved: Mapping[int, torch.Tensor],
-    describe: Callable[[torch.Tensor], Origin | None],
+    describe: Callable[[torch.Tensor], InputName | None],
     *,
     perform_last: bool,
     raises: bool = False,
     state: Set[int] = frozenset(),
     root_names: Mapping[int, str] | None = None,
     keep: Entry | None = None,
-) -> Replayed:
+) -> ReplayedStep:
     """Run ``entries`` again and record them.
 
     ``saved`` holds what outside tensors contained before the loop wrote into them. ``perform_last`` is false when the
@@ -96,7 +96,7 @@ def replay(
     borrowed = recorder.tracer.borrowed & tensors.keys()
     sources = {item.value: recorder.source_of(item.value) for item in program.inputs}
     known = recorder.mismatches, recorder.is_close, error, sources, recorder.losses
-    return Replayed(program, tensors, borrowed, *known)
+    return ReplayedStep(program, tensors, borrowed, *known)
 
 
 def needed_entries(entries: list[Entry], keep: Entry | None = None) -> list[Entry]:
@@ -131,7 +131,7 @@ class _Recorder(Player):
     def __init__(
         self,
         saved: Mapping[int, torch.Tensor],
-        describe: Callable[[torch.Tensor], Origin | None],
+        describe: Callable[[torch.Tensor], InputName | None],
         state: Set[int] = frozenset(),
         root_names: Mapping[int, str] | None = None,
     ) -> None:
@@ -217,7 +217,7 @@ class _Recorder(Player):
                 continue
             try:
                 if isinstance(value, torch.Tensor) and role:
-                    plain[name] = Ref(self.tracer.adopt(value, Origin(name, role)))
+                    plain[name] = Ref(self.tracer.adopt(value, InputName(name, role)))
                 else:
                     plain[name] = self.tracer.encode(value)
             except CannotRecord:
@@ -251,11 +251,11 @@ class _Recorder(Player):
             if value is not None:
                 self.losses[value] = new.detach().clone()
 
-    def _describe(self, tensor: torch.Tensor) -> Origin | None:
+    def _describe(self, tensor: torch.Tensor) -> InputName | None:
         old = self._old.get(id(tensor), tensor)
         origin = self._describe_old(old)
         if is_unfollowed(old):
-            return replace(origin or Origin("input"), role="opaque")
+            return replace(origin or InputName("input"), role="opaque")
         is_value = origin is not None and origin.role == "opaque" and not tensor.requires_grad
         return None if is_value else origin  # used without the graph that an earlier step made
 

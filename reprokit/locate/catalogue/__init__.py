@@ -58,7 +58,7 @@ class Remedy:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogueEntry:
     """One mechanism. Empty ``phases``, ``calls`` and ``nodes`` mean any; an exception has to be among the ``kinds``.
 
     ``tier``: ``origin`` explains what the origin did, ``context`` the story before it (growth over many steps), and
@@ -97,24 +97,24 @@ FILES = (
 
 
 @functools.cache
-def entries() -> tuple[Entry, ...]:
+def entries() -> tuple[CatalogueEntry, ...]:
     """All entries, in the order of the files and in them."""
     return tuple(entry for name in FILES for entry in _read(name))
 
 
-def _read(name: str) -> Iterator[Entry]:
+def _read(name: str) -> Iterator[CatalogueEntry]:
     text = resources.files(__name__).joinpath(f"{name}.toml").read_text(encoding="utf-8")
     for plain in tomllib.loads(text)["entry"]:
         yield _entry(plain)
 
 
-def _entry(plain: Mapping[str, Any]) -> Entry:
+def _entry(plain: Mapping[str, Any]) -> CatalogueEntry:
     fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
     fields["when"] = tuple(_condition(item) for item in plain.get("when", ()))
     fields["remedies"] = tuple(_remedy(item) for item in plain.get("remedies", ()))
     for name in ("mechanism", "advice"):
         fields[name] = " ".join(plain[name].split())
-    return Entry(**fields)
+    return CatalogueEntry(**fields)
 
 
 def _condition(plain: str | Mapping[str, Any]) -> Condition:

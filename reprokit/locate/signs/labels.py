@@ -15,8 +15,8 @@ from reprokit.locate.graphs import find_update, find_write, written_leaf
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs import Numbers, dtype_name, places, sign
 from reprokit.locate.signs.operands import dimension
+from reprokit.program.interpreter import execute
 from reprokit.program.ir import Call, map_leaves
-from reprokit.program.run import execute
 
 _OF_BATCHES = re.compile(
     r"batch.?size|batch dimension|non-singleton dimension 0\b|batch2 tensor|expected hidden", re.IGNORECASE

@@ -19,7 +19,7 @@ import torch
 
 from reprokit.errors import ReprokitError, UsageError
 from reprokit.locate.failure import Failure
-from reprokit.program.run import run
+from reprokit.program.interpreter import run
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.mismatch import results_of
 from reprokit.shrink.plainness import largest_of

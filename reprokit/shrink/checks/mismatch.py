@@ -19,6 +19,7 @@ from reprokit.errors import ReprokitError
 from reprokit.locate.blame import exception_failure
 from reprokit.locate.failure import Failure, module_of
 from reprokit.program.functions import display_name
+from reprokit.program.interpreter import Outcome, Tensors, run
 from reprokit.program.ir import (
     AUTOGRAD_GRAD,
     OPAQUE,
@@ -32,7 +33,6 @@ from reprokit.program.ir import (
     map_leaves,
 )
 from reprokit.program.memory import copy_of
-from reprokit.program.run import Outcome, Tensors, run
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.references import Double, Reference
 from reprokit.shrink.plainness import contents

@@ -19,8 +19,8 @@ from reprokit.errors import NotReproduced
 from reprokit.locate.blame import exception_failure, locate, locate_exception
 from reprokit.locate.failure import EXCEPTION, Failure, is_vacuous
 from reprokit.locate.ways import MINUS, PLUS
+from reprokit.program.interpreter import run
 from reprokit.program.ir import OPAQUE, Program
-from reprokit.program.run import run
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.exact import origin_of
 from reprokit.shrink.signature import (

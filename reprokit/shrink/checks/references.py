@@ -20,6 +20,7 @@ from torch import fx
 
 from reprokit.errors import UsageError
 from reprokit.program.functions import function_named
+from reprokit.program.interpreter import Modes, Outcome, assign, bind_arguments, execute, run
 from reprokit.program.ir import (
     OPAQUE,
     ZERO_GRAD,
@@ -34,7 +35,6 @@ from reprokit.program.ir import (
     substitute,
 )
 from reprokit.program.memory import copy_of
-from reprokit.program.run import Modes, Outcome, assign, bind_arguments, execute, run
 from reprokit.shrink.candidate import Candidate
 
 _METHOD = "torch.Tensor."

@@ -19,7 +19,7 @@ import torch
 from reprokit.errors import ReprokitError
 from reprokit.locate.failure import Failure
 from reprokit.program import plain
-from reprokit.program.run import Settings, determinism
+from reprokit.program.interpreter import Settings, determinism
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.plainness import raw_bytes
 from reprokit.snapshot.format import storable

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from reprokit.program.functions import is_random, symbol_named
+from reprokit.program.interpreter import run
 from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Ref
-from reprokit.program.run import run
 from reprokit.shrink.candidate import Candidate, round_number
 from reprokit.shrink.leaves import leaves, lists_of_tensors, with_leaf
 from reprokit.shrink.plainness import NUM_SEEDS, seed_of, state_of_seed

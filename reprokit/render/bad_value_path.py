@@ -1,4 +1,4 @@
-"""The way of a bad value: the calls that lead from the inputs of the step to the origin of the failure.
+"""The path of a bad value: the calls that lead from the inputs of the step to the origin of the failure.
 
 Going back from the origin, every call is left through the operand that is furthest from ordinary numbers. Of a bad
 gradient there are two ways: that of the values up to the origin, and that of the gradient from the loss back to it.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from reprokit.render.wording import prose, renamed
-from reprokit.shrink.reduction import Answered, WhatIf
+from reprokit.shrink.reduction import Answered, WhatIfResult
 from reprokit.snapshot.redact import redact_text
 from reprokit.whatif.table import MINIMUM, NOT_DONE
 
@@ -35,19 +35,19 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class VariantRow:
     """A variant with a cell for every program, ``None`` where it was not asked of that program."""
 
     name: str
     cells: tuple[Cell | None, ...]
 
 
-def programs(table: WhatIf) -> list[str]:
+def programs(table: WhatIfResult) -> list[str]:
     """The programs that were run: ``minimum``, ``context``, ``snapshot``."""
     return list(table.tables or {})
 
 
-def rows(table: WhatIf, inputs: Mapping[str, str] | None = None) -> list[Row]:
+def rows(table: WhatIfResult, inputs: Mapping[str, str] | None = None) -> list[VariantRow]:
     """The table by variant, in its order; details are redacted. ``inputs`` are the names of those of the minimum."""
     found: dict[str, dict[str, Cell]] = {}
     names: dict[str, str] = {}
@@ -56,12 +56,12 @@ def rows(table: WhatIf, inputs: Mapping[str, str] | None = None) -> list[Row]:
             names[item.variant] = item.name
             found.setdefault(item.variant, {})[program] = _cell(item, inputs if program == MINIMUM else None)
     return [
-        Row(names[variant], tuple(cells.get(program) for program in programs(table)))
+        VariantRow(names[variant], tuple(cells.get(program) for program in programs(table)))
         for variant, cells in found.items()
     ]
 
 
-def markdown(table: WhatIf, program: str, inputs: Mapping[str, str] | None = None) -> str:
+def markdown(table: WhatIfResult, program: str, inputs: Mapping[str, str] | None = None) -> str:
     """A Markdown table about one program, a line for every way in which it ended; empty without any.
 
     ``inputs`` says what the inputs of the program are called where the table is read.
@@ -76,7 +76,7 @@ def markdown(table: WhatIf, program: str, inputs: Mapping[str, str] | None = Non
     return "\n".join(f"| {run} | {result} |" for run, result in (("how it is run", "result"), ("---", "---"), *body))
 
 
-def plain_rows(table: WhatIf) -> list[list[str]]:
+def plain_rows(table: WhatIfResult) -> list[list[str]]:
     """Header and rows without any markup, for a terminal."""
     header = ["", *(word for program in programs(table) for word in (program, "time"))]
     body = [[row.name.replace("`", ""), *(word for cell in row.cells for word in _words(cell))] for row in rows(table)]
