@@ -45,6 +45,7 @@ GUARDS = {
     "Tape.__torch_function__",
     "Tape._differentiate",
     "Tape._perform",
+    "Tape.call_aside",
     "Tape._perform_unusual",
     "Tape._perform_write",
     "TransformCalls.run",

@@ -51,13 +51,14 @@ def plain_of(value: Any) -> Any:
 
 def read(cls: type[T], plain: Any, *, is_whole: bool = False) -> T:
     """The dataclass that `plain_of` described; raises `ValueError` where a field is missing, unknown or not of its
-    kind. ``is_whole``: fields with a default may not be missing."""
+    kind. ``is_whole``: fields with a default may not be missing, but for those that are left out while ``None``."""
     known = _fields(cast(Any, cls))
     given = dict(zip(known, _list(plain), strict=False)) if issubclass(cls, Row) else _dict(plain)
     unknown = [key for key in given if key not in known]
     if unknown or len(plain) > len(known):
         raise ValueError(f"it has an unknown field `{shown(unknown[0] if unknown else len(known))}`")
-    lacking = [key for key, (item, _) in known.items() if key not in given and (is_whole or _is_required(item))]
+    needed = (key for key, (item, _) in known.items() if _is_required(item) or (is_whole and not item.metadata))
+    lacking = [key for key in needed if key not in given]
     if lacking:
         raise ValueError(f"`{lacking[0]}` is missing")
     return cls(**{known[key][0].name: _conform(key, known[key][1], value) for key, value in given.items()})

@@ -131,7 +131,8 @@ def _facts(snapshot: Snapshot) -> Table:
     from reprokit.render import facts
 
     failed = (fact for fact in facts.of_failure(snapshot) if fact[0] != "line")  # it is shown above
-    rows = [*failed, *growth(snapshot.timeline), *_capture(snapshot), *facts.source(snapshot)]
+    story = [("before", facts.story(snapshot))] if facts.story(snapshot) else []
+    rows = [*story, *failed, *growth(snapshot.timeline), *_capture(snapshot), *facts.source(snapshot)]
     versions = dict(facts.versions(snapshot.environment))
     shown = (f"{name} {versions[name]}" for name in ("torch", "python", "devices") if name in versions)
     rows.append(("environment", ", ".join(shown)))

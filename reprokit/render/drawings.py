@@ -1,18 +1,19 @@
 """Drawings of the report, as SVG whose colours and fonts are classes of its style sheet.
 
 `plot` draws numbers over steps or checks, `strip` the range of a tensor on a logarithmic axis that strips share,
-`position_map` the places where a tensor is not finite."""
+`position_map` the places where a tensor is not finite, `heat_map` a number of every layer in every step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
 from reprokit.locate.ranges import FormatLimits, Range, limits_of, range_text
 from reprokit.render.survey import Positions
+from reprokit.story import LayerSeries
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _NICE = (1.0, 2.0, 2.5, 5.0, 10.0)
@@ -343,3 +344,43 @@ def _runs(cells: Sequence[str]) -> list[tuple[int, int, str]]:
         else:
             runs.append((column, 1, way))
     return runs
+
+
+_HEAT_LEVELS = 9  # classes `heat-0` to `heat-8` of the style sheet
+_HEAT_WIDTH, _HEAT_ROW, _HEAT_LABEL = 640, 16, 190
+_LABEL_LENGTH = 28  # characters that fit beside a row
+
+
+def heat_map(rows: Sequence[LayerSeries], steps: Sequence[int], label: str) -> Markup:
+    """A row for every layer, a cell for every step: the darker the larger on a logarithmic scale, red if not finite."""
+    finite = [abs(v) for row in rows for v in row.values if v and math.isfinite(v)]
+    scale = Scale(min(finite), max(finite), is_logarithmic=True) if finite else None
+    marks = [mark for number, row in enumerate(rows) for mark in _heat_row(row, steps, number * _HEAT_ROW, scale)]
+    foot = len(rows) * _HEAT_ROW + 12
+    for x, anchor, step in ((_HEAT_LABEL, "start", steps[0]), (_HEAT_WIDTH, "end", steps[-1])):
+        marks.append(f'<text class="tick" x="{x}" y="{foot}" text-anchor="{anchor}">{step:,}</text>')
+    return Markup(
+        f'<svg class="heat" viewBox="0 0 {_HEAT_WIDTH} {foot + 4}" width="{_HEAT_WIDTH}" role="img" '
+        f'aria-label="{escape(label)} of {len(rows)} layers in steps {steps[0]} to {steps[-1]}">{"".join(marks)}</svg>'
+    )
+
+
+def _heat_row(row: LayerSeries, steps: Sequence[int], top: int, scale: Scale | None) -> Iterator[str]:
+    """The name of a layer and its cells, ``top`` units from the upper edge."""
+    name, width = escape(row.module), (_HEAT_WIDTH - _HEAT_LABEL) / len(steps)
+    short = name if len(row.module) <= _LABEL_LENGTH else escape(f"…{row.module[1 - _LABEL_LENGTH :]}")
+    place = f'x="{_HEAT_LABEL - 6}" y="{top + 12}" text-anchor="end"'
+    yield f'<text class="tick" {place}>{short}<title>{name}</title></text>'
+    for number, (step, value) in enumerate(zip(steps, row.values, strict=True)):
+        if value is not None:
+            place = f'x="{_HEAT_LABEL + number * width:.1f}" y="{top}" width="{width:.1f}" height="{_HEAT_ROW - 1}"'
+            hint = f"<title>{name}, step {step}: {value:.4g}</title>"
+            yield f'<rect class="{_heat_class(value, scale)}" {place}>{hint}</rect>'
+
+
+def _heat_class(value: float, scale: Scale | None) -> str:
+    if not math.isfinite(value):
+        return "heat-bad"
+    if not value or scale is None:
+        return "heat-0"
+    return f"heat-{1 + min(int(scale.fraction(abs(value)) * (_HEAT_LEVELS - 1)), _HEAT_LEVELS - 2)}"

@@ -14,6 +14,7 @@ from reprokit.series import has_several_optimizers
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
+from reprokit.story import chapters, paragraph
 from reprokit.words import counted, in_root, replay_words
 
 Fact = tuple[str, str]
@@ -51,6 +52,11 @@ def doubt(snapshot: Snapshot) -> str:
     """A sentence on how the replay differs from training; empty where it is exact."""
     words = redact_text(replay_words(snapshot.fidelity, snapshot.fidelity_note))
     return f"{words[:1].upper()}{words[1:]}." if words else ""
+
+
+def story(snapshot: Snapshot) -> str:
+    """How the training came to the failure, in a few sentences; empty if no step before was unusual."""
+    return redact_text(paragraph(chapters(snapshot.layers or ())))
 
 
 def module(snapshot: Snapshot) -> str | None:

@@ -30,7 +30,7 @@ MAX_CHARACTERS = 65_536
 MAX_SCRIPT_LINES = 40
 MAX_OUTPUT_CHARACTERS = 2_000
 _CUT_ORDER = ("log", "versions", "traceback", "module", "output", "variants", "script")
-_PROSE = ("observed", "expected", "remark", "rate", "origin", "size", "matters")
+_PROSE = ("observed", "expected", "remark", "rate", "origin", "story", "size", "matters")
 _SHORT_WITHOUT = ("log", "traceback", "diagnosis", "module")
 
 
@@ -78,6 +78,7 @@ def make_issue(
         "verified": verified,
         "rate": " ".join(filter(None, (rate(verified), shorten_paths(facts.doubt(snapshot))))),
         "origin": shorten_paths(_origin(snapshot)),
+        "story": shorten_paths(facts.story(snapshot)),
         "size": _size(snapshot, reduction),
         "reduced": reduction is not None,
         "matters": _matters(reduction, script) if reduction is not None else "",

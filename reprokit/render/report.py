@@ -18,7 +18,7 @@ from reprokit.locate.ranges import Range, range_text
 from reprokit.render import diagnosis_text, drawings, facts, whatif_text, wording
 from reprokit.render.bad_value_path import ways
 from reprokit.render.call_code import labels
-from reprokit.render.drawings import plot
+from reprokit.render.drawings import heat_map, plot
 from reprokit.render.issue import cut, rate, shown_output, title
 from reprokit.render.module_ranges import frames
 from reprokit.render.script import Script
@@ -29,11 +29,13 @@ from reprokit.series import by_optimizer, titled
 from reprokit.shrink.reduction import Reduction, WhatIfResult
 from reprokit.snapshot.format import Snapshot, count_elements
 from reprokit.snapshot.redact import REDACTED, redact_text
+from reprokit.story import QUANTITIES, by_layer
 from reprokit.words import counted
 
 TEMPLATE = "report.html.j2"
 MAX_TEXT = 30_000
 MAX_OPERANDS = 20
+MAX_LAYERS = 24  # rows of a heat map that fit on a screen
 _SERIES = (("loss", "Loss"), ("grad_norm", "Gradient norm"), ("lr", "Learning rate"), ("scale", "Loss scale"))
 
 
@@ -78,6 +80,7 @@ def write_report(
         "operands": _operands(found.operands, names),
         "operands_left_out": max(0, len(found.operands) - MAX_OPERANDS),
         "positions": found.positions,
+        "layers": list(_layers(snapshot)),
         "timeline": list(_timeline(snapshot)),
         "frames": shown_frames,
         "frames_left_out": frames_left_out,
@@ -135,6 +138,17 @@ def _timeline(snapshot: Snapshot) -> Iterator[Chart]:
         if svg is not None:
             last = next(value for _, value in reversed(points) if value is not None)
             yield Chart(name, svg, f"last {last:.4g}")
+
+
+def _layers(snapshot: Snapshot) -> Iterator[Chart]:
+    """A heat map of layers over steps for every quantity that was measured."""
+    rows = snapshot.layers or []
+    steps = sorted({row.step for row in rows})
+    for quantity, name in QUANTITIES.items():
+        series = by_layer(rows, quantity, MAX_LAYERS)
+        if len(steps) > 1 and series:
+            title = f"{name[:1].upper()}{name[1:]}"
+            yield Chart(title, heat_map(series, steps, title), f"steps {steps[0]:,} to {steps[-1]:,}")
 
 
 def _progress(reduction: Reduction) -> Iterator[Chart]:
@@ -201,6 +215,8 @@ def sentences(snapshot: Snapshot, reduction: Reduction | None, verified: VerifyR
 
 def _failure(snapshot: Snapshot) -> Iterator[str]:
     failure = snapshot.failure
+    if facts.story(snapshot):
+        yield facts.story(snapshot)
     said = wording.observed(failure)
     yield f"It happened at {facts.when(snapshot)} of the training run, {facts.where(snapshot)}. {said}"
     if facts.how_much(failure):

@@ -29,6 +29,7 @@ from reprokit.snapshot.limits import require_bounded, require_stored
 from reprokit.snapshot.paths import require_file
 from reprokit.snapshot.rng import Generators, PlainTensor
 from reprokit.snapshot.source import SourceState
+from reprokit.story import LayerNumbers, chapters
 from reprokit.visible import visible_name
 
 FORMAT = "reprokit"
@@ -72,7 +73,8 @@ class CaptureSettings(Settings):
 class Snapshot:
     """One failed step: its program and tensors, the failure, and what surrounded it.
 
-    ``step`` and ``micro_step`` count from 0. The types of the fields are the grammar of the file.
+    ``step`` and ``micro_step`` count from 0. ``layers`` are the numbers of every layer in the steps before it, if they
+    were played again. The types of the fields are the grammar of the file.
     """
 
     program: StoredProgram
@@ -89,6 +91,7 @@ class Snapshot:
     rng: Generators = Generators()
     timeline: list[StepNumbers] = field(default_factory=list)
     command: list[Line] = field(default_factory=list)
+    layers: list[LayerNumbers] | None = left_out()
 
     @property
     def num_elements(self) -> int:
@@ -107,6 +110,7 @@ class Snapshot:
             "git": plain_of(self.source),
             "rng": _describe_state(plain_of(self.rng)),
             "timeline": plain_of(self.timeline),
+            "story": [plain_of(chapter) for chapter in chapters(self.layers or ())],
             "capture": {k: v for k, v in plain_of(self.settings).items() if k not in Settings.__dataclass_fields__},
         }
 
