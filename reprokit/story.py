@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from statistics import median
+from statistics import correlation, linear_regression, median
 
 from reprokit.grammar import Count, Name
 from reprokit.words import counted
@@ -44,29 +43,35 @@ class Chapter:
 
 
 QUANTITIES = {
-    "gradient": "gradient norm",
-    "update": "update over weight",
     "activation": "largest activation",
     "zeros": "share of zeros",
+    "gradient": "gradient norm",
+    "update": "update over weight",
 }
 _FACTOR = 10.0  # between a value and the median before it: layers of healthy runs vary by less from step to step
 _GROWTH = 1.2  # a step: slower growth over the few steps that are kept is within the noise of small batches
-_LEAST_STEPS = 3  # in a row make a trend
+_EXPLAINED = 0.8  # of the variance: a single jump among equal numbers explains at most three quarters
+_LEAST_STEPS = 3  # in a row make a trend, and a course to leave
 _STOPPED = {"gradient": "the gradient of `{}` is zero", "zeros": "the output of `{}` is zero"}
 
 
 _Ranked = tuple[float, Chapter]
 
 
-def chapters(rows: Iterable[LayerNumbers]) -> list[Chapter]:
-    """What left its course, in order of time; in one step the layer that left it furthest comes first."""
+def chapters(rows: Iterable[LayerNumbers], failing: int) -> list[Chapter]:
+    """What left its course before the step ``failing``, in order of time.
+
+    In one step outputs come before gradients and these before updates, and the layer that went furthest first.
+    """
     found: list[_Ranked] = []
-    for (module, quantity), series in _series(rows).items():
+    for (module, quantity), series in _series(row for row in rows if row.step < failing).items():
         if quantity in _STOPPED:
             found += _stop(module, quantity, series)
         if quantity != "zeros":
             found += _departure(module, quantity, series)
-    return [chapter for _, chapter in sorted(found, key=lambda pair: (pair[1].step, -pair[0]))]
+    names = list(QUANTITIES.values())
+    found.sort(key=lambda pair: (pair[1].step, names.index(pair[1].quantity), -pair[0]))
+    return [chapter for _, chapter in found]
 
 
 def _series(rows: Iterable[LayerNumbers]) -> dict[tuple[str, str], list[tuple[int, float]]]:
@@ -83,45 +88,40 @@ def _series(rows: Iterable[LayerNumbers]) -> dict[tuple[str, str], list[tuple[in
 def _departure(module: str, quantity: str, series: Sequence[tuple[int, float]]) -> Iterator[_Ranked]:
     """The first step from which on a quantity stays far above its median before, if there is one."""
     name, values = f"{QUANTITIES[quantity]} of `{module}`", [value for _, value in series]
-    for place in range(1, len(series)):
-        before = [value for value in values[:place] if math.isfinite(value)]
-        usual = median(before) if before else 0.0
-        if usual <= 0.0 or not all(_is_far(value, usual) for value in values[place:]):
-            continue
-        place = _start_of_growth(values, place)
-        step, value = series[place]
-        usual = median(values[:place])
-        last = values[-1]
-        rate = _rate(values[max(place - 1, 0) :])
-        if not math.isfinite(value):
-            text = f"the {name} is {value:g} at step {step}; before it was about {usual:.3g}"
-        elif rate is not None:
-            text = f"the {name} grows {rate:.2g} times a step from step {step} on ({usual:.3g} to {last:.3g})"
-        else:
-            text = f"the {name} jumps from about {usual:.3g} to {value:.3g} at step {step}"
-        rank = value / usual if math.isfinite(value) else math.inf
-        yield rank, Chapter(step, module, QUANTITIES[quantity], text)
+    place = next((place for place in range(_LEAST_STEPS, len(series)) if _has_left(values, place)), None)
+    if place is None:
         return
+    usual = _usual(values[:place])
+    start = 1 + max(n for n, value in enumerate(values[:place]) if value <= usual)
+    rate = _growth(values[start:])
+    step, value = series[place if rate is None else start]
+    if rate is not None:
+        text = f"the {name} grows {rate:.2g} times a step from step {step} on ({usual:.3g} to {values[-1]:.3g})"
+    elif math.isfinite(value):
+        text = f"the {name} jumps from about {usual:.3g} to {value:.3g} at step {step}"
+    else:
+        text = f"the {name} is {value:g} at step {step}; before it was about {usual:.3g}"
+    yield value / usual if math.isfinite(value) else math.inf, Chapter(step, module, QUANTITIES[quantity], text)
 
 
-def _is_far(value: float, usual: float) -> bool:
-    return not math.isfinite(value) or value > _FACTOR * usual
+def _has_left(values: Sequence[float], place: int) -> bool:
+    usual = _usual(values[:place])
+    return usual > 0 and all(not math.isfinite(value) or value > _FACTOR * usual for value in values[place:])
 
 
-def _start_of_growth(values: Sequence[float], place: int) -> int:
-    """The first step of the growth that leads to ``place``: every step from there on is larger than the one before."""
-    while place > 1 and values[place - 1] > _GROWTH * values[place - 2] > 0:
-        place -= 1
-    return place
+def _usual(values: Iterable[float]) -> float:
+    """The median of the finite ones, 0 if there are none."""
+    return median([value for value in values if math.isfinite(value)] or [0.0])
 
 
-def _rate(values: Sequence[float]) -> float | None:
-    """The factor of each step, as a geometric mean, if the values grow in every one of several steps."""
-    finite = [value for value in values if math.isfinite(value)]
-    pairs = list(pairwise(finite))
-    if len(pairs) < _LEAST_STEPS or not all(after > _GROWTH * before > 0 for before, after in pairs):
+def _growth(values: Sequence[float]) -> float | None:
+    """The factor of each step: the exponential that fits best, if it explains how the values differ."""
+    points = [(step, math.log(value)) for step, value in enumerate(values) if math.isfinite(value) and value > 0]
+    if len(points) <= _LEAST_STEPS:
         return None
-    return math.exp(math.log(finite[-1] / finite[0]) / len(pairs))
+    slope, _ = linear_regression(*zip(*points, strict=True))
+    is_trend = slope > math.log(_GROWTH) and correlation(*zip(*points, strict=True)) ** 2 > _EXPLAINED
+    return math.exp(slope) if is_trend else None
 
 
 def _stop(module: str, quantity: str, series: Sequence[tuple[int, float]]) -> Iterator[_Ranked]:
@@ -136,8 +136,10 @@ def _stop(module: str, quantity: str, series: Sequence[tuple[int, float]]) -> It
 
 
 def paragraph(found: Sequence[Chapter], most: int = 3) -> str:
-    """The first chapters as sentences; empty without any."""
-    return " ".join(f"{chapter.text[:1].upper()}{chapter.text[1:]}." for chapter in found[:most])
+    """The first chapters of the first layers as sentences; empty without any."""
+    first = {chapter.module: chapter for chapter in reversed(found)}
+    shown = [chapter for chapter in found if first[chapter.module] is chapter][:most]
+    return " ".join(f"{chapter.text[:1].upper()}{chapter.text[1:]}." for chapter in shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +150,10 @@ class LayerSeries:
     values: tuple[float | None, ...]
 
 
-def by_layer(rows: Sequence[LayerNumbers], quantity: str, most: int) -> list[LayerSeries]:
+def by_layer(rows: Sequence[LayerNumbers], quantity: str, failing: int, most: int) -> list[LayerSeries]:
     """At most so many layers in the order of the model: those that left their course, then the first ones."""
     steps = sorted({row.step for row in rows})
     known = {module: dict(series) for (module, name), series in _series(rows).items() if name == quantity}
-    left = (chapter.module for chapter in chapters(rows) if chapter.quantity == QUANTITIES[quantity])
+    left = (chapter.module for chapter in chapters(rows, failing) if chapter.quantity == QUANTITIES[quantity])
     kept = set(list(dict.fromkeys([*left, *known]))[:most])
     return [LayerSeries(name, tuple(map(values.get, steps))) for name, values in known.items() if name in kept]

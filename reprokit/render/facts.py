@@ -56,7 +56,7 @@ def doubt(snapshot: Snapshot) -> str:
 
 def story(snapshot: Snapshot) -> str:
     """How the training came to the failure, in a few sentences; empty if no step before was unusual."""
-    return redact_text(paragraph(chapters(snapshot.layers or ())))
+    return redact_text(paragraph(chapters(snapshot.layers or (), snapshot.step)))
 
 
 def module(snapshot: Snapshot) -> str | None:

@@ -110,7 +110,7 @@ class Snapshot:
             "git": plain_of(self.source),
             "rng": _describe_state(plain_of(self.rng)),
             "timeline": plain_of(self.timeline),
-            "story": [plain_of(chapter) for chapter in chapters(self.layers or ())],
+            "story": [plain_of(chapter) for chapter in chapters(self.layers or (), self.step)],
             "capture": {k: v for k, v in plain_of(self.settings).items() if k not in Settings.__dataclass_fields__},
         }
 

@@ -25,11 +25,13 @@ from reprokit.capture.record.skips import sets_gradients, was_skipped
 from reprokit.capture.record.state import State, give_gradients, parameters_of
 from reprokit.capture.record.structure import is_leaf, iter_tensors
 from reprokit.capture.rewind.checkpoint import History
+from reprokit.capture.rewind.measure_layers import LayerMeter
 from reprokit.capture.rewind.replayer import Player, describe_mismatch, is_same, leaves_in
 from reprokit.capture.rewind.user_hooks import UserHooks
 from reprokit.locate.ways import ways_of
 from reprokit.program.interpreter import Modes
 from reprokit.program.memory import same_bits
+from reprokit.story import LayerNumbers
 
 
 @dataclass
@@ -161,6 +163,34 @@ class Rewind:
             self._carried = player.made(self._used_later)
         carried = {key: tensor.detach() for key, tensor in self._carried.items()}
         return {**carried, **self._saved[number]}
+
+    def measured(self, meter: LayerMeter, last: int) -> list[LayerNumbers]:
+        """Play the steps up to the one that ``last`` counts, and measure the layers in each.
+
+        Ends before the first step with a loss that is not that of training, or in which a call raises.
+        """
+        rows: list[LayerNumbers] = []
+        with meter.watching():
+            for position, step in enumerate(self._steps):
+                if step.completed > last or not self._plays_alike(self._player(position), step, meter):
+                    break
+                rows += meter.take(step.completed)
+        return rows
+
+    def _plays_alike(self, player: Player, step: PastStep, meter: LayerMeter) -> bool:
+        """Play a step; true if its losses are those of training."""
+        put_first_back(step.entries)
+        with Modes() as modes, python_generators_restored(step.generators):
+            for entry in step.entries:
+                modes.enter(entry.mode)
+                if entry.kind == "differentiate":
+                    with torch.no_grad():
+                        if not self._compare(player, entry, step):
+                            return False
+                with meter.playing(entry):
+                    player.play(entry)
+        self._carried = player.made(self._used_later)
+        return True
 
     def _player(self, number: int) -> Player:
         state = {id(tensor) for tensor in self._history.changing()}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from reprokit.arrivals import pass_on
+from reprokit.arrivals import ignored_errors, pass_on
 from reprokit.capture.rank_name import rank_suffix, with_part
 from reprokit.capture.record.compact_steps import PastStep, split
 from reprokit.capture.record.entry import Entry
@@ -22,16 +22,20 @@ from reprokit.capture.record.screens import bad_tensor
 from reprokit.capture.record.state import CannotGoBack
 from reprokit.capture.record.structure import iter_tensors
 from reprokit.capture.rewind.find_bad_step import Found, Rewind
+from reprokit.capture.rewind.measure_layers import LayerMeter, layers_of
 from reprokit.capture.rewind.user_hooks import ACCUMULATED, EVERY, UserHooks, guarded
 from reprokit.capture.run.run_state import RunState
 from reprokit.capture.run.timeline import number_of
 from reprokit.capture.save.build_snapshot import BuiltSnapshot, FailedStep, make_snapshot, snapshot_without_replay
 from reprokit.capture.save.exceptions import Raised
 from reprokit.capture.save.fidelity import checked, unchecked
+from reprokit.capture.save.owners import root_names
 from reprokit.capture.save.prepared import without_preparation
 from reprokit.program.ir import AUTOGRAD_GRAD
 from reprokit.snapshot.format import CaptureSettings, Snapshot, save
 from reprokit.snapshot.privacy import Source, private
+from reprokit.story import LayerNumbers
+from reprokit.words import in_root
 
 NOT_KEPT = "the state from before the step was not kept, so there was no going back"
 BEGUN_BEFORE = "a step goes on with a graph from before the last copy of the state, so there was no going back"
@@ -40,6 +44,7 @@ NOT_REPLAYED = (
     "the snapshot holds what the step was given"
 )
 HAS_GAP = "the loop went on in this step after an exception, and what the interrupted call wrote is not known"
+_STORY_SECONDS = 30.0  # of training in the steps to measure; a longer wait for a snapshot is not worth a story
 _MOST_JOINED = 64  # steps: a program of more takes too long to be reduced
 NOT_SHOWN = "replaying the steps since the last copy did not show which one made the state nan or inf"
 
@@ -112,7 +117,11 @@ def snapshot_of(
     run_state: RunState, noticed: Noticed, command: Sequence[str], described: dict[str, Any]
 ) -> BuiltSnapshot:
     """Describe the step that failed; ``described`` is what the snapshot is to say about the capture."""
-    return _Describing(run_state, noticed, command, described).snapshot()
+    describing = _Describing(run_state, noticed, command, described)
+    made = describing.snapshot()
+    with ignored_errors():  # the user's code may not run again with the state of then; the step is worth a file anyway
+        return replace(made, snapshot=replace(made.snapshot, layers=describing.layers(made.snapshot) or None))
+    return made
 
 
 class _Describing:
@@ -179,6 +188,35 @@ class _Describing:
             past, _ = self._from_the_past(step, [made.culprit])
             return past or made
         return made
+
+    def layers(self, snapshot: Snapshot) -> list[LayerNumbers]:
+        """The numbers of every layer in the steps since the last copy, up to the one saved; empty where that is not
+        possible, or would take too long."""
+        run_state = self._run_state
+        seconds = [row.seconds for row in snapshot.timeline if row.seconds is not None]
+        past = run_state.past() if self._noticed.raised is None and run_state.history.is_complete else []
+        if not past or not seconds or len(past) * sum(seconds) / len(seconds) > _STORY_SECONDS:
+            return []
+        running = run_state.step_of(run_state.running.entries, run_state.running.memory.saved)
+        steps = self._complete([*past, run_state.freezer.lightened(running)]) or []
+        has_stepped = any(entry.has_stepped for step in steps for entry in step.entries)
+        out = EVERY - {ACCUMULATED} if has_stepped else EVERY
+        rows, num_left_out = self._measured(steps, snapshot.step, out)
+        if num_left_out and not any(row.step == snapshot.step - 1 for row in rows):
+            return self._measured(steps, snapshot.step, frozenset())[0]  # hooks may have changed what training computed
+        return rows
+
+    def _measured(self, steps: list[PastStep], last: int, out: Set[str]) -> tuple[list[LayerNumbers], int]:
+        """The numbers of the layers, played without the user's hooks of the kinds ``out``, and the number of these."""
+        history, rewind = self._run_state.history, Rewind(self._run_state.history, steps)
+        names = root_names(history.modules, self._noticed.frame)
+        layers = {
+            in_root(path or f"<{type(root).__name__}>", names.get(id(root))) or "": layer
+            for root in history.modules
+            for path, layer in layers_of(root)
+        }
+        with rewind.going_back(), guarded(history.modules, rewind.leaves(), out) as hooks:
+            return rewind.measured(LayerMeter(layers), last), hooks.left_out.total()
 
     def _has_gap(self) -> bool:
         """True if the loop has handled an exception in this step that may have interrupted a write."""

@@ -1,0 +1,123 @@
+"""Numbers of every layer in a step that is played: outputs, gradients and the true change of the weights.
+
+A layer is a module with parameters of its own, or one without children. Nothing is measured while training is healthy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook
+
+from reprokit.capture.record.entry import Entry
+from reprokit.capture.record.structure import iter_tensors
+from reprokit.locate.ranges import Range, measure
+from reprokit.story import LayerNumbers
+
+
+class LayerMeter:
+    """Measures ``layers``, which have names in the order of the model, while it is `watching`."""
+
+    def __init__(self, layers: Mapping[str, torch.nn.Module]) -> None:
+        self._names = {id(layer): name for name, layer in layers.items()}
+        parameters = {name: list(layer.parameters(recurse=False)) for name, layer in layers.items()}
+        self._parameters = {name: found for name, found in parameters.items() if found}
+        self._forget()
+
+    def _forget(self) -> None:
+        self._outputs: dict[str, list[Range]] = {}
+        self._gradients: dict[str, float] = {}
+        self._updates: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Measure outputs of layers in here."""
+        handle = register_module_forward_hook(self._see_output)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _see_output(self, module: torch.nn.Module, _: Any, output: Any) -> None:
+        name = self._names.get(id(module))
+        if name is not None and not torch.compiler.is_compiling():
+            with torch.no_grad():
+                found = [measure(tensor) for tensor in iter_tensors(output) if tensor.is_floating_point()]
+            self._outputs.setdefault(name, []).extend(found)
+
+    @contextlib.contextmanager
+    def playing(self, entry: Entry) -> Iterator[None]:
+        """Measure what one entry of the step, which is played in here, makes of gradients and weights."""
+        before = self._weights() if entry.kind == "optimizer" else {}
+        yield
+        with torch.no_grad():
+            if entry.kind in ("differentiate", "unscale"):
+                grads = {name: [p.grad for p in own if p.grad is not None] for name, own in self._parameters.items()}
+                self._gradients.update((name, _norm(found)) for name, found in grads.items() if found)
+            for name, weights in before.items():
+                change = [new.detach() - old for new, old in zip(self._parameters[name], weights, strict=True)]
+                size = _norm(weights)
+                if size > 0:
+                    self._updates[name] = _norm(change) / size
+
+    def _weights(self) -> dict[str, list[torch.Tensor]]:
+        return {name: [parameter.detach().clone() for parameter in own] for name, own in self._parameters.items()}
+
+    def take(self, step: int) -> list[LayerNumbers]:
+        """The numbers since the last call, as those of ``step``."""
+        rows = []
+        for name in self._names.values():
+            outputs = self._outputs.get(name, [])
+            row = LayerNumbers(
+                step,
+                name,
+                self._gradients.get(name),
+                self._updates.get(name),
+                max(map(_largest, outputs), key=_rank, default=None),
+                _share_of_zeros(outputs),
+            )
+            if any(number is not None for number in (row.gradient, row.update, row.activation)):
+                rows.append(row)
+        self._forget()
+        return rows
+
+
+def layers_of(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The layers of a model with their paths."""
+    for path, module in root.named_modules():
+        if next(module.children(), None) is None or next(module.parameters(recurse=False), None) is not None:
+            yield path, module
+
+
+def _norm(tensors: Iterable[torch.Tensor]) -> float:
+    """The 2-norm over all elements of some tensors, sparse ones included."""
+    dense = (tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors)
+    norms = (torch.linalg.vector_norm(tensor, dtype=_exact(tensor.dtype)).item() for tensor in dense)
+    return math.hypot(*norms)
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype | None:
+    """Half precision is summed in float32: its squares overflow from 256 on."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+
+
+def _largest(found: Range) -> float:
+    if found.num_nan:
+        return math.nan
+    return math.inf if found.num_inf else found.high or 0.0
+
+
+def _rank(value: float) -> float:
+    """Orders NaN above infinity."""
+    return math.inf if math.isnan(value) else min(value, 1.7e308)
+
+
+def _share_of_zeros(outputs: Iterable[Range]) -> float | None:
+    """Of the elements of several outputs."""
+    sizes = [(math.prod(found.shape), found.zeros) for found in outputs if found.zeros is not None]
+    total = sum(size for size, _ in sizes)
+    return sum(size * share for size, share in sizes) / total if total else None
