@@ -19,7 +19,7 @@ import click
 
 import reprokit
 from reprokit.capture.rank_name import current_folder
-from reprokit.cli import capture, demo, render, show, shrink, verify, whatif
+from reprokit.cli import capture, demo, render, show, shrink, trace, verify, whatif
 from reprokit.cli.console import say, say_error
 from reprokit.cli.interrupts import GRACE, PATIENCE, end_now, stuck
 from reprokit.errors import Interrupted, ReprokitError, UsageError
@@ -49,17 +49,17 @@ def app() -> None:
     """From a training script that fails to the smallest standalone program that fails the same way."""
 
 
-for _module in (capture, show, shrink, whatif, verify, render, demo):
+for _module in (capture, show, trace, shrink, whatif, verify, render, demo):
     app.add_command(_module.command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code. Under ``capture`` the script's own exceptions pass through."""
+    """Run the command line; returns the exit code. The exceptions of a script that it runs pass through."""
     try:
         plan = _parse(list(sys.argv[1:] if argv is None else argv))
         if plan is None:
             return 0
-        return plan.execute() if isinstance(plan, capture.Capture) else _execute(plan)
+        return plan.execute() if isinstance(plan, (capture.Capture, trace.TraceScript)) else _execute(plan)
     except ReprokitError as error:
         say_error(error)
         return error.exit_code

@@ -11,7 +11,7 @@ import click
 
 from reprokit.capture.block import can_be_shrunk
 from reprokit.capture.failure_text import growth, what
-from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, shown_command
+from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, print_json, say, shown_command
 from reprokit.cli.interrupts import deadline, too_long
 from reprokit.words import counted
 
@@ -34,6 +34,7 @@ class Show:
     json: bool
     verbosity: Verbosity
     max_time: float
+    frames: int | None = None
 
     def execute(self) -> int:
         """Print the summary."""
@@ -44,6 +45,9 @@ class Show:
         summary = snapshot.summary()
         if self.json:
             print_json(summary)
+        elif self.frames is not None:
+            with deadline(self.max_time, too_long(self.max_time, hint)):
+                print_frames(snapshot, self.frames)
         else:
             words = ("reprokit", "shrink", str(self.snapshot)) if can_be_shrunk(summary) else ()
             with deadline(self.max_time, too_long(self.max_time, hint)):
@@ -56,6 +60,12 @@ class Show:
 @click.command("show", short_help="Show what a snapshot holds.")
 @click.argument("snapshot", type=FilePath(), metavar="FILE")
 @click.option("--max-time", type=Seconds(), default=30, show_default=True, metavar="S", help="Give up after S seconds.")
+@click.option(
+    "--frames",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Show the last N module calls up to the failure, with their tensors in numbers, and nothing else.",
+)
 @common_options
 def command(**options: Any) -> Show:
     """Show what a snapshot holds: the failure, where it began, and what surrounded it."""
@@ -76,6 +86,20 @@ def print_screen(snapshot: Snapshot, headline: str, next_command: str) -> None:
     if next_command:
         console.print()
         console.print(Text(f"next: {next_command}"), soft_wrap=True)
+
+
+def print_frames(snapshot: Snapshot, number: int) -> None:
+    """The frames before the failure on stderr, the last one at the end."""
+    from rich.console import Console
+
+    from reprokit.measure.rows import table
+    from reprokit.render.module_ranges import recorded_rows
+
+    rows = recorded_rows(snapshot, last=number)
+    if rows:
+        Console(stderr=True, highlight=False).print(table(rows))
+    else:
+        say("no module was called before the failure")
 
 
 def _grid(*options: dict[str, Any]) -> Table:

@@ -1,22 +1,30 @@
 """Frames: for every module that was called, the ranges of its weights, inputs and outputs, in the order of the calls.
 
 A frame is made from the program alone: what was read inside a module and written outside went in, and what was written
-inside and read outside came out.
+inside and read outside came out. `recorded_rows` gives them, and the gradients that came back, as rows of a trace.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
+from reprokit.errors import ReprokitError
+from reprokit.locate.failure import Failure
 from reprokit.locate.ranges import Range
-from reprokit.program.ir import AUTOGRAD_BACKWARD, Scope
-from reprokit.render.survey import Survey, written_by
+from reprokit.measure.rows import FrameRow, Role
+from reprokit.program.ir import AUTOGRAD_BACKWARD, Program, Scope
+from reprokit.render.call_code import labels
+from reprokit.render.survey import Survey, survey, written_by
+from reprokit.snapshot.format import Snapshot
 
 MAX_FRAMES = 200
 
 Key = tuple[Scope, ...]
+Ranges = dict[int, Range | None]
+Rows = list[list[tuple[int, FrameRow]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,46 +82,53 @@ def frames(found: Survey) -> tuple[list[Frame], int]:
 
 
 class _Frames:
+    """The module calls of a surveyed step. ``ordered`` holds their scopes with the calls inside, in the order in which
+    the modules were left."""
+
     def __init__(self, found: Survey) -> None:
         self._found = found
-        self._calls: dict[Key, list[int]] = {}
+        calls: dict[Key, list[int]] = {}
         for index, call in enumerate(found.program.calls):
             for depth in range(1, len(call.scope) + 1):
-                self._calls.setdefault(call.scope[:depth], []).append(index)
+                calls.setdefault(call.scope[:depth], []).append(index)
+        self.ordered = sorted(calls.items(), key=lambda item: (item[1][-1], -len(item[0])))
         self._weights = {item.value for item in found.program.inputs if item.role in ("parameter", "buffer")}
         self._kept = {ref.value for ref in found.program.outputs}
 
     def make(self) -> list[Frame]:
-        """All frames, in the order in which the modules were left."""
-        ordered = sorted(self._calls.items(), key=lambda item: (item[1][-1], -len(item[0])))
-        return [self._frame(number, key, indexes) for number, (key, indexes) in enumerate(ordered)]
+        """All frames."""
+        return [self._frame(number, key, indexes) for number, (key, indexes) in enumerate(self.ordered)]
 
     def _frame(self, number: int, key: Key, indexes: list[int]) -> Frame:
-        inside = set(indexes)
-        calls = self._found.program.calls
         level = key[-1]
-        own = [index for index in indexes if calls[index].scope == key]
-        return Frame(
-            number,
-            level.label,
-            level.cls,
-            Magnitudes.over(self._weights_of(own)),
-            Magnitudes.over(self._inputs_of(indexes, inside)),
-            Magnitudes.over(self._outputs_of(indexes, inside)),
-            self._found.failure.call_index in own,
+        weights, inputs, outputs = (Magnitudes.over(part.values()) for part in self.parts(key, indexes))
+        own = self._own(key, indexes)
+        return Frame(number, level.label, level.cls, weights, inputs, outputs, self._found.failure.call_index in own)
+
+    def parts(self, key: Key, indexes: list[int]) -> tuple[Ranges, Ranges, Ranges]:
+        """The ranges of weights, inputs and outputs of one frame, by value."""
+        inside = set(indexes)
+        return (
+            self._weights_of(self._own(key, indexes)),
+            self._inputs_of(indexes, inside),
+            self._outputs_of(indexes, inside),
         )
 
-    def _weights_of(self, own: list[int]) -> list[Range | None]:
-        read = dict.fromkeys(v for i in own for v in self._found.program.calls[i].input_refs() if v in self._weights)
-        return [self._found.inputs.get(value) for value in read]
+    def _own(self, key: Key, indexes: list[int]) -> list[int]:
+        """The calls that the module makes itself."""
+        return [index for index in indexes if self._found.program.calls[index].scope == key]
 
-    def _inputs_of(self, indexes: list[int], inside: set[int]) -> list[Range | None]:
-        ranges: dict[int, Range | None] = {}
+    def _weights_of(self, own: list[int]) -> Ranges:
+        read = dict.fromkeys(v for i in own for v in self._found.program.calls[i].input_refs() if v in self._weights)
+        return {value: self._found.inputs.get(value) for value in read}
+
+    def _inputs_of(self, indexes: list[int], inside: set[int]) -> Ranges:
+        ranges: Ranges = {}
         for index in indexes:
             for value in self._found.program.calls[index].input_refs():
                 if value not in self._weights and self._found.writer(value, index) not in inside:
                     ranges.setdefault(value, self._found.range_of(value, index))
-        return list(ranges.values())
+        return ranges
 
     def _uses(self, reader: int) -> bool:
         """True unless a call belongs to the backward of a custom function, which reads what its forward saved."""
@@ -121,7 +136,7 @@ class _Frames:
         is_loop = call.is_differentiation and (call.target != AUTOGRAD_BACKWARD or call.site is not None)
         return call.phase != "backward" or is_loop
 
-    def _outputs_of(self, indexes: list[int], inside: set[int]) -> list[Range | None]:
+    def _outputs_of(self, indexes: list[int], inside: set[int]) -> Ranges:
         last = {v: i for i in indexes for v in written_by(self._found.program.calls[i], self._found.failure)}
         readers = self._found.readers
         read = {
@@ -130,4 +145,69 @@ class _Frames:
             if value in self._kept or any(self._uses(reader) for reader in set(readers.get(value, ())) - inside)
         }
         shown = read or {value: index for value, index in last.items() if index == indexes[-1]}
-        return [self._found.written.get((index, value)) for value, index in shown.items()]
+        return {value: self._found.written.get((index, value)) for value, index in shown.items()}
+
+
+def recorded_rows(snapshot: Snapshot, pattern: str | None = None, *, last: int | None = None) -> list[FrameRow]:
+    """Run the captured step, and return the rows of its module calls: forward in the order in which modules were left,
+    then backward.
+
+    ``pattern`` is a shell pattern for paths of modules. ``last`` asks for so many frames, up to the one in which the
+    step failed. Raises `ReprokitError` if the step cannot be run here.
+    """
+    found = survey(snapshot)
+    if found.error is not None:
+        reason = str(found.error).partition("\n")[0]
+        raise ReprokitError(
+            f"the captured step cannot be run here: {reason}", hint="`reprokit show --json` does not run it"
+        )
+    made = _Frames(found)
+    names = labels(found.program)
+    ordered = [item for item in made.ordered if pattern is None or fnmatchcase(item[0][-1].label, pattern)]
+    forward = [_forward(snapshot.step, key, made.parts(key, indexes), names) for key, indexes in ordered]
+    backward = [_backward(found, row_values) for row_values in reversed(forward)]
+    if last is not None:
+        forward, backward = _until_failure(found.failure, found.program, ordered, forward, backward)
+    shown = [part for part in (*forward, *backward) if part]
+    return [row for part in (shown if last is None else shown[len(shown) - min(last, len(shown)) :]) for _, row in part]
+
+
+def _forward(step: int, key: Key, parts: tuple[Ranges, ...], names: Mapping[int, str]) -> list[tuple[int, FrameRow]]:
+    """The rows of a frame with their values."""
+    level = key[-1]
+    prefix = f"{level.full_path}." if level.full_path else ""
+    rows = []
+    for role, part in zip(_ROLES, parts, strict=True):
+        for value, found in part.items():
+            if found is not None:
+                name = names[value].removeprefix(prefix)
+                rows.append((value, FrameRow(step, level.label, level.cls, level.count, "forward", role, name, found)))
+    return rows
+
+
+def _backward(found: Survey, forward: list[tuple[int, FrameRow]]) -> list[tuple[int, FrameRow]]:
+    """The gradients that came back to outputs and inputs of a frame."""
+    return [
+        (value, replace(row, direction="backward", tensor=gradient_role, range=found.gradients[value]))
+        for role, gradient_role in _GRADIENTS
+        for value, row in forward
+        if row.tensor == role and value in found.gradients
+    ]
+
+
+def _until_failure(
+    failure: Failure, program: Program, ordered: list[tuple[Key, list[int]]], forward: Rows, backward: Rows
+) -> tuple[Rows, Rows]:
+    """The frames that were over when the step failed, and the one in which it did."""
+    origin = failure.call_index
+    if origin is None or failure.phase == "optimizer":
+        return forward, backward
+    own = next((place for place, (key, _) in enumerate(ordered) if key == program.calls[origin].scope), None)
+    if failure.phase == "backward":
+        return forward, backward if own is None else backward[: len(ordered) - own]
+    over = [place for place, (_, indexes) in enumerate(ordered) if indexes[-1] < origin and place != own]
+    return [forward[place] for place in (*over, *(() if own is None else (own,)))], []
+
+
+_ROLES: tuple[Role, ...] = ("weight", "input", "output")
+_GRADIENTS: tuple[tuple[Role, Role], ...] = (("output", "grad_output"), ("input", "grad_input"))

@@ -1,0 +1,132 @@
+"""A row: one tensor of one module call in one pass, in numbers; and rows as a table, JSON lines and CSV.
+
+A frame is the rows of one call and pass. Rows are plain data: those of a running script and those of a snapshot are
+printed by the same code.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from reprokit.locate.ranges import Range
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+Pass = Literal["forward", "backward"]
+Role = Literal["input", "weight", "output", "grad_input", "grad_output"]
+FIELDS = (
+    *("step", "module", "class", "call", "pass", "tensor", "abs_min", "abs_max", "mean", "std", "zeros", "nonfinite"),
+    *("dtype", "headroom", "name", "shape"),
+)
+HEADINGS = ("tensor", "|min|", "|max|", "mean", "std", "zeros", "dtype", "headroom")
+NEAR_LIMIT = 1.0  # doublings of headroom: one more layer of the same gain overflows
+
+
+@dataclass(frozen=True, slots=True)
+class FrameRow:
+    """A measured tensor. ``module`` is a path inside its root, or the class of the root in angle brackets; ``call``
+    counts the calls of the module in this step from 0; ``name`` is that of the argument, parameter or item."""
+
+    step: int
+    module: str
+    cls: str
+    call: int
+    direction: Pass
+    tensor: Role
+    name: str
+    range: Range
+
+    @property
+    def frame(self) -> tuple[int, str, str, int, Pass]:
+        """What the rows of one call in one pass have in common."""
+        return self.step, self.module, self.cls, self.call, self.direction
+
+    @property
+    def is_bad(self) -> bool:
+        """True if an element is NaN or infinite, except for the infinities of an input, which may be a mask."""
+        return bool(self.range.num_nan or (self.range.num_inf and self.tensor != "input"))
+
+    @property
+    def is_near_limit(self) -> bool:
+        """True if the largest magnitude cannot double without an overflow."""
+        return self.range.headroom is not None and self.range.headroom < NEAR_LIMIT
+
+    def plain(self) -> dict[str, Any]:
+        """The values of `FIELDS`; numbers are finite or ``None``."""
+        found = self.range
+        numbers = (found.low, found.high, found.mean, found.std, found.zeros, found.num_nan + found.num_inf)
+        values = (*self.frame, self.tensor, *numbers, found.dtype, found.headroom, self.name, list(found.shape))
+        return dict(zip(FIELDS, values, strict=True))
+
+    def cells(self) -> tuple[str, ...]:
+        """The texts under `HEADINGS`."""
+        found = self.range
+        numbers = (_number(number) for number in (found.low, found.high, found.mean, found.std))
+        counts = ((found.num_nan, "nan"), (found.num_inf, "inf"))
+        bad = ", ".join(f"{count:,} {name}" for count, name in counts if count)
+        zeros = "" if found.zeros is None else f"{found.zeros:.0%}" if found.zeros in (0, 1) else f"{found.zeros:.2%}"
+        room = "" if found.headroom is None else f"2^{found.headroom:.1f}"
+        label = f"{self.tensor} {self.name}".rstrip()
+        return (label, *numbers, zeros, found.dtype, bad or room)
+
+
+def _number(number: float | None) -> str:
+    return "" if number is None else f"{number:.3g}"
+
+
+def frames(rows: Iterable[FrameRow]) -> Iterator[tuple[str, list[FrameRow]]]:
+    """Neighbouring rows of one call and pass, with a title: ``step 3  forward  h.0.mlp (MLP), call 2``."""
+    for (step, module, cls, call, direction), found in itertools.groupby(rows, lambda row: row.frame):
+        place = module if module == f"<{cls}>" else f"{module} ({cls})"
+        yield f"step {step}  {direction}  {place}{f', call {call}' if call else ''}", list(found)
+
+
+def table(rows: Sequence[FrameRow]) -> Group:
+    """Frames for a terminal; bad rows are red and marked with ``!``, those near their limit yellow with ``~``."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    widths = [max(map(len, column)) for column in zip(HEADINGS, *(row.cells() for row in rows), strict=True)]
+
+    def grid(found: Sequence[FrameRow], heading: Sequence[str] = ()) -> Table:
+        made = Table.grid(padding=(0, 1))
+        made.add_column(min_width=1)
+        for name, width in zip(HEADINGS, widths, strict=True):
+            justify: Any = "left" if name in ("tensor", "dtype") else "right"
+            made.add_column(min_width=width, justify=justify, no_wrap=name != "tensor", overflow="fold")
+        if heading:
+            made.add_row("", *heading, style="dim")
+        for row in found:
+            style = "red" if row.is_bad else "yellow" if row.is_near_limit else ""
+            mark = "!" if row.is_bad else "~" if row.is_near_limit else ""
+            made.add_row(Text(mark), *(Text(cell) for cell in row.cells()), style=style)
+        return made
+
+    parts: list[Text | Table] = [grid((), HEADINGS)]
+    for title, found in frames(rows):
+        parts += [Text(f"\n{title}", style="bold"), grid(found)]
+    return Group(*parts)
+
+
+def json_lines(rows: Iterable[FrameRow]) -> str:
+    """One JSON object a line."""
+    return "".join(f"{json.dumps(row.plain(), allow_nan=False)}\n" for row in rows)
+
+
+def csv_lines(rows: Iterable[FrameRow], *, has_header: bool) -> str:
+    """One row a line, under the names of `FIELDS`; a shape is ``8x16``."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    if has_header:
+        writer.writerow(FIELDS)
+    for row in rows:
+        writer.writerow({**row.plain(), "shape": "x".join(map(str, row.range.shape))}.values())
+    return text.getvalue()

@@ -1,0 +1,285 @@
+"""``reprokit trace`` and ``reprokit show --frames``: frames of scripts and of snapshots."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Run
+
+NET = """\
+import hashlib
+import sys
+
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc, self.drop = nn.LayerNorm(8), nn.Linear(8, 8), nn.Dropout(0.2)
+
+    def forward(self, x, scale=1.0):
+        return x + self.drop(torch.relu_(self.fc(self.norm(x)))) * scale
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(11, 8)
+        self.h = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, ids):
+        x = self.emb(ids)
+        for block in self.h:
+            x = block(x=x)
+        return {"logits": self.head(x)}
+
+
+torch.manual_seed(0)
+net, loss_of = Net(), nn.CrossEntropyLoss()
+optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+print(sys.argv[1:])
+for step in range(5):
+    print("measured" if nn.Module.__call__ is not nn.Module._wrapped_call_impl else "free")
+    ids = torch.randint(0, 11, (4, 7))
+    loss = loss_of(net(ids)["logits"].flatten(0, 1), ids.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+bits = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+for tensor in (*net.parameters(), *(p.grad for p in net.parameters())):
+    bits.update(tensor.detach().numpy().tobytes())
+print(bits.hexdigest())
+"""
+FAILING = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x):
+        return torch.log(self.b(self.a(x)) + (3 if x[0, 0] < 9 else -3))
+
+
+torch.manual_seed(0)
+net = Net()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(3):
+    x = torch.randn(4, 4)
+    x[0, 0] = 10.0 if step == 2 else 0.0
+    loss = net(x).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def rows_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_chosen_steps_of_a_script_are_measured_and_it_ends_with_the_same_bits(tmp_path: Path, run_python: Run) -> None:
+    (tmp_path / "train.py").write_text(NET)
+    bare = run_python("train.py", "--lr", "1")
+    done = run_python(
+        "-m", "reprokit", "trace", "train.py", "--lr", "1", "--steps", "1,3", "-o", "x.jsonl", "--to", "jsonl"
+    )
+    assert done.returncode == 0, done.stderr
+    free, measured = bare.stdout.splitlines(), done.stdout.splitlines()
+    assert measured == [free[0], "free", "measured", "free", "measured", "free", free[-1]]
+    rows = rows_of((tmp_path / "x.jsonl").read_text())
+    assert {row["step"] for row in rows} == {1, 3}
+    outputs = [row["module"] for row in rows if row["step"] == 3 and row["tensor"] == "output"]
+    block = ["norm", "fc", "drop", ""]
+    inside = [f"h.{number}.{name}".rstrip(".") for number in (0, 1) for name in block]
+    assert outputs == ["emb", *inside, "head", "<Net>", "<CrossEntropyLoss>"]
+    backward = [row["module"] for row in rows if row["step"] == 3 and row["pass"] == "backward"]
+    assert backward[0] == "<CrossEntropyLoss>" and backward.index("head") < backward.index("h.0.norm")
+    names = {(row["module"], row["tensor"], row["name"]) for row in rows}
+    assert ("h.1", "input", "x") in names and ("<Net>", "output", "logits") in names
+    assert ("h.1.fc", "weight", "bias") in names and ("head", "grad_input", "input") in names
+
+
+def test_numbers_of_a_frame(tmp_path: Path, run_reprokit: Run) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "net = torch.nn.Linear(1, 1, bias=False)\n"
+        "torch.nn.init.constant_(net.weight, 2.0)\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "(net(torch.tensor([[3.0], [-1.0]])) ** 2).sum().backward()\n"
+        "optimizer.step()\n"
+        "print('done')\n"
+    )
+    done = run_reprokit("trace", "--json", "train.py")
+    assert done.stderr.startswith("done\n")  # what the script prints is not mixed with rows
+    weight, given, output, gradient = rows_of(done.stdout)
+    assert (weight["tensor"], weight["abs_max"], weight["shape"]) == ("weight", 2.0, [1, 1])
+    assert (given["abs_min"], given["abs_max"], given["mean"], given["std"]) == (1.0, 3.0, 1.0, 2.0)
+    assert (output["abs_max"], output["zeros"], output["nonfinite"], output["dtype"]) == (6.0, 0.0, 0, "float32")
+    assert (gradient["tensor"], gradient["pass"], gradient["abs_max"]) == ("grad_output", "backward", 12.0)
+    assert gradient["headroom"] == pytest.approx(128 - 3.585, abs=0.001)
+
+
+def test_patterns_formats_and_the_last_step(tmp_path: Path, run_reprokit: Run) -> None:
+    (tmp_path / "train.py").write_text(NET)
+    done = run_reprokit("trace", "train.py", "--stop-after", "1", "--steps", "0-1", "--module", "h.0*", "--to", "csv")
+    assert done.returncode == 0 and done.stderr.count("measured") == 2  # nothing after step 1
+    rows = list(csv.DictReader(io.StringIO(done.stdout)))
+    assert {row["module"] for row in rows} == {"h.0", "h.0.norm", "h.0.fc", "h.0.drop"}
+    assert {row["step"] for row in rows} == {"0", "1"} and rows[0]["shape"] == "8"
+    page = run_reprokit("trace", "--to", "html", "train.py")
+    assert page.stdout.startswith("<!doctype html>") and "<code>h.1.norm</code>" in page.stdout
+    assert "://" not in page.stdout
+    screen = run_reprokit("trace", "train.py", "--module", "head")
+    assert "step 0  forward  head (Linear)" in screen.stderr and "step 0  backward  head (Linear)" in screen.stderr
+    assert "emb" not in screen.stderr
+
+
+def test_what_follows_the_script_is_its_own_after_options(tmp_path: Path, run_reprokit: Run) -> None:
+    (tmp_path / "train.py").write_text(NET)
+    done = run_reprokit("trace", "--module", "none", "train.py", "--steps", "9")
+    assert done.stdout.splitlines()[0] == "['--steps', '9']"
+    assert (
+        "no module that matches `none` was called in the chosen steps; an optimizer's step ended 5 steps" in done.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.py", "--steps", "3-1"], "error: `3-1` is not a list of steps"),
+        (["missing.py"], "error: `missing.py` does not exist"),
+        (["train.py", "--steps", "1", "-o", "train.py"], "error: `train.py` exists already"),
+        ([], "error: no script or snapshot given"),
+    ],
+)
+def test_usage_errors(words: list[str], message: str, tmp_path: Path, run_reprokit: Run) -> None:
+    (tmp_path / "train.py").write_text("print('ran')\n")
+    done = run_reprokit("trace", *words)
+    assert done.returncode == 2 and message in done.stderr and "ran" not in done.stdout
+
+
+def test_a_script_that_raises_keeps_its_traceback_and_shows_its_last_frames(tmp_path: Path, run_reprokit: Run) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\nnet = torch.nn.Linear(2, 2)\nnet(torch.ones(2))\nnet(torch.ones(3))\n"
+    )
+    done = run_reprokit("trace", "--json", "train.py")
+    assert done.returncode == 1 and "reprokit/" not in done.stderr
+    assert "mat1 and mat2" in done.stderr or "size mismatch" in done.stderr
+    calls = [row["call"] for row in rows_of(done.stdout) if row["tensor"] == "output"]
+    assert calls == [0]  # the second call has an input and no output
+    assert [row["shape"] for row in rows_of(done.stdout) if row["tensor"] == "input"] == [[2], [3]]
+
+
+def test_recomputed_calls_several_roots_and_skipped_steps(tmp_path: Path, run_reprokit: Run) -> None:
+    (tmp_path / "train.py").write_text("""\
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+torch.manual_seed(0)
+critic, actor = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+optimizer = torch.optim.SGD([*actor.parameters(), *critic.parameters()], lr=0.1)
+for step in range(3):
+    x = torch.randn(2, 4, requires_grad=True)
+    value = critic(checkpoint(actor, x, use_reentrant=True)).sum() * (float("inf") if step == 0 else 1)
+    scaler.scale(value).backward()
+    scaler.step(optimizer)
+    scaler.update()
+""")
+    rows = rows_of(run_reprokit("trace", "--steps", "1", "--json", "train.py").stdout)
+    outputs = [row["module"] for row in rows if row["tensor"] == "output"]
+    assert outputs == ["actor.0", "actor.1", "actor", "critic.0", "critic.1", "critic"]  # forward frames once
+    gradients = {row["module"] for row in rows if row["tensor"] == "grad_output"}
+    assert gradients == set(outputs)
+
+
+def test_an_error_while_measuring_ends_the_measuring_only(tmp_path: Path, run_reprokit: Run) -> None:
+    (tmp_path / "train.py").write_text("""\
+import torch
+class Odd(dict):
+    def items(self):
+        raise KeyError("odd")
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return Odd(x=x)
+print(Net()(torch.ones(2))["x"].sum().item(), torch.nn.Module.__call__.__module__)
+""")
+    done = run_reprokit("trace", "train.py")
+    assert (done.returncode, done.stdout) == (0, "2.0 torch.nn.modules.module\n"), done.stderr
+    assert "no more steps are measured after an error of its own (KeyError: 'odd')" in done.stderr
+
+
+def test_frames_of_a_snapshot_without_its_script(tmp_path: Path, run_reprokit: Run) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILING)
+    assert run_reprokit("capture", "-o", "x.pt", "train.py").returncode == 3
+    script.unlink()
+    rows = rows_of(run_reprokit("trace", "x.pt", "--to", "jsonl").stdout)
+    forward = [row["module"] for row in rows if row["tensor"] == "output"]
+    assert forward == ["a", "b.0", "b.1", "b", "<Net>"] and {row["step"] for row in rows} == {2}
+    (bad,) = (row for row in rows if row["nonfinite"] and row["pass"] == "forward")
+    assert (bad["module"], bad["tensor"]) == ("<Net>", "output")
+    backward = [row["module"] for row in rows if row["tensor"] == "grad_output"]
+    assert backward == ["<Net>", "b", "b.1", "b.0", "a"]
+    last = run_reprokit("show", "--frames", "2", "x.pt").stderr
+    assert [line for line in last.splitlines() if line.startswith("step")] == [
+        "step 2  forward  b (Sequential)",
+        "step 2  forward  <Net>",
+    ]
+    refused = run_reprokit("trace", "x.pt", "--steps", "1")
+    assert refused.returncode == 2 and "a snapshot holds one step" in refused.stderr
+
+
+T5 = """\
+import sys
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
+
+torch.manual_seed(0)
+sizes = dict(vocab_size=64, d_model=16, d_kv=4, d_ff=32, num_layers=1, num_heads=2)
+model = T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, pad_token_id=0, **sizes))
+if sys.argv[1:]:
+    from transformers.debug_utils import DebugUnderflowOverflow
+    debug = DebugUnderflowOverflow(model, trace_batch_nums=[1])
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range(3):
+    ids = torch.randint(2, 64, (2, 6))
+    loss = model(input_ids=ids, labels=ids).loss
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_forward_frames_are_those_of_debug_underflow_overflow(tmp_path: Path, run_python: Run) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "train.py").write_text(T5)
+    rows = rows_of(run_python("-m", "reprokit", "trace", "--steps", "1", "--json", "train.py").stdout)
+    frames: list[tuple[str, set[tuple[str, str]]]] = []
+    for line in run_python("train.py", "debug").stdout.splitlines():
+        words = line.split()
+        if line.startswith(" " * 17) and len(words) == 2 and not words[-1].startswith(("input", "output")):
+            frames.append((words[0], set()))
+        elif len(words) == 3 and frames and words[2] != "metadata":
+            frames[-1][1].add((words[0], words[1]))
+    ours: dict[tuple[str, int], set[tuple[str, str]]] = {}
+    for row in rows:
+        if row["pass"] == "forward":
+            numbers = f"{row['abs_min'] or 0:.2e}", f"{row['abs_max'] or 0:.2e}"
+            ours.setdefault((row["module"], row["call"]), set()).add(numbers)
+    assert len(frames) > 40
+    for name, numbers in frames:
+        assert any(numbers <= found for (module, _), found in ours.items() if module == name), name
