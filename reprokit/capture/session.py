@@ -15,6 +15,8 @@ from pathlib import Path
 from traceback import print_exception
 from typing import ClassVar
 
+import torch
+
 from reprokit.arrivals import ignored_errors, pass_on
 from reprokit.capture.closing import Seen, closing_line
 from reprokit.capture.hooks.composite_calls import WholeCalls
@@ -243,7 +245,7 @@ class Session:
     def replaying(self, *, ends: bool = True) -> Iterator[None]:
         """A context in which a step may be replayed: nobody watches meanwhile; the session is over then if it
         ``ends``."""
-        self.is_watching = False
+        self.is_watching, has_grad = False, torch.is_grad_enabled()
         with self._tape.paused():
             try:
                 self._replaying.add(self)
@@ -253,6 +255,7 @@ class Session:
                 ends = False
                 self._failures.count_skipped("loss", skipped.step)
             finally:
+                torch._C._set_grad_enabled(has_grad)
                 self._replaying.discard(self)
                 if ends:
                     self.leave()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import dis
 import functools
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar
 
 import pytest
@@ -260,6 +262,8 @@ def _going_on(place: str, at: int, patch: pytest.MonkeyPatch) -> list[float]:
 
     patch.setattr(current_step.RunningStep, "add_plain", add)
     model = Interrupted(places)
+    for name in ("backward", "gradients"):
+        model.norm.weight.register_hook(lambda gradient, name=name: _arrive(name, places))
     optimizer = Halting(model.parameters(), lr=0.1)
     seen = []
     for step in range(6):
@@ -270,23 +274,46 @@ def _going_on(place: str, at: int, patch: pytest.MonkeyPatch) -> list[float]:
                 factor.mul_(3)
                 factor[0] = 5.0
                 _arrive("loop", places)
+                optimizer.zero_grad()
                 model(x * 5).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
                 optimizer.step()
             except TimeLimit:
                 model.eval()
         value = model(x * factor)
         model.train()
         seen.append(value.item())
-        optimizer.zero_grad()
+        if place != "gradients":
+            optimizer.zero_grad()
         (value * torch.log(torch.tensor(-1.0 if step == 4 else 1.0))).backward()
         optimizer.step()
     return seen
 
 
+def _interrupt_halfway(patch: pytest.MonkeyPatch) -> None:
+    """Have `zero_grad` and `clip_grad_norm_` ended by an exception when they have changed one gradient."""
+    clear, clip = torch.optim.Optimizer.zero_grad, torch.nn.utils.clip_grad_norm_
+
+    def zero_grad(self: Any, *args: Any) -> None:
+        self.param_groups[0]["params"][0].grad = None
+        _arrive("zero_grad", Halting.places)
+        clear(self, *args)
+
+    def clip_grad_norm_(parameters: Any, most: float) -> torch.Tensor:
+        parameters = list(parameters)
+        parameters[0].grad.mul_(0.5)
+        _arrive("clip", Halting.places)
+        return clip(parameters, most)
+
+    patch.setattr(torch.optim.Optimizer, "zero_grad", zero_grad)
+    patch.setattr(torch.nn.utils, "clip_grad_norm_", clip_grad_norm_)
+
+
 @pytest.mark.parametrize(
     ("place", "is_known"),
-    [("mul_", False), ("__setitem__", False), ("module", False), ("optimizer", False), ("loop", True)],
-)
+    [("mul_", False), ("__setitem__", False), ("module", False), ("optimizer", False), ("loop", True),
+     ("zero_grad", False), ("gradients", False), ("backward", True), ("clip", False)],
+)  # fmt: skip
 def test_an_exception_that_the_loop_handles(
     place: str, is_known: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -296,9 +323,10 @@ def test_an_exception_that_the_loop_handles(
         folder = tmp_path / str(at)
         folder.mkdir()
         torch.manual_seed(0)
-        session = Session(directory=folder, after="continue", history=3, quiet=True)
-        with monkeypatch.context() as patch, described_once(), session:
-            values = _going_on(place, at, patch)
+        with monkeypatch.context() as patch, described_once():
+            _interrupt_halfway(patch)
+            with Session(directory=folder, after="continue", history=3, quiet=True):
+                values = _going_on(place, at, patch)
         (file,) = folder.iterdir()
         snapshot = format.load(file)
         assert (snapshot.step, snapshot.failure.call) == (4, "torch.log")
@@ -320,3 +348,63 @@ def _numbers(snapshot: format.Snapshot) -> set[float]:
 
     run(snapshot.program, snapshot.tensors, observer=Numbers())
     return found
+
+
+def _train_interrupted(nth: int) -> int:
+    """Train while an exception arrives at the ``nth`` place of reprokit's code in step 6, and is handled.
+
+    Returns the number of such places: before the first instruction of a function and after each call, as in CPython.
+    """
+    num_places, before = 0, dict[int, int]()
+
+    def arrive(frame: FrameType, event: str, value: Any) -> Any:
+        nonlocal num_places
+        if not frame.f_code.co_filename.startswith(_OWN):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            last = before.get(id(frame))
+            before[id(frame)] = frame.f_code.co_code[frame.f_lasti]
+            if last in _CHECKED:
+                num_places += 1
+                if num_places == nth:
+                    sys.settrace(None)
+                    raise TimeLimit("time is up")
+        elif event == "return":
+            before.pop(id(frame), None)
+        return arrive
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters())
+    with Session(history=3, quiet=True) as session:
+        for step in range(9):
+            tracer = sys.gettrace()
+            try:
+                if step == 6:
+                    sys.settrace(arrive)
+                x = torch.ones(2, 3).mul_(step)
+                loss = torch.nn.functional.cross_entropy(model(x), torch.ones(2, dtype=torch.long))
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            except TimeLimit:
+                pass
+            finally:
+                sys.settrace(tracer)
+        assert torch.is_grad_enabled(), f"gradients are off after place {nth}"
+        is_on_top = torch._C._len_torch_function_stack() == 1
+        assert session._tape.is_outermost and is_on_top, f"nothing is watched after place {nth}"
+    return num_places
+
+
+_OWN = str(Path(reprokit.__file__).parent)
+_CHECKED = {dis.opmap[name] for name in ("RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD") if name in dis.opmap}
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="follows the instructions of CPython 3.11")
+def test_a_loop_that_handles_an_exception_is_watched_again() -> None:
+    num_places = _train_interrupted(0)
+    assert num_places > 300
+    for nth in range(1, num_places, 7):
+        _train_interrupted(nth)

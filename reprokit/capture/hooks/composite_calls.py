@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from reprokit.arrivals import has_arrived
 from reprokit.capture.hooks.policy import Policy
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.state import owned_by
@@ -41,16 +42,28 @@ class WholeCalls:
         tape.wake()
         if not tape.is_outermost:
             return target(*args, **kwargs)
+        entry = Entry("zero_grad", target, args, kwargs, _PLAIN_MODE)
         popped = tape.step_aside()
         try:
             output = target(*args, **kwargs)
+        except BaseException:
+            tape.running.gaps.append(None)
+            raise
         finally:
             tape.step_back(popped)
-        entry = Entry("zero_grad", target, args, kwargs, _PLAIN_MODE)
         if not (args[1] if len(args) > 1 else kwargs.get("set_to_none", True)):
             entry.settings = tape.guard(_with_gradient, args[0])
         tape.running.entries.append(entry)
+        if tape.running.gaps:
+            tape.guard(self._settle_gaps)
         return output
+
+    def _settle_gaps(self) -> None:
+        """Forget what interrupted backward calls have written, if no gradient is left."""
+        history = self._training.history
+        known = [*map(owned_by, history.modules), *map(owned_by, history.optimizers)]
+        if all(parameter.grad is None for parameters in known for parameter in parameters):
+            self._training.running.forget_gradients()
 
     def add_parameters(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An optimizer gets parameters, so a training may begin."""
@@ -82,8 +95,12 @@ class WholeCalls:
         tape = self._tape
         if not tape.enabled or not args[0].is_enabled():
             return target(*args, **kwargs)
-        with tape.paused():
-            output = target(*args, **kwargs)
+        try:
+            with tape.paused():
+                output = target(*args, **kwargs)
+        except BaseException:
+            tape.running.gaps.append(None)
+            raise
         frame = sys._getframe(2)
         tape.guard(lambda: tape.note("unscale", target, frame, (None, args[1], args[2].detach().clone())))
         return output
@@ -118,6 +135,8 @@ class WholeCalls:
             if entry is not None:
                 entry.kwargs = kwargs
                 tape.running.raised = error, tape.running.entries.pop()
+                if kind == "clip" and tape.guard(has_arrived, error):
+                    tape.running.gaps.append(None)
             raise
         entry = tape.guard(tape.note, kind, target, frame, args) if is_outermost else None
         if entry is not None:

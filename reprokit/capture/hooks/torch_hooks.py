@@ -203,14 +203,13 @@ class Hooks:
             for value in relevant_args:
                 if type(value) not in _PLAIN_TYPES:
                     return original(public_api, relevant_args, *args, **kwargs)
-            top = torch._C._pop_torch_function_stack() if torch._C._len_torch_function_stack() else None
-            if top is tape:
+            num_modes = torch._C._len_torch_function_stack()
+            if num_modes and torch._C._get_function_stack_at(num_modes - 1) is tape:
                 try:
+                    torch._C._pop_torch_function_stack()
                     return tape.__torch_function__(public_api, (), args, kwargs)
                 finally:
                     torch._C._push_on_torch_function_stack(tape)
-            if top is not None:
-                torch._C._push_on_torch_function_stack(top)
             return original(public_api, relevant_args, *args, **kwargs)
 
         for place in (torch.nn.functional, torch.functional, torch._tensor):

@@ -114,6 +114,10 @@ class RunningStep:
         if has_written:
             self.gaps.append(entry)
 
+    def forget_gradients(self) -> None:
+        """All gradients are gone, and with them those of interrupted backward calls."""
+        self.gaps = [gap for gap in self.gaps if gap is None or gap.kind != "differentiate"]
+
     def add(self, entry: Entry) -> None:
         """Note a call with everything that it made."""
         self.entries.append(entry)
@@ -215,7 +219,9 @@ def _has_written(entry: Entry) -> bool:
     """True if a call that raised may have written something."""
     if entry.kind == "module":
         return entry.is_training and any(module._buffers for module in unwrapped(entry.target).modules())
-    return entry.kind == "function" and any(t._version != v for t, v in entry.versions if v >= 0)
+    if entry.kind == "differentiate" and entry.target is not torch.autograd.grad:
+        return True  # some gradients
+    return any(t._version != v for t, v in entry.versions if v >= 0)
 
 
 def _held(entry: Entry) -> list[torch.Tensor]:

@@ -154,9 +154,12 @@ class LaterFlags:
 def _is_finite_together(tensors: list[torch.Tensor]) -> bool:
     """True if one norm over all tensors is finite; ``False`` also when torch cannot compute it (mixed kinds)."""
     dtype = torch.float32 if tensors[0].dtype in _HALVES else None
-    try:
-        with torch.no_grad():
-            norms = torch._foreach_norm(tensors, 2, dtype=dtype)
-            return math.isfinite(torch.stack(list(norms)).sum().item())
+    has_grad = torch.is_grad_enabled()
+    try:  # an exception that arrives inside `torch.no_grad` itself would leave gradients off
+        torch._C._set_grad_enabled(False)
+        norms = torch._foreach_norm(tensors, 2, dtype=dtype)
+        return math.isfinite(torch.stack(list(norms)).sum().item())
     except (RuntimeError, NotImplementedError):
         return False
+    finally:
+        torch._C._set_grad_enabled(has_grad)

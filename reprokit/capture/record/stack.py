@@ -5,8 +5,10 @@ Torch asks every mode on the stack for every function, so whatever runs with the
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -83,7 +85,7 @@ class StackedMode(TorchFunctionMode):
         self.leave_stack()
         if not self._is_on:
             return
-        modes = [torch._C._get_function_stack_at(level) for level in range(torch._C._len_torch_function_stack())]
+        modes = [_mode_at(level) for level in range(torch._C._len_torch_function_stack())]
         arrived: BaseException | None = None
         for _ in range(_MOST_ARRIVALS):
             try:
@@ -99,7 +101,7 @@ class StackedMode(TorchFunctionMode):
     def leave_stack(self) -> None:
         """Take the mode off torch's stack, wherever on it the loop's own modes have left it."""
         self._is_lifted = False
-        modes = [torch._C._get_function_stack_at(level) for level in range(torch._C._len_torch_function_stack())]
+        modes = [_mode_at(level) for level in range(torch._C._len_torch_function_stack())]
         lowest = next((level for level, mode in enumerate(modes) if mode is self), None)
         if lowest is None:
             return
@@ -113,7 +115,7 @@ class StackedMode(TorchFunctionMode):
 
     def _is_on_stack(self) -> bool:
         levels = range(torch._C._len_torch_function_stack())
-        return any(torch._C._get_function_stack_at(level) is self for level in levels)
+        return any(_mode_at(level) is self for level in levels)
 
     def begin(self) -> None:
         """The loop trains: from now on all that it does is noted."""
@@ -183,17 +185,34 @@ class StackedMode(TorchFunctionMode):
 
     def step_aside(self) -> bool:
         """Be asked nothing until `step_back`; whether the mode was taken off torch's stack for that."""
-        self.depth += 1
         if self._is_lifted:
             self._is_lifted = False
+            self.depth += 1
             return True
-        if not _num_modes():  # to pop from an empty stack raises an error, which takes torch 30 us
-            return False
-        top = _pop_mode()
-        if top is self:
-            return True
-        _push_mode(top)
-        return False
+        num_modes = _num_modes()
+        is_top = num_modes > 0 and _mode_at(num_modes - 1) is self
+        self.depth += 1
+        if is_top:
+            try:
+                _pop_mode()
+            except BaseException:  # of a signal handler: nobody calls `step_back` then
+                self.depth -= 1
+                _push_mode(self)
+                raise
+        return is_top
+
+    def recover(self, frame: FrameType | None) -> bool:
+        """Step back if nothing that `step_aside` was called for is running; true if an exception had prevented that.
+
+        ``frame`` is the innermost one of what is running: an exception may arrive where `step_back` begins.
+        """
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(_FOLDERS):
+                return False
+            frame = frame.f_back
+        self.depth = 0
+        self._settle()
+        return True
 
     def step_back(self, popped: bool) -> None:
         """The inverse of `step_aside`."""
@@ -260,9 +279,12 @@ def _cut_stack(length: int) -> None:
         _pop_mode()
 
 
+_CAPTURE = Path(__file__).parents[1]
+_FOLDERS = tuple(str(_CAPTURE / name) + os.sep for name in ("hooks", "record"))  # where `step_aside` is called
 _MOST_ARRIVALS = 100
 MOST_PREPARED = 2000  # calls of torch, which take 20 ms; more of them before the first gradient are data
 _PATIENCE = 1000  # events of Python until the next attempt
+_mode_at = torch._C._get_function_stack_at
 _num_modes = torch._C._len_torch_function_stack
 _pop_mode = torch._C._pop_torch_function_stack
 _push_mode = torch._C._push_on_torch_function_stack

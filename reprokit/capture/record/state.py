@@ -95,13 +95,16 @@ class Copies:
         """Copy tensors into the memory of their old copies, in one call where torch can."""
         contents = [self._contents[number] for number in numbers]
         tensors = [self._tensors[number] for number in numbers]
-        try:
-            with torch.no_grad():
-                torch._foreach_copy_(contents, tensors, non_blocking=False)
+        has_grad = torch.is_grad_enabled()
+        try:  # an exception that arrives inside `torch.no_grad` itself would leave gradients off
+            torch._C._set_grad_enabled(False)
+            torch._foreach_copy_(contents, tensors, non_blocking=False)
         except RuntimeError:  # a shape or layout has changed
             for number in numbers:
                 self._contents[number] = _copy(self._tensors[number])
             return
+        finally:
+            torch._C._set_grad_enabled(has_grad)
         for number in numbers:
             if self._contents[number].dtype != self._tensors[number].dtype:
                 self._contents[number] = _copy(self._tensors[number])

@@ -105,6 +105,7 @@ def needed_entries(entries: list[Entry], keep: Entry | None = None) -> list[Entr
         return entries
     grads = gradients_read(entries)
     needed: set[int] = set()
+    read: set[int] = set()  # buffers that a later evaluation reads
     kept: list[Entry] = []
     for entry in reversed(entries):
         made = {id(tensor) for tensor in iter_tensors(entry.output)}
@@ -113,9 +114,12 @@ def needed_entries(entries: list[Entry], keep: Entry | None = None) -> list[Entr
             made.add(id(written))
         is_pure = entry.kind in ("module", "function", "scale", "transform") and not entry.writes_state
         is_pure = is_pure and id(written) not in grads and entry.name not in GRAD_WRITES
+        buffers = set(map(id, entry.target.buffers())) if entry.kind == "module" else set()
+        is_pure = is_pure and not (entry.is_training and buffers & read)
         if entry is keep or not is_pure or made & needed or (entry.writes_view and needed):
             kept.append(entry)
             needed.update(id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs)))
+            read |= buffers if not entry.is_training else set()
     return kept[::-1]
 
 
