@@ -44,6 +44,7 @@ GUARDS = {
     "Tape.uninstall",
     "Tape.__torch_function__",
     "Tape._differentiate",
+    "Tape.call_aside",
     "Tape._perform",
     "Tape.call_aside",
     "Tape._perform_unusual",

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
-from types import FrameType
 from typing import Any
 
 import torch
@@ -209,7 +208,11 @@ class Stepping:
         if is_compiling() or not self._tape.enabled or self._tape.only_judges:
             return None
         if self._tape.depth and self._popped is None and self._tape.thread == get_ident():
-            self._recover(sys._getframe(1))
+            try:  # an exception of the user's may have left the tape out of the way
+                if self._tape.recover(sys._getframe(1)):
+                    self._training.begin_over()
+            except BaseException as error:
+                self._tape.switch_off(error)
         if not self._tape.is_outermost and (self._scaler is None or self._popped is not None):
             if self._popped is None and torch._C._current_graph_task_id() != -1:
                 self._inside = optimizer
@@ -245,14 +248,6 @@ class Stepping:
         if "closure" in kwargs:
             return args, {**kwargs, "closure": wrapped}
         return (args[0], wrapped, *args[2:]), kwargs
-
-    def _recover(self, frame: FrameType) -> None:
-        """Watch again if an exception has left the tape out of the way."""
-        try:
-            if self._tape.recover(frame):
-                self._training.begin_over()
-        except BaseException as error:
-            self._tape.switch_off(error)
 
     def enter(self, optimizer: torch.optim.Optimizer) -> None:
         if self._popped is not None:
