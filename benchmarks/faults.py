@@ -46,7 +46,6 @@ GUARDS = {
     "Tape._differentiate",
     "Tape.call_aside",
     "Tape._perform",
-    "Tape.call_aside",
     "Tape._perform_unusual",
     "Tape._perform_write",
     "TransformCalls.run",

@@ -60,10 +60,10 @@ class WholeCalls:
 
     def _settle_gaps(self) -> None:
         """Forget what interrupted backward calls have written, if no gradient is left."""
-        history = self._training.history
+        history = self._run_state.history
         known = [*map(owned_by, history.modules), *map(owned_by, history.optimizers)]
         if all(parameter.grad is None for parameters in known for parameter in parameters):
-            self._training.running.forget_gradients()
+            self._run_state.running.forget_gradients()
 
     def add_parameters(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An optimizer gets parameters, so a training may begin."""

@@ -210,7 +210,7 @@ class Stepping:
         if self._tape.depth and self._popped is None and self._tape.thread == get_ident():
             try:  # an exception of the user's may have left the tape out of the way
                 if self._tape.recover(sys._getframe(1)):
-                    self._training.begin_over()
+                    self._run_state.begin_over()
             except BaseException as error:
                 self._tape.switch_off(error)
         if not self._tape.is_outermost and (self._scaler is None or self._popped is not None):
