@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _PLACE = re.compile(r"(?m)^# .*$")
-_PART = re.compile(r"(?m)^# (?:\S*/)?(?P<file>[^\s/]+):(?P<line>\d+)\n(?P<code>(?:(?!# ).*\n?)+)")
+_PART = re.compile(r"(?m)^# (?:\S*/)?(?P<file>[^\s/]+):(?P<line>\d+)(?:-(?P<last>\d+))?\n(?P<code>(?:(?!# ).*\n?)+)")
 
 
 def paste(code: str, file: str, source: str) -> str | None:
@@ -16,8 +16,8 @@ def paste(code: str, file: str, source: str) -> str | None:
     lines, parts = source.splitlines(), list(_PART.finditer(code))
     if not parts or len(parts) < len(_PLACE.findall(code)) or any(part["file"] != file for part in parts):
         return None
-    for part in parts:
-        old = lines[int(part["line"]) - 1]
-        indent = old[: len(old) - len(old.lstrip())]
-        lines[int(part["line"]) - 1] = "\n".join(indent + new for new in part["code"].rstrip().splitlines())
+    for part in sorted(parts, key=lambda part: -int(part["line"])):  # the last first, so that the lines above stay
+        first, last = int(part["line"]) - 1, int(part["last"] or part["line"])
+        indent = lines[first][: len(lines[first]) - len(lines[first].lstrip())]
+        lines[first:last] = [indent + new for new in part["code"].rstrip().splitlines()]
     return "\n".join(lines) + "\n"

@@ -71,9 +71,9 @@ class Editor:
 
 
 def siblings(program: Program, index: int) -> list[int]:
-    """The call, and all others of the same function that come from the same part of the user's line.
+    """The call, and all others of the same function that come from the same part of the user's statement.
 
-    Parts differ in the numbers that the line itself shows: in ``((x - m) ** 2).mean() ** 0.5`` are two powers.
+    Parts differ in the numbers that the statement itself shows: in ``((x - m) ** 2).mean() ** 0.5`` are two powers.
     """
     origin = program.calls[index]
     if origin.site is None:
@@ -87,8 +87,8 @@ def _place(call: Call) -> tuple[Any, ...]:
     if site is None:
         return call.target, None
     numbers = [value for value in call.args[1:2] if isinstance(value, (int, float))]
-    shown = [value for value in numbers if re.search(rf"(?<![\w.]){re.escape(str(value))}(?![\w.])", site.code)]
-    return call.target, tuple(shown), site.file, site.line, site.library
+    shown = [value for value in numbers if re.search(rf"(?<![\w.]){re.escape(str(value))}(?![\w.])", site.text)]
+    return call.target, tuple(shown), site.file, site.first_line, site.library
 
 
 def with_argument(call: Call, slot: Slot, value: Any) -> Call:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from reprokit.grammar import Count, Line, Name, Row, one_of
+from reprokit.grammar import Count, Line, Name, Row, Text, one_of
 
 PHASES = ("forward", "backward", "optimizer")
 Phase = Annotated[str, one_of(*PHASES)]
@@ -21,6 +21,7 @@ BACKWARD = "torch.Tensor.backward"
 AUTOGRAD_BACKWARD = "torch.autograd.backward"
 AUTOGRAD_GRAD = "torch.autograd.grad"
 OPAQUE = "opaque"
+Span = tuple[Count, Count, Count, Count]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +79,40 @@ class Scope(Row):
 
 @dataclass(frozen=True, slots=True)
 class Site(Row):
-    """Where a call was written: the user's innermost line, and the line inside the library it went through."""
+    """Where a call was written: the user's innermost line, and the line inside the library it went through.
+
+    ``statement`` holds all lines of a statement over several lines. ``span`` is the expression of the call in `text`,
+    as `ast` counts: first line from 1, column in bytes, last line, column behind the last byte.
+    """
 
     file: Line
     line: Count
     code: Line = ""
     function: Name = ""
     library: tuple[Line, Count] | None = None
+    statement: Text = ""
+    span: Span | None = None
 
     @property
     def place(self) -> str:
         """``train.py:7``."""
         return f"{self.file}:{self.line}"
+
+    @property
+    def text(self) -> str:
+        """The statement, dedented: one line or several."""
+        return self.statement or self.code
+
+    @property
+    def first_line(self) -> int:
+        """The number of the first line of the statement."""
+        return self.line - self.span[0] + 1 if self.span is not None else self.line
+
+    @property
+    def statement_place(self) -> str:
+        """``train.py:7``, or ``train.py:7-9`` for a statement of three lines."""
+        last = f"-{self.first_line + len(self.statement.splitlines()) - 1}" if self.statement else ""
+        return f"{self.file}:{self.first_line}{last}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,19 +5,22 @@ The running program is the user's code wherever it is installed: the file of ``_
 
 from __future__ import annotations
 
+import ast
 import functools
 import linecache
 import os
 import re
 import sys
 import sysconfig
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
-from reprokit.program.ir import Site
+from reprokit.program.ir import Site, Span
 
 _OWN = str(Path(__file__).resolve().parent.parent) + os.sep
 _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
@@ -60,7 +63,7 @@ def current_site(frame: FrameType | None, driver: str = "") -> Site | None:
         if frame.f_code.co_filename == driver:
             return None
         if kind == "user":
-            return make_site(frame.f_code, frame.f_lineno, library)
+            return make_site(frame.f_code, frame.f_lasti, library)
         if kind == "library" and library is None and not is_standard(frame.f_code.co_filename):
             library = (relative_path(frame.f_code.co_filename), frame.f_lineno)
         frame = frame.f_back
@@ -81,11 +84,69 @@ def library_line(frame: FrameType | None, driver: str = "") -> tuple[str, int] |
     return None
 
 
-def make_site(code: CodeType, line: int, library: tuple[str, int] | None = None) -> Site:
-    """The site of one line of a code object."""
-    filename = code.co_filename
+def make_site(code: CodeType, instruction: int, library: tuple[str, int] | None = None) -> Site:
+    """The site of the call that an instruction of a code object makes, given as its offset in bytes."""
+    filename, positions = code.co_filename, next(islice(code.co_positions(), max(instruction, 0) // 2, None))
+    line = positions[0] or 0
     text = linecache.getline(filename, line).strip()
-    return Site(relative_path(filename), line, text, code.co_qualname, library)
+    return Site(relative_path(filename), line, text, code.co_qualname, library, *_cut(filename, positions))
+
+
+_MAX_LINES = 20  # a longer statement is a table of data or a body, not the expression of a call
+Positions = tuple[int | None, int | None, int | None, int | None]
+
+
+def _cut(filename: str, positions: Positions) -> tuple[str, Span | None]:
+    """The statement around a call if it has several lines, and the expression of the call in it."""
+    line, end_line, column, end_column = positions
+    if line is None or end_line is None or column is None or end_column is None:
+        return "", None
+    source = linecache.getlines(filename)
+    numbers = _statements("".join(source)).get(line, range(line, line + 1))
+    if len(numbers) > _MAX_LINES or numbers[-1] > len(source):
+        return "", None
+    lines = [source[number - 1].rstrip() for number in numbers]
+    if end_line not in numbers:  # a loop is the expression of what its head iterates over
+        end_line, end_column = numbers[-1], len(lines[-1].encode())
+    indent = lines[0][: len(lines[0]) - len(lines[0].lstrip())]
+    cut = [text.removeprefix(indent) if text.startswith(indent) else text.lstrip() for text in lines]
+    first, last = line - numbers[0], end_line - numbers[0]
+    start, end = (len(lines[n].encode()) - len(cut[n].encode()) for n in (first, last))
+    return "\n".join(cut) * (len(cut) > 1), (first + 1, column - start, last + 1, end_column - end)
+
+
+@functools.lru_cache(maxsize=16)
+def _statements(source: str) -> Mapping[int, range]:
+    """For the lines of a file those of the innermost statement; of a compound statement only its head.
+
+    Lines of texts over several lines are left out, because these change with their indentation.
+    """
+    found: dict[int, range] = {}
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return found
+    lines = source.splitlines()
+    for node in nodes:  # from the outside to the inside
+        if isinstance(node, ast.stmt):
+            numbers = range(node.lineno, _last_line(node, lines) + 1)
+            found.update(dict.fromkeys(numbers, numbers))
+    for node in nodes:
+        if isinstance(node, (ast.Constant, ast.JoinedStr)) and node.end_lineno != node.lineno:
+            for line in found.get(node.lineno, ()):
+                found.pop(line, None)
+    return found
+
+
+def _last_line(node: ast.stmt, lines: Sequence[str]) -> int:
+    """The last line of a statement; of a compound statement that of its head, without comments behind it."""
+    body: Sequence[ast.stmt] = getattr(node, "body", ())
+    if not body:
+        return node.end_lineno or node.lineno
+    last = max(node.lineno, body[0].lineno - 1)
+    while last > node.lineno and lines[last - 1].strip()[:1] in ("", "#"):
+        last -= 1
+    return last
 
 
 def relative_path(filename: str) -> str:

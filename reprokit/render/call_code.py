@@ -19,6 +19,7 @@ import torch
 from reprokit.locate.calls import exact_signature_of
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Program, Ref, map_leaves
+from reprokit.program.statement import variables
 from reprokit.render import expression
 from reprokit.render.expression import AUGMENTED, BINARY, REFLECTED, UNARY, Expr
 from reprokit.render.literals import as_given, is_same, number_text
@@ -32,7 +33,6 @@ from reprokit.render.names import (
     signature_of,
 )
 from reprokit.render.spelling import is_written_as_method
-from reprokit.shrink.context.variables import variables
 
 _METHOD = "torch.Tensor."
 _FUNCTIONAL = "torch.nn.functional."

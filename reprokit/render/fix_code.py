@@ -1,8 +1,8 @@
 """A fix as code: the lines of the user's program that were changed, as they were when the step became finite.
 
-Each is the user's own line with only the changed calls written anew: what a loop goes over, attributes and other
-numbers stay. Where that is not possible, the line is written anew from its calls. The comment above each line tells
-whether the code can stand in the place of the line."""
+Each is the user's own statement with only the changed calls written anew: what a loop goes over, attributes and other
+numbers stay. Where that is not possible, the statement is written anew from its calls. The comment above each tells
+whether the code can stand in the place of the statement."""
 
 from __future__ import annotations
 
@@ -20,13 +20,22 @@ from reprokit.locate.calls import Slot
 from reprokit.program.functions import is_in_place
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Call, Mode, Program, Ref, Site, iter_refs
+from reprokit.program.statement import ParsedStatement, parsed
 from reprokit.render import call_code, expression
 from reprokit.render.call_code import Statement, labels
 from reprokit.render.code import write_program
 from reprokit.render.expression import Expr, Rank
 from reprokit.render.gate import is_line
 from reprokit.render.names import numbered
-from reprokit.render.spelling import MODULES, Match, is_inside_another, operand_paths, parsed_line, parts_of, rank_of
+from reprokit.render.spelling import (
+    MODULES,
+    Match,
+    is_inside_another,
+    match_of,
+    operand_nodes,
+    operand_paths,
+    rank_of,
+)
 from reprokit.render.statements import OFF, is_one_line
 
 _OPERATIONS = (ast.Attribute, ast.BinOp, ast.Compare, ast.Subscript, ast.UnaryOp)
@@ -45,28 +54,28 @@ class _NotShown(Exception):
 
 
 def own_line(before: Sequence[Call], after: Sequence[Call], polish: Polish) -> str:
-    """The line that ``before`` stands on as it is for ``after``; empty if it has no such form.
+    """The statement that ``before`` stands in as it is for ``after``; empty if it has no such form.
 
     What was not touched is the very same `Call` in both. ``polish`` makes the text of new expressions readable.
     """
-    line = parsed_line(before[0].site.code) if before and before[0].site is not None else None
-    if line is None or "\n" in line.body or _has(line.tree, (ast.JoinedStr,)):  # parts of these have no exact places
+    line = parsed(before[0].site.text) if before and before[0].site is not None else None
+    if line is None or _has(line.tree, (ast.JoinedStr,)):  # parts of these have no exact places before Python 3.12
         return ""
     try:
-        return line.restored(_Line(line.body, before, after, polish).text(line.tree))
+        return line.restored(_Line(line, before, after, polish).text(line.tree))
     except _NotShown:
         return ""
 
 
 class _Line:
-    def __init__(self, body: str, before: Sequence[Call], after: Sequence[Call], polish: Polish) -> None:
-        self._source, self._polish = body.encode(), polish
-        self._parts = dict(zip(map(id, before), parts_of(before), strict=True))
+    def __init__(self, line: ParsedStatement, before: Sequence[Call], after: Sequence[Call], polish: Polish) -> None:
+        self._source, self._polish = line.body.encode(), polish
+        self._starts = [0, *itertools.accumulate(map(len, self._source.splitlines(keepends=True)))]
         self._writes_in_place = any(is_in_place(call.target) for call in before)
         kept, old = set(map(id, after)), set(map(id, before))
         self._replaced = [call for call in before if id(call) not in kept]
         self._new = [call for call in after if id(call) not in old]
-        parts = (self._parts[id(call)] for call in before if id(call) in kept)
+        parts = (match_of(call) for call in before if id(call) in kept)
         self._untouched = [part[0] for part in parts if part is not None]  # in other turns of a loop also changed parts
         self._makers = {call.outputs.value: call for call in self._new
                         if isinstance(call.outputs, Ref) and call.outputs.value not in call.input_refs()}  # fmt: skip
@@ -75,7 +84,7 @@ class _Line:
             self._roots.setdefault(call.output_refs(), []).append(call)
         self._operands: dict[int, ast.expr] = {}
         for call in before:
-            for value, node in _operands(call, self._parts[id(call)]).items():
+            for value, node in operand_nodes(call).items():
                 self._operands.setdefault(value, node)
         self._used = set[int]()
         self._changed: dict[ast.AST, Expr] = {}
@@ -91,7 +100,7 @@ class _Line:
         return self._spliced(tree, self._changed, 0, self._span(tree.body[-1])[1])
 
     def _part(self, call: Call) -> Match:
-        match = self._parts[id(call)]
+        match = match_of(call)
         if match is None:
             raise _NotShown
         return match
@@ -103,7 +112,7 @@ class _Line:
         made = self._roots.get(call.output_refs(), [])
         if not made or (len(made) > 1 and not call.output_refs()):
             raise _NotShown
-        operands, used = _operands(call, self._part(call)), list[Call]()
+        operands, used = operand_nodes(call), list[Call]()
         text = self._written(made[-1], call, operands, used)
         self._used |= set(map(id, used))
         reads = Counter(ref.value for new in used for ref in iter_refs((new.args, new.kwargs)))
@@ -195,18 +204,8 @@ class _Line:
     def _span(self, node: ast.AST) -> tuple[int, int]:
         assert isinstance(node, (ast.expr, ast.stmt)), "only these are replaced"
         assert node.end_col_offset is not None, "a tree that was parsed has places"
-        return node.col_offset, node.end_col_offset
-
-
-def _operands(call: Call, match: Match | None) -> dict[int, ast.expr]:
-    """The parts of the line that a call reads its values from."""
-    if match is None:
-        return {}
-    node, given = match
-    keywords = {item.arg: item.value for item in node.keywords} if isinstance(node, ast.Call) else {}
-    named = [(value, keywords[name]) for name, value in call.kwargs.items() if name in keywords]
-    pairs = [*named, *zip(call.args, given, strict=False)]
-    return {value.value: part for value, part in reversed(pairs) if isinstance(value, Ref)}
+        start, end = (self._starts[(line or 1) - 1] for line in (node.lineno, node.end_lineno))
+        return start + node.col_offset, end + node.end_col_offset
 
 
 def _slots(call: Call) -> dict[Slot, Any]:
@@ -221,8 +220,8 @@ def _has(node: ast.AST, kinds: tuple[type[ast.AST], ...]) -> bool:
 
 
 def stands_for(text: str, code: str) -> bool:
-    """True if statements written anew do what a line of code does, with the same variables and nothing besides."""
-    line = parsed_line(code)
+    """True if statements written anew do what a statement does, with the same variables and nothing besides."""
+    line = parsed(code)
     if line is None or len(line.tree.body) != 1 or not isinstance(line.tree.body[0], _STATEMENTS):
         return False
     try:
@@ -246,7 +245,7 @@ def _names(tree: ast.AST, context: type[ast.expr_context] = ast.expr_context) ->
     return found - MODULES
 
 
-MAX_LINES = 6  # for one line of the user's code; the changed calls alone are shown where it takes more
+MAX_LINES = 6  # for one statement of the user's code; the changed calls alone are shown where it takes more
 _LAYER = re.compile(r"\.(\d+)(?=\.|$)")
 _NUMBER = re.compile(r"-?\d[\d.]*e[-+]?\d+")
 _LIMITS = {
@@ -263,19 +262,19 @@ def fix_code(before: Program, after: Program, tensors: Tensors) -> str:
     """
     untouched = {id(call) for call in before.calls}
     changed = [index for index, call in enumerate(after.calls) if id(call) not in untouched]
-    shown: dict[tuple[str, int], str] = {}
+    shown: dict[tuple[str, int], str] = {}  # by file and first line
     for index in changed:
         site = after.calls[index].site
-        if site is None or (site.file, site.line) in shown or after.calls[index].is_optimizer_step:
+        if site is None or (site.file, site.first_line) in shown or after.calls[index].is_optimizer_step:
             continue
         text, place = _Piece(before, after, tensors, frozenset(changed), index).shown(site)
-        shown[site.file, site.line] = f"# {place}\n{text}" if text and is_line(text) else ""
+        shown[site.file, site.first_line] = f"# {place}\n{text}" if text and is_line(text) else ""
     return "\n".join(filter(None, shown.values()))
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """The line of the user's code that call number ``index`` of the edited program stands on."""
+    """The statement of the user's that call number ``index`` of the edited program stands in."""
 
     before: Program
     after: Program
@@ -286,16 +285,16 @@ class _Piece:
     def shown(self, site: Site) -> tuple[str, str]:
         """The code, empty where it is long, and where it belongs.
 
-        That is ``train.py:7`` for what can stand in the place of the line, ``in train.py:7`` for the changed calls
-        alone; it is also said where these are in a function that the line calls.
+        That is ``train.py:7`` or ``train.py:7-9`` for what can stand in the place of these lines, ``in train.py:7`` for
+        the changed calls alone; ``in what it calls`` if these are in a function that the statement calls.
         """
         own = own_line(_on_line(self.before, site), _on_line(self.after, site), _in_words)
         if own:
-            return own, site.place
+            return own, site.statement_place
         line = self._line()
         whole = self._written(line)
-        if len(whole) <= MAX_LINES and stands_for("\n".join(whole), site.code):
-            return "\n".join(whole), site.place
+        if len(whole) <= MAX_LINES and stands_for("\n".join(whole), site.text):
+            return "\n".join(whole), site.statement_place
         kept = set(map(id, self.after.calls))
         replaced = [call for call in self._old() if id(call) not in kept]
         is_inside = bool(replaced) and all(map(is_inside_another, replaced))
@@ -348,10 +347,9 @@ class _Piece:
     def _returned(self, lines: Sequence[str], calls: Sequence[Call]) -> Sequence[str]:
         """The lines, with ``return`` where the user's line returns what the last of them makes."""
         last = calls[-1] if lines else None
-        if last is None or last.site is None or not last.site.code.startswith("return "):
+        if last is None or last.site is None or not last.site.text.startswith("return "):
             return lines
-        on_line = [call for call in self.after.calls if call.site is not None and call.site.line == last.site.line]
-        if any(value in call.input_refs() for call in on_line for value in last.output_refs()):
+        if any(value in call.input_refs() for call in _on_line(self.after, last.site) for value in last.output_refs()):
             return lines
         return [*lines[:-1], re.sub(r"^\w+ = ", "return ", lines[-1])]
 
@@ -361,9 +359,10 @@ class _Piece:
 
 
 def _on_line(program: Program, site: Site) -> list[Call]:
-    """All calls of a line, those of functions that it holds (a comprehension) and of all its runs included."""
+    """All calls of a statement, those of functions that it holds (a comprehension) and of all its runs included."""
     sites = ((call, call.site) for call in program.calls)
-    return [call for call, its in sites if its is not None and (its.file, its.line) == (site.file, site.line)]
+    place = (site.file, site.first_line)
+    return [call for call, its in sites if its is not None and (its.file, its.first_line) == place]
 
 
 def _path(name: str) -> str:

@@ -1,23 +1,19 @@
-"""The spelling of a call in the user's line: names of its operands and results, operator or method.
+"""The spelling of a call in the user's statement: names of its operands and results, operator or method.
 
-The line is parsed, the part of it that is the call is found by the function's name or operator, and its operands are
-read off. Where a line is not whole, or two parts of it say different things, it says nothing.
+The column span of a call names the expression that made it. Where that expression is the call itself, and not something
+that makes it, its parts are the call's operands.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
 import re
-from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from reprokit.program.functions import is_torch_function
 from reprokit.program.ir import Call, Program, Ref
+from reprokit.program.statement import called_name, parsed, parts, variables
 from reprokit.render.expression import AUGMENTED, BINARY, BINARY_RANKS, REFLECTED, SYMBOLS, UNARY, Rank, quoted
-from reprokit.shrink.context.variables import first_readers, is_handed_on
 from reprokit.snapshot.format import Snapshot
 from reprokit.words import item_name
 
@@ -31,36 +27,28 @@ _SAME_THING = frozenset(
 _SAME_ATTRIBUTES = frozenset(["T", "mT", "H", "mH", "data", "real"])
 _ATOMS = (ast.Attribute, ast.Call, ast.Constant, ast.Dict, ast.List, ast.Name, ast.Subscript)
 MODULES = frozenset(["torch", "F", "nn", "functional", "np", "linalg", "fft", "special"])
-_NAMESPACES = (_METHOD, "torch.", "torch.nn.functional.", "torch.linalg.", "torch.fft.", "torch.special.")
-
 
 Match = tuple[ast.AST, Sequence[ast.expr]]
-"""A part of a line that is a call, and what it operates on."""
+"""An expression that is a call, and what it operates on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spelling:
-    """The names in a line of one call, by value.
-
-    ``operands`` is what it was given, ``variables`` those of them that are plain variables there, ``paths`` the whole
-    text of variables and attributes (``self.weight``, ``state["avg"]``), ``results`` what it was assigned to.
-    """
-
-    operands: Mapping[int, str] = field(default_factory=dict)
-    variables: Mapping[int, str] = field(default_factory=dict)
-    paths: Mapping[int, str] = field(default_factory=dict)
-    results: Mapping[int, str] = field(default_factory=dict)
+def match_of(call: Call) -> Match | None:
+    """The expression of the user's that is a call, ``None`` where something else makes it, such as a layer."""
+    found = ((part, given) for part in parts(call.site) if (given := _operands(part, call)) is not None)
+    return next(found, None)
 
 
 def is_written_as_method(call: Call) -> bool:
     """True if the user wrote ``x.add(y)`` where ``x + y`` would do."""
-    matches = _matches(call)
-    return bool(matches) and all(isinstance(node, ast.Call) for node, _ in matches)
+    match = match_of(call)
+    return match is not None and isinstance(match[0], ast.Call)
 
 
 def is_inside_another(call: Call) -> bool:
     """True if the user's line does not have the call itself but something that makes it."""
-    return call.site is not None and parsed_line(call.site.code) is not None and not _matches(call)
+    site = call.site
+    is_known = site is not None and site.span is not None and parsed(site.text) is not None
+    return is_known and match_of(call) is None
 
 
 def input_words(program: Program) -> dict[int, str]:
@@ -81,138 +69,48 @@ def in_users_words(snapshot: Snapshot) -> Snapshot:
 
 
 def operand_words(calls: Sequence[Call]) -> dict[int, str]:
-    """The names of the values that calls read, from the first line that has one."""
-    return _first_said(spelling.operands for spelling in spellings(calls))
+    """The names of the values that calls read, from the first expression that has one."""
+    return _first((value, _name(node)) for call in calls for value, node in operand_nodes(call).items())
 
 
 def operand_paths(calls: Sequence[Call]) -> dict[int, str]:
-    """The paths of the values that calls read, from the first line that has one and no call in it."""
-    return _first_said(spelling.paths for spelling in spellings(calls))
+    """The whole text of variables and attributes that calls read (``self.weight``, ``state["avg"]``)."""
+    return _first((value, _path(node)) for call in calls for value, node in operand_nodes(call).items())
 
 
 def result_words(program: Program) -> dict[int, str]:
     """For results the variables that the user's lines assign them to, or read them from."""
     inputs = {item.value for item in program.inputs}
-    found = spellings(program.calls)
-    words = _first_said((*(spelling.results for spelling in found), *(spelling.variables for spelling in found)))
-    return {value: word for value, word in words.items() if value not in inputs}
+    read = _first(
+        (value, node.id if isinstance(node, ast.Name) else None)
+        for call in program.calls
+        for value, node in operand_nodes(call).items()
+    )
+    return {value: word for value, word in {**read, **variables(program.calls)}.items() if value not in inputs}
 
 
-def _first_said(said: Iterable[Mapping[int, str]]) -> dict[int, str]:
+def _first(named: Iterable[tuple[int, str | None]]) -> dict[int, str]:
     """For each value its first name."""
     words: dict[int, str] = {}
-    for names in said:
-        for value, word in names.items():
-            words.setdefault(value, word)
+    for value, name in named:
+        if name is not None:
+            words.setdefault(value, name)
     return words
 
 
-def spellings(calls: Sequence[Call]) -> list[Spelling]:
-    """The spellings of calls in order.
-
-    Where a line has several parts that could be a call, they are told apart if the program has all of them, in a loop
-    as often as it goes round.
-    """
-    ends = {_line(call): call for call in calls}.values()
-    readers = first_readers(calls)
-    last = {id(call) for call in ends if not is_handed_on(call, readers)}
-    return [s for _, run in groupby(calls, key=_line) for s in _spellings_of_run(list(run), last)]
-
-
-def _line(call: Call) -> tuple[object, ...] | None:
-    site = call.site
-    return (site.file, site.line, site.function) if site is not None else None
-
-
-def _spellings_of_run(run: Sequence[Call], last: Container[int]) -> Iterator[Spelling]:
-    """The same for calls of one line; ``last`` are the ids of calls that no other on their line follows."""
-    for call, matches in zip(run, _told_apart(run), strict=True):
-        if matches:
-            yield _read(call, matches)
-        else:
-            yield Spelling(_operands_of_a_layer(call), results=_results_of_a_module(call) if id(call) in last else {})
-
-
-def parts_of(run: Sequence[Call]) -> list[Match | None]:
-    """For calls of one line the part of it that each of them is, ``None`` where that is not sure."""
-    return [matches[0] if len(matches) == 1 else None for matches in _told_apart(run)]
-
-
-def _told_apart(run: Sequence[Call]) -> Iterator[Sequence[Match]]:
-    """For calls of one line the parts of it that each of them can be."""
-    total, seen = Counter(call.target for call in run), Counter[str]()
-    for call in run:
-        matches = _matches(call)
-        if matches and total[call.target] % len(matches) == 0:
-            matches = [matches[seen[call.target] % len(matches)]]
-        seen[call.target] += 1
-        yield matches
-
-
-def _read(call: Call, matches: Sequence[Match]) -> Spelling:
-    """The names on which all parts of the line agree."""
-    operands: dict[int, str] = {}
-    variables: dict[int, str] = {}
-    paths: dict[int, str] = {}
-    for position, argument in enumerate(call.args):
-        nodes = [given[position] if position < len(given) else None for _, given in matches]
-        words = {_name(node) if node is not None else None for node in nodes}
-        if isinstance(argument, Ref) and len(words) == 1 and (word := words.pop()) is not None:
-            operands.setdefault(argument.value, word)
-            if all(isinstance(node, ast.Name) for node in nodes):
-                variables.setdefault(argument.value, word)
-            texts = {_path(node) if node is not None else None for node in nodes}
-            if len(texts) == 1 and (text := texts.pop()) is not None:
-                paths.setdefault(argument.value, text)
-    return Spelling(operands, variables, paths, _results(call, matches[0][0]) if len(matches) == 1 else {})
-
-
-def _matches(call: Call) -> list[Match]:
-    """The parts of the line that can be the call, in the order of their evaluation; none of a library's call."""
-    line = parsed_line(call.site.code) if call.site is not None and call.site.library is None else None
-    if line is None:
-        return []
-    return [(node, given) for node in _evaluated(line.tree) if (given := _operands(node, call)) is not None]
-
-
-def _evaluated(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        yield from _evaluated(child)
-    yield node
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedLine:
-    """A line of code that is whole; of a compound statement its head.
-
-    ``before`` and ``after`` are what it takes to make a statement of it: columns of ``tree`` are places in ``body``.
-    """
-
-    body: str
-    tree: ast.Module
-    before: str = ""
-    after: str = ""
-
-    def restored(self, body: str) -> str:
-        """A body as the line that it stands for."""
-        return f"{self.before}{body.removesuffix(self.after)}"
-
-
-@functools.lru_cache(maxsize=256)
-def parsed_line(code: str) -> ParsedLine | None:
-    """The line as a tree, ``None`` where it is not whole."""
-    line = code.strip()
-    before, after = "el" * line.startswith("elif "), " pass" * line.endswith(":")
-    body = f"{line.removeprefix(before)}{after}"
-    try:
-        return ParsedLine(body, ast.parse(body), before, after) if body else None
-    except (SyntaxError, ValueError):
-        return None
+def operand_nodes(call: Call) -> dict[int, ast.expr]:
+    """The expressions that a call reads its values from."""
+    match = match_of(call)
+    node, given = match if match is not None else (None, _given_to_layer(call))
+    keywords = {item.arg: item.value for item in node.keywords} if isinstance(node, ast.Call) else {}
+    named = [(value, keywords[name]) for name, value in call.kwargs.items() if name in keywords]
+    pairs = [*named, *zip(call.args, given, strict=False)]
+    return {value.value: part for value, part in reversed(pairs) if isinstance(value, Ref)}
 
 
 def _operands(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
     """The operands of a part of the line in the order of the call's arguments, if it is this call."""
-    name, is_method = call.name, _is_method(call)
+    name, is_method = call.name, call.target.startswith(_METHOD)
     match node:
         case ast.BinOp(left, op, right) if is_method:
             reflected = (right, left) if REFLECTED.get(name) == SYMBOLS[type(op)] else None
@@ -233,17 +131,16 @@ def _operands(node: ast.AST, call: Call) -> Sequence[ast.expr] | None:
 
 
 def _of_call(node: ast.Call, call: Call) -> Sequence[ast.expr] | None:
-    if any(isinstance(argument, ast.Starred) for argument in node.args):
+    function, is_method = node.func, call.target.startswith(_METHOD)
+    if called_name(node) != call.name or any(isinstance(argument, ast.Starred) for argument in node.args):
         return None
-    function = node.func
     if isinstance(function, ast.Name):
-        return None if _is_method(call) or function.id != call.name else node.args
-    if not isinstance(function, ast.Attribute) or function.attr != call.name:
+        return None if is_method else node.args
+    owner = function.value if isinstance(function, ast.Attribute) else None
+    is_of_module = isinstance(owner, (ast.Name, ast.Attribute)) and _word(owner) in MODULES
+    if owner is None or is_method == is_of_module:
         return None
-    is_of_module = isinstance(function.value, (ast.Name, ast.Attribute)) and _word(function.value) in MODULES
-    if _is_method(call) == is_of_module:
-        return None
-    return [function.value, *node.args] if _is_method(call) else node.args
+    return [owner, *node.args] if is_method else node.args
 
 
 def rank_of(node: ast.AST) -> Rank:
@@ -257,10 +154,6 @@ def rank_of(node: ast.AST) -> Rank:
 
 def _word(node: ast.Name | ast.Attribute) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr
-
-
-def _is_method(call: Call) -> bool:
-    return call.target.startswith(_METHOD)
 
 
 def _name(node: ast.expr) -> str | None:
@@ -293,64 +186,13 @@ def _path(node: ast.expr) -> str | None:
     return f"{owner}[{quoted(key) if isinstance(key, str) else key}]" if isinstance(key, (str, int)) else None
 
 
-def _operands_of_a_layer(call: Call) -> dict[int, str]:
-    """The names on the line of what one of torch's layers is given, read off the function that it is named after.
+def _given_to_layer(call: Call) -> Sequence[ast.expr]:
+    """The arguments of one of torch's layers, for the function that it is named after.
 
     A layer such as ``nn.GRUCell`` passes its own arguments first: ``torch.gru_cell(input, hx, ...)``.
     """
-    layer = call.scope[-1] if call.scope else None
-    line = parsed_line(call.site.code) if call.site is not None and call.site.library is None else None
-    if line is None or layer is None or not layer.cls.lower().startswith(call.name.replace("_", "")):
-        return {}
-    attribute = layer.path.rpartition(".")[2]
-    nodes = [node for node in ast.walk(line.tree) if isinstance(node, ast.Call) and _called(node) == attribute]
-    if len(nodes) != 1 or any(isinstance(argument, ast.Starred) for argument in nodes[0].args):
-        return {}
-    given = ((ref, _name(node)) for ref, node in zip(call.args, nodes[0].args, strict=False) if isinstance(ref, Ref))
-    return {ref.value: word for ref, word in given if word is not None}
-
-
-def _called(node: ast.Call) -> str:
-    return _word(node.func) if isinstance(node.func, (ast.Name, ast.Attribute)) else ""
-
-
-def _results(call: Call, node: ast.AST) -> dict[int, str]:
-    """The variables that the line assigns exactly what the call returned to."""
-    return {v: name for names, made in _assignments(call) if made is node for v, name in _matched(call, names)}
-
-
-def _results_of_a_module(call: Call) -> dict[int, str]:
-    """The same for a call that the line makes through a module, such as ``loss = criterion(x, y)``.
-
-    Nothing for a call inside a library: what it returns is seldom what the library's function returns.
-    """
-    if call.site is not None and call.site.library is not None:
-        return {}
-    for targets, assigned in _assignments(call):
-        if isinstance(assigned, ast.Call) and not _is_torch(assigned):
-            return dict(_matched(call, targets))
-    return {}
-
-
-def _is_torch(node: ast.Call) -> bool:
-    """True if a call on the line is one of torch's functions, and not of a module or of the user's."""
-    return any(is_torch_function(f"{place}{_called(node)}") for place in _NAMESPACES)
-
-
-def _assignments(call: Call) -> Iterator[tuple[list[str], ast.expr]]:
-    """Variables and what the line assigns to them."""
-    line = parsed_line(call.site.code) if call.site is not None else None
-    for node in ast.walk(line.tree) if line is not None else ():
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            target = node.targets[0]
-            parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]
-            if all(isinstance(part, ast.Name) for part in parts):
-                yield [part.id for part in parts if isinstance(part, ast.Name)], node.value
-
-
-def _matched(call: Call, names: Sequence[str]) -> Iterator[tuple[int, str]]:
-    if isinstance(call.outputs, Ref):
-        if len(names) == 1:
-            yield call.outputs.value, names[0]
-    elif isinstance(call.outputs, (tuple, list)) and len(call.outputs) == len(names):
-        yield from ((ref.value, name) for ref, name in zip(call.outputs, names, strict=True) if isinstance(ref, Ref))
+    node = next((part for part in parts(call.site) if isinstance(part, ast.Call)), None)
+    is_layer = call.scope and call.scope[-1].cls.lower().startswith(call.name.replace("_", ""))
+    if node is None or not is_layer or any(isinstance(argument, ast.Starred) for argument in node.args):
+        return ()
+    return node.args

@@ -70,10 +70,10 @@ def _is_pure(call: Call) -> bool:
 
 
 def is_one_line(one: Call, other: Call) -> bool:
-    """True if the user wrote both calls on one line of one function."""
+    """True if the user wrote both calls in one statement of one function."""
     if one.site is None or other.site is None:
         return False
-    lines = [(site.file, site.line, site.function) for site in (one.site, other.site)]
+    lines = [(site.file, site.first_line, site.function) for site in (one.site, other.site)]
     return lines[0] == lines[1] and one.scope == other.scope
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from reprokit.errors import NotReproduced, ReprokitError, UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import determinism
+from reprokit.program.statement import variables
 from reprokit.shrink import events
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.certainty import Certainty
@@ -24,7 +25,6 @@ from reprokit.shrink.checks.function import FunctionCheck
 from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck, OutOfMemoryCheck
 from reprokit.shrink.context.finder import find_context
 from reprokit.shrink.context.piece import Context
-from reprokit.shrink.context.variables import variables
 from reprokit.shrink.events import Event
 from reprokit.shrink.explain import Explanation, explain
 from reprokit.shrink.isolation.processes import RunLimits

@@ -678,7 +678,8 @@ def test_a_derivative_overflows_far_from_zero_too() -> None:
         (0.0, lambda x, t: x / t, "the number 0.0 (`t`)"),
         (0.0, lambda x, t: (x / (t * 2)).exp(), "the number 0.0 (`t * 2`)"),
         (0, lambda x, t: torch.div(x, t), "the number 0"),
-        (0.0, lambda x, t: x / 3 / t, "the number 0.0"),
+        (0.0, lambda x, t: x / 3 / t, "the number 0.0 (`t`)"),
+        (0.0, lambda x, t: x / 0.0, "the number 0.0"),
     ],
 )
 def test_a_divisor_that_is_no_tensor_is_named_as_on_the_line(temperature: float, divide: Any, words: str) -> None:

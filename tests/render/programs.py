@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from reprokit.locate.blame import locate
-from reprokit.program.ir import Call, Input, Program, Ref
+from reprokit.program.ir import Call, Input, Program, Ref, Site
 from reprokit.program.trace import Tracer
 from reprokit.render.code import SIDE_FILE, Code
 from reprokit.render.verify import VerifyResult
@@ -22,6 +22,17 @@ Case = tuple[Program, dict[int, torch.Tensor]]
 VERIFIED = VerifyResult(
     20, 20, 20, 1, "exit code 1: AssertionError", "out = tensor([nan])\n", "Traceback\nAssertionError\n", 1.0
 )
+
+
+def site_of(code: str, part: str, line: int = 3, function: str = "", **fields: Any) -> Site:
+    """The site of a call that is a part of a statement."""
+    before = code[: code.index(part)].split("\n")
+    rows = part.split("\n")
+    start, end = len(before[-1].encode()), len(rows[-1].encode())
+    span = (len(before), start, len(before) + len(rows) - 1, end + start * (len(rows) == 1))
+    lines = code.split("\n")
+    statement = code if len(lines) > 1 else ""
+    return Site("train.py", line, lines[len(before) - 1], function, statement=statement, span=span, **fields)
 
 
 def record(function: Callable[[], Any]) -> tuple[Program, dict[int, torch.Tensor]]:

@@ -128,6 +128,23 @@ STEPS = {
         "    return total\n",
         "total = total + (x.clamp(min=1e-6) ** p).sum()",
     ),
+    "several lines": (
+        "def step(x):\n    y = torch.log(\n        x,  # may be zero\n    )\n    return y.sum()\n",
+        "# train.py:4-6\ny = torch.log(\n    x.clamp(min=1e-6),  # may be zero\n)",
+    ),
+    "a chain of methods": (
+        "def step(x):\n    y = (\n        x.mul(2)\n        .log()\n        .add(1)\n    )\n    return y.sum()\n",
+        "y = (\n    x.mul(2).clamp(min=1e-6)\n    .log()\n    .add(1)\n)",
+    ),
+    "the head of a block": (
+        "def step(x):\n    with torch.enable_grad():\n        if (\n            x.sum() > 0\n"
+        "            and torch.log(x).sum() < 9\n        ):  # always\n            return torch.sqrt(x - 1).sum()\n",
+        "return torch.sqrt((x - 1).clamp(min=1e-6)).sum()",
+    ),
+    "two alike on a line": (
+        "def step(x):\n    y = torch.log(x + 1) + torch.log(x)\n    return y.sum()\n",
+        "y = torch.log(x + 1) + torch.log(x.clamp(min=1e-6))",
+    ),
     "a call that would run twice": (
         "def step(x):\n    out = torch.where(x > 0, torch.sqrt(x.cumsum(0)), 0.0)\n    return out.sum()\n",
         "cumsum.masked_fill(cumsum <= 0.0, 1.0)",
@@ -153,7 +170,7 @@ def test_the_code_in_place_of_its_line_makes_the_step_finite(name: str, tmp_path
 
 
 ALONE = {
-    "over several lines": "def step(x):\n    y = torch.log(\n        x\n    )\n    return y.sum()\n",
+    "a text over several lines": ('def step(x):\n    y, text = torch.log(x), """\n    a\n"""\n    return y.sum()\n'),
     "a format": 'def step(x):\n    text, y = f"{x.sum()}", torch.log(x)\n    return y.sum()\n',
 }
 

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from reprokit.locate.blame import locate
-from reprokit.program.ir import Call, Input, Mode, ModuleNote, Program, Ref, Scope, Site
+from reprokit.program.ir import Call, Input, Mode, ModuleNote, Program, Ref, Scope
+from reprokit.program.statement import variables
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.context.changes import module_runs, with_certainty, without_call, without_module, without_unused
@@ -22,7 +23,6 @@ from reprokit.shrink.context.growth import is_ordinary, moderate
 from reprokit.shrink.context.layers import LayerRun, layer_of
 from reprokit.shrink.context.piece import Context
 from reprokit.shrink.context.tree import Tree, tree_of
-from reprokit.shrink.context.variables import variables
 from reprokit.shrink.isolation.runner import Isolation
 from reprokit.shrink.isolation.task import Task
 from reprokit.shrink.oracle import Oracle
@@ -31,6 +31,7 @@ from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import load
 from reprokit.shrink.signature import Signature, same
 from reprokit.snapshot.format import Snapshot
+from tests.render.programs import site_of
 from tests.shrink import models
 
 CASES = (
@@ -426,8 +427,8 @@ def test_variables_are_read_from_assignments() -> None:
 
 
 def test_calls_inside_a_library_have_no_variable() -> None:
-    line = "loss = self.smoother(outputs, labels)"
-    site = Site("train.py", 3, line, "main", library=("transformers/trainer_pt_utils.py", 479))
+    line = "self.smoother(outputs, labels)"
+    site = site_of(f"loss = {line}", line, library=("transformers/trainer_pt_utils.py", 479))
     assert variables([Call("torch.Tensor.div", (Ref(0), Ref(1)), outputs=Ref(2), site=site)]) == {}
 
 
@@ -440,23 +441,21 @@ def test_what_is_handed_on_is_not_what_the_line_assigns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "name", "is_named"),
+    ("code", "part", "name", "is_named"),
     [
-        ("loss = spread(net(x))", "linear", False),
-        ("loss = spread(torch.tanh(net(x)), y)", "tanh", False),
-        ("z = self.norm(self.embed(x))", "layer_norm", True),
-        ("z = torch.tanh(self.norm(self.embed(x)))", "tanh", True),
-        ("z = net(x)", "linear", True),
-        ("z = net(x[:, 1:])", "getitem", False),
-        ("z = net(x / 255)", "div", False),
-        ("z = self.norm(x[0])", "layer_norm", True),
-        ("z = F.relu(net(x))", "relu", True),
+        ("loss = spread(net(x))", "net(x)", "linear", False),
+        ("loss = spread(torch.tanh(net(x)), y)", "torch.tanh(net(x))", "tanh", False),
+        ("z = self.norm(self.embed(x))", "self.norm(self.embed(x))", "layer_norm", True),
+        ("z = torch.tanh(self.norm(self.embed(x)))", "torch.tanh(self.norm(self.embed(x)))", "tanh", True),
+        ("z = net(x)", "net(x)", "linear", True),
+        ("z = net(x[:, 1:])", "x[:, 1:]", "getitem", False),
+        ("z = net(x / 255)", "x / 255", "div", False),
+        ("z = F.relu(net(x))", "F.relu(net(x))", "relu", True),
     ],
 )
-def test_what_goes_into_a_function_at_once_has_no_variable(code: str, name: str, is_named: bool) -> None:
-    scope = (Scope("", "Net"), Scope("norm", "LayerNorm")) if name == "layer_norm" else ()
+def test_what_goes_into_a_function_at_once_has_no_variable(code: str, part: str, name: str, is_named: bool) -> None:
     calls = [
-        Call(f"torch.{name}", (Ref(0),), outputs=Ref(1), scope=scope, site=Site("train.py", 3, code, "main")),
-        Call("torch.sqrt", (Ref(1),), outputs=Ref(2), site=Site("train.py", 9, "return x.sqrt()", "spread")),
+        Call(f"torch.{name}", (Ref(0),), outputs=Ref(1), site=site_of(code, part, function="main")),
+        Call("torch.sqrt", (Ref(1),), outputs=Ref(2), site=site_of("return x.sqrt()", "x.sqrt()", 9, "spread")),
     ]
     assert (1 in variables(calls)) == is_named

@@ -7,7 +7,6 @@ special ones.
 
 from __future__ import annotations
 
-import ast
 import functools
 import keyword
 import tomllib
@@ -18,7 +17,7 @@ from typing import Any
 
 from reprokit.locate.calls import short_name
 from reprokit.locate.scene import Scene
-from reprokit.program.ir import Site
+from reprokit.program.statement import parsed
 
 CONFIDENCES = ("certain", "likely", "possible")
 TIERS = ("origin", "context", "general")
@@ -50,7 +49,8 @@ class Remedy:
         """The sentence and the code, with the origin's name in them."""
         name = short_name(scene.call) if scene.call is not None else "the input"
         optimizer = scene.call.target.split(".")[-2] if scene.call is not None else ""
-        line = _statement(scene.call.site) if scene.call is not None else ""
+        statement = parsed(scene.call.site.text) if scene.call is not None and scene.call.site is not None else None
+        line = statement.body.replace("\n", "\n    ") if statement is not None and not statement.after else ""
         code = self.code if line or "{line}" not in self.code else ""
         given = scene.failure.input_name or ""
         variable = given if given.isidentifier() and not keyword.iskeyword(given) else "x"
@@ -80,14 +80,6 @@ class CatalogueEntry:
     links: tuple[str, ...] = ()
     remedies: tuple[Remedy, ...] = ()
     tier: str = "origin"
-
-
-def _statement(site: Site | None) -> str:
-    """The user's line if it is a statement by itself."""
-    try:
-        return site.code if site is not None and ast.parse(site.code).body else ""
-    except SyntaxError:
-        return ""
 
 
 FILES = (

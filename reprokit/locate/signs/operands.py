@@ -14,7 +14,8 @@ from reprokit.locate.scene import ObservedCall, Scene
 from reprokit.locate.signs import Numbers, dtype_name, is_wanted, places, sign
 from reprokit.locate.underflow import find_underflow
 from reprokit.program.functions import function_named
-from reprokit.program.ir import iter_refs
+from reprokit.program.ir import Call, iter_refs
+from reprokit.program.statement import parts
 
 _TESTS = frozenset([
     "eq", "ne", "gt", "ge", "lt", "le", "logical_and", "logical_or", "logical_not", "logical_xor", "isfinite", "isnan",
@@ -190,20 +191,16 @@ def divides_by_number_zero(scene: Scene) -> Numbers | None:
     call, result, number = scene.origin.call, scene.tensor("result"), scene.operand("denominator")
     if not isinstance(number, (int, float)) or number != 0:
         return None
-    name = _written_divisor(call.site.code) if call.site is not None else None
+    name = _written_divisor(call)
     words = f"the number {number}"
     return places(torch.ones_like(result, dtype=torch.bool), divisor=f"{words} (`{name}`)" if name else words)
 
 
-def _written_divisor(line: str) -> str | None:
-    """The divisor of the only division of a line; ``None`` for a literal, and for a line that cannot be parsed."""
-    try:
-        nodes = list(ast.walk(ast.parse(line.strip())))
-    except SyntaxError:
-        return None
-    divisors = [node.right for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)]
-    divisors += [node.value for node in nodes if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div)]
-    return ast.unparse(divisors[0]) if len(divisors) == 1 and not isinstance(divisors[0], ast.Constant) else None
+def _written_divisor(call: Call) -> str | None:
+    """The divisor in the user's words; ``None`` for a literal, and where no division is written."""
+    divisions = (part for part in parts(call.site) if isinstance(part, (ast.BinOp, ast.AugAssign)))
+    divisors = (part.right if isinstance(part, ast.BinOp) else part.value for part in divisions)
+    return next((ast.unparse(divisor) for divisor in divisors if not isinstance(divisor, ast.Constant)), None)
 
 
 @sign

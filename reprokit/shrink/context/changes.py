@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from reprokit.program.functions import is_in_place
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input, Ref, Scope, iter_refs
+from reprokit.program.statement import called_name, parts
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.context.step import StepGraph, written
 from reprokit.shrink.dimensions import Class, Constant, InputAxis
@@ -85,7 +86,7 @@ def _prepares_data(call: Call, origin: Call) -> bool:
     if site.library is not None:
         return (site.file, site.function) != (place.file, place.function)
     is_method = call.target.startswith("torch.Tensor.")  # which may be written as an operator
-    return not is_method and call.name not in site.code
+    return not is_method and site.span is not None and all(called_name(part) != call.name for part in parts(site))
 
 
 def without_dead_writes(candidate: Candidate) -> Iterator[Candidate]:
