@@ -104,6 +104,13 @@ class Site(Row):
         return self.statement or self.code
 
     @property
+    def up_to_call(self) -> bytes:
+        """The statement up to the end of the call."""
+        last, end = self.span[2:] if self.span is not None else (0, 0)
+        *lines, line = self.text.encode().split(b"\n")[: last or 1]
+        return b"\n".join([*lines, line[:end]])
+
+    @property
     def first_line(self) -> int:
         """The number of the first line of the statement."""
         return self.line - self.span[0] + 1 if self.span is not None else self.line

@@ -65,9 +65,10 @@ def _call(call: Call, source: Source, is_origin: bool) -> Call:
 def _site(site: Site | None, source: Source) -> Site | None:
     if site is None:
         return None
-    code = "" if source == "none" else redact_source(site.code)
-    file = redact_text(site.file)
-    return site if (code, file) == (site.code, site.file) else replace(site, code=code, file=file)
+    code, text = ("", "") if source == "none" else (redact_source(site.code), redact_source(site.text))
+    kept = replace(site, code=code, file=redact_text(site.file), statement=text * bool(site.statement))
+    is_in_place = text.encode().startswith(site.up_to_call) and source != "none"
+    return kept if is_in_place else replace(kept, statement="", span=None)
 
 
 def _note(note: ModuleNote, source: Source) -> ModuleNote:

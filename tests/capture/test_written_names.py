@@ -1,50 +1,42 @@
 """Names of arguments where a call is written, and of the items of a user's dicts."""
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.tensor_names import Names
-from reprokit.capture.record.written_names import argument_names
+from reprokit.program.ir import Mode
 
 SOURCE = """
-loss = criterion(model(x, other[0]), y)
-logits = model(
+criterion(model(x, other[0]), y)
+model(
     images,
     option=3,
 )
-a = model(x) + model(y)
-b = model(*args)
+model(x) + model(y)
+model(*args)
 """
 
 
-@pytest.mark.parametrize(
-    ("line", "num_args", "keywords", "names"),
-    [
-        (2, 2, (), []),  # two calls of two arguments
-        (3, 1, ("option",), ["images"]),
-        (4, 1, ("option",), ["images"]),
-        (3, 1, (), []),
-        (7, 1, (), []),
-        (8, 1, (), []),
-        (99, 1, (), []),
-    ],
-)
-def test_only_what_is_certain(
-    line: int, num_args: int, keywords: tuple[str, ...], names: list[str], tmp_path: Path
-) -> None:
+def test_arguments_are_named_where_they_are_variables(tmp_path: Path) -> None:
+    found: list[str | None] = []
+
+    def model(*given: torch.Tensor, option: int = 0) -> torch.Tensor:
+        frame, names = sys._getframe(1), Names()
+        names.add_by_source(Entry("module", None, given, {}, Mode(), None, "", frame.f_code, frame.f_lasti))
+        found.extend(origin.name if (origin := names.describe(tensor)) else None for tensor in given)
+        return torch.ones(1)
+
     script = tmp_path / "train.py"
     script.write_text(SOURCE)
-    assert argument_names(str(script), line, num_args, frozenset(keywords)) == names
-
-
-@pytest.mark.parametrize("content", ["def (", "\0", None])
-def test_what_is_not_source(content: str | None, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    if content is not None:
-        script.write_text(content)
-    assert argument_names(str(script), 1, 1, frozenset()) == []
+    variables: dict[str, Any] = {name: torch.ones(1) for name in ("x", "y", "images")}
+    rest = {"other": [torch.ones(1)], "args": [torch.ones(1), torch.ones(1)], "model": model, "criterion": model}
+    exec(compile(SOURCE, str(script), "exec"), {**variables, **rest})
+    assert found == ["x", None, None, "y", "images", "x", "y", None, None]
 
 
 @pytest.mark.parametrize(

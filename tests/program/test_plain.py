@@ -24,7 +24,7 @@ def everything() -> Program:
         {"size": [1, (2,)], "options": {"lr": 0.1}},
         (Ref(1), None),
         (Scope("layer", "Linear", 0),),
-        Site("train.py", 1, "x.exp()", "main", ("library.py", 2)),
+        Site("train.py", 1, "x.exp()", "main", ("library.py", 2), "y = (\n  x.exp()\n)", (2, 2, 2, 9)),
         Mode(rng=Ref(0), autocast=(("cpu", "torch.float16"),)),
     )
     notes = {"layer": ModuleNote("Linear", True, {"bias": True}, "train.py", 1, "class Net: ...")}

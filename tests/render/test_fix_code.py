@@ -141,10 +141,6 @@ STEPS = {
         "            and torch.log(x).sum() < 9\n        ):  # always\n            return torch.sqrt(x - 1).sum()\n",
         "return torch.sqrt((x - 1).clamp(min=1e-6)).sum()",
     ),
-    "two alike on a line": (
-        "def step(x):\n    y = torch.log(x + 1) + torch.log(x)\n    return y.sum()\n",
-        "y = torch.log(x + 1) + torch.log(x.clamp(min=1e-6))",
-    ),
     "a call that would run twice": (
         "def step(x):\n    out = torch.where(x > 0, torch.sqrt(x.cumsum(0)), 0.0)\n    return out.sum()\n",
         "cumsum.masked_fill(cumsum <= 0.0, 1.0)",

@@ -5,6 +5,7 @@ Secrets are made at run time, so that no file of the project looks as if it held
 
 from __future__ import annotations
 
+import ast
 import json
 import secrets
 import string
@@ -17,6 +18,7 @@ import torch
 
 from reprokit.cli import main
 from reprokit.program.ir import OPAQUE, Call, Input, ModuleNote, Program, Ref, Site
+from reprokit.program.statement import parts
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot, load, save
@@ -24,7 +26,7 @@ from reprokit.snapshot.privacy import private
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
 from reprokit.snapshot.source import SourceState
 from tests.conftest import run_python_in
-from tests.render.programs import snapshot_of
+from tests.render.programs import site_of, snapshot_of
 
 ALPHANUMERIC = string.ascii_letters + string.digits
 SCRIPT = """\
@@ -157,13 +159,16 @@ def test_no_secret_reaches_a_snapshot_or_an_issue(tmp_path: Path, monkeypatch: p
 # -- how much source ---------------------------------------------------------------------------------------------------
 
 
+STATEMENT = "y = f(\n    torch.log(x),\n    margin)"
+
+
 def with_source() -> Snapshot:
     """A snapshot with source text of every kind."""
     calls = (
         Call(
             OPAQUE, (), {"name": "Mine", "source": "class Mine: ..."}, Ref(2), site=Site("train.py", 1, "Mine.apply(x)")
         ),
-        Call("torch.log", (Ref(0),), {}, Ref(1), (), Site("train.py", 2, "torch.log(x)")),
+        Call("torch.log", (Ref(0),), {}, Ref(1), (), site_of(STATEMENT, "torch.log(x)", 2)),
     )
     note = ModuleNote("Net", file="train.py", line=1, source="class Net(nn.Module): ...")
     program = Program(calls, (Input(0, "x"), Input(2, "mine", role="opaque")), (Ref(1),), {"net": note})
@@ -174,9 +179,9 @@ def with_source() -> Snapshot:
 @pytest.mark.parametrize(
     ("policy", "kept", "gone"),
     [
-        ("all", ["torch.log(x)", "Mine.apply(x)", "class Mine", "class Net", "+x = 1"], []),
-        ("traceback", ["torch.log(x)", "Mine.apply(x)"], ["class Mine", "class Net", "+x = 1"]),
-        ("none", [], ["torch.log(x)", "Mine.apply(x)", "class Mine", "class Net", "+x = 1"]),
+        ("all", ["torch.log(x)", "margin", "Mine.apply(x)", "class Mine", "class Net", "+x = 1"], []),
+        ("traceback", ["torch.log(x)", "margin", "Mine.apply(x)"], ["class Mine", "class Net", "+x = 1"]),
+        ("none", [], ["torch.log(x)", "margin", "Mine.apply(x)", "class Mine", "class Net", "+x = 1"]),
     ],
 )
 def test_the_policy_decides_what_is_kept(tmp_path: Path, policy: Any, kept: list[str], gone: list[str]) -> None:
@@ -285,3 +290,23 @@ def test_shrinking_without_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     for file in Path("snap").glob("*.*"):
         if file.suffix != ".pt":
             assert "2.718" not in file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("code", "is_kept"),
+    [
+        ("y = f(\n    torch.log(x),  # password: hunter22\n)", True),
+        ('y = f(\n    api_key="hunter22",\n    at=torch.log(x),\n)', False),
+        ('y = f(torch.log(x), password="hunter22")', True),
+        ('y = f("hunter22@example.org", torch.log(x))', False),
+    ],
+)
+def test_a_span_is_kept_while_nothing_before_its_end_is_hidden(code: str, is_kept: bool) -> None:
+    snapshot = with_source()
+    opaque, log = snapshot.program.calls
+    log = replace(log, site=site_of(code, "torch.log(x)"))
+    site = private(replace(snapshot, program=replace(snapshot.program, calls=(opaque, log)))).program.calls[1].site
+    assert site is not None and "hunter22" not in site.text
+    assert (site.span is not None) == is_kept and [ast.unparse(part) for part in parts(site)] == [
+        "torch.log(x)"
+    ] * is_kept

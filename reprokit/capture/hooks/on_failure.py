@@ -195,7 +195,8 @@ class Failures:
         """The block ends: judge what has not been judged yet, and what it ended with; the file, if one was written."""
         raised = self._run_state.running.raised
         cause = exceptions.cause_of(error, raised[0] if raised is not None else None)
-        frame = exceptions.innermost_user_place(cause)[0] if cause is not None else sys._getframe(2)
+        place = exceptions.innermost_user_place(cause) if cause is not None else None
+        frame = sys._getframe(2) if cause is None else place.tb_frame if place is not None else None
         with self._run_state.tape.paused():
             self._settle_skipped(error)
             bad = self._policy.state()

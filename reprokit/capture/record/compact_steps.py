@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from reprokit.capture.record.entry import TENSORS, Entry, PlainEntry, instruction_line
+from reprokit.capture.record.entry import TENSORS, Entry, PlainEntry
 from reprokit.capture.record.function_facts import facts_of
 from reprokit.capture.record.state import num_bytes
 from reprokit.capture.record.structure import ATOMS, iter_tensors, map_tensors
@@ -122,15 +122,14 @@ class Freezer:
                 head = flat[position + 1 : position + _PLAIN_HEAD]
                 target, mode, code, instruction, writes, names, num_args, num_outputs, num_versions = head
                 position += _PLAIN_HEAD
-                where = (facts_of(target).name, code, instruction_line(code, instruction))
-                entry = Entry("function", target, (), {}, mode, None, *where)
+                entry = Entry("function", target, (), {}, mode, None, facts_of(target).name, code, instruction)
                 entry.writes_state, entry.writes_view = writes
             else:
                 head = flat[position : position + _HEAD]
-                kind, target, mode, name, code, line, library, rng, cuda_rng, outcome, settings, marks = head[:12]
+                kind, target, mode, name, code, offset, library, rng, cuda_rng, outcome, settings, marks = head[:12]
                 names, num_args, num_outputs, num_versions = head[12:]
                 position += _HEAD
-                entry = Entry(kind, target, (), {}, mode, None, name, code, line)
+                entry = Entry(kind, target, (), {}, mode, None, name, code, offset)
                 entry.rng = None if rng is None else (rng, cuda_rng)
                 entry.outcome, entry.settings = outcome, settings
                 entry.writes_state, entry.writes_view, entry.has_stepped, entry.forward, entry.generators = marks
@@ -266,7 +265,7 @@ class _Freezing:
             entry.mode,
             entry.name,
             entry.code,
-            entry.line,
+            entry.instruction,
             entry.library,
             rng,
             cuda_rng,

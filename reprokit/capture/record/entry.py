@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -31,7 +32,8 @@ class Entry:
     marks backward calls inside which optimizers stepped. ``library`` is the line of a library that made the call, if
     it was not made by the user's line itself. ``is_training`` is the training mode in which a module was called;
     ``forward`` is the attribute of that name that the module itself had, perhaps for this one call.
-    ``is_skipped`` marks calls of a step that the loop has skipped since.
+    ``instruction`` is the offset in ``code`` of the call in the user's code, in bytes. ``is_skipped`` marks calls of a
+    step that the loop has skipped since.
     """
 
     kind: str
@@ -42,7 +44,7 @@ class Entry:
     output: Any = None
     name: str = ""
     code: CodeType | None = None
-    line: int = 0
+    instruction: int = 0
     rng: tuple[torch.Tensor, torch.Tensor | None] | None = None
     versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     outcome: torch.Tensor | None = None
@@ -55,6 +57,11 @@ class Entry:
     generators: dict[str, Any] | None = None
     forward: Any = None
     library: tuple[str, int] | None = None
+
+    @property
+    def line(self) -> int:
+        """The line of the instruction in ``code``; 0 if it has none."""
+        return _line_of(self.code, self.instruction)
 
     @property
     def reads_values(self) -> bool:
@@ -84,13 +91,12 @@ class Entry:
 class PlainEntry(Entry):
     """A function of the usual kind, noted with the least work: fields that are not set are made when they are read.
 
-    The user's own line has called it, ``instruction`` is where in ``code``. ``stamps`` are the version counters of the
+    The user's own line has called it. ``stamps`` are the version counters of the
     tensors in its arguments, which are no other objects than tensors, numbers, words, and lists or tuples of these.
     ``is_nested``: some are lists, or tuples that hold a tensor. ``is_write``: it writes into its first argument.
     """
 
-    __slots__ = ("instruction", "is_nested", "is_write", "stamps")
-    instruction: int
+    __slots__ = ("is_nested", "is_write", "stamps")
     is_nested: bool
     is_write: bool
     stamps: tuple[int, ...] | list[int]
@@ -108,8 +114,8 @@ class PlainEntry(Entry):
             return value
 
 
-def instruction_line(code: CodeType | None, instruction: int) -> int:
-    """The line of an instruction, given as its place in the code; 0 if it has none."""
+@functools.lru_cache(maxsize=1024)
+def _line_of(code: CodeType | None, instruction: int) -> int:
     lines = code.co_lines() if code is not None else ()
     return next((line for start, end, line in lines if start <= instruction < end and line is not None), 0)
 
@@ -126,7 +132,6 @@ _LATE: Mapping[str, Any] = {
     },
     "library": lambda entry: None,
     "name": lambda entry: facts_of(entry.target).name,
-    "line": lambda entry: instruction_line(entry.code, entry.instruction),
     "versions": _pairs_of,
 }
 

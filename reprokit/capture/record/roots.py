@@ -174,7 +174,7 @@ class RootCalls:
         if frame.f_code is _FUNCTIONAL_CALL:  # the module has other parameters until this call is over
             kind, target = "function", torch.func.functional_call
             args, kwargs = (module, frame.f_locals["parameters_and_buffers"], args, kwargs), {}
-        entry = Entry(kind, target, args, kwargs, current_mode(), None, "", user.f_code, user.f_lineno)
+        entry = Entry(kind, target, args, kwargs, current_mode(), None, "", user.f_code, user.f_lasti)
         entry.versions = versions = versions_of(args, kwargs)
         entry.rng, entry.generators = generator_states(versions), drawn
         entry.is_training = module.training

@@ -70,7 +70,7 @@ class Tape(StackedMode):
     def note(self, kind: str, target: Any, frame: FrameType, args: tuple[Any, ...] = ()) -> Entry:
         """Add an entry for something that is not a torch function, such as an optimizer's step."""
         user = first_user_frame(frame)
-        entry = Entry(kind, target, args, {}, current_mode(), None, "", user.f_code, user.f_lineno)
+        entry = Entry(kind, target, args, {}, current_mode(), None, "", user.f_code, user.f_lasti)
         self.running.entries.append(entry)
         return entry
 
@@ -362,7 +362,7 @@ class Tape(StackedMode):
             is_plain = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
             if not is_plain:
                 args, kwargs = repeatable(args, kwargs)
-            where = (facts.name, user.f_code, user.f_lineno)
+            where = (facts.name, user.f_code, user.f_lasti)
             entry = Entry("differentiate", facts.function, args, kwargs, current_mode(), None, *where)
             if not is_plain:
                 entry.versions = versions_of(args, kwargs)
@@ -373,7 +373,7 @@ class Tape(StackedMode):
             return None  # used by its value
         if facts.is_indexing:
             args = with_own_index(args)
-        where = (facts.name, user.f_code, user.f_lineno)
+        where = (facts.name, user.f_code, user.f_lasti)
         entry = Entry("function", facts.function, args, kwargs, current_mode(), None, *where)
         entry.versions = versions
         if facts.is_in_place:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import weakref
 from collections.abc import Mapping
@@ -12,8 +13,8 @@ import torch
 
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.structure import iter_tensors
-from reprokit.capture.record.written_names import argument_names
-from reprokit.program.sites import kind_of_file
+from reprokit.program.sites import kind_of_file, make_site
+from reprokit.program.statement import parts
 from reprokit.program.trace import InputName
 from reprokit.words import item_name
 
@@ -89,21 +90,21 @@ class Names:
             for position, tensor in enumerate(iter_tensors((entry.args, entry.kwargs))):
                 origin = self._origins.get(id(tensor))
                 if origin is not None and origin.role == "batch":
-                    known[entry.code, entry.line, entry.name, position] = origin
+                    known[entry.code, entry.instruction, entry.name, position] = origin
         for entry in entries:
             for position, tensor in enumerate(iter_tensors((entry.args, entry.kwargs))):
-                origin = known.get((entry.code, entry.line, entry.name, position))
+                origin = known.get((entry.code, entry.instruction, entry.name, position))
                 if origin is not None:
                     self._origins.setdefault(id(tensor), origin)
 
     def add_by_source(self, entry: Entry) -> None:
         """Names of the variables that a root module is given where its call is written."""
         if entry.kind == "module" and entry.code is not None:
-            where = (entry.code.co_filename, entry.line)
-            names = argument_names(*where, len(entry.args), frozenset(map(str, entry.kwargs)))
-            for name, value in zip(names, entry.args, strict=False):
-                if name is not None:
-                    self._add_values(name, value)
+            calls = (part for part in parts(make_site(entry.code, entry.instruction)) if isinstance(part, ast.Call))
+            given = next((call.args for call in calls), [])
+            for argument, value in zip(given, entry.args, strict=False) if len(given) == len(entry.args) else ():
+                if isinstance(argument, ast.Name):
+                    self._add_values(argument.id, value)
 
     def _add_values(self, name: str, value: Any) -> None:
         if isinstance(value, dict):

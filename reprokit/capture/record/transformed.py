@@ -106,7 +106,7 @@ class TransformCalls:
             if isinstance(value, torch.nn.Module):
                 tape.roots.meet(value)
         values = [value for _, value in found]
-        where = ("", user.f_code, user.f_lineno)
+        where = ("", user.f_code, user.f_lasti)
         entry = Entry("transform", again, (args, kwargs, values), {}, current_mode(), None, *where)
         entry.versions = versions_of(entry.args, {})
         entry.rng = generator_states(entry.versions)

@@ -69,8 +69,8 @@ def cause_of(error: BaseException | None, last: BaseException | None) -> BaseExc
 
 def describe(error: BaseException, entry: Entry | None, roots: Iterable[torch.nn.Module]) -> Raised:
     """The facts about an exception; ``entry`` is the call that raised it, if that was on the tape."""
-    frame, line = innermost_user_place(error)
-    site = make_site(frame.f_code, line) if frame is not None else None
+    place = innermost_user_place(error)
+    site = make_site(place.tb_frame.f_code, place.tb_lasti) if place is not None else None
     phase = "backward" if entry is not None and entry.kind == "differentiate" else "forward"
     found = site, _module(error, roots), phase, entry is not None, all(map(_is_raised_by_user, chain(error)))
     causes = tuple((type(cause).__name__, str(cause)) for cause in chain(error))
@@ -104,7 +104,7 @@ def bad_value(entries: list[Entry]) -> Entry | None:
 
 def backward_from(loss: torch.Tensor, maker: Entry) -> Entry:
     """The backward call that the loop has not made, with the line where the loss was computed."""
-    where = {"name": BACKWARD, "code": maker.code, "line": maker.line}
+    where = {"name": BACKWARD, "code": maker.code, "instruction": maker.instruction}
     return Entry("differentiate", torch.Tensor.backward, (loss,), {}, current_mode(), **where)  # type: ignore[arg-type]
 
 
@@ -134,13 +134,13 @@ def _differentiated_variables(frame: FrameType) -> Iterator[Any]:
                 yield from (frame.f_locals.get(name, frame.f_globals.get(name)) for name in names)
 
 
-def innermost_user_place(error: BaseException) -> tuple[FrameType | None, int]:
-    """The frame of the user's code in which an exception was raised, and the line; the frame's variables name
-    tensors."""
-    place: tuple[FrameType | None, int] = None, 0
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if kind_of_file(frame.f_code.co_filename) == "user":
-            place = frame, line
+def innermost_user_place(error: BaseException) -> TracebackType | None:
+    """The innermost entry of a traceback whose frame is the user's; the frame's variables name tensors."""
+    place, entry = None, error.__traceback__
+    while entry is not None:
+        if kind_of_file(entry.tb_frame.f_code.co_filename) == "user":
+            place = entry
+        entry = entry.tb_next
     return place
 
 

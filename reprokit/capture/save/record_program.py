@@ -150,7 +150,8 @@ class _Recorder(Player):
 
     def record(self, entry: Entry, *, perform: bool) -> None:
         """Do what the entry says and record it; a backward call may be recorded without being performed."""
-        self.tracer.outer_site = make_site(entry.code, entry.line, entry.library) if entry.code is not None else None
+        code = entry.code
+        self.tracer.outer_site = make_site(code, entry.instruction, entry.library) if code is not None else None
         self.tracer.outer_scope = ()
         self._perform = perform
         with torch._C.DisableTorchFunction():  # our own work is not part of the step
