@@ -32,6 +32,7 @@ from tests.render.programs import (
     failing_cholesky,
     half_precision_adam,
     masked_softmax,
+    site_of,
     snapshot_of,
     square_root_at_zero,
 )
@@ -45,7 +46,7 @@ def attention_step() -> Snapshot:
         calls.append(
             Call("torch.Tensor.add", (Ref(10 + number), 0.0), {}, Ref(11 + number), scope, Site("train.py", 21))
         )
-    site = Site("train.py", 31, "p = F.softmax(s, dim=-1)  # <b>&")
+    site = site_of("p = F.softmax(s, dim=-1)  # <b>&", "F.softmax(s, dim=-1)", 31)
     calls += [
         Call("torch.Tensor.masked_fill", (Ref(16), Ref(1), float("-inf")), {}, Ref(20), scope, Site("train.py", 30)),
         Call("torch.nn.functional.softmax", (Ref(20),), {"dim": -1}, Ref(21), scope, site),
