@@ -19,7 +19,7 @@ import click
 
 import reprokit
 from reprokit.capture.rank_name import current_folder
-from reprokit.cli import capture, demo, render, show, shrink, trace, verify, whatif
+from reprokit.cli import capture, demo, export, render, show, shrink, timeline, trace, verify, whatif
 from reprokit.cli.console import say, say_error
 from reprokit.cli.interrupts import GRACE, PATIENCE, end_now, stuck
 from reprokit.errors import Interrupted, ReprokitError, UsageError
@@ -49,7 +49,7 @@ def app() -> None:
     """From a training script that fails to the smallest standalone program that fails the same way."""
 
 
-for _module in (capture, show, trace, shrink, whatif, verify, render, demo):
+for _module in (capture, show, trace, timeline, export, shrink, whatif, verify, render, demo):
     app.add_command(_module.command)
 
 

@@ -29,6 +29,7 @@ from reprokit.snapshot.limits import require_bounded, require_stored
 from reprokit.snapshot.paths import require_file
 from reprokit.snapshot.rng import Generators, PlainTensor
 from reprokit.snapshot.source import SourceState
+from reprokit.snapshot.training_state import StateBefore
 from reprokit.story import LayerNumbers, chapters
 from reprokit.visible import visible_name
 
@@ -74,7 +75,7 @@ class Snapshot:
     """One failed step: its program and tensors, the failure, and what surrounded it.
 
     ``step`` and ``micro_step`` count from 0. ``layers`` are the numbers of every layer in the steps before it, if they
-    were played again. The types of the fields are the grammar of the file.
+    were played again; ``before`` is the state that it began with. The types of the fields are the grammar of the file.
     """
 
     program: StoredProgram
@@ -92,6 +93,7 @@ class Snapshot:
     timeline: list[StepNumbers] = field(default_factory=list)
     command: list[Line] = field(default_factory=list)
     layers: list[LayerNumbers] | None = left_out()
+    before: StateBefore | None = left_out()
 
     @property
     def num_elements(self) -> int:

@@ -28,6 +28,7 @@ from reprokit.capture.record.tensor_names import Names
 from reprokit.capture.rewind.replayer import Player, leaves_in
 from reprokit.capture.rewind.user_hooks import EVERY, FORWARD, UserHooks, guarded
 from reprokit.capture.run.timeline import Turn, with_optimizers
+from reprokit.capture.save.collect_state import collect_state
 from reprokit.capture.save.exceptions import Raised
 from reprokit.capture.save.owners import names_of, root_names
 from reprokit.capture.save.record_program import ReplayedStep, replay
@@ -43,6 +44,7 @@ from reprokit.snapshot.environment import collect_environment
 from reprokit.snapshot.format import CaptureSettings, Snapshot
 from reprokit.snapshot.rng import Generators, get_rng_state
 from reprokit.snapshot.source import describe_source
+from reprokit.snapshot.training_state import StateBefore
 
 GRADIENTS_NOT_KEPT = (
     "hooks that may change gradients were left out of the replay, and the gradients of that step were not kept"
@@ -145,7 +147,7 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> BuiltSnapshot:
     replayed.is_close = replayed.is_close and not step.notes
     is_given = failure.call is None and failure.input_name is not None and failure.value is not None
     culprit = replayed.sources.get(failure.value or 0) if is_given else None
-    snapshot = _assemble(step, replayed, failure, notes, played.rng, frame)
+    snapshot = _assemble(step, replayed, failure, notes, played.rng, frame, played.before)
     return BuiltSnapshot(snapshot, culprit, replayed.losses, replayed.devices)
 
 
@@ -159,6 +161,7 @@ class _Played:
     hooks: UserHooks
 
     notes: list[str]
+    before: StateBefore
 
 
 def _replay(step: FailedStep, frame: FrameType | None) -> _Played:
@@ -191,6 +194,8 @@ def _replay_without(out: Set[str], step: FailedStep, frame: FrameType | None) ->
         if raises:  # checks report what they see, a second time now
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         rng = get_rng_state()
+        roots = root_names(step.modules, frame)
+        before, copies = collect_state(step.modules, step.optimizers, roots | names_of(step.optimizers, frame))
         replayed = replay(
             step.all_entries,
             step.saved,
@@ -198,7 +203,7 @@ def _replay_without(out: Set[str], step: FailedStep, frame: FrameType | None) ->
             perform_last=step.pending is None,
             raises=raises,
             state=step.put_back | {id(buffer) for module in step.modules for buffer in module.buffers()},
-            root_names=root_names(step.modules, frame),
+            root_names=roots,
             keep=step.keep,
         )
         if step.observed_at == "output" and step.pending is not None:
@@ -211,7 +216,8 @@ def _replay_without(out: Set[str], step: FailedStep, frame: FrameType | None) ->
             replayed.program = replace(replayed.program, calls=(made, *replayed.program.calls))
             failure = locate(replayed.program, replayed.tensors)
         replayed.own_tensors()
-    return _Played(replayed, failure, rng, hooks, notes)
+        replayed.share(copies)
+    return _Played(replayed, failure, rng, hooks, notes, before)
 
 
 def _other_gradients(step: FailedStep, seen: Gradients | None, hooks: UserHooks) -> Iterator[str]:
@@ -327,6 +333,7 @@ def _assemble(
     notes: list[str],
     rng: Generators,
     frame: FrameType | None,
+    before: StateBefore | None = None,
 ) -> Snapshot:
     return Snapshot(
         program=replayed.program,
@@ -343,6 +350,7 @@ def _assemble(
         rng=rng,
         timeline=with_optimizers(step.timeline, names_of(step.optimizers, frame)),
         command=step.command,
+        before=before,
     )
 
 

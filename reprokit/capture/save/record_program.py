@@ -24,7 +24,7 @@ from reprokit.program.encode import CannotRecord
 from reprokit.program.functions import GRAD_WRITES, written_argument
 from reprokit.program.interpreter import Modes
 from reprokit.program.ir import AUTOGRAD_BACKWARD, ZERO_GRAD, Call, Program, Ref
-from reprokit.program.memory import copies_of
+from reprokit.program.memory import copies_of, same_bits
 from reprokit.program.sites import make_site
 from reprokit.program.trace import InputName, Tracer, recording
 
@@ -54,6 +54,13 @@ class ReplayedStep:
         self.devices = {value: tensor.device for value, tensor in self.tensors.items() if not tensor.is_cpu}
         self.tensors.update(copies_of({value: self.tensors[value] for value in self.borrowed}, "cpu"))
         self.borrowed = frozenset()
+
+    def share(self, copies: Mapping[int, torch.Tensor]) -> None:
+        """Use copies of live tensors, by their ``id``, for inputs that have the same bits: a file holds them once."""
+        for value, source in self.sources.items():
+            copy = copies.get(id(source))
+            if copy is not None and same_bits(copy, self.tensors[value]):
+                self.tensors[value] = copy
 
 
 def replay(

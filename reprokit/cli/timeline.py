@@ -1,0 +1,123 @@
+"""``reprokit timeline``: the last steps before the failure in numbers, for people, programs and TensorBoard."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from reprokit.cli.console import FilePath, Verbosity, common_options, print_text, say
+from reprokit.cli.outputs import check_file, make_folder
+from reprokit.errors import UsageError
+
+if TYPE_CHECKING:
+    from reprokit.snapshot.format import Snapshot
+
+Format = Literal["table", "jsonl", "csv", "tensorboard"]
+FORMATS: tuple[Format, ...] = ("table", "jsonl", "csv", "tensorboard")
+Numbers = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ShowTimeline:
+    """A snapshot whose steps are printed."""
+
+    snapshot: Path
+    to: Format
+    output: Path | None
+    overwrite: bool
+    verbosity: Verbosity
+
+    def execute(self) -> int:
+        """Print the steps."""
+        from reprokit.snapshot.format import load
+
+        snapshot = load(self.snapshot)
+        rows = list(steps_of(snapshot))
+        if self.to == "tensorboard":
+            return self._write_events(rows)
+        text = _FORMATS[self.to](rows)
+        if self.output is not None:
+            from reprokit.snapshot.files import write_text
+
+            write_text(self.output, text)
+            say(f"{len(rows)} steps -> {self.output}", self.verbosity)
+        else:
+            print_text(text)
+        return 0
+
+    def _write_events(self, rows: Sequence[Numbers]) -> int:
+        try:
+            tensorboard: Any = importlib.import_module("torch.utils.tensorboard")
+        except ImportError:
+            raise UsageError("TensorBoard is not installed", hint="pip install tensorboard") from None
+        folder = self.output or self.snapshot.with_name(f"{self.snapshot.stem}-timeline")
+        make_folder(folder, overwrite=self.overwrite)
+        with tensorboard.SummaryWriter(str(folder)) as writer:
+            for row in rows:
+                for name, number in row.items():
+                    if name != "step" and isinstance(number, float):
+                        writer.add_scalar(name, number, row["step"])
+        say(f"{len(rows)} steps -> {folder}; tensorboard --logdir {folder}", self.verbosity)
+        return 0
+
+
+def steps_of(snapshot: Snapshot) -> Iterator[Numbers]:
+    """The steps as flat rows without what is unknown."""
+    from reprokit.grammar import plain_of
+
+    for numbers in snapshot.timeline:
+        yield {name: value for name, value in plain_of(numbers).items() if value is not None}
+
+
+def _columns(rows: Sequence[Numbers]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _as_csv(rows: Sequence[Numbers]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _columns(rows), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _as_json_lines(rows: Sequence[Numbers]) -> str:
+    return "".join(f"{json.dumps(row)}\n" for row in rows)
+
+
+def _as_table(rows: Sequence[Numbers]) -> str:
+    columns = _columns(rows)
+    cells = [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+_FORMATS = {"table": _as_table, "jsonl": _as_json_lines, "csv": _as_csv}
+
+
+@click.command("timeline", short_help="Print the steps before the failure in numbers.")
+@click.argument("snapshot", type=FilePath(), metavar="FILE")
+@click.option("--to", type=click.Choice(FORMATS), default="table", show_default=True, help="The format.")
+@click.option("-o", "--output", type=FilePath(), metavar="FILE|DIR", help="Write there; of TensorBoard the log folder.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite it.")
+@common_options
+def command(
+    snapshot: Path, to: Format, output: Path | None, force: bool, json: bool, verbosity: Verbosity
+) -> ShowTimeline:
+    """Print loss, learning rate, gradient norm, scale and seconds of the last steps, and what the loop noted."""
+    if output is not None and to != "tensorboard":
+        check_file(output, overwrite=force)
+    return ShowTimeline(snapshot, "jsonl" if json else to, output, force, verbosity)
