@@ -46,7 +46,8 @@ def make():
     torch.manual_seed(0)
     random.seed(0)
     net = Net()
-    groups = [dict(params=list(net.a.parameters()), lr=1e-3), dict(params=list(net.b.parameters()))]
+    first = [*net.a.parameters(), *net.norm.parameters()]
+    groups = [dict(params=first, lr=1e-3), dict(params=list(net.b.parameters()))]
     return net, torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9))
 
 
