@@ -23,11 +23,9 @@ from reprokit.capture.record import attributes, compact_steps, current_step, tap
 from reprokit.capture.rewind import checkpoint
 from reprokit.capture.save import choose_step
 from reprokit.capture.session import Session
-from reprokit.program.interpreter import Observer, run
-from reprokit.program.ir import Call
 from reprokit.snapshot import environment, format
 from tests.capture.test_fail_open import failing_at_once, failing_late
-from tests.capture.traps_checks import described_once, same_bits
+from tests.capture.traps_checks import described_once, numbers, same_bits
 
 
 class TimeLimit(Exception):
@@ -332,22 +330,10 @@ def test_an_exception_that_the_loop_handles(
         assert (snapshot.step, snapshot.failure.call) == (4, "torch.log")
         assert (snapshot.fidelity == "exact") == (is_known or at == 2), snapshot.fidelity_note
         if snapshot.fidelity == "exact":
-            assert values[4] in _numbers(snapshot)
+            assert values[4] in numbers(snapshot)
         else:
             assert "after an exception" in str(snapshot.fidelity_note)
     signal.signal(signal.SIGALRM, before)
-
-
-def _numbers(snapshot: format.Snapshot) -> set[float]:
-    """The numbers that running a snapshot's program makes."""
-    found: set[float] = set()
-
-    class Numbers(Observer):
-        def after(self, index: int, call: Call, values: Any) -> None:
-            found.update(v.item() for v in values.values() if v.numel() == 1)
-
-    run(snapshot.program, snapshot.tensors, observer=Numbers())
-    return found
 
 
 def _train_interrupted(nth: int) -> int:

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reprokit.capture.record import stack
+from reprokit.capture.record import current_step, stack
 from reprokit.capture.record.drop_unused import still_useful
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.session import Session
 from reprokit.program.ir import Mode
+from reprokit.snapshot.format import load
 from tests.capture.traps_checks import (
     BAD_STEP,
     EXACT,
@@ -28,6 +29,7 @@ from tests.capture.traps_checks import (
     ending,
     fidelity,
     net,
+    numbers,
     silent_root,
     update,
     where,
@@ -124,6 +126,34 @@ def test_an_evaluation_between_two_steps_does_not_pile_up(grad: bool, tmp_path: 
             update(optimizer, classify(model, x, y))
     assert session.snapshots == []
     assert most < 16
+
+
+@pytest.mark.parametrize("num_batches", [1, 8])
+@pytest.mark.parametrize("is_small", [True, False], ids=["kept", "swept"])
+def test_statistics_that_an_unused_call_wrote_are_those_of_an_evaluation(
+    num_batches: int, is_small: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Batch normalisation adapts to some batches, then the loss of an evaluation is NaN in the same step."""
+    if is_small:
+        monkeypatch.setattr(current_step, "_SWEEP_AT", 2**30)
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Session(directory=tmp_path, after="continue", history=3, quiet=True) as session:
+        for step, x, _ in batches(6):
+            if step == 4:
+                with torch.no_grad():
+                    for number in range(num_batches):
+                        model(x * (5 + number))
+                model.eval()
+            value = model(x * 2).mean()
+            if step == 4:
+                seen = value.item()
+            optimizer.zero_grad()
+            (value * torch.log(torch.tensor(-1.0 if step == 4 else 1.0))).backward()
+            optimizer.step()
+    snapshot = load(session.snapshots[0])
+    assert (snapshot.step, snapshot.fidelity) == (4, "exact")
+    assert seen in numbers(snapshot)
 
 
 class Step(nn.Module):

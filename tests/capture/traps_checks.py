@@ -21,6 +21,8 @@ from torch import nn
 
 from reprokit.capture.save import build_snapshot
 from reprokit.capture.session import Session
+from reprokit.program.interpreter import Observer, run
+from reprokit.program.ir import Call
 from reprokit.snapshot.format import Snapshot, load
 from tests.conftest import Run
 
@@ -222,3 +224,15 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _python_generator() -> torch.Tensor:
     return torch.tensor(random.getstate()[1], dtype=torch.int64)
+
+
+def numbers(snapshot: Snapshot) -> set[float]:
+    """The numbers that running a snapshot's program makes."""
+    found: set[float] = set()
+
+    class Numbers(Observer):
+        def after(self, index: int, call: Call, values: Any) -> None:
+            found.update(v.item() for v in values.values() if v.numel() == 1)
+
+    run(snapshot.program, snapshot.tensors, observer=Numbers())
+    return found

@@ -262,9 +262,14 @@ class RunState:
     def _lose(self, entries: list[Entry]) -> None:
         """Calls that nothing depends on were taken off the tape; they may have changed statistics all the same."""
         trained = [entry.target for entry in entries if entry.kind == "module" and entry.is_training]
-        if self.history.is_complete and any(next(module.buffers(), None) is not None for module in trained):
+        if not any(next(module.buffers(), None) is not None for module in trained):
+            return
+        if self.history.is_complete:
             self.before_interrupt()
             self.history.interrupt()
+        kept = self.running.entries  # without the call that is about to run
+        if not any(e.writes_state or (e.kind == "module" and e.output is not None) for e in kept):
+            self.buffers.refresh()  # the step begins with what they have left
 
     def _begin_anew(self) -> None:
         """A converted model is used for the first time: what it is now is where its past begins."""
