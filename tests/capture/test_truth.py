@@ -23,7 +23,7 @@ from reprokit.capture.save import choose_step
 from reprokit.capture.save.build_snapshot import BuiltSnapshot
 from reprokit.capture.save.fidelity import checked
 from reprokit.capture.session import Session
-from reprokit.program import run as program_run
+from reprokit.program import interpreter as program_run
 from reprokit.program.interpreter import execute
 from reprokit.program.ir import Call
 from reprokit.program.memory import same_bits
