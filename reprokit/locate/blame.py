@@ -21,7 +21,7 @@ from reprokit.locate.notes import BadValue, Notes, failure_of_call, phase_of
 from reprokit.locate.ways import CLEAN, MINUS, NAN, PLUS, ways_of
 from reprokit.program.functions import GRAD_READ, GRAD_WRITES, display_name, is_factory
 from reprokit.program.interpreter import Outcome, Tensors
-from reprokit.program.ir import OPAQUE, Call, Program, Scope, iter_refs
+from reprokit.program.ir import OPAQUE, Call, Phase, Program, Scope, iter_refs
 
 __all__ = ["Failure", "exception_failure", "last_bad", "locate", "locate_exception", "locate_with_losses"]
 
@@ -317,7 +317,7 @@ class _Walk:
             found = BadValue(call.input_refs()[0], way, self._last_differentiation(index), is_gradient=True)
             return _blame_gradient(self._program, self._tensors, self.notes, found)
         failure = failure_of_call(self._program, index, phase_of(call), way, value=value)
-        if failure.phase == "forward" and value not in call.output_refs():
+        if failure.phase == Phase.FORWARD and value not in call.output_refs():
             written = (item.name for item in self._program.inputs if item.value == value)
             failure = replace(failure, input_name=next(written, None))
         return _with_place(failure, self.notes, index, value, way)

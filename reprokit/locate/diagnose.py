@@ -24,6 +24,7 @@ from reprokit.locate.trials import TrialBudget, WriteCode, attempt
 from reprokit.locate.underflow import find_underflow
 from reprokit.locate.ways import PLUS, ways_of
 from reprokit.program.interpreter import determinism
+from reprokit.program.ir import Phase
 
 MAX_ALSO = 3
 _MODULES_OF_SIGNS = (edges, labels, operands, precision, training)  # each registers its own
@@ -171,7 +172,7 @@ def _phases(failure: Failure) -> set[str]:
 
     So has a NaN that the origin made and a later call drops.
     """
-    if failure.phase != "backward" or failure.kind == EXCEPTION:
+    if failure.phase != Phase.BACKWARD or failure.kind == EXCEPTION:
         return {failure.phase}
     if not failure.is_derivative:
         return {"forward"}
@@ -209,7 +210,7 @@ def _try_all(
 
 def _fails(scene: Scene) -> bool:
     """True if the step failed when it was run again: its origin returned a bad value, or another run fails."""
-    index = scene.failure.call_index if scene.failure.phase == "forward" else None
+    index = scene.failure.call_index if scene.failure.phase == Phase.FORWARD else None
     origin = scene.seen.get(index) if index is not None else None
     if origin is not None and any(map(ways_of, origin.results.values())):
         return True

@@ -65,7 +65,7 @@ class Failure:
     @property
     def is_derivative(self) -> bool:
         """True if autograd made the bad value: not a call in the backward of a custom autograd function."""
-        return self.phase == "backward" and self.backward_node is not None
+        return self.phase == Phase.BACKWARD and self.backward_node is not None
 
     @property
     def reference(self) -> tuple[str, str]:

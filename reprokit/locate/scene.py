@@ -21,7 +21,7 @@ from reprokit.locate.failure import Failure
 from reprokit.locate.ways import largest_finite
 from reprokit.program.functions import function_named
 from reprokit.program.interpreter import Settings, Tensors, bind_arguments, run
-from reprokit.program.ir import Call, Input, Program, Ref, iter_refs, map_leaves
+from reprokit.program.ir import Call, Input, Phase, Program, Ref, iter_refs, map_leaves
 from reprokit.series import StepNumbers, failing_series
 
 T = TypeVar("T")
@@ -185,7 +185,7 @@ class Scene:
         if call is None or failure.call_index is None:
             return frozenset() if failure.value is None else frozenset([failure.value])
         found = self._ancestors(call.input_refs(), failure.call_index)
-        return found if failure.phase == "forward" else found | self._behind_losses(failure.call_index)
+        return found if failure.phase == Phase.FORWARD else found | self._behind_losses(failure.call_index)
 
     def leads_to_loss(self, call: Call) -> bool:
         """True if a later call is part of what is differentiated or returned, or nothing is."""
@@ -280,9 +280,9 @@ def observe(step: CapturedStep) -> Scene:
 def _needed(step: CapturedStep) -> Program:
     """The program; up to its last call in a forward pass, where the failure is in one too."""
     origin, calls = step.failure.call_index, step.program.calls
-    if origin is None or step.failure.phase != "forward" or step.failure.is_derivative:
+    if origin is None or step.failure.phase != Phase.FORWARD or step.failure.is_derivative:
         return step.program
-    last = max((index for index, call in enumerate(calls) if call.phase == "forward"), default=origin)
+    last = max((index for index, call in enumerate(calls) if call.phase == Phase.FORWARD), default=origin)
     return replace(step.program, calls=calls[: max(origin, last) + 1], outputs=())
 
 

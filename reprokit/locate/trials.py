@@ -25,7 +25,7 @@ from reprokit.locate.scene import Scene, observe
 from reprokit.locate.ways import ways_of
 from reprokit.program.functions import UnknownFunction
 from reprokit.program.interpreter import Outcome, Tensors, run
-from reprokit.program.ir import AUTOGRAD_GRAD, Program, Ref, Site, iter_refs
+from reprokit.program.ir import AUTOGRAD_GRAD, Phase, Program, Ref, Site, iter_refs
 from reprokit.series import StepNumbers
 
 _MODULES_OF_REWRITES = (arguments, replacements)  # each registers its own
@@ -159,7 +159,7 @@ def _finite(edited: Edited, timeline: Sequence[StepNumbers]) -> tuple[str, bool 
     note = f" (about {usual:.3g} in the steps before)" if is_plausible is False and usual is not None else ""
     words = [f"loss {', '.join(f'{number:.4g}' for number in numbers)}{note}"] if numbers else []
     words += [_all_words(list(outcome.gradients.values()), "gradient")] if outcome.gradients else []
-    if any(call.is_optimizer_step or call.phase == "optimizer" for call in program.calls):
+    if any(call.is_optimizer_step or call.phase == Phase.OPTIMIZER for call in program.calls):
         after = [outcome.inputs[item.value] for item in program.inputs if item.role == "parameter"]
         words.append(_all_words(after, "parameter") + " after the step")
     if not words and outcome.values:

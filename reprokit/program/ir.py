@@ -157,7 +157,7 @@ class Call:
     scope: tuple[Scope, ...] = ()
     site: Site | None = None
     mode: Mode = Mode()
-    phase: str = "forward"
+    phase: str = Phase.FORWARD
 
     @property
     def name(self) -> str:

@@ -31,6 +31,7 @@ from reprokit.program.ir import (
     Input,
     Mode,
     ModuleNote,
+    Phase,
     Program,
     Ref,
     Scope,
@@ -75,7 +76,7 @@ class Tracer(TorchFunctionMode):
         self.inputs: list[Input] = []
         self.tensors: dict[int, torch.Tensor] = {}
         self.modules: dict[str, ModuleNote] = {}
-        self.phase = "forward"
+        self.phase = Phase.FORWARD
         self.outer_site: Site | None = None
         self.outer_scope: tuple[Scope, ...] = ()
         self.functions = CustomFunctions(self)

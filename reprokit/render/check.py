@@ -16,7 +16,7 @@ from reprokit.locate.failure import Failure
 from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, ways_of
 from reprokit.program.functions import is_in_place
 from reprokit.program.interpreter import Outcome, Tensors, run
-from reprokit.program.ir import AUTOGRAD_GRAD, Input, Program, iter_refs
+from reprokit.program.ir import AUTOGRAD_GRAD, Input, Phase, Program, iter_refs
 from reprokit.render.code import Code, write_program
 from reprokit.render.expression import quoted
 from reprokit.render.layout import fold
@@ -89,7 +89,7 @@ def _about(subject: Subject, failure: Failure, code: Code) -> str:
     name = code.names[subject.value]
     if subject.is_gradient:
         return f"{name}.grad"
-    if failure.phase == "optimizer" and failure.call is not None and failure.call.startswith("torch.optim."):
+    if failure.phase == Phase.OPTIMIZER and failure.call is not None and failure.call.startswith("torch.optim."):
         return f"after {failure.call.split('.')[2]}.step(), {name}"
     expression = code.expressions.get(subject.value, name)
     return expression if len(expression) <= _MAX_MESSAGE else name
@@ -248,7 +248,7 @@ def _function(name: str, given: Candidate, failure: Failure) -> Code:
     shown = [item for item in given.program.inputs if item.role != "rng"]
     keep = [failure.value, *(item.value for item in shown)]
     code = write_program(given.program, given.tensors, keep=keep, reserved=_WORDS_OF_A_COMPARISON)
-    is_gradient = failure.phase == "backward"
+    is_gradient = failure.phase == Phase.BACKWARD
     result = code.names[failure.value] + (".grad" if is_gradient else "")
     head = f"def {name}({', '.join(code.names[item.value] for item in shown)}):"
     body = [head, *(_INDENT + line if line else line for line in code.body), f"{_INDENT}return {result}"]

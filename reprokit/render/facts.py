@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from reprokit.locate.failure import Failure, root_of
+from reprokit.program.ir import Phase
 from reprokit.render import wording
 from reprokit.series import has_several_optimizers
 from reprokit.snapshot.environment import Environment
@@ -69,7 +70,12 @@ def where(snapshot: Snapshot) -> str:
     failure, inside = snapshot.failure, module(snapshot)
     phase = wording.phase_words(failure)
     place = f", in module {wording.code_span(inside)}" if inside else ""
-    if failure.call is not None and not failure.module and failure.phase != "optimizer" and phase != wording.OUTSIDE:
+    if (
+        failure.call is not None
+        and not failure.module
+        and failure.phase != Phase.OPTIMIZER
+        and phase != wording.OUTSIDE
+    ):
         place = f", {wording.OUTSIDE}"
     return f"{phase}{', without gradients' if _is_without_gradients(snapshot) else ''}{place}"
 
@@ -77,7 +83,7 @@ def where(snapshot: Snapshot) -> str:
 def _is_without_gradients(snapshot: Snapshot) -> bool:
     """True if everything that ran, ran under ``no_grad``: such as a validation pass."""
     calls = snapshot.program.calls
-    return snapshot.failure.phase == "forward" and bool(calls) and not any(call.mode.grad for call in calls)
+    return snapshot.failure.phase == Phase.FORWARD and bool(calls) and not any(call.mode.grad for call in calls)
 
 
 def origin(snapshot: Snapshot, failure: Failure) -> str:
@@ -124,7 +130,7 @@ def when(snapshot: Snapshot) -> str:
     Where optimizers take turns, what went before may have been another one's.
     """
     done, words = snapshot.micro_step, f"step {snapshot.step}"
-    if not done or snapshot.failure.phase == "optimizer" or has_several_optimizers(snapshot.timeline):
+    if not done or snapshot.failure.phase == Phase.OPTIMIZER or has_several_optimizers(snapshot.timeline):
         return words
     return f"{words}, micro-step {done + 1} (after {counted(done, 'backward pass', 'backward passes')})"
 

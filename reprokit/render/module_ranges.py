@@ -15,7 +15,7 @@ from reprokit.errors import ReprokitError
 from reprokit.locate.failure import Failure
 from reprokit.locate.ranges import Range
 from reprokit.measure.rows import FrameRow, Role
-from reprokit.program.ir import AUTOGRAD_BACKWARD, Program, Scope
+from reprokit.program.ir import AUTOGRAD_BACKWARD, Phase, Program, Scope
 from reprokit.render.call_code import labels
 from reprokit.render.survey import Survey, survey, written_by
 from reprokit.snapshot.format import Snapshot
@@ -134,7 +134,7 @@ class _Frames:
         """True unless a call belongs to the backward of a custom function, which reads what its forward saved."""
         call = self._found.program.calls[reader]
         is_loop = call.is_differentiation and (call.target != AUTOGRAD_BACKWARD or call.site is not None)
-        return call.phase != "backward" or is_loop
+        return call.phase != Phase.BACKWARD or is_loop
 
     def _outputs_of(self, indexes: list[int], inside: set[int]) -> Ranges:
         last = {v: i for i in indexes for v in written_by(self._found.program.calls[i], self._found.failure)}
@@ -200,10 +200,10 @@ def _until_failure(
 ) -> tuple[Rows, Rows]:
     """The frames that were over when the step failed, and the one in which it did."""
     origin = failure.call_index
-    if origin is None or failure.phase == "optimizer":
+    if origin is None or failure.phase == Phase.OPTIMIZER:
         return forward, backward
     own = next((place for place, (key, _) in enumerate(ordered) if key == program.calls[origin].scope), None)
-    if failure.phase == "backward":
+    if failure.phase == Phase.BACKWARD:
         return forward, backward if own is None else backward[: len(ordered) - own]
     over = [place for place, (_, indexes) in enumerate(ordered) if indexes[-1] < origin and place != own]
     return [forward[place] for place in (*over, *(() if own is None else (own,)))], []

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from reprokit.locate.failure import Drop, Failure
+from reprokit.program.ir import Phase
 from reprokit.snapshot.redact import redact_source, redact_text
 
 if TYPE_CHECKING:
@@ -84,14 +85,14 @@ def headline(failure: Failure) -> str:
         return f"{call} is {kind} before the first call"
     if failure.is_derivative:
         return f"gradient of {call} is {kind}"
-    if failure.phase == "optimizer" and failure.call.startswith("torch.optim."):
+    if failure.phase == Phase.OPTIMIZER and failure.call.startswith("torch.optim."):
         return f"{call} makes a parameter {kind}"
     return f"{call} writes {kind} into {written(failure)}" if written(failure) else f"{call} returns {kind}"
 
 
 def written(failure: Failure) -> str:
     """The input that the origin wrote the bad value into, by the last part of its name; empty for a result."""
-    is_written = failure.call is not None and failure.phase == "forward" and failure.input_name is not None
+    is_written = failure.call is not None and failure.phase == Phase.FORWARD and failure.input_name is not None
     return str(failure.input_name).rpartition(".")[2] if is_written else ""
 
 
@@ -114,7 +115,7 @@ def observed(failure: Failure, *, is_forward_finite: bool = True) -> str:
         node = f" ({failure.backward_node})" if failure.backward_node else ""
         fine = ", while its forward result is finite" if is_forward_finite else ""
         return f"The backward pass of {name}{node} turns a finite gradient into {kind}{fine}."
-    if failure.phase == "optimizer" and failure.call.startswith("torch.optim."):
+    if failure.phase == Phase.OPTIMIZER and failure.call.startswith("torch.optim."):
         return f"{name} turns a finite parameter with a finite gradient into {kind}."
     places = {"optimizer": "the optimizer step", "backward": _CUSTOM}
     inside = f", called in {places[failure.phase]}," if failure.phase in places else ""
@@ -157,7 +158,7 @@ def expected(failure: Failure) -> str:
         return "Inputs are free of such values, or are rejected where they enter."
     if failure.is_derivative:
         return "A finite gradient."
-    if failure.phase == "optimizer":
+    if failure.phase == Phase.OPTIMIZER:
         return "A finite parameter after the step."
     return "A finite result."
 
@@ -255,9 +256,14 @@ def phase_words(failure: Failure) -> str:
     if failure.is_of_whole_step:
         return "over the whole step"
     is_called = failure.kind == "exception" and failure.call is not None
-    if is_called and failure.phase == "forward" and failure.module is None:
+    if is_called and failure.phase == Phase.FORWARD and failure.module is None:
         return OUTSIDE
-    if failure.phase == "backward" and failure.kind in ("nan", "inf") and failure.call and not failure.is_derivative:
+    if (
+        failure.phase == Phase.BACKWARD
+        and failure.kind in ("nan", "inf")
+        and failure.call
+        and not failure.is_derivative
+    ):
         return f"in {_CUSTOM}"
     return {"forward": "in the forward pass", "backward": "in the backward pass", "optimizer": "in the optimizer step"}[
         failure.phase

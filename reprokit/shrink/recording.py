@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from reprokit.program.interpreter import run
-from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Input, Program, Ref, iter_refs
+from reprokit.program.ir import AUTOGRAD_BACKWARD, Call, Input, Phase, Program, Ref, iter_refs
 from reprokit.program.memory import copy_of
 from reprokit.shrink.candidate import Candidate
 
@@ -98,7 +98,7 @@ class Excerpt:
         """Add a backward pass from the outputs that gradients arrived at in pass ``number``; True if there are any."""
         found = {output: self.recording.gradients.get(output, [])[number:][:1] for output in outputs}
         starts = {Ref(output): self._add(gradient, "gradient") for output, given in found.items() for gradient in given}
-        self.calls.append(Call(AUTOGRAD_BACKWARD, (list(starts), list(starts.values())), phase="backward"))
+        self.calls.append(Call(AUTOGRAD_BACKWARD, (list(starts), list(starts.values())), phase=Phase.BACKWARD))
         return bool(starts)
 
     def update(self, index: int, parameters: Container[int], *, is_alone: bool) -> None:

@@ -117,7 +117,7 @@ def is_clean(program: Program, tensors: Tensors, signature: Signature, ways: fro
     An incoming gradient has to be finite. A new NaN is never fine; a new infinity of another way than the failure's,
     such as a mask filled with ``-inf``, is a legal value.
     """
-    forbidden = {NAN} if signature.phase == "backward" else {NAN, *ways}
+    forbidden = {NAN} if signature.phase == Phase.BACKWARD else {NAN, *ways}
     gradients = (item for item in program.inputs if item.role == "gradient")
     if any(ways_of(tensors[item.value]) for item in gradients):
         return False
@@ -137,10 +137,10 @@ def ways_given(program: Program, tensors: Tensors) -> frozenset[str]:
 
 
 def _position(failure: Failure, program: Program) -> tuple[Any, ...] | None:
-    if failure.phase not in ("forward", "backward") or failure.call_index is None or failure.value is None:
+    if failure.phase not in (Phase.FORWARD, Phase.BACKWARD) or failure.call_index is None or failure.value is None:
         return None
     call = program.calls[failure.call_index]
-    if call.is_differentiation or (failure.phase == "forward" and failure.value in call.output_refs()):
+    if call.is_differentiation or (failure.phase == Phase.FORWARD and failure.value in call.output_refs()):
         return None  # in a second derivative its arguments are no operands; a result has no place among them
     return next((path for path, leaf in leaves(call) if leaf == Ref(failure.value)), None)
 

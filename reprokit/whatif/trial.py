@@ -22,6 +22,7 @@ from torch.utils.benchmark import Timer
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.ways import ways_of
 from reprokit.program.interpreter import Outcome, Settings, determinism, run
+from reprokit.program.ir import Phase
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.mismatch import results_of
 from reprokit.shrink.checks.references import CompiledProgram, default_dtype, in_dtype, on_device
@@ -232,7 +233,7 @@ def _judged(
 
 def _silence(failure: Failure, candidate: Candidate) -> str:
     """The words for a failure that anomaly mode does not report, with the reason if that is known."""
-    if failure.phase != "backward" or not any(call.is_differentiation for call in candidate.program.calls):
+    if failure.phase != Phase.BACKWARD or not any(call.is_differentiation for call in candidate.program.calls):
         return f"{_ANOMALY_IS_SILENT} (it only looks for NaN in the backward pass)"
     return f"{_ANOMALY_IS_SILENT} (it only looks for NaN)" if failure.kind == "inf" else _ANOMALY_IS_SILENT
 
@@ -251,7 +252,7 @@ def _words(failure: Failure) -> str:
         origin = f"already in `{failure.input_name}`" if failure.input_name else "over the whole step"
     else:
         origin = f"from `{failure.call}`"
-    where = " in the backward pass" if failure.phase == "backward" else ""
+    where = " in the backward pass" if failure.phase == Phase.BACKWARD else ""
     return f"{failure.kind} {origin}{where}"
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from reprokit.capture.record import kinds
 from reprokit.capture.record.compact_steps import Freezer, PastStep
 from reprokit.capture.record.entry import Entry, versions_of
 from reprokit.capture.session import Session
@@ -30,7 +31,7 @@ from tests.capture.traps_checks import (
 
 def noted(name: str, target: Any, *args: Any, **kwargs: Any) -> Entry:
     """The entry of a call that is made here."""
-    entry = Entry("function", target, args, kwargs, Mode(), None, name, versions=versions_of(args, kwargs))
+    entry = Entry(kinds.FUNCTION, target, args, kwargs, Mode(), None, name, versions=versions_of(args, kwargs))
     entry.output = target(*args, **kwargs)
     return entry
 

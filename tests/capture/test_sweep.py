@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from reprokit.capture.record import current_step, stack
+from reprokit.capture.record import current_step, kinds, stack
 from reprokit.capture.record.drop_unused import still_useful
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.session import Session
@@ -58,7 +58,7 @@ def calls(num_rounds: int, keep: Callable[[int], bool]) -> tuple[list[Entry], li
         x = torch.ones(2)
         hidden = x + 1
         result = hidden * 2
-        entries += [entry("module", hidden, x), entry("function", result, hidden)]
+        entries += [entry(kinds.MODULE, hidden, x), entry(kinds.FUNCTION, result, hidden)]
         if keep(number):
             kept.append(result)
     return entries, kept
@@ -87,7 +87,7 @@ def test_results_inside_of_something(wrap: Callable[[torch.Tensor], Any], holds:
     for number in range(3):
         tensor = torch.ones(2) + 1
         output = wrap(tensor)
-        entries.append(entry("module", output, torch.ones(2)))
+        entries.append(entry(kinds.MODULE, output, torch.ones(2)))
         if number == 1:
             held.append({"nothing": None, "container": output, "tensor": tensor}[holds])
         del tensor, output
@@ -97,7 +97,7 @@ def test_results_inside_of_something(wrap: Callable[[torch.Tensor], Any], holds:
 def test_what_was_differentiated_stays() -> None:
     entries, kept = calls(3, lambda number: False)
     loss = entries[3].output
-    entries.append(entry("differentiate", None, loss))
+    entries.append(entry(kinds.BACKWARD, None, loss))
     del loss
     assert still_useful(entries) == [*entries[2:4], entries[-1]]
     assert not kept

@@ -14,7 +14,9 @@ import torch
 
 from reprokit.arrivals import has_arrived
 from reprokit.capture.hooks.policy import Policy
+from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
+from reprokit.capture.record.kinds import EntryKind
 from reprokit.capture.record.state import owned_by
 from reprokit.capture.record.structure import repeatable
 from reprokit.capture.run.run_state import RunState
@@ -42,7 +44,7 @@ class WholeCalls:
         tape.wake()
         if not tape.is_outermost:
             return target(*args, **kwargs)
-        entry = Entry("zero_grad", target, args, kwargs, _PLAIN_MODE)
+        entry = Entry(kinds.ZERO_GRAD, target, args, kwargs, _PLAIN_MODE)
         popped = tape.step_aside()
         try:
             output = target(*args, **kwargs)
@@ -74,7 +76,7 @@ class WholeCalls:
         """Clip gradients; the norm, if there is one, is checked with the gradients."""
         if self._tape.only_judges or not self._tape.enabled:
             return target(*args, **kwargs)
-        output, _ = self._perform("clip", target, args, kwargs, sys._getframe(2))
+        output, _ = self._perform(kinds.CLIP, target, args, kwargs, sys._getframe(2))
         if isinstance(output, torch.Tensor):
             self._policy.clipped = self._run_state.timeline.grad_norm = output.detach()
         return output
@@ -85,7 +87,7 @@ class WholeCalls:
         if not self._tape.enabled or not scaler.is_enabled():
             return target(*args, **kwargs)
         self._tape.only_judges = False
-        output, entry = self._perform("scale", target, args, kwargs, sys._getframe(2))
+        output, entry = self._perform(kinds.SCALE, target, args, kwargs, sys._getframe(2))
         if entry is not None:
             entry.settings = self._tape.guard(self._run_state.scalers.scaled, scaler)
         return output
@@ -102,7 +104,7 @@ class WholeCalls:
             tape.running.gaps.append(None)
             raise
         frame = sys._getframe(2)
-        tape.guard(lambda: tape.note("unscale", target, frame, (None, args[1], args[2].detach().clone())))
+        tape.guard(lambda: tape.note(kinds.UNSCALE, target, frame, (None, args[1], args[2].detach().clone())))
         return output
 
     def quietly(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,7 +116,7 @@ class WholeCalls:
 
     def _perform(
         self,
-        kind: str,
+        kind: EntryKind,
         target: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -135,7 +137,7 @@ class WholeCalls:
             if entry is not None:
                 entry.kwargs = kwargs
                 tape.running.raised = error, tape.running.entries.pop()
-                if kind == "clip" and tape.guard(has_arrived, error):
+                if kind is kinds.CLIP and tape.guard(has_arrived, error):
                     tape.running.gaps.append(None)
             raise
         entry = tape.guard(tape.note, kind, target, frame, args) if is_outermost else None

@@ -20,6 +20,7 @@ from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, wh
 
 from reprokit.capture.hooks.on_failure import Failures
 from reprokit.capture.hooks.policy import Policy
+from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import Noted, is_of_torch
 from reprokit.capture.record.entry import Entry, versions_of
 from reprokit.capture.record.frames import compiled_call, learn_loop
@@ -319,7 +320,7 @@ class Stepping:
                 self._run_state.history.interrupt()
             else:
                 frame = sys._getframe(2)
-                entry = tape.note("optimizer", optimizer, frame)
+                entry = tape.note(kinds.OPTIMIZER, optimizer, frame)
                 learn_loop(entry.code, frame)
                 noted, self._attributes = self._attributes, None
                 entry.settings = {"options": options_of(optimizer), "scaler": self._in_kernel, "attributes": noted}

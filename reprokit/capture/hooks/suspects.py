@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.frames import may_end_loop
 from reprokit.capture.record.screens import bad_tensor, is_bad
@@ -60,7 +61,7 @@ class Suspects:
                 return
         nearest: tuple[torch.Tensor, Entry] | None = None
         for entry, outputs in self._made_before(tensor):
-            if entry.kind == "clip" or entry.name == _GRADIENT:
+            if entry.kind is kinds.CLIP or entry.name == _GRADIENT:
                 self._suspect_gradient()
                 return
             loss = next((output for output in outputs if _is_loss(output)), None)
@@ -93,7 +94,7 @@ class Suspects:
             self._running.suspect = Suspect("output", pending, maker, False, self._run_state.timeline.loss)
 
     def _is_training(self) -> bool:
-        modules = [entry.target for entry in self._running.entries if entry.kind == "module"]
+        modules = [entry.target for entry in self._running.entries if entry.kind is kinds.MODULE]
         return not modules or any(module.training for module in modules)
 
     def _suspect_loss(self, loss: torch.Tensor, maker: Entry) -> None:
@@ -103,7 +104,7 @@ class Suspects:
             suspect = Suspect("loss", pending, begun or maker, begun is not None, loss.detach())
             self._running.suspect = suspect
             if begun is not None:
-                calls = [entry for entry in self._since(suspect) if entry.kind == "differentiate"]
+                calls = [entry for entry in self._since(suspect) if entry.kind is kinds.BACKWARD]
                 suspect.num_later = 1 + sum(entry.target is not torch.autograd.grad for entry in calls)
                 self._run_state.iterations.micro_step -= suspect.num_later
 
@@ -111,14 +112,14 @@ class Suspects:
         """The backward call that has been made already from a loss, or from what was computed of it."""
         made = {id(loss)}
         for entry in self._running.entries:
-            if entry.kind == "differentiate" and any(id(start) in made for start in entry.starts):
+            if entry.kind is kinds.BACKWARD and any(id(start) in made for start in entry.starts):
                 return entry
             if any(id(given) in made for given, _ in entry.versions):
                 made.update(id(tensor) for tensor in iter_tensors(entry.output))
         return None
 
     def _suspect_gradient(self) -> None:
-        calls = [entry for entry in self._running.entries if entry.kind == "differentiate"]
+        calls = [entry for entry in self._running.entries if entry.kind is kinds.BACKWARD]
         if calls and not self._run_state.scalers.is_used and self._has_bad_gradient():
             self._running.suspect = Suspect("gradient", None, calls[-1], True, self._run_state.timeline.loss)
 
@@ -148,7 +149,7 @@ class Suspects:
         if self._is_dropped(suspect):
             return "skipped"
         if not suspect.has_begun:
-            has_backward = any(entry.kind == "differentiate" for entry in self._running.entries)
+            has_backward = any(entry.kind is kinds.BACKWARD for entry in self._running.entries)
             return "harmless" if has_backward and not self._has_come_round(suspect) else suspect.when_passed
         if optimizer is not None and suspect.is_read and self._has_gone_back(suspect):
             own = {id(p) for p in parameters_of(optimizer)}
@@ -159,14 +160,14 @@ class Suspects:
     def leave_out(self, suspect: Suspect) -> None:
         """Mark the calls of a skipped step, and take off the tape what made or used its gradients, which are gone."""
         entries, is_given = self._running.entries, _gives_gradients(suspect)
-        drops = {id(e) for e in entries if e.kind == "differentiate"} if is_given else drops_in(entries)
+        drops = {id(e) for e in entries if e.kind is kinds.BACKWARD} if is_given else drops_in(entries)
         ends = (n + 1 for n, e in enumerate(entries) if id(e) in drops)
         end = max(ends, default=0) if suspect.has_begun else len(entries) - len(self._since(suspect))
         are_gone = is_given or not any(p.grad is not None and bool(p.grad.any()) for p in self._leaves())
         for entry in entries[:end]:
             entry.is_skipped = True
         entries[:] = [e for e in entries if e is not suspect.pending and not (are_gone and _is_of_gradients(e))]
-        self._running.differentiations = [entry for entry in entries if entry.kind == "differentiate"]
+        self._running.differentiations = [entry for entry in entries if entry.kind is kinds.BACKWARD]
 
     def is_of_suspect(self, suspect: Suspect, written: Any) -> bool:
         """True if the loop is about to write its update into ``written``, and not, say, into a moving average."""
@@ -195,7 +196,7 @@ class Suspects:
 
     def has_bad_gradient_without_update(self) -> bool:
         """True if the loop has called backward, never made an update, and left bad gradients."""
-        has_backward = any(entry.kind == "differentiate" for entry in self._running.entries)
+        has_backward = any(entry.kind is kinds.BACKWARD for entry in self._running.entries)
         return has_backward and not self._run_state.iterations.total and self._has_bad_gradient()
 
     def _is_dropped(self, suspect: Suspect) -> bool:
@@ -214,9 +215,9 @@ class Suspects:
         Those that an optimizer updates; all parameters if no optimizer that is known updates any of them.
         """
         drops = self._drops_since(suspect)
-        if any(entry.kind != "zero_grad" for entry in drops):  # gradients are cleared or repaired one by one
+        if any(entry.kind is not kinds.ZERO_GRAD for entry in drops):  # gradients are cleared or repaired one by one
             return []
-        calls = [entry.args[0] for entry in self._running.entries if entry.kind == "zero_grad"]
+        calls = [entry.args[0] for entry in self._running.entries if entry.kind is kinds.ZERO_GRAD]
         optimizers = [*self._run_state.history.optimizers, *(o for o in calls if isinstance(o, torch.optim.Optimizer))]
         updated = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
         leaves = _parameters_behind(suspect)
@@ -271,11 +272,11 @@ def _gives_gradients(suspect: Suspect) -> bool:
 
 
 def _is_of_gradients(entry: Entry) -> bool:
-    return entry.is_skipped and entry.kind in ("differentiate", "clip", "unscale")
+    return entry.is_skipped and entry.kind in (kinds.BACKWARD, kinds.CLIP, kinds.UNSCALE)
 
 
 def _builds_graph(entry: Entry) -> bool:
-    is_forward = entry.kind in ("module", "function", "transform")
+    is_forward = entry.kind in kinds.FORWARD
     return is_forward and any(tensor.requires_grad for tensor in iter_tensors(entry.output))
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.structure import ATOMS, iter_tensors
 
@@ -171,7 +172,7 @@ def put_first_back(entries: Iterable[Entry]) -> None:
     """Give the root modules the attributes that they had in their first calls among ``entries``."""
     first: dict[int, Noted] = {}
     for entry in entries:
-        if entry.kind == "module" and entry.settings is not None:
+        if entry.kind is kinds.MODULE and entry.settings is not None:
             first.setdefault(id(entry.target), entry.settings)
     for noted in first.values():
         noted.put_back()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import TENSORS, Entry, PlainEntry
 from reprokit.capture.record.function_facts import facts_of
 from reprokit.capture.record.state import num_bytes
@@ -122,7 +123,7 @@ class Freezer:
                 head = flat[position + 1 : position + _PLAIN_HEAD]
                 target, mode, code, instruction, writes, names, num_args, num_outputs, num_versions = head
                 position += _PLAIN_HEAD
-                entry = Entry("function", target, (), {}, mode, None, facts_of(target).name, code, instruction)
+                entry = Entry(kinds.FUNCTION, target, (), {}, mode, None, facts_of(target).name, code, instruction)
                 entry.writes_state, entry.writes_view = writes
             else:
                 head = flat[position : position + _HEAD]
@@ -191,7 +192,7 @@ class Freezer:
         for step in reversed(earlier):
             for entry in reversed(step):
                 outputs = {id(tensor) for tensor in iter_tensors(entry.output)}
-                if entry.kind in ("module", "function", "transform") and not entry.writes_state and outputs & needed:
+                if entry.kind in kinds.FORWARD and not entry.writes_state and outputs & needed:
                     makers.insert(0, entry)
                     needed = (needed - outputs) | (_graphs_in(entry) & made)
         if needed:
@@ -397,10 +398,10 @@ class _Freezing:
 
 def _reached_backward(entries: Sequence[Entry]) -> set[int]:
     """The ids of the tensors whose graphs backward calls may go through; of all tensors if there is no such call."""
-    is_open = all(entry.kind != "differentiate" for entry in entries)
+    is_open = all(entry.kind is not kinds.BACKWARD for entry in entries)
     reached: set[int] = set()
     for entry in reversed(entries):
-        is_start = is_open or entry.kind == "differentiate" or entry.writes_view
+        is_start = is_open or entry.kind is kinds.BACKWARD or entry.writes_view
         made = () if is_start or entry.reads_values else iter_tensors(entry.output)
         if is_start or any(id(tensor) in reached for tensor in made):
             reached.update(id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs)))
@@ -422,7 +423,7 @@ def _of_use(entries: list[Entry]) -> list[Entry]:
             if entry.is_nested:
                 needed.update(map(id, itertools.chain.from_iterable(_sequences(entry.args))))
         else:
-            is_trained = is_trained or entry.kind == "differentiate"
+            is_trained = is_trained or entry.kind is kinds.BACKWARD
             for value in (*entry.args, *entry.kwargs.values()):
                 needed.update((id(value),) if value.__class__ in TENSORS else map(id, iter_tensors(value)))
         kept.append(entry)
@@ -462,7 +463,7 @@ def _graphs_in(entry: Entry) -> set[int]:
     return set() if entry.reads_values else {id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs))}
 
 
-_FORWARDS = ("module", "transform", "differentiate")
+_FORWARDS = (kinds.MODULE, kinds.TRANSFORM, kinds.BACKWARD)
 _MANY = 32  # tensors that a call joins, such as the samples of a batch
 _FEW = 256  # tensors that may be carried before those that are gone are looked for
 _PLAIN = object()  # marks an entry of the usual kind, with less before its arguments
@@ -477,4 +478,4 @@ _NO_MARKS = (False, False, False, None, None)
 _NO_RNG = (None, None)
 _NO_ENTRIES: list[Entry] = []
 _NOTHING_SAVED: dict[int, torch.Tensor] = {}
-_WITHOUT_RESULTS = frozenset({"zero_grad", "clip", "unscale"})  # are not given what the step made
+_WITHOUT_RESULTS = frozenset({kinds.ZERO_GRAD, kinds.CLIP, kinds.UNSCALE})  # are not given what the step made

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from reprokit.arrivals import ignored_errors
+from reprokit.capture.record import kinds
 from reprokit.capture.record.drop_unused import drop_unused, still_useful
 from reprokit.capture.record.entry import TENSORS, Entry, PlainEntry, unwrapped
 from reprokit.capture.record.inplace_writes import WrittenMemory
@@ -116,7 +117,7 @@ class RunningStep:
 
     def forget_gradients(self) -> None:
         """All gradients are gone, and with them those of interrupted backward calls."""
-        self.gaps = [gap for gap in self.gaps if gap is None or gap.kind != "differentiate"]
+        self.gaps = [gap for gap in self.gaps if gap is None or gap.kind is not kinds.BACKWARD]
 
     def add(self, entry: Entry) -> None:
         """Note a call with everything that it made."""
@@ -212,14 +213,14 @@ def _bytes_of(entry: Entry, given: set[int]) -> int:
         if id(tensor) not in given:
             given.add(id(tensor))
             size += tensor.numel()
-    return (_MODULE_BYTES if entry.kind == "module" else _CALL_BYTES) + _ITEM_BYTES * size
+    return (_MODULE_BYTES if entry.kind is kinds.MODULE else _CALL_BYTES) + _ITEM_BYTES * size
 
 
 def _has_written(entry: Entry) -> bool:
     """True if a call that raised may have written something."""
-    if entry.kind == "module":
+    if entry.kind is kinds.MODULE:
         return entry.is_training and any(module._buffers for module in unwrapped(entry.target).modules())
-    if entry.kind == "differentiate" and entry.target is not torch.autograd.grad:
+    if entry.kind is kinds.BACKWARD and entry.target is not torch.autograd.grad:
         return True  # some gradients
     return any(t._version != v for t, v in entry.versions if v >= 0)
 
@@ -232,7 +233,7 @@ def _held(entry: Entry) -> list[torch.Tensor]:
 
 def _is_by_value(entry: Entry) -> bool:
     """True if what a call returned can be used by value: no gradient flows through it, and it has changed nothing."""
-    if entry.kind not in ("function", "module", "transform") or entry.writes_state or entry.writes_view:
+    if entry.kind not in kinds.FORWARD or entry.writes_state or entry.writes_view:
         return False
     outputs = list(iter_tensors(entry.output))
     return bool(outputs) and not any(tensor.requires_grad for tensor in outputs)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import TENSORS, Entry, PlainEntry
 from reprokit.capture.record.structure import iter_tensors
 
@@ -60,7 +61,7 @@ def still_useful(entries: list[Entry]) -> list[Entry]:
 
 
 def _changes_something(entry: Entry) -> bool:
-    is_pure = entry.kind in ("module", "function", "transform") and not (entry.writes_state or entry.writes_view)
+    is_pure = entry.kind in kinds.FORWARD and not (entry.writes_state or entry.writes_view)
     return not is_pure or entry.output is None
 
 

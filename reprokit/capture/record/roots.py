@@ -17,6 +17,7 @@ import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 from torch.nn.utils.stateless import _functional_call
 
+from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import AttributeWatch
 from reprokit.capture.record.current_step import Listener, RunningStep
 from reprokit.capture.record.entry import Entry, generator_states, unwrapped, versions_of
@@ -170,9 +171,9 @@ class RootCalls:
         self.meet(module)
         drawn, running.generators = running.generators, None
         user = first_user_frame(frame)
-        kind, target = "module", cast("Any", module)
+        kind, target = kinds.MODULE, cast("Any", module)
         if frame.f_code is _FUNCTIONAL_CALL:  # the module has other parameters until this call is over
-            kind, target = "function", torch.func.functional_call
+            kind, target = kinds.FUNCTION, torch.func.functional_call
             args, kwargs = (module, frame.f_locals["parameters_and_buffers"], args, kwargs), {}
         entry = Entry(kind, target, args, kwargs, current_mode(), None, "", user.f_code, user.f_lasti)
         entry.versions = versions = versions_of(args, kwargs)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.state import parameters_of
 from reprokit.capture.record.structure import iter_tensors
@@ -53,7 +54,7 @@ def bad_tensor(tensors: Iterable[torch.Tensor]) -> int | None:
 def judged(entries: list[Entry], start: torch.Tensor) -> torch.Tensor:
     """The tensor to judge: what the grad scaler was given, if ``start`` is its product."""
     for entry in reversed(entries):
-        if entry.kind == "scale" and any(tensor is start for tensor in iter_tensors(entry.output)):
+        if entry.kind is kinds.SCALE and any(tensor is start for tensor in iter_tensors(entry.output)):
             olds, news = iter_tensors(entry.args[1]), iter_tensors(entry.output)
             return next(old for old, new in zip(olds, news, strict=True) if new is start)
     return start

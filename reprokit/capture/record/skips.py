@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry, gradients_read
 from reprokit.capture.record.screens import is_bad
 from reprokit.capture.record.structure import iter_tensors
@@ -87,7 +88,7 @@ _CARRIES = {  # and whether true means false then
 
 def was_skipped(entries: Sequence[Entry], position: int) -> bool:
     """True for a backward call at ``position`` of a past step whose gradients were cleared before its update."""
-    if entries[position].kind != "differentiate":
+    if entries[position].kind is not kinds.BACKWARD:
         return False
     later = entries[position + 1 :]
     update = next((number for number, entry in enumerate(later) if _updates(entry)), len(later))
@@ -110,7 +111,7 @@ def sets_gradients(entries: Sequence[Entry], position: int) -> bool:
 
 
 def _updates(entry: Entry) -> bool:
-    return entry.kind == "optimizer" or entry.writes_state
+    return entry.kind is kinds.OPTIMIZER or entry.writes_state
 
 
 def _covers(entry: Entry, optimizer: Any) -> bool:
@@ -136,7 +137,7 @@ def _corrects(entry: Entry, read: Set[int]) -> bool:
 def _drops(entry: Entry, read: Set[int]) -> bool:
     if entry.name == _ZERO:
         return id(entry.args[0]) in read
-    return entry.kind == "zero_grad" or entry.name in GRAD_WRITES
+    return entry.kind is kinds.ZERO_GRAD or entry.name in GRAD_WRITES
 
 
 def drops_in(entries: Sequence[Entry]) -> set[int]:

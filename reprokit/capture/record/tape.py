@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from reprokit.capture.record import kinds
 from reprokit.capture.record.current_step import Listener, RunningStep
 from reprokit.capture.record.entry import (
     TENSORS,
@@ -27,6 +28,7 @@ from reprokit.capture.record.entry import (
 )
 from reprokit.capture.record.frames import caller_of, first_user_frame, plain_caller
 from reprokit.capture.record.function_facts import FACTS, OPERATORS, UNKNOWN, Facts, facts_of
+from reprokit.capture.record.kinds import EntryKind
 from reprokit.capture.record.roots import RootCalls
 from reprokit.capture.record.skips import is_telling
 from reprokit.capture.record.stack import StackedMode
@@ -67,7 +69,7 @@ class Tape(StackedMode):
         self.enabled = False
         self.roots.uninstall()
 
-    def note(self, kind: str, target: Any, frame: FrameType, args: tuple[Any, ...] = ()) -> Entry:
+    def note(self, kind: EntryKind, target: Any, frame: FrameType, args: tuple[Any, ...] = ()) -> Entry:
         """Add an entry for something that is not a torch function, such as an optimizer's step."""
         user = first_user_frame(frame)
         entry = Entry(kind, target, args, {}, current_mode(), None, "", user.f_code, user.f_lasti)
@@ -260,7 +262,7 @@ class Tape(StackedMode):
             entry = None
         if entry is None:
             return func(*args, **kwargs)
-        if entry.kind == "differentiate":
+        if entry.kind is kinds.BACKWARD:
             return self._differentiate(entry)
         try:
             output = func(*args, **kwargs)
@@ -363,7 +365,7 @@ class Tape(StackedMode):
             if not is_plain:
                 args, kwargs = repeatable(args, kwargs)
             where = (facts.name, user.f_code, user.f_lasti)
-            entry = Entry("differentiate", facts.function, args, kwargs, current_mode(), None, *where)
+            entry = Entry(kinds.BACKWARD, facts.function, args, kwargs, current_mode(), None, *where)
             if not is_plain:
                 entry.versions = versions_of(args, kwargs)
             return entry
@@ -374,7 +376,7 @@ class Tape(StackedMode):
         if facts.is_indexing:
             args = with_own_index(args)
         where = (facts.name, user.f_code, user.f_lasti)
-        entry = Entry("function", facts.function, args, kwargs, current_mode(), None, *where)
+        entry = Entry(kinds.FUNCTION, facts.function, args, kwargs, current_mode(), None, *where)
         entry.versions = versions
         if facts.is_in_place:
             written = args[0] if args else next(iter(kwargs.values()), None)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.structure import iter_tensors
 from reprokit.program.sites import kind_of_file, make_site
@@ -62,7 +63,7 @@ class Names:
         ``plain`` names such as torch's own ``input`` say less than those of the loop's variables, which may come
         before.
         """
-        if entry.kind != "module":
+        if entry.kind is not kinds.MODULE:
             return
         try:
             bound = inspect.signature(entry.target.forward).bind(*entry.args, **entry.kwargs)
@@ -99,7 +100,7 @@ class Names:
 
     def add_by_source(self, entry: Entry) -> None:
         """Names of the variables that a root module is given where its call is written."""
-        if entry.kind == "module" and entry.code is not None:
+        if entry.kind is kinds.MODULE and entry.code is not None:
             calls = (part for part in parts(make_site(entry.code, entry.instruction)) if isinstance(part, ast.Call))
             given = next((call.args for call in calls), [])
             for argument, value in zip(given, entry.args, strict=False) if len(given) == len(entry.args) else ():

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._functorch import apis, eager_transforms
 
+from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry, generator_states, versions_of
 from reprokit.capture.record.frames import first_user_frame
 from reprokit.capture.record.structure import iter_tensors
@@ -107,7 +108,7 @@ class TransformCalls:
                 tape.roots.meet(value)
         values = [value for _, value in found]
         where = ("", user.f_code, user.f_lasti)
-        entry = Entry("transform", again, (args, kwargs, values), {}, current_mode(), None, *where)
+        entry = Entry(kinds.TRANSFORM, again, (args, kwargs, values), {}, current_mode(), None, *where)
         entry.versions = versions_of(entry.args, {})
         entry.rng = generator_states(entry.versions)
         entry.settings = [place for place, _ in found]

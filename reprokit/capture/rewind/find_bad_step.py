@@ -16,6 +16,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from reprokit.arrivals import pass_on
+from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import attributes_kept, is_of_torch, put_first_back
 from reprokit.capture.record.compact_steps import PastStep, split
 from reprokit.capture.record.entry import Entry
@@ -156,7 +157,7 @@ class Rewind:
             with Modes() as modes, python_generators_restored(step.generators):
                 for entry in step.entries:
                     modes.enter(entry.mode)
-                    if entry.kind == "differentiate":
+                    if entry.kind is kinds.BACKWARD:
                         with torch.no_grad():
                             self._compare(player, entry, step)
                     player.play(entry)
@@ -183,7 +184,7 @@ class Rewind:
         with Modes() as modes, python_generators_restored(step.generators):
             for entry in step.entries:
                 modes.enter(entry.mode)
-                if entry.kind == "differentiate":
+                if entry.kind is kinds.BACKWARD:
                     with torch.no_grad():
                         if not self._compare(player, entry, step):
                             return False
@@ -233,7 +234,7 @@ class Rewind:
                     found = Found(step, where, _without_update(entries[:end], where), saved, pending, keep)
                     return found, entries[end:]
             if keep is not None:
-                where = "output" if keep.kind == "module" else "parameter"
+                where = "output" if keep.kind is kinds.MODULE else "parameter"
                 return Found(step, where, _without_update(entries, where, keep), saved, None, keep), []
             if not self._ruined and any(entry.writes_state for entry in rest) and self._is_state_bad():
                 return Found(step, "parameter", entries, saved, None), []
@@ -244,7 +245,7 @@ class Rewind:
 
     def _has_ruined(self, entry: Entry) -> bool:
         """True if an entry may have changed the state, and a part of it that is looked for is bad now."""
-        changes = entry.kind in ("module", "optimizer") or entry.writes_state or entry.has_stepped
+        changes = entry.kind in (kinds.MODULE, kinds.OPTIMIZER) or entry.writes_state or entry.has_stepped
         return changes and any(map(self._history.has_worsened, self._ruined))
 
     def _agrees_afterwards(self, found: Found, number: int, player: Player, rest: list[Entry]) -> bool:
@@ -258,13 +259,13 @@ class Rewind:
             with Modes() as modes, python_generators_restored(step.generators):
                 for entry in rest:
                     modes.enter(entry.mode)
-                    if entry.kind == "differentiate" and entry.settings:
+                    if entry.kind is kinds.BACKWARD and entry.settings:
                         return self._compare(player, entry, step)
                     try:
                         player.play(entry)
                     except Exception as error:
                         pass_on(error)
-                        if entry.kind != "module" or entry.output is not None:
+                        if entry.kind is not kinds.MODULE or entry.output is not None:
                             raise
                         break  # it did not return in training either
             self._carried = player.made(self._used_later)
@@ -278,8 +279,8 @@ class Rewind:
         """The number of the first step in which training saw a bad loss, unless it is the last one."""
         for step in self._steps[:-1]:
             calls = [entry for n, entry in enumerate(step.entries) if not was_skipped(step.entries, n)]
-            starts = [e for e in calls if e.kind == "differentiate" and e.settings and not e.gives_gradients]
-            is_scaled = any(entry.kind == "scale" for entry in step.entries)
+            starts = [e for e in calls if e.kind is kinds.BACKWARD and e.settings and not e.gives_gradients]
+            is_scaled = any(entry.kind is kinds.SCALE for entry in step.entries)
             if not is_scaled and any(ways_of(torch.as_tensor(seen)) for entry in starts for seen in entry.settings):
                 return step.completed
         return None
@@ -287,8 +288,8 @@ class Rewind:
     def _other_attributes(self) -> list[str]:
         """Attributes of modules and optimizers that may be why the steps of the past cannot be played as they were."""
         entries = [entry for step in reversed(self._steps) for entry in step.entries]
-        modules = {id(e.target): e.settings for e in entries if e.kind == "module"}
-        own = [e for e in entries if e.kind == "optimizer" and e.settings is not None and not is_of_torch(e.target)]
+        modules = {id(e.target): e.settings for e in entries if e.kind is kinds.MODULE}
+        own = [e for e in entries if e.kind is kinds.OPTIMIZER and e.settings is not None and not is_of_torch(e.target)]
         optimizers = {id(e.target): e.settings["attributes"] for e in own}
         told = []
         for owner, first in (("a module", modules), ("an optimizer", optimizers)):
@@ -302,7 +303,7 @@ class Rewind:
         self, player: Player, entry: Entry, step: PastStep, before: list[Entry], is_skipped: bool
     ) -> str | None:
         """Play one entry; where it is bad, or ``None``."""
-        if entry.kind == "differentiate":
+        if entry.kind is kinds.BACKWARD:
             with torch.no_grad():
                 self._compare(player, entry, step)
                 starts = [player.stand_in(judged(before, start)) for start in entry.starts]
@@ -310,13 +311,13 @@ class Rewind:
                     if not is_skipped:
                         return "loss"
                     self.skipped.append(step.completed)
-        if entry.kind == "optimizer":
+        if entry.kind is kinds.OPTIMIZER:
             optimizer = entry.target
             grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
             if not (entry.settings or {}).get("scaler") and bad_tensor(grads) is not None:
                 return "gradient"
         player.play(entry)
-        if (entry.kind == "optimizer" or entry.has_stepped) and self._is_state_bad():
+        if (entry.kind is kinds.OPTIMIZER or entry.has_stepped) and self._is_state_bad():
             return "parameter"
         return None
 
@@ -344,8 +345,8 @@ def _without_update(entries: list[Entry], where: str, keep: Entry | None = None)
     """``entries`` without the update behind the last backward call and ``keep``, unless it made a parameter bad."""
     if where == "loss" or (where == "parameter" and keep is None):
         return entries
-    last = max((n for n, e in enumerate(entries) if e.kind == "differentiate" or e is keep), default=len(entries))
-    return entries[: last + 1] + [e for e in entries[last + 1 :] if not (e.writes_state or e.kind == "optimizer")]
+    last = max((n for n, e in enumerate(entries) if e.kind is kinds.BACKWARD or e is keep), default=len(entries))
+    return entries[: last + 1] + [e for e in entries[last + 1 :] if not (e.writes_state or e.kind is kinds.OPTIMIZER)]
 
 
 def _used_later(steps: list[PastStep]) -> set[int]:

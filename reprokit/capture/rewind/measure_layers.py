@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_forward_hook
 
+from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.structure import iter_tensors
 from reprokit.locate.ranges import Range, measure
@@ -52,10 +53,10 @@ class LayerMeter:
     @contextlib.contextmanager
     def playing(self, entry: Entry) -> Iterator[None]:
         """Measure what one entry of the step, which is played in here, makes of gradients and weights."""
-        before = self._weights() if entry.kind == "optimizer" else {}
+        before = self._weights() if entry.kind is kinds.OPTIMIZER else {}
         yield
         with torch.no_grad():
-            if entry.kind in ("differentiate", "unscale"):
+            if entry.kind in (kinds.BACKWARD, kinds.UNSCALE):
                 grads = {name: [p.grad for p in own if p.grad is not None] for name, own in self._parameters.items()}
                 self._gradients.update((name, _norm(found)) for name, found in grads.items() if found)
             for name, weights in before.items():

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from reprokit.capture.record import transformed
+from reprokit.capture.record import kinds, transformed
 from reprokit.capture.record.entry import Entry, unwrapped
 from reprokit.capture.record.generators import set_python_generators
 from reprokit.capture.record.state import owned_by, parameters_of, set_options
@@ -189,9 +189,9 @@ def leaves_in(entries: Iterable[Entry]) -> Iterator[torch.Tensor]:
     """The leaves whose gradients playing the entries may change."""
     for entry in entries:
         yield from (tensor for tensor, _ in entry.versions if is_leaf(tensor))
-        if entry.kind == "optimizer":
+        if entry.kind is kinds.OPTIMIZER:
             yield from parameters_of(entry.target)
-        elif entry.kind == "zero_grad":
+        elif entry.kind is kinds.ZERO_GRAD:
             yield from owned_by(entry.args[0])
 
 

@@ -12,6 +12,7 @@ import torch
 
 from reprokit.arrivals import pass_on
 from reprokit.capture.closing import COMPILED
+from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import Owner
 from reprokit.capture.record.compact_steps import Freezer, PastStep
 from reprokit.capture.record.entry import Entry
@@ -261,14 +262,14 @@ class RunState:
 
     def _lose(self, entries: list[Entry]) -> None:
         """Calls that nothing depends on were taken off the tape; they may have changed statistics all the same."""
-        trained = [entry.target for entry in entries if entry.kind == "module" and entry.is_training]
+        trained = [entry.target for entry in entries if entry.kind is kinds.MODULE and entry.is_training]
         if not any(next(module.buffers(), None) is not None for module in trained):
             return
         if self.history.is_complete:
             self.before_interrupt()
             self.history.interrupt()
         kept = self.running.entries  # without the call that is about to run
-        if not any(e.writes_state or (e.kind == "module" and e.output is not None) for e in kept):
+        if not any(e.writes_state or (e.kind is kinds.MODULE and e.output is not None) for e in kept):
             self.buffers.refresh()  # the step begins with what they have left
 
     def _begin_anew(self) -> None:
@@ -277,7 +278,7 @@ class RunState:
         for module in self.history.modules:
             self.buffers.add_module(module)
         entries = self.running.entries
-        if not any(entry.kind in ("module", "differentiate") for entry in entries):
+        if not any(entry.kind in (kinds.MODULE, kinds.BACKWARD) for entry in entries):
             entries[:] = [entry for entry in entries if not (entry.writes_state or entry.name in DATA_WRITES)]
             self._copy_state(time.perf_counter())
 

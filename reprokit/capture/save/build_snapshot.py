@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from reprokit.arrivals import ignored_errors
+from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import attributes_kept, put_first_back
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.generators import python_generators_restored
@@ -37,7 +38,7 @@ from reprokit.locate.failure import EXCEPTION, Failure, kind_of
 from reprokit.locate.ways import NAN, local_part, ways_of
 from reprokit.program.functions import hidden_writes, written_argument
 from reprokit.program.interpreter import Modes, matmul_precision
-from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Program, Ref, iter_refs
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Phase, Program, Ref, iter_refs
 from reprokit.program.memory import same_bits
 from reprokit.program.trace import InputName, Tracer
 from reprokit.snapshot.environment import collect_environment
@@ -124,7 +125,7 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> BuiltSnapshot:
         program, failure = _seen_by_check(replayed, failure, is_all=is_hook or is_output)
         if failure is not None and failure.kind != EXCEPTION:
             replayed.program = program.pruned()
-            where = "gradient" if failure.phase == "backward" else "output"
+            where = "gradient" if failure.phase == Phase.BACKWARD else "output"
             step = replace(step, raised=None, observed_at=where)
     notes = list(step.notes)
     if failure is None:
@@ -222,8 +223,8 @@ def _replay_without(out: Set[str], step: FailedStep, frame: FrameType | None) ->
 
 def _other_gradients(step: FailedStep, seen: Gradients | None, hooks: UserHooks) -> Iterator[str]:
     """A note if gradients that the loop cleared in this step are others in training than in the replay, or may be."""
-    first = next((n for n, entry in enumerate(step.entries) if entry.kind == "differentiate"), 0)
-    cleared = [entry.args[0] for entry in step.entries[:first] if entry.kind == "zero_grad"]
+    first = next((n for n, entry in enumerate(step.entries) if entry.kind is kinds.BACKWARD), 0)
+    cleared = [entry.args[0] for entry in step.entries[:first] if entry.kind is kinds.ZERO_GRAD]
     fresh = {id(parameter) for owner in cleared for parameter in owned_by(owner)}
     is_alone = not any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in step.modules)
     if step.observed_at not in ("gradient", "parameter") or not is_alone:
@@ -286,7 +287,7 @@ def snapshot_without_replay(step: FailedStep, frame: FrameType | None) -> Snapsh
     rng = get_rng_state()
     tracer = Tracer(names.describe)
     for entry in step.entries:
-        for tensor, _ in entry.versions if entry.kind == "module" else ():
+        for tensor, _ in entry.versions if entry.kind is kinds.MODULE else ():
             if is_leaf(tensor) or not tensor.requires_grad:
                 tracer.adopt(local_part(tensor), names.describe(tensor) or InputName("input"))
     replayed = ReplayedStep(tracer.program(), tracer.tensors, tracer.borrowed, is_close=False)
@@ -294,7 +295,7 @@ def snapshot_without_replay(step: FailedStep, frame: FrameType | None) -> Snapsh
     bad = next((item for item in replayed.program.inputs if ways_of(tracer.tensors[item.value])), None)
     failure = _unexplained(step)
     if bad is not None and step.raised is None:
-        failure = replace(failure, phase="forward", input_name=bad.name, value=bad.value)
+        failure = replace(failure, phase=Phase.FORWARD, input_name=bad.name, value=bad.value)
     return _assemble(step, replayed, failure, step.notes, rng, frame)
 
 
@@ -371,7 +372,7 @@ def _why_not_again(replayed: ReplayedStep) -> Iterator[str]:
 def _micro_step(step: FailedStep, replayed: ReplayedStep, failure: Failure) -> int:
     """Backward calls made before the failing call; a bad value may be noticed several of them later."""
     made = step.micro_step
-    if failure.phase == "optimizer" or failure.call_index is None or replayed.mismatches:
+    if failure.phase == Phase.OPTIMIZER or failure.call_index is None or replayed.mismatches:
         return made
     backward = [n for n, call in enumerate(replayed.program.calls) if call.target in (BACKWARD, AUTOGRAD_BACKWARD)]
     later = sum(number > failure.call_index for number in backward)

@@ -16,6 +16,7 @@ import torch
 
 from reprokit.arrivals import ignored_errors, pass_on
 from reprokit.capture.rank_name import rank_suffix, with_part
+from reprokit.capture.record import kinds
 from reprokit.capture.record.compact_steps import PastStep, split
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.screens import bad_tensor
@@ -142,7 +143,7 @@ class _Describing:
         entries = _until(_before(run_state.running.entries, noticed.pending), noticed.last)
         culprit = None
         if not run_state.running.is_noted and noticed.observed_at == "loss":
-            culprit = next((entry for entry in entries if entry.kind == "module" and _is_output_bad(entry)), None)
+            culprit = next((entry for entry in entries if entry.kind is kinds.MODULE and _is_output_bad(entry)), None)
         if culprit is not None:  # all that is known of how the loss was made
             noticed = self._noticed = replace(noticed, observed_at="output", pending=None, last=culprit)
             entries = _until(entries, culprit)
@@ -171,7 +172,7 @@ class _Describing:
         entries, saved, pending = self._with_graphs_from_before(step)
         if entries is step.entries:  # and not light copies of them, which hold no values
             entries = without_preparation(entries, saved)
-        entries = [entry for entry in entries if not (entry.writes_state or entry.kind == "optimizer")]
+        entries = [entry for entry in entries if not (entry.writes_state or entry.kind is kinds.OPTIMIZER)]
         failed = self._failed(step, noticed.observed_at, entries, saved, pending)
         failed = replace(failed, raised=noticed.raised, notes=notes, lead=lead, keep=culprit)
         made = make_snapshot(failed, noticed.frame)
@@ -289,7 +290,7 @@ class _Describing:
         """
         last = steps[-1].entries
         first = self._run_state.freezer.first_joined([step.entries for step in steps[:-1]], last)
-        differentiates = [any(entry.kind == "differentiate" for entry in step.entries) for step in steps]
+        differentiates = [any(entry.kind is kinds.BACKWARD for entry in step.entries) for step in steps]
         owner = steps[-1]
         if failed.observed_at == "gradient" and not differentiates[-1] and any(differentiates):
             number = max(n for n, is_made in enumerate(differentiates) if is_made)
@@ -423,7 +424,7 @@ def _is_shown(snapshot: Snapshot) -> bool:
 def _one_after_another(steps: Sequence[PastStep]) -> list[Entry]:
     """The entries of several steps, each with the generators that it began with."""
     for step in steps[1:]:
-        first = next((entry for entry in step.entries if entry.kind == "module"), None)
+        first = next((entry for entry in step.entries if entry.kind is kinds.MODULE), None)
         if first is not None and step.generators is not None:
             first.generators = step.generators
     return [entry for step in steps for entry in step.entries]
@@ -431,7 +432,7 @@ def _one_after_another(steps: Sequence[PastStep]) -> list[Entry]:
 
 def num_backward(entries: Sequence[Entry | None]) -> int:
     """Backward calls among entries."""
-    found = (entry for entry in entries if entry is not None and entry.kind == "differentiate")
+    found = (entry for entry in entries if entry is not None and entry.kind is kinds.BACKWARD)
     return sum(entry.name != AUTOGRAD_GRAD for entry in found)
 
 

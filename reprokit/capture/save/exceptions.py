@@ -16,10 +16,11 @@ from typing import Any, TypeGuard
 import torch
 
 from reprokit.arrivals import chain
+from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.screens import is_bad
 from reprokit.capture.record.structure import iter_tensors
-from reprokit.program.ir import BACKWARD, Site
+from reprokit.program.ir import BACKWARD, Phase, Site
 from reprokit.program.sites import kind_of_file, make_site
 from reprokit.program.trace import current_mode
 
@@ -71,7 +72,7 @@ def describe(error: BaseException, entry: Entry | None, roots: Iterable[torch.nn
     """The facts about an exception; ``entry`` is the call that raised it, if that was on the tape."""
     place = innermost_user_place(error)
     site = make_site(place.tb_frame.f_code, place.tb_lasti) if place is not None else None
-    phase = "backward" if entry is not None and entry.kind == "differentiate" else "forward"
+    phase = Phase.BACKWARD if entry is not None and entry.kind is kinds.BACKWARD else "forward"
     found = site, _module(error, roots), phase, entry is not None, all(map(_is_raised_by_user, chain(error)))
     causes = tuple((type(cause).__name__, str(cause)) for cause in chain(error))
     return Raised(type(error).__name__, str(error), *found, causes)
@@ -80,7 +81,7 @@ def describe(error: BaseException, entry: Entry | None, roots: Iterable[torch.nn
 def is_inside_step(entries: list[Entry]) -> bool:
     """True if the loop has begun to build a graph, so that a step is under way."""
     return any(tensor.requires_grad for entry in entries for tensor in iter_tensors(entry.output)) or any(
-        entry.kind == "module" and entry.output is None and entry.mode.grad for entry in entries
+        entry.kind is kinds.MODULE and entry.output is None and entry.mode.grad for entry in entries
     )
 
 
@@ -105,7 +106,7 @@ def bad_value(entries: list[Entry]) -> Entry | None:
 def backward_from(loss: torch.Tensor, maker: Entry) -> Entry:
     """The backward call that the loop has not made, with the line where the loss was computed."""
     where = {"name": BACKWARD, "code": maker.code, "instruction": maker.instruction}
-    return Entry("differentiate", torch.Tensor.backward, (loss,), {}, current_mode(), **where)  # type: ignore[arg-type]
+    return Entry(kinds.BACKWARD, torch.Tensor.backward, (loss,), {}, current_mode(), **where)  # type: ignore[arg-type]
 
 
 def is_loss(differentiation: Entry, error: BaseException) -> bool:

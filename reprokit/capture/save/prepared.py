@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
+from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.structure import iter_tensors
 from reprokit.locate.ways import ways_of
@@ -39,6 +40,6 @@ def without_preparation(entries: list[Entry], saved: Mapping[int, torch.Tensor])
 def _is_preparation(entry: Entry) -> bool:
     """True if all that a call did was to make tensors without gradient."""
     outputs = list(iter_tensors(entry.output))
-    is_pure = entry.kind == "function" and bool(entry.name) and not entry.writes_state
-    is_pure = is_pure or (entry.kind == "module" and next(entry.target.buffers(), None) is None)
+    is_pure = entry.kind is kinds.FUNCTION and bool(entry.name) and not entry.writes_state
+    is_pure = is_pure or (entry.kind is kinds.MODULE and next(entry.target.buffers(), None) is None)
     return is_pure and bool(outputs) and not any(tensor.requires_grad for tensor in outputs)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from reprokit.arrivals import pass_on
+from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import is_of_torch
 from reprokit.capture.record.entry import Entry, gradients_read, starts_of
 from reprokit.capture.record.state import owned_by
@@ -23,7 +24,7 @@ from reprokit.locate.blame import GRAD_SCALER
 from reprokit.program.encode import CannotRecord
 from reprokit.program.functions import GRAD_WRITES, written_argument
 from reprokit.program.interpreter import Modes
-from reprokit.program.ir import AUTOGRAD_BACKWARD, ZERO_GRAD, Call, Program, Ref
+from reprokit.program.ir import AUTOGRAD_BACKWARD, ZERO_GRAD, Call, Phase, Program, Ref
 from reprokit.program.memory import copies_of, same_bits
 from reprokit.program.sites import make_site
 from reprokit.program.trace import InputName, Tracer, recording
@@ -88,7 +89,7 @@ def replay(
         updating = _start_of_hand_update(needed)
         for position, entry in enumerate(needed):
             modes.enter(entry.mode)
-            recorder.tracer.phase = "optimizer" if position >= updating else "forward"
+            recorder.tracer.phase = Phase.OPTIMIZER if position >= updating else "forward"
             try:
                 recorder.record(entry, perform=perform_last or position < len(needed) - 1)
             except Exception as raised:
@@ -108,7 +109,7 @@ def replay(
 
 def needed_entries(entries: list[Entry], keep: Entry | None = None) -> list[Entry]:
     """Those entries that backward calls, optimizer steps and ``keep`` depend on, in order."""
-    if not any(entry.kind == "differentiate" for entry in entries):
+    if not any(entry.kind is kinds.BACKWARD for entry in entries):
         return entries
     grads = gradients_read(entries)
     needed: set[int] = set()
@@ -119,9 +120,9 @@ def needed_entries(entries: list[Entry], keep: Entry | None = None) -> list[Entr
         written = written_argument(entry.name, entry.args, entry.kwargs)
         if written is not None:
             made.add(id(written))
-        is_pure = entry.kind in ("module", "function", "scale", "transform") and not entry.writes_state
+        is_pure = entry.kind in (kinds.MODULE, kinds.FUNCTION, kinds.SCALE, kinds.TRANSFORM) and not entry.writes_state
         is_pure = is_pure and id(written) not in grads and entry.name not in GRAD_WRITES
-        buffers = set(map(id, entry.target.buffers())) if entry.kind == "module" else set()
+        buffers = set(map(id, entry.target.buffers())) if entry.kind is kinds.MODULE else set()
         is_pure = is_pure and not (entry.is_training and buffers & read)
         if entry is keep or not is_pure or made & needed or (entry.writes_view and needed):
             kept.append(entry)
@@ -132,7 +133,7 @@ def needed_entries(entries: list[Entry], keep: Entry | None = None) -> list[Entr
 
 def _start_of_hand_update(entries: list[Entry]) -> int:
     """The position from which on the loop updates parameters by itself; behind the end when it does not."""
-    last = max((number for number, entry in enumerate(entries) if entry.kind == "differentiate"), default=len(entries))
+    last = max((number for number, entry in enumerate(entries) if entry.kind is kinds.BACKWARD), default=len(entries))
     return last + 1 if any(entry.writes_state for entry in entries[last + 1 :]) else len(entries)
 
 
@@ -171,11 +172,11 @@ class _Recorder(Player):
         return super()._play_scale(entry, args, kwargs)
 
     def _play_clip(self, entry: Entry, args: Any, kwargs: Any) -> Any:
-        self.tracer.phase = "optimizer"
+        self.tracer.phase = Phase.OPTIMIZER
         try:
             return super()._play_clip(entry, args, kwargs)
         finally:
-            self.tracer.phase = "forward"
+            self.tracer.phase = Phase.FORWARD
 
     def _play_zero_grad(self, entry: Entry, args: Any, kwargs: Any) -> None:
         owner = entry.args[0]
@@ -186,11 +187,11 @@ class _Recorder(Player):
         known = [p for p in parameters if self.tracer.value_of(p) is not None]
         if self._differentiated and known:
             refs = [Ref(self.tracer.value(parameter)) for parameter in known]
-            self.tracer.record(Call(ZERO_GRAD, (refs,), phase="backward"))
+            self.tracer.record(Call(ZERO_GRAD, (refs,), phase=Phase.BACKWARD))
 
     def _play_optimizer(self, entry: Entry, args: Any, kwargs: Any) -> None:
         optimizer: torch.optim.Optimizer = entry.target
-        self.tracer.phase = "optimizer"
+        self.tracer.phase = Phase.OPTIMIZER
         with self.as_then(entry):
             if is_of_torch(optimizer):
                 with torch._C.DisableTorchFunction():
@@ -198,7 +199,7 @@ class _Recorder(Player):
                     step_without_hooks(optimizer)
             else:
                 step_without_hooks(optimizer, args, kwargs)
-        self.tracer.phase = "forward"
+        self.tracer.phase = Phase.FORWARD
 
     def _optimizer_call(self, optimizer: torch.optim.Optimizer) -> Call:
         tracer = self.tracer
@@ -213,7 +214,7 @@ class _Recorder(Player):
             states.append([self._plain_items(optimizer.state.get(p, {}), role="state") for p in with_grad])
         call = tracer.make_call(f"torch.optim.{type(optimizer).__name__}.step")
         content = {"params": params, "grads": grads, "options": options, "state": states}
-        return replace(call, kwargs=content, phase="optimizer")
+        return replace(call, kwargs=content, phase=Phase.OPTIMIZER)
 
     def _is_from_program(self, parameter: torch.Tensor) -> bool:
         """True if the program itself computes a gradient, which is not what `zero_grad` has left of an older one."""
@@ -237,7 +238,7 @@ class _Recorder(Player):
         return plain
 
     def _play_differentiate(self, entry: Entry, args: Any, kwargs: Any) -> Any:
-        self.tracer.phase = "backward"
+        self.tracer.phase = Phase.BACKWARD
         self._differentiated = True
         with torch._C.DisableTorchFunction():
             self._compare_starts(entry, args, kwargs)
@@ -250,7 +251,7 @@ class _Recorder(Player):
                 return self.tracer.perform(name, entry.target, args, kwargs)
             return entry.target(*args, **kwargs)
         finally:
-            self.tracer.phase = "forward"
+            self.tracer.phase = Phase.FORWARD
 
     def _compare_starts(self, entry: Entry, args: Any, kwargs: Any) -> None:
         """Is what the backward call starts from the same as in the loop?"""

@@ -26,6 +26,7 @@ from reprokit.program.ir import (
     ZERO_GRAD,
     Call,
     Input,
+    Phase,
     Program,
     Ref,
     Symbol,
@@ -203,7 +204,7 @@ class MismatchCheck(SignatureCheck):
             blamed = _Blame(self.reference, program, target).of(candidate)
             if blamed is not None:
                 return blamed
-        phase = "backward" if found.is_gradient else "forward"
+        phase = Phase.BACKWARD if found.is_gradient else "forward"
         return _failure(found, self.reference, phase)
 
     def adopted(self, failure: Failure, whole: Candidate) -> Self:

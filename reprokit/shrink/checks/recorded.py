@@ -20,7 +20,7 @@ from reprokit.locate.blame import exception_failure, locate, locate_exception
 from reprokit.locate.failure import EXCEPTION, Failure, is_vacuous
 from reprokit.locate.ways import MINUS, PLUS
 from reprokit.program.interpreter import run
-from reprokit.program.ir import OPAQUE, Program
+from reprokit.program.ir import OPAQUE, Phase, Program
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.exact import origin_of
 from reprokit.shrink.signature import (
@@ -101,7 +101,7 @@ class NonfiniteCheck(SignatureCheck):
 
 def _compared(failure: Failure, candidate: Candidate) -> Failure:
     """The failure with its `Failure.is_overflow` and `Failure.spectrum` filled in."""
-    if failure.phase != "forward" and not failure.is_derivative:
+    if failure.phase != Phase.FORWARD and not failure.is_derivative:
         return failure
     origin = origin_of(candidate.program, candidate.tensors, failure)
     if origin is None:

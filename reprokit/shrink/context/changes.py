@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from reprokit.program.functions import is_in_place
-from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input, Ref, Scope, iter_refs
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input, Phase, Ref, Scope, iter_refs
 from reprokit.program.statement import called_name, parts
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.context.step import StepGraph, written
@@ -134,7 +134,7 @@ def ending_earlier(candidate: Candidate, origin: int, *, in_sum: bool) -> Iterat
     for value in (Ref(program.calls[index].output_refs()[0]) for index in ends):
         if in_sum:
             total = Call("torch.Tensor.sum", (value,), outputs=new)
-            backward = Call(BACKWARD, (new,), phase="backward")
+            backward = Call(BACKWARD, (new,), phase=Phase.BACKWARD)
             yield without_unused(candidate.with_call(len(program.calls) - 1, total, backward))
         elif value.value in gradients:
             backward = replace(program.calls[-1], args=([value], [new]))
@@ -161,7 +161,7 @@ def with_sum(candidate: Candidate) -> Candidate | None:
             added.append(Call("torch.Tensor.add", (total, term), outputs=Ref(value)))
             term, value = Ref(value), value + 1
         total = term
-    return candidate.with_call(place, *added, Call(BACKWARD, (total,), phase="backward")).pruned()
+    return candidate.with_call(place, *added, Call(BACKWARD, (total,), phase=Phase.BACKWARD)).pruned()
 
 
 def module_runs(candidate: Candidate) -> list[tuple[tuple[Scope, ...], frozenset[int]]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from reprokit.locate.failure import Failure
+from reprokit.program.ir import Phase
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.context.step import StepGraph, StepSlice
 from reprokit.shrink.oracle import Oracle
@@ -122,7 +123,7 @@ class Choice:
         call = self.step.program.calls[origin]
         if call.is_optimizer_step:
             yield from self._around_parameter(origin)
-        elif self.failure.phase == "backward" and self.failure.kind != "exception":
+        elif self.failure.phase == Phase.BACKWARD and self.failure.kind != "exception":
             yield from self._around_gradient(origin)
         elif self.step.is_forward(origin):
             yield from self._around_output(origin)

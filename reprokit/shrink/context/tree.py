@@ -12,7 +12,7 @@ from itertools import groupby
 
 import torch
 
-from reprokit.program.ir import Call, ModuleNote, Program, Ref, Scope, map_leaves
+from reprokit.program.ir import Call, ModuleNote, Phase, Program, Ref, Scope, map_leaves
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.context.layers import Layer, LayerRun, is_layer, layer_of, values_made, values_read
 from reprokit.shrink.context.step import is_container
@@ -196,7 +196,7 @@ def _with_functions(items: list[Call | Block]) -> Iterator[Call | Block]:
 
 def _function(item: Call | Block) -> str:
     """The function that a forward call of the loop was written in; empty for the script's main part."""
-    if isinstance(item, Block) or item.site is None or item.phase == "backward" or item.is_optimizer_step:
+    if isinstance(item, Block) or item.site is None or item.phase == Phase.BACKWARD or item.is_optimizer_step:
         return ""
     name = item.site.function.rpartition(".")[2]
     return name if name.isidentifier() and name != "main" else ""

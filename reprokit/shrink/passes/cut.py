@@ -20,6 +20,7 @@ from reprokit.program.ir import (
     ZERO_GRAD,
     Call,
     Input,
+    Phase,
     Program,
     Ref,
     iter_refs,
@@ -133,12 +134,12 @@ def _up_to(candidate: Candidate, failure: Failure) -> Candidate:
     """The whole program without what comes after the failure could be seen."""
     calls = [without_defaults(call) for call in candidate.program.calls]
     origin = failure.call_index if failure.call_index is not None else 0
-    is_value = failure.value is not None and failure.call_index is not None and failure.phase != "optimizer"
+    is_value = failure.value is not None and failure.call_index is not None and failure.phase != Phase.OPTIMIZER
     if is_value and failure.backward_node is None:
         outputs = (Ref(failure.value),) if failure.value is not None else ()
         return candidate.with_calls(calls[: origin + 1], outputs=outputs).pruned()
     later = [index for index, call in enumerate(calls) if index >= origin and call.is_differentiation]
-    end = later[-1] + 1 if failure.phase == "backward" and later else len(calls)
+    end = later[-1] + 1 if failure.phase == Phase.BACKWARD and later else len(calls)
     return candidate.with_calls(calls[:end]).pruned()
 
 
@@ -204,7 +205,7 @@ def slice_to(candidate: Candidate, failure: Failure) -> tuple[Candidate, Failure
     kept = _needed(program.calls, {end, *_rest_of_layer(candidate, failure)}) if end is not None else None
     if origin is None or kept is None or origin not in kept or len(kept) == len(program.calls):
         return None
-    outputs = (Ref(failure.value),) if failure.phase == "forward" and failure.value is not None else ()
+    outputs = (Ref(failure.value),) if failure.phase == Phase.FORWARD and failure.value is not None else ()
     calls = tuple(program.calls[index] for index in kept)
     sliced = candidate.with_calls(calls, outputs=outputs).pruned()
     drop = replace(failure.drop, call_index=kept.index(failure.drop.call_index)) if failure.drop else None
@@ -214,9 +215,9 @@ def slice_to(candidate: Candidate, failure: Failure) -> tuple[Candidate, Failure
 def _end(program: Program, failure: Failure) -> int | None:
     """Where the failure shows: at its origin, or in the first backward pass that goes through the origin."""
     origin = failure.call_index
-    if origin is None or failure.phase == "forward":
+    if origin is None or failure.phase == Phase.FORWARD:
         return origin
-    if failure.phase != "backward" or failure.kind == EXCEPTION or failure.backward_node == ACCUMULATION:
+    if failure.phase != Phase.BACKWARD or failure.kind == EXCEPTION or failure.backward_node == ACCUMULATION:
         return None
     passes = (i for i in range(origin + 1, len(program.calls)) if program.calls[i].target in _BACKWARDS)
     return next((index for index in passes if origin in (_needed(program.calls, {index}) or ())), None)
@@ -225,7 +226,7 @@ def _end(program: Program, failure: Failure) -> int | None:
 def _rest_of_layer(candidate: Candidate, failure: Failure) -> list[int]:
     """What one of torch's layers does after an origin inside it: only its whole run tells which layer it is."""
     origin = failure.call_index
-    if origin is None or failure.phase != "forward" or failure.kind == EXCEPTION:
+    if origin is None or failure.phase != Phase.FORWARD or failure.kind == EXCEPTION:
         return []
     return [index for index in StepGraph(candidate).units[origin] if index > origin]
 

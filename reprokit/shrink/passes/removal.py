@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from reprokit.program.functions import is_in_place
-from reprokit.program.ir import Input, Ref
+from reprokit.program.ir import Input, Phase, Ref
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.leaves import unique_name
 from reprokit.shrink.problem import Problem
@@ -59,7 +59,7 @@ def _removable(problem: Problem) -> list[int]:
     calls = problem.best.program.calls
     failure = problem.failure
     passes = [index for index, call in enumerate(calls) if call.is_differentiation]
-    kept = set(passes if failure.phase == "backward" and len(passes) == 1 else ())
+    kept = set(passes if failure.phase == Phase.BACKWARD and len(passes) == 1 else ())
     origin = failure.call_index if failure.backward_node != ACCUMULATION else None
     return [index for index in range(len(calls)) if index not in kept and index != origin]
 

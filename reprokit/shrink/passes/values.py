@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input, Phase
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.plainness import (
     MAX_LITERALS,
@@ -125,5 +125,5 @@ def _drop_unit_gradient(problem: Problem) -> None:
         return
     gradient = problem.best.tensors[last.args[1][0].value]
     if gradient.dim() == 0 and plainness(gradient) == ONES:
-        short = Call(BACKWARD, (last.args[0][0],), phase="backward", mode=last.mode)
+        short = Call(BACKWARD, (last.args[0][0],), phase=Phase.BACKWARD, mode=last.mode)
         problem.consider(problem.best.with_call(len(program.calls) - 1, short), "no gradient given")
