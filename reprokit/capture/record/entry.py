@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from reprokit.capture.record import kinds
 from reprokit.capture.record.function_facts import VALUE_READS, facts_of
+from reprokit.capture.record.kinds import EntryKind
 from reprokit.capture.record.structure import ATOMS, iter_tensors
 from reprokit.program.ir import AUTOGRAD_BACKWARD, AUTOGRAD_GRAD, BACKWARD, Mode
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """``kind``: ``module``, ``function``, ``transform``, ``differentiate``, ``zero_grad``, ``clip``, ``scale``,
-    ``unscale`` or ``optimizer``.
+    """One call of the loop.
 
     ``versions`` pairs the tensors it was given with their version counters. ``rng`` holds the states of the CPU and,
     where used, the CUDA generator before a call that may draw; ``generators`` those of Python and NumPy, if a module is
@@ -36,7 +37,7 @@ class Entry:
     step that the loop has skipped since.
     """
 
-    kind: str
+    kind: EntryKind
     target: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -102,7 +103,7 @@ class PlainEntry(Entry):
     stamps: tuple[int, ...] | list[int]
 
     if not TYPE_CHECKING:
-        kind = "function"
+        kind = kinds.FUNCTION
 
         def __getattr__(self, name: str) -> Any:
             """The value of a field that is not set yet, which it keeps."""

@@ -68,11 +68,32 @@ class Player:
             _set_rng(entry.rng)
         if entry.generators is not None:
             set_python_generators(entry.generators)
-        result = getattr(self, f"_play_{entry.kind}")(entry, args, kwargs)
+        result = self._result_of(entry, args, kwargs)
         for old, new in zip(iter_tensors(entry.output), iter_tensors(result), strict=False):
             self._new[id(old)] = new
             self._old[id(new)] = old
             self._made.add(id(old))
+
+    def _result_of(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        match entry.kind:
+            case kinds.MODULE:
+                return self._play_module(entry, args, kwargs)
+            case kinds.FUNCTION:
+                return self._play_function(entry, args, kwargs)
+            case kinds.TRANSFORM:
+                return transformed.play(entry.target, args, entry.settings)
+            case kinds.BACKWARD:
+                return self._play_backward(entry, args, kwargs)
+            case kinds.SCALE:
+                return self._play_scale(entry, args, kwargs)
+            case kinds.CLIP:
+                return self._play_clip(entry, args, kwargs)
+            case kinds.UNSCALE:
+                return self._play_unscale(entry)
+            case kinds.ZERO_GRAD:
+                return self._play_zero_grad(entry, args)
+            case kinds.OPTIMIZER:
+                return self._play_optimizer(entry, args, kwargs)
 
     def made(self, ids: Set[int]) -> dict[int, torch.Tensor]:
         """The values of the tensors with these ids after the step."""
@@ -103,9 +124,6 @@ class Player:
                 return entry.target(*args, **kwargs)
         return entry.target(*args, **kwargs)
 
-    def _play_transform(self, entry: Entry, args: Any, kwargs: Any) -> Any:
-        return transformed.play(entry.target, args, entry.settings)
-
     def _play_scale(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         scaler = entry.args[0]
         now, scaler._scale = scaler._scale, entry.settings if entry.settings is not None else scaler._scale
@@ -117,9 +135,9 @@ class Player:
     def _call(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         return entry.target(*args, **kwargs)
 
-    _play_clip = _play_differentiate = _call
+    _play_clip = _play_backward = _call
 
-    def _play_unscale(self, entry: Entry, args: Any, kwargs: Any) -> None:
+    def _play_unscale(self, entry: Entry) -> None:
         """Multiply the gradients by what the scaler multiplied them with."""
         optimizer, inverse = entry.args[1], float(entry.args[2])
         with torch.no_grad():
@@ -127,7 +145,7 @@ class Player:
                 if parameter.grad is not None:
                     parameter.grad.mul_(inverse)
 
-    def _play_zero_grad(self, entry: Entry, args: Any, kwargs: Any) -> None:
+    def _play_zero_grad(self, entry: Entry, args: Any) -> None:
         zeroed = entry.settings or ()
         for parameter in owned_by(args[0]):
             if id(parameter) in zeroed:
