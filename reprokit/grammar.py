@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass
+from enum import StrEnum
 from functools import cache, partial, singledispatch
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -17,6 +18,7 @@ from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, g
 from reprokit.visible import visible, visible_line, visible_name
 
 T = TypeVar("T")
+E = TypeVar("E", bound=StrEnum)
 Kind = Callable[[Any], Any]
 
 
@@ -98,6 +100,8 @@ def kind_of(hint: Any) -> Kind:
     if origin is not None and issubclass(origin, Mapping):
         key, item = map(kind_of, args)
         return lambda value: {key(name): item(part) for name, part in _dict(value).items()}
+    if isinstance(hint, type) and issubclass(hint, StrEnum):
+        return member_of(hint)
     return _KINDS[hint] if hint in _KINDS else partial(read, hint)
 
 
@@ -212,6 +216,12 @@ def one_of(*words: str) -> Kind:
         return value
 
     return check
+
+
+def member_of(words: type[E]) -> Callable[[Any], E]:
+    """The member of an enum that one of its words names."""
+    word = one_of(*words)
+    return lambda value: words(word(value))
 
 
 Text = Annotated[str, text]

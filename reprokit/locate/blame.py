@@ -349,7 +349,7 @@ class _Walk:
         calls, maker = self._program.calls, self._maker(value)
         reader = calls[maker] if maker is not None else calls[at] if at < len(calls) else None
         failure = Failure(
-            reader.phase if reader is not None and not reader.is_differentiation else "forward",
+            reader.phase if reader is not None and not reader.is_differentiation else Phase.FORWARD,
             kind_of(way),
             way,
             value=value,

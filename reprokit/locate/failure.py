@@ -29,7 +29,7 @@ class Drop(Row):
 class Failure:
     """The origin of a failure in a program.
 
-    ``phase``: ``forward``, ``backward`` or ``optimizer``. ``kind``: ``nan``, ``inf`` or ``exception``, and in a
+    ``kind``: ``nan``, ``inf`` or ``exception``, and in a
     reduction also ``mismatch`` and ``function`` (the user's own check); ``way`` tells ``+inf`` from ``-inf``, and names
     the reference or the function.
     ``call`` and ``call_index`` name the origin, ``None`` when an input of the program was bad already, or when only the

@@ -19,7 +19,7 @@ from reprokit.locate.ways import NAN, Badness, examine
 from reprokit.program.backward import Edge, Node, NodeOwners, edge_of, reachable
 from reprokit.program.functions import GRAD_WRITES
 from reprokit.program.interpreter import Tensors, run
-from reprokit.program.ir import Call, Program, iter_refs
+from reprokit.program.ir import Call, Phase, Program, iter_refs
 
 
 @dataclass(slots=True)
@@ -182,13 +182,13 @@ def _failure(program: Program, watch: GradientWatch, origin: Node, node: Node, s
     way = NAN if NAN in ways else min(ways)
     index = watch.owners.owner(origin)
     if index is None:
-        return Failure("backward", kind_of(way), way, backward_node=origin.name())
+        return Failure(Phase.BACKWARD, kind_of(way), way, backward_node=origin.name())
     edge = node.next_functions[slot]
     value = next((v for v, known in watch.edges[index].items() if known == (edge[0], edge[1])), None)
     return failure_of_call(
         program,
         index,
-        "backward",
+        Phase.BACKWARD,
         way,
         backward_node=origin.name(),
         value=value,
@@ -204,5 +204,5 @@ def _unexplained(program: Program, watch: GradientWatch, found: BadValue) -> Fai
         call = program.calls[index]
         if found.value in edges and index != found.index and call.target not in GRAD_WRITES:
             node = "AccumulateGrad"
-            return failure_of_call(program, index, "backward", found.way, backward_node=node, value=found.value)
-    return Failure("backward", kind_of(found.way), found.way, backward_node="AccumulateGrad")
+            return failure_of_call(program, index, Phase.BACKWARD, found.way, backward_node=node, value=found.value)
+    return Failure(Phase.BACKWARD, kind_of(found.way), found.way, backward_node="AccumulateGrad")

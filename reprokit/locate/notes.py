@@ -15,7 +15,7 @@ from reprokit.locate.failure import Failure, kind_of, module_of
 from reprokit.locate.ways import NAN, Badness, examine, ways_of
 from reprokit.program.functions import GRAD_READ, display_name, hidden_writes, is_in_place
 from reprokit.program.interpreter import Observer, Outcome, Tensors, run
-from reprokit.program.ir import Call, Program, iter_refs
+from reprokit.program.ir import Call, Phase, Program, iter_refs
 
 Ways = frozenset[str]
 
@@ -30,12 +30,12 @@ class BadValue:
     is_gradient: bool = False
 
 
-def phase_of(call: Call) -> str:
+def phase_of(call: Call) -> Phase:
     """The phase in which the result of a call fails."""
-    return "backward" if call.is_differentiation else "optimizer" if call.is_optimizer_step else call.phase
+    return Phase.BACKWARD if call.is_differentiation else Phase.OPTIMIZER if call.is_optimizer_step else call.phase
 
 
-def failure_of_call(program: Program, index: int, phase: str, way: str, **more: Any) -> Failure:
+def failure_of_call(program: Program, index: int, phase: Phase, way: str, **more: Any) -> Failure:
     """The failure whose origin is call number ``index``; ``more`` are further fields."""
     call = program.calls[index]
     fields = {"kind": kind_of(way), "call": display_name(call.target), "module": module_of(call), "site": call.site}

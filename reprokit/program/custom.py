@@ -19,12 +19,10 @@ from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import _get_current_function_mode_stack
 
 from reprokit.program.functions import GRAD_READ
-from reprokit.program.ir import AUTOGRAD_BACKWARD, OPAQUE, ZERO_GRAD, Call, Ref
+from reprokit.program.ir import AUTOGRAD_BACKWARD, OPAQUE, ZERO_GRAD, Call, Phase, Ref
 
 if TYPE_CHECKING:
     from reprokit.program.trace import Tracer
-
-_BACKWARD_PHASE = "backward"
 
 
 @dataclass(slots=True)
@@ -95,17 +93,17 @@ class CustomFunctions:
     def written_out(self, call: Call, passages: list[_Passage]) -> list[Call]:
         """A backward call with what the Functions did in it, as calls."""
         left = [Ref(leaf) for passage in passages for leaf, _ in passage.reads if leaf in self._read]
-        found = [Call(ZERO_GRAD, (left,), phase=_BACKWARD_PHASE)] if left else []
+        found = [Call(ZERO_GRAD, (left,), phase=Phase.BACKWARD)] if left else []
         found.append(_retaining(call) if any(passage.handed_on for passage in passages) else call)
         for passage in passages:
             for leaf, value in passage.reads:
-                found.append(Call(GRAD_READ, (Ref(leaf),), outputs=Ref(value), phase=_BACKWARD_PHASE))
+                found.append(Call(GRAD_READ, (Ref(leaf),), outputs=Ref(value), phase=Phase.BACKWARD))
                 self._read.add(leaf)
             found.extend(passage.calls)
             if passage.handed_on:
                 starts, grads = zip(*((Ref(start), Ref(grad)) for start, grad in passage.handed_on), strict=True)
                 options = {"retain_graph": True}
-                found.append(Call(AUTOGRAD_BACKWARD, (list(starts), list(grads)), options, phase=_BACKWARD_PHASE))
+                found.append(Call(AUTOGRAD_BACKWARD, (list(starts), list(grads)), options, phase=Phase.BACKWARD))
         return found
 
     # -- forward -------------------------------------------------------------------------------------------------
@@ -169,7 +167,7 @@ class CustomFunctions:
         tracer, passage = self._tracer, _Passage()
         self._passages.append(passage)
         calls, tracer.calls = tracer.calls, passage.calls
-        phase, tracer.phase = tracer.phase, _BACKWARD_PHASE
+        phase, tracer.phase = tracer.phase, Phase.BACKWARD
         self._depth += 1
         try:
             with _entered(tracer):

@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterator, Mapping
 from types import NoneType
 from typing import Any
 
-from reprokit.grammar import count, integer, line, name, of, one_of, plain_of, read, shown, text
+from reprokit.grammar import count, integer, line, member_of, name, of, plain_of, read, shown, text
 from reprokit.program.functions import allowed_names, symbol_named
 from reprokit.program.ir import (
     AUTOGRAD_BACKWARD,
     BACKWARD,
     OPAQUE,
-    PHASES,
     ZERO_GRAD,
     Call,
     Device,
     Input,
     Mode,
     ModuleNote,
+    Phase,
     Program,
     Ref,
     Scope,
@@ -145,7 +145,7 @@ def _call_to_plain(call: Call) -> dict[str, Any]:
         "scope": [_scope_to_plain(level) for level in call.scope],
         "site": plain_of(call.site),
         "mode": [mode.grad, [list(pair) for pair in mode.autocast], mode.inference, argument_to_plain(mode.rng)],
-        "phase": call.phase,
+        "phase": str(call.phase),
     }
 
 
@@ -164,7 +164,7 @@ def _call_from_plain(plain: Mapping[str, Any]) -> Call:
             of(bool)(inference),
             of(Ref)(argument_from_plain(rng)) if rng is not None else None,
         ),
-        phase=one_of(*PHASES)(plain["phase"]),
+        phase=member_of(Phase)(plain["phase"]),
     )
     _require_shape(call)
     return call

@@ -65,7 +65,7 @@ class Signature:
     ``cause`` is kind and call of the bad value behind an exception, ``spectrum`` as in `Failure`.
     """
 
-    phase: str
+    phase: Phase
     kind: str
     call: str | None = None
     backward_node: str | None = None

@@ -301,7 +301,7 @@ def snapshot_without_replay(step: FailedStep, frame: FrameType | None) -> Snapsh
 
 def _unexplained(step: FailedStep) -> Failure:
     """A failure that the replay did not reproduce, from the values seen in training."""
-    phase = _PHASES.get(step.observed_at, "forward")
+    phase = _PHASES.get(step.observed_at, Phase.FORWARD)
     raised = step.raised
     if raised is not None:
         exception = (raised.type, raised.message)
@@ -309,7 +309,7 @@ def _unexplained(step: FailedStep) -> Failure:
     return Failure(phase, _observed_kind(step.pending))
 
 
-_PHASES = {"gradient": "backward", "parameter": "optimizer"}
+_PHASES = {"gradient": Phase.BACKWARD, "parameter": Phase.OPTIMIZER}
 
 
 def _names(step: FailedStep, frame: FrameType | None) -> Names:

@@ -20,6 +20,7 @@ import torch
 from reprokit.errors import ReprokitError, UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import run
+from reprokit.program.ir import Phase
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.mismatch import results_of
 from reprokit.shrink.plainness import largest_of
@@ -69,11 +70,11 @@ class FunctionCheck(SignatureCheck):
             verdict = _verdict_of(function_in(str(self.file), self.function)(outcome))
         except Exception as trouble:  # the function is anybody's code
             said = f"{type(trouble).__name__}: {trouble}" if str(trouble) else type(trouble).__name__
-            return Failure("forward", FUNCTION, said, NO_VERDICT, exception=told)
+            return Failure(Phase.FORWARD, FUNCTION, said, NO_VERDICT, exception=told)
         if verdict is Verdict.PASSES:
             return None
         return Failure(
-            "forward", FUNCTION, self.spec, None if verdict is Verdict.SAME else verdict.value, exception=told
+            Phase.FORWARD, FUNCTION, self.spec, None if verdict is Verdict.SAME else verdict.value, exception=told
         )
 
     def complaint(self, observation: Failure | None) -> ReprokitError | None:
