@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 from tests.conftest import ROOT, start_python_in
@@ -37,3 +39,31 @@ def test_no_two_public_classes_have_one_name() -> None:
     names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))
     assert len(names) > 100
     assert {name for name, count in names.items() if count > 1} == SAME_CLASS
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Imports inside functions count; those for types only do not."""
+    homes = {name_of(path): path for path in PACKAGE}
+    imports = {name: set(imported(ast.parse(path.read_text(encoding="utf-8")))) for name, path in homes.items()}
+    graph = {name: {found for found in names if found in homes} for name, names in imports.items()}
+    assert sum(map(len, graph.values())) > 500
+    TopologicalSorter(graph).prepare()  # raises `CycleError`
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            yield from (f"{child.module}.{alias.name}" for alias in child.names)
+            yield from [child.module or ""] if not is_package(child.module) else []
+        elif not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield from imported(child)
+
+
+def is_package(module: str | None) -> bool:
+    return (ROOT / (module or "").replace(".", "/")).is_dir()

@@ -74,8 +74,7 @@ class Capture:
         atexit.register(watch.tell)
         try:
             with launch.hide_own_frames(), contextlib.ExitStack() as stack:
-                stack.enter_context(watch.children.starting())
-                stack.callback(launch.when_imported("torch", lambda: watch.start(stack)))
+                watch.begin(stack)
                 self._run()
         except BaseException as error:
             watch.ended_with(error)
@@ -86,6 +85,10 @@ class Capture:
             elif error.code is not None and not isinstance(error.code, int):
                 print(error.code, file=sys.stderr)  # as Python does for `sys.exit("a message")`
         return EXIT_CAPTURED if watch.has_stopped else 0
+
+    def watch_of_child(self, folder: Path, reports: str) -> Watch:
+        """The watch of a process that the script has started, which is this one."""
+        return Watch(dataclasses.replace(self, part=f".pid{os.getpid()}"), folder, reports)
 
     def file(self) -> Path | None:
         """The file that was asked for, with the process's rank under torchrun."""
@@ -159,6 +162,11 @@ class Watch:
         self._has_failed = False
         self._reports = reports
         self.children = Children(plan, reports)
+
+    def begin(self, stack: contextlib.ExitStack) -> None:
+        """Watch until ``stack`` is left: this process once it has imported torch, and what it starts."""
+        stack.enter_context(self.children.starting())
+        stack.callback(launch.when_imported("torch", lambda: self.start(stack)))
 
     @property
     def has_stopped(self) -> bool:

@@ -29,7 +29,7 @@ from reprokit.capture import launch
 from reprokit.words import counted
 
 if TYPE_CHECKING:
-    from reprokit.cli.capture import Capture
+    from reprokit.cli.capture import Capture, Watch
 
 REPORTS = "REPROKIT_REPORTS"  # the folder in which a command that was started tells its parent what it captured
 _OWN = str(Path(__file__).resolve().parent.parent) + os.sep
@@ -184,13 +184,9 @@ class WatchedRun:
                 if watch is not None:
                     watch.tell()
 
-    def _watch(self, stack: contextlib.ExitStack) -> Any:
-        from reprokit.cli.capture import Watch
-
-        plan = dataclasses.replace(self._plan, part=f".pid{os.getpid()}")
-        watch = Watch(plan, Path(self._directory), self._folder)
-        stack.enter_context(watch.children.starting())
-        stack.callback(launch.when_imported("torch", lambda: watch.start(stack)))
+    def _watch(self, stack: contextlib.ExitStack) -> Watch:
+        watch = self._plan.watch_of_child(Path(self._directory), self._folder)
+        watch.begin(stack)
         return watch
 
 

@@ -63,8 +63,6 @@ def reports_from(
 
 def observe_packed(task: Task, packed: bytes, limits: RunLimits) -> bytes:
     """The other side: the report on one candidate."""
-    from reprokit.shrink.isolation.runner import Isolation
-
     isolation: Isolation | None = getattr(_here, "isolation", None)
     if isolation is None or isolation.task != task:
         isolation = _here.isolation = Isolation(task, always_apart=True)
