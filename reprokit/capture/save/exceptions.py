@@ -35,7 +35,7 @@ class Raised:
     message: str
     site: Site | None
     module: str | None
-    phase: str
+    phase: Phase
     is_call: bool
     is_deliberate: bool
     causes: tuple[tuple[str, str], ...] = ()
@@ -72,7 +72,7 @@ def describe(error: BaseException, entry: Entry | None, roots: Iterable[torch.nn
     """The facts about an exception; ``entry`` is the call that raised it, if that was on the tape."""
     place = innermost_user_place(error)
     site = make_site(place.tb_frame.f_code, place.tb_lasti) if place is not None else None
-    phase = Phase.BACKWARD if entry is not None and entry.kind is kinds.BACKWARD else "forward"
+    phase = Phase.BACKWARD if entry is not None and entry.kind is kinds.BACKWARD else Phase.FORWARD
     found = site, _module(error, roots), phase, entry is not None, all(map(_is_raised_by_user, chain(error)))
     causes = tuple((type(cause).__name__, str(cause)) for cause in chain(error))
     return Raised(type(error).__name__, str(error), *found, causes)
