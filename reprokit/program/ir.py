@@ -9,18 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Annotated, Any
 
 from reprokit.grammar import Count, Line, Name, Row, Text, one_of
 
-PHASES = ("forward", "backward", "optimizer")
-Phase = Annotated[str, one_of(*PHASES)]
 ROLES = ("parameter", "buffer", "batch", "random", "state", "gradient", "rng", "opaque")
 ZERO_GRAD = "torch.optim.Optimizer.zero_grad"
 BACKWARD = "torch.Tensor.backward"
 AUTOGRAD_BACKWARD = "torch.autograd.backward"
 AUTOGRAD_GRAD = "torch.autograd.grad"
 OPAQUE = "opaque"
+
+
+class Phase(StrEnum):
+    """The part of a step that a call is made in."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
 Span = tuple[Count, Count, Count, Count]
 
 
@@ -141,7 +150,7 @@ class Call:
     """One call. ``outputs`` mirrors the structure of the result: `Ref` for tensors, ``None`` for anything else.
 
     A result that is the same tensor object as an earlier value (in-place calls) carries that value's `Ref`.
-    ``phase`` is ``forward``, ``backward`` or ``optimizer``. Special targets besides torch functions:
+    Special targets besides torch functions:
 
     * ``torch.optim.<Class>.step``: kwargs ``params`` and ``grads`` (lists per group; a grad of ``None`` means the one
       that backward left), ``options`` (a dict per group), ``state`` (per group a list of dicts per parameter).
@@ -157,7 +166,7 @@ class Call:
     scope: tuple[Scope, ...] = ()
     site: Site | None = None
     mode: Mode = Mode()
-    phase: str = Phase.FORWARD
+    phase: Phase = Phase.FORWARD
 
     @property
     def name(self) -> str:

@@ -89,7 +89,7 @@ def replay(
         updating = _start_of_hand_update(needed)
         for position, entry in enumerate(needed):
             modes.enter(entry.mode)
-            recorder.tracer.phase = Phase.OPTIMIZER if position >= updating else "forward"
+            recorder.tracer.phase = Phase.OPTIMIZER if position >= updating else Phase.FORWARD
             try:
                 recorder.record(entry, perform=perform_last or position < len(needed) - 1)
             except Exception as raised:
@@ -178,9 +178,9 @@ class _Recorder(Player):
         finally:
             self.tracer.phase = Phase.FORWARD
 
-    def _play_zero_grad(self, entry: Entry, args: Any, kwargs: Any) -> None:
+    def _play_zero_grad(self, entry: Entry, args: Any) -> None:
         owner = entry.args[0]
-        super()._play_zero_grad(entry, args, kwargs)
+        super()._play_zero_grad(entry, args)
         parameters = owned_by(owner)
         with torch._C.DisableTorchFunction():
             self._zeroed.update((id(p), (p.grad, p.grad._version)) for p in parameters if p.grad is not None)
@@ -237,7 +237,7 @@ class _Recorder(Player):
                 self.mismatches.append(f"the optimizer's `{name}` cannot be recorded")
         return plain
 
-    def _play_differentiate(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+    def _play_backward(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         self.tracer.phase = Phase.BACKWARD
         self._differentiated = True
         with torch._C.DisableTorchFunction():

@@ -204,7 +204,7 @@ class MismatchCheck(SignatureCheck):
             blamed = _Blame(self.reference, program, target).of(candidate)
             if blamed is not None:
                 return blamed
-        phase = Phase.BACKWARD if found.is_gradient else "forward"
+        phase = Phase.BACKWARD if found.is_gradient else Phase.FORWARD
         return _failure(found, self.reference, phase)
 
     def adopted(self, failure: Failure, whole: Candidate) -> Self:
@@ -299,7 +299,7 @@ class _Blame:
         except Exception:  # what the reference cannot do with one call says nothing about that call
             return
         if isinstance(found, Difference):
-            self.found = _failure(found, self.reference, "forward", index, call)
+            self.found = _failure(found, self.reference, Phase.FORWARD, index, call)
             raise _Stop
 
     def _is_asked(self, call: Call) -> bool:
@@ -310,7 +310,7 @@ class _Blame:
 
 
 def _failure(
-    found: Difference, reference: Reference, phase: str, index: int | None = None, call: Call | None = None
+    found: Difference, reference: Reference, phase: Phase, index: int | None = None, call: Call | None = None
 ) -> Failure:
     return Failure(
         phase,
