@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+import sys
 from collections.abc import Iterator
 
 from reprokit.errors import SnapshotError
@@ -63,6 +64,15 @@ _HARMLESS = frozenset(
 _SHADOWED = frozenset(
     ("all", "any", "bin", "dir", "filter", "format", "hash", "id", "input", "iter", "next", "set", "type")
 )
+# Modules of Python that reach no file and no process; variables often have their names.
+_MODULES = frozenset(
+    (
+        "array", "calendar", "cmath", "collections", "copy", "dataclasses", "decimal", "enum", "fractions", "functools",
+        "heapq", "itertools", "keyword", "math", "numbers", "operator", "queue", "random", "select", "signal",
+        "statistics", "string", "struct", "time", "token", "types", "typing",
+    )
+)  # fmt: skip
+_OTHER_MODULES = sys.stdlib_module_names - _MODULES
 # Parameters and buffers of torch's layers.
 _STATE = re.compile(
     r"weight|bias|running_mean|running_var|in_proj_(weight|bias)|out_proj|(weight|bias)_(ih|hh|hr)_l[0-9]+(_reverse)?"
@@ -238,7 +248,8 @@ class _Reader:
     def _called(self, node: ast.expr) -> None:
         """What the user's lines may call: torch, methods of tensors, parts of ``self``, and functions by their name."""
         if isinstance(node, ast.Name):
-            is_known = node.id in _BUILTINS | _HARMLESS or not hasattr(builtins, node.id)
+            is_users = node.id not in self._made and not hasattr(builtins, node.id)
+            is_known = node.id in _BUILTINS | _HARMLESS or is_users
         elif isinstance(node, ast.Attribute):
             is_known = _dotted(node) is not None or _is_self(node.value)
             is_known = is_known or node.attr in _ATTRIBUTES | _HARMLESS or _is_method(node.attr)
@@ -250,7 +261,8 @@ class _Reader:
     def _name(self, node: ast.Name) -> None:
         is_known = node.id in self._made or (node.id in _BUILTINS - {"super"})
         if self._is_line:  # one that is no function of Python's: it may be called elsewhere, `max(texts, key=eval)`
-            is_known = node.id in _BUILTINS | _HARMLESS | _SHADOWED or not hasattr(builtins, node.id)
+            is_users = not hasattr(builtins, node.id) and node.id not in _OTHER_MODULES
+            is_known = node.id in _BUILTINS | _HARMLESS | _SHADOWED or is_users
         if not is_known and not (self._check is not None and node.id == "exception"):
             raise _refused(f"it uses `{node.id:.80}`")
 
