@@ -32,7 +32,10 @@ _ROLES = {
 }
 _FIRST = ("input", "self", "tensor", "x", "A")
 REVERSED = ("__rtruediv__", "__rdiv__", "__rpow__", "__rsub__", "rsub", "__rmod__")
-_BUILTIN_DEFAULTS = {("cosine_similarity", "eps"): 1e-8, ("cosine_similarity", "dim"): 1}  # these have no signature
+# Of functions without a signature; a reciprocal is 1 divided by its argument.
+_BUILTIN_DEFAULTS = {
+    ("cosine_similarity", "eps"): 1e-8, ("cosine_similarity", "dim"): 1, ("reciprocal", "numerator"): 1,
+}  # fmt: skip
 VIEWS = frozenset([
     "view", "reshape", "unsqueeze", "squeeze", "expand", "expand_as", "transpose", "permute", "flatten", "unflatten",
     "contiguous", "t", "__get__", "clone", "detach", "to", "float", "half", "bfloat16", "double", "type_as",

@@ -19,7 +19,7 @@ from reprokit.locate.diagnosis import UNKNOWN, Also, Diagnosis, Fix
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.notes import failure_of_call
 from reprokit.locate.scene import CapturedStep, Scene, observe
-from reprokit.locate.signs import SIGNS, Numbers, edges, labels, operands, precision, training
+from reprokit.locate.signs import Numbers, edges, labels, operands, precision, seen, training
 from reprokit.locate.trials import TrialBudget, WriteCode, attempt
 from reprokit.locate.underflow import find_underflow
 from reprokit.locate.ways import PLUS, ways_of
@@ -157,13 +157,10 @@ def numbers_of(entry: CatalogueEntry, scene: Scene) -> Numbers | None:
     shown = (_optimizer(call.target) if call is not None else None) or name
     numbers: Numbers = {"call": shown, "count": 0, "total": 0}
     for condition in entry.when:
-        try:
-            seen = SIGNS[condition.sign](scene, **condition.parameters)
-        except (RuntimeError, LookupError, TypeError, ValueError):
-            seen = None  # arguments of a form that the sign does not know, say shapes that do not go together
-        if seen is None:
+        found = seen(scene, condition.sign, **condition.parameters)
+        if found is None:
             return None
-        numbers.update(seen)
+        numbers.update(found)
     return numbers
 
 

@@ -38,6 +38,7 @@ INNER = {
 
 COMPARISONS: dict[str, Callable[[Any, float], Any]] = {
     "below": operator.lt, "at_most": operator.le, "above": operator.gt, "at_least": operator.ge, "equal": operator.eq,
+    "not_equal": operator.ne,
 }  # fmt: skip
 INFINITE = ("+inf", "-inf")
 

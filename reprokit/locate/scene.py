@@ -127,6 +127,13 @@ class Scene:
         call = self.program.calls[self.index]
         return argument_at(call, slot_of(call, role))
 
+    def recorded_if_given(self, role: Slot) -> Any:
+        """The same; ``None`` for an argument that the origin does not have."""
+        try:
+            return self.recorded(role)
+        except KeyError:
+            return None
+
     @property
     def origin(self) -> ObservedCall:
         """The origin with its real arguments; raises `KeyError` without one, or if the run did not get there."""

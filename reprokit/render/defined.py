@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from reprokit.errors import ReprokitError
-from reprokit.locate.calls import REVERSED, default_of, short_name
+from reprokit.locate.calls import default_of, short_name
 from reprokit.locate.domains import INNER
 from reprokit.locate.failure import Drop, Failure
 from reprokit.locate.ways import ways_of
@@ -25,7 +25,7 @@ from reprokit.program.interpreter import Tensors, bind_arguments, run
 from reprokit.program.ir import Call, Program, iter_refs
 from reprokit.render import wording
 from reprokit.render.call_code import optimizer_defaults
-from reprokit.render.definitions import BACKWARD_RULES, FORWARD_RULES, Defect, Edge, Given, with_zero
+from reprokit.render.definitions import Defect, Edge, Given, defined_edge, with_zero
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.references import default_dtype, in_dtype
 from reprokit.shrink.exact import OriginCall, origin_of
@@ -45,10 +45,7 @@ def find_edge(program: Program, tensors: Tensors, failure: Failure) -> Edge | No
         given = observe(program, tensors, failure)
         if given is None:
             return None
-        rules = BACKWARD_RULES if failure.is_derivative else FORWARD_RULES
-        found = (rule(given) for rule in rules)
-        edge = _bad_number(given) or next((edge for edge in found if edge is not None), None)
-        edge = edge or _in_double(given, program, tensors)
+        edge = _bad_number(given) or defined_edge(given) or _in_double(given, program, tensors)
     is_forward_finite = not any(map(ways_of, given.results))
     return replace(edge, is_forward_finite=is_forward_finite) if edge is not None else None
 
@@ -69,8 +66,6 @@ def observe(program: Program, tensors: Tensors, failure: Failure) -> Given | Non
     made = (ref.value for ref in iter_refs(call.kwargs["params"] if is_step else call.outputs))
     results = tuple(origin.made[value] for value in dict.fromkeys(made) if value in origin.made)
     name = short_name(call)
-    if call.name in REVERSED:
-        call, args = replace(call, args=call.args[::-1]), args[::-1]
     return Given(name, call, failure, args, kwargs, results, origin)
 
 

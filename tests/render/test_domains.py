@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 from reprokit.locate.domains import DOMAINS, number_named
 from reprokit.locate.failure import Failure
 from reprokit.locate.ways import ways_of
+from reprokit.program.functions import allowed_names, function_named
 from reprokit.program.ir import Call, Ref
-from reprokit.render.definitions import BACKWARD_RULES, FORWARD_RULES, Edge, Given
+from reprokit.render.definitions import Edge, Given, defined_edge
 from reprokit.render.expectation import expect
 from tests.locate.mechanisms import CASES
 
@@ -23,10 +26,14 @@ LOGITS = torch.tensor([[-INF, 1.0]])
 def edge_of(name: str, *args: Any, way: str = "nan", phase: str = "forward", **kwargs: Any) -> Edge | None:
     """What the rules answer for a call; its tensors are numbered by their positions."""
     refs = tuple(Ref(place) if isinstance(item, torch.Tensor) else item for place, item in enumerate(args))
-    failure = Failure(phase=phase, kind=way.strip("+-"), call=f"torch.{name}", way=way)
-    given = Given(name, Call(f"torch.{name}", refs, kwargs), failure, args, kwargs, ())
-    found = (rule(given) for rule in (BACKWARD_RULES if phase == "backward" else FORWARD_RULES))
-    return next((edge for edge in found if edge is not None), None)
+    targets = (f"torch.{name}", f"torch.nn.functional.{name}", f"torch.linalg.{name}", f"torch._{name}")
+    target = next(target for target in targets if target in allowed_names())
+    node = "Backward0" if phase == "backward" else None
+    failure = Failure(phase=phase, kind=way.strip("+-"), call=target, way=way, backward_node=node)
+    result = torch.tensor(float(way))
+    with contextlib.suppress(TypeError), warnings.catch_warnings(action="ignore"):  # not all are whole calls
+        result = function_named(target)(*args, **kwargs)
+    return defined_edge(Given(name, Call(target, refs, kwargs), failure, args, kwargs, (result,)))
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,14 @@ def sign(function: Sign) -> Sign:
     return function
 
 
+def seen(scene: Any, name: str, /, **parameters: Any) -> Numbers | None:
+    """The numbers of a sign; ``None`` also for arguments of a form that it does not know, say of other shapes."""
+    try:
+        return SIGNS[name](scene, **parameters)
+    except (RuntimeError, LookupError, TypeError, ValueError):
+        return None
+
+
 def places(mask: torch.Tensor | None, **more: Any) -> Numbers | None:
     """The count of elements in a mask, its size, and ``more`` numbers; ``None`` for an empty mask."""
     count = int(mask.sum()) if mask is not None else 0

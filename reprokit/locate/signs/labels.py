@@ -216,12 +216,8 @@ def target_is_impossible(scene: Scene) -> Numbers | None:
 @sign
 def target_is_longer(scene: Scene) -> Numbers | None:
     """True if a target of ``ctc_loss`` needs more steps than its input has (repeats need one more)."""
-    return too_long_target(scene.tensor("targets"), scene.operand("input_lengths"), scene.operand("target_lengths"))
-
-
-def too_long_target(targets: torch.Tensor, input_lengths: Any, target_lengths: Any) -> Numbers | None:
-    """The first sample of a batch, or the only one, whose labels need more steps than its input has."""
-    lengths = (torch.as_tensor(item).flatten().tolist() for item in (input_lengths, target_lengths))
+    targets = scene.tensor("targets")
+    lengths = (torch.as_tensor(scene.operand(f"{name}_lengths")).flatten().tolist() for name in ("input", "target"))
     start = 0
     for number, (available, length) in enumerate(zip(*lengths, strict=False)):
         row = targets[number] if targets.dim() == 2 else targets[start : start + length]

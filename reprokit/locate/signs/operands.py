@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -30,11 +32,15 @@ def has(scene: Scene, operand: Slot = "x", *, size: bool = False, **wanted: str 
     values = scene.tensor(operand)
     if values.is_complex() or values.dtype is torch.bool:
         return None
-    mask = compare(values.abs() if size else values, wanted)
+    mask = _compared(values, size=size, **wanted)
     if not bool(mask.any()):
         return None
     found = values[mask].double()
     return places(mask, operand=scene.name(operand), lowest=float(found.min()), highest=float(found.max()))
+
+
+def _compared(values: torch.Tensor, *, size: bool = False, **wanted: str | float) -> torch.Tensor:
+    return compare(values.abs() if size else values, wanted)
 
 
 @sign
@@ -59,9 +65,9 @@ def option(scene: Scene, name: str, **wanted: float) -> Numbers | None:
 def has_row_of(scene: Scene, value: float) -> Numbers | None:
     """True if some row along the call's ``dim`` holds nothing but this value."""
     x, dim = scene.tensor("x"), dimension(scene)
-    if x.dim() == 0 or not x.numel():
+    if not x.numel():
         return None
-    return places((x == value).all().reshape(1) if dim is None else (x == value).all(dim))
+    return places((x == value).all().reshape(1) if dim is None or x.dim() == 0 else (x == value).all(dim))
 
 
 @sign
@@ -116,9 +122,10 @@ def reduces_nothing(scene: Scene) -> Numbers | None:
 
 @sign
 def reduces_one(scene: Scene) -> Numbers | None:
-    """True if every result of a reduction is made from a single element."""
-    x, result = scene.tensor("x"), scene.tensor("result")
-    if not x.numel() or x.numel() != result.numel():
+    """True if every result of a std or var that divides by n - 1 is made from a single element."""
+    x, result, call = scene.tensor("x"), scene.tensor("result"), scene.origin.call
+    is_unbiased = call.kwargs.get("unbiased", next((item for item in call.args[1:] if isinstance(item, bool)), True))
+    if not x.numel() or x.numel() != result.numel() or call.kwargs.get("correction", int(is_unbiased)) not in (None, 1):
         return None
     return {"shape": _shape(x)}
 
@@ -132,17 +139,13 @@ def holds_bad_values(scene: Scene) -> Numbers | None:
 
 @sign
 def weight_row_is_zero(scene: Scene) -> Numbers | None:
-    """True if a whole row of a weight-normalised weight is zero."""
+    """True if a whole row of a weight-normalised weight is zero; with a ``dim`` of -1 the whole is one row."""
     weight, call = scene.tensor("x"), scene.origin.call
     if weight.dim() == 0:
         return None
-    return places(zero_rows(weight, call.args[2] if len(call.args) > 2 else call.kwargs.get("dim", 0)))
-
-
-def zero_rows(weight: torch.Tensor, dim: int) -> torch.Tensor:
-    """A mask of the rows of a weight-normalised weight, along ``dim``, that are zero; of -1 the whole is one row."""
+    dim = call.args[2] if len(call.args) > 2 else call.kwargs.get("dim", 0)
     rows = weight.reshape(1, -1) if dim == -1 else weight.movedim(dim, 0).reshape(weight.shape[dim], -1)
-    return (rows == 0).all(1)
+    return places((rows == 0).all(1))
 
 
 def dimension(scene: Scene) -> int | None:
@@ -168,21 +171,10 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 @sign
-def divides_zero_by_zero(scene: Scene) -> Numbers | None:
-    """True if numerator and denominator are zero at one place."""
-    return _division(scene, lambda numerator: numerator == 0)
-
-
-@sign
-def divides_by_zero(scene: Scene) -> Numbers | None:
-    """True if a numerator that is not zero is divided by zero."""
-    return _division(scene, lambda numerator: numerator != 0)
-
-
-def _division(scene: Scene, numerators: Callable[[torch.Tensor], torch.Tensor]) -> Numbers | None:
-    is_reciprocal, denominator = short_name(scene.origin.call) == "reciprocal", scene.tensor("denominator")
-    numerator = torch.ones(()) if is_reciprocal else scene.tensor("numerator")
-    return places(numerators(numerator) & (denominator == 0), operand=scene.name("denominator"))
+def meet(scene: Scene, **wanted: Mapping[str, Any]) -> Numbers | None:
+    """True if operands of the origin compare as wanted at one place, each as in `has`."""
+    masks = (_compared(scene.tensor(name), **bounds) for name, bounds in wanted.items())
+    return places(functools.reduce(torch.logical_and, masks), operand=scene.name([*wanted][-1]))
 
 
 @sign
@@ -213,12 +205,6 @@ def underflowed(scene: Scene, operand: Slot = "x", makers: Sequence[str] | None 
     if makers is not None and maker not in makers:
         return None
     return places(found.lost, maker=maker, zeros=found.loss.num_zeros, dtype=dtype_name(values))
-
-
-@sign
-def divides_infinities(scene: Scene) -> Numbers | None:
-    """True if an infinity is divided by an infinity."""
-    return places(scene.tensor("numerator").isinf() & scene.tensor("denominator").isinf())
 
 
 @sign
