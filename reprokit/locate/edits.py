@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -38,29 +38,40 @@ class Edited:
 
 @dataclass
 class Editor:
-    """Collects what to put in place of single calls of one program."""
+    """Collects what is put in place of single calls of one program: `begin` one, then `make` and `add` others."""
 
     program: Program
     _next: int = field(init=False)
     _replaced: dict[int, list[Call]] = field(default_factory=dict)
+    _index: int = 0
 
     def __post_init__(self) -> None:
         self._next = self.program.next_value()
 
-    def put(self, index: int, calls: Iterable[Call]) -> None:
-        """Put ``calls`` in place of call number ``index``."""
-        self._replaced[index] = list(calls)
+    def begin(self, index: int) -> None:
+        """Go on at call number ``index``, which stays as it is unless something is put in its place."""
+        self._index = index
+        self._replaced.pop(index, None)
+
+    def has_changed(self, index: int) -> bool:
+        """True if there is something in place of a call."""
+        return index in self._replaced
+
+    def add(self, call: Call) -> None:
+        """Go on with a call that is not new."""
+        self._replaced.setdefault(self._index, []).append(call)
 
     def value(self) -> Ref:
         """A value that nothing uses yet."""
         self._next += 1
         return Ref(self._next - 1)
 
-    def call(self, like: Call, target: str, *args: Any, to: Ref | None = None, **kwargs: Any) -> tuple[Call, Ref]:
-        """A new call in the place and mode of ``like``, and the value it makes."""
-        to = to if to is not None else self.value()
+    def make(self, target: str, *args: Any, to: Ref | None = None, like: Call | None = None, **kwargs: Any) -> Ref:
+        """Go on with a new call in the mode of the one that is edited, or of ``like``; the value that it makes."""
+        like, to = like or self.program.calls[self._index], to or self.value()
         mode = Mode(like.mode.grad, like.mode.autocast, like.mode.inference)
-        return replace(like, target=target, args=args, kwargs=kwargs, outputs=to, mode=mode), to
+        self.add(replace(like, target=target, args=args, kwargs=kwargs, outputs=to, mode=mode))
+        return to
 
     def finish(self) -> Program:
         """The edited program."""
@@ -98,19 +109,19 @@ def with_argument(call: Call, slot: Slot, value: Any) -> Call:
     return replace(call, kwargs={**call.kwargs, slot: value})
 
 
-def guarded(editor: Editor, call: Call, slot: Slot, target: str, *args: Any, **kwargs: Any) -> list[Call] | None:
-    """The call behind a call of ``target`` on one of its arguments; ``None`` when that is not a tensor.
+def guarded(editor: Editor, call: Call, slot: Slot, target: str, *args: Any, **kwargs: Any) -> Call | None:
+    """The call behind a new call of ``target`` on one of its arguments; ``None`` when that is not a tensor.
 
     An in-place call that writes into the argument finds the new contents in it.
     """
     argument = argument_at(call, slot)
     if not isinstance(argument, Ref):
         return None
-    made, new = editor.call(call, target, argument, *args, **kwargs)
+    new = editor.make(target, argument, *args, **kwargs)
     if is_in_place(call.target) and slot == 0:
-        back, _ = editor.call(call, "torch.Tensor.copy_", argument, new, to=argument)
-        return [made, back, call]
-    return [made, with_argument(call, slot, new)]
+        editor.make("torch.Tensor.copy_", argument, new, to=argument)
+        return call
+    return with_argument(call, slot, new)
 
 
 def converted(program: Program, tensors: Mapping[int, torch.Tensor], dtype: torch.dtype) -> Edited:
@@ -136,8 +147,8 @@ def _autocast(mode: Mode, name: str) -> tuple[tuple[str, str], ...]:
     return tuple((device, name if dtype == "torch.float16" else dtype) for device, dtype in mode.autocast)
 
 
-Change = Callable[[Editor, Call], list[Call] | None]
-Prepare = Callable[[Editor, Call, Ref], tuple[list[Call], tuple[Any, ...]]]
+Change = Callable[[Editor, Call], None]
+Prepare = Callable[[Editor, Ref], Ref]
 Rewrite = Callable[..., Edited | None]
 REWRITES: dict[str, Rewrite] = {}
 
@@ -149,17 +160,14 @@ def rewrite(function: Rewrite) -> Rewrite:
 
 
 def everywhere(scene: Scene, change: Change) -> Edited | None:
-    """The step with a change made at the origin, and at the calls like it where it applies."""
+    """The step with a change made at the origin, and at the calls like it where it applies and adds something."""
     origin, editor = scene.failure.call_index, Editor(scene.program)
     for index in siblings(scene.program, origin) if origin is not None else ():
-        made = None
+        editor.begin(index)
         with contextlib.suppress(KeyError):
-            made = change(editor, scene.program.calls[index])
-        if made is not None:
-            editor.put(index, made)
-        elif index == origin:
-            return None
-    return Edited(editor.finish(), scene.tensors) if origin is not None else None
+            change(editor, scene.program.calls[index])
+    is_changed = origin is not None and editor.has_changed(origin)
+    return Edited(editor.finish(), scene.tensors) if is_changed else None
 
 
 def guard(
@@ -172,17 +180,16 @@ def guard(
 ) -> Edited | None:
     """The step with ``target`` of an argument in its place, at the origin and the calls like it.
 
-    ``prepare`` makes calls in front of that one, and further arguments for it from the argument.
+    ``prepare`` makes a further argument of it from the argument.
     """
 
-    def change(editor: Editor, call: Call) -> list[Call] | None:
+    def change(editor: Editor, call: Call) -> None:
         slot = slot_of(call, operand)
         argument = argument_at(call, slot)
-        if not isinstance(argument, Ref):
-            return None
-        before, given = prepare(editor, call, argument) if prepare is not None else ([], ())
+        given = (prepare(editor, argument),) if prepare is not None and isinstance(argument, Ref) else ()
         made = guarded(editor, call, slot, target, *given, *args, **named)
-        return [*before, *made] if made is not None else None
+        if made is not None:
+            editor.add(made)
 
     return everywhere(scene, change)
 

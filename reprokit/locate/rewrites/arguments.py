@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from reprokit.locate.calls import Slot, argument_at, short_name, slot_of
@@ -32,18 +33,14 @@ def clamp(
 def finite_arguments(scene: Scene) -> Edited | None:
     """Clamp both arguments, so that infinities in them become large numbers."""
 
-    def change(editor: Editor, call: Call) -> list[Call] | None:
-        made, changed = list[Call](), call
+    def change(editor: Editor, call: Call) -> None:
+        changed = None
         for role in ("x", "y"):
-            try:
-                slot = slot_of(changed, role)
-            except KeyError:
-                continue
-            guarding = guarded(editor, changed, slot, "torch.Tensor.clamp", min=-1e4, max=1e4)
-            if guarding is not None:
-                *before, changed = guarding
-                made += before
-        return [*made, changed] if made else None
+            with contextlib.suppress(KeyError):
+                slot = slot_of(call, role)
+                changed = guarded(editor, changed or call, slot, "torch.Tensor.clamp", min=-1e4, max=1e4) or changed
+        if changed is not None:
+            editor.add(changed)
 
     return everywhere(scene, change)
 
@@ -61,11 +58,11 @@ def plus(scene: Scene, operand: Slot = "x", value: str | float = "eps") -> Edite
 def away_from_zero(scene: Scene, operand: Slot = "denominator", value: str | float = 1.0) -> Edited | None:
     """Replace the zeros in an argument by a number."""
 
-    def find_zeros(editor: Editor, call: Call, argument: Ref) -> tuple[list[Call], tuple[Any, ...]]:
-        found, mask = editor.call(call, "torch.Tensor.__eq__", argument, 0)
-        return [found], (mask,)
-
     number = number_for(scene, operand, value)
+
+    def find_zeros(editor: Editor, argument: Ref) -> Ref:
+        return editor.make("torch.Tensor.__eq__", argument, 0)
+
     return guard(scene, operand, "torch.Tensor.masked_fill", number, prepare=find_zeros)
 
 
@@ -78,13 +75,9 @@ def inside(scene: Scene) -> Edited | None:
         return None
     bound = number_for(scene, domain.operand, edge.bound)
 
-    def find_edge(editor: Editor, call: Call, argument: Ref) -> tuple[list[Call], tuple[Any, ...]]:
-        before, tested = list[Call](), argument
-        if edge.size:
-            size, tested = editor.call(call, "torch.abs", tested)
-            before.append(size)
-        found, mask = editor.call(call, f"torch.Tensor.{_TESTS[edge.test]}", tested, bound)
-        return [*before, found], (mask,)
+    def find_edge(editor: Editor, argument: Ref) -> Ref:
+        tested = editor.make("torch.abs", argument) if edge.size else argument
+        return editor.make(f"torch.Tensor.{_TESTS[edge.test]}", tested, bound)
 
     return guard(scene, domain.operand, "torch.Tensor.masked_fill", domain.harmless, prepare=find_edge)
 
@@ -101,10 +94,10 @@ def mask_first(scene: Scene) -> Edited | None:
         meeting = marked.intersection(call.input_refs())
         if needing.intersection(call.input_refs()):
             needing.update(call.output_refs())
-            guards = [editor.call(call, "torch.Tensor.nan_to_num", Ref(value), 0.0) for value in sorted(meeting)]
-            new = dict(zip(sorted(meeting), (ref for _, ref in guards), strict=True))
-            if new and short_name(call) not in _TESTS_FOR_NAN:
-                editor.put(index, [*(guard for guard, _ in guards), call.substituted(new)])
+            if meeting and short_name(call) not in _TESTS_FOR_NAN:
+                editor.begin(index)
+                new = {value: editor.make("torch.Tensor.nan_to_num", Ref(value), 0.0) for value in sorted(meeting)}
+                editor.add(call.substituted(new))
                 is_changed = True
         elif meeting and short_name(call) not in _TESTS_FOR_NAN:
             marked.update(call.output_refs())
@@ -115,22 +108,18 @@ def mask_first(scene: Scene) -> Edited | None:
 def minus_max(scene: Scene) -> Edited | None:
     """Subtract the largest element from an argument, which a later normalisation takes out again."""
 
-    def find_largest(editor: Editor, call: Call, argument: Ref) -> tuple[list[Call], tuple[Any, ...]]:
-        largest, top = editor.call(call, "torch.amax", argument)
-        return [largest], (top,)
-
-    return guard(scene, "x", "torch.Tensor.sub", prepare=find_largest)
+    return guard(scene, "x", "torch.Tensor.sub", prepare=lambda editor, argument: editor.make("torch.amax", argument))
 
 
 @rewrite
 def set_argument(scene: Scene, name: str, value: Any) -> Edited | None:
     """Give the origin another value for one of its own arguments."""
 
-    def change(_: Editor, call: Call) -> list[Call]:
-        try:
-            return [with_argument(call, slot_of(call, name), value)]
-        except KeyError:  # it was not given
-            return [with_argument(call, name, value)]
+    def change(editor: Editor, call: Call) -> None:
+        slot: Slot = name
+        with contextlib.suppress(KeyError):  # it was not given
+            slot = slot_of(call, name)
+        editor.add(with_argument(call, slot, value))
 
     return everywhere(scene, change)
 
@@ -139,13 +128,11 @@ def set_argument(scene: Scene, name: str, value: Any) -> Edited | None:
 def set_option(scene: Scene, name: str, value: float) -> Edited | None:
     """Another hyperparameter for the optimizer's step."""
 
-    def change(_: Editor, call: Call) -> list[Call] | None:
+    def change(editor: Editor, call: Call) -> None:
         options = argument_at(call, "options")
-        if not any(name in group for group in options):
-            return None
-        return [
-            with_argument(call, "options", [{**group, name: value} if name in group else group for group in options])
-        ]
+        changed = [{**group, name: value} if name in group else group for group in options]
+        if changed != options:
+            editor.add(with_argument(call, "options", changed))
 
     return everywhere(scene, change)
 
@@ -159,11 +146,9 @@ def jitter(scene: Scene, value: float, spread: bool = False) -> Edited | None:
     size, amount = x.shape[-1], value * max(1.0, float(x.abs().max()))
     values = (amount, 2 * amount) if spread else (amount, amount)
 
-    def make_diagonal(editor: Editor, call: Call, _: Ref) -> tuple[list[Call], tuple[Any, ...]]:
+    def make_diagonal(editor: Editor, _: Ref) -> Ref:
         dtype, device = Symbol(str(x.dtype)), Device(str(x.device))
-        line, numbers = editor.call(call, "torch.linspace", *values, size, dtype=dtype, device=device)
-        matrix, diagonal = editor.call(call, "torch.diag", numbers)
-        return [line, matrix], (diagonal,)
+        return editor.make("torch.diag", editor.make("torch.linspace", *values, size, dtype=dtype, device=device))
 
     return guard(scene, "x", "torch.Tensor.add", prepare=make_diagonal)
 

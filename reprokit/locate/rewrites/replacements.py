@@ -28,12 +28,12 @@ from reprokit.program.ir import Call, Ref, iter_refs
 def biased(scene: Scene) -> Edited | None:
     """A standard deviation or variance divided by n instead of n - 1."""
 
-    def change(_: Editor, call: Call) -> list[Call]:
+    def change(editor: Editor, call: Call) -> None:
         args = tuple(item for item in call.args if not isinstance(item, bool))
         flags = [item for item in call.args if isinstance(item, bool)]  # unbiased, keepdim
         kwargs = {name: item for name, item in call.kwargs.items() if name != "unbiased"}
         kwargs |= {"keepdim": flags[1]} if len(flags) > 1 else {}
-        return [replace(call, args=args, kwargs={**kwargs, "correction": 0})]
+        editor.add(replace(call, args=args, kwargs={**kwargs, "correction": 0}))
 
     return everywhere(scene, change)
 
@@ -43,15 +43,14 @@ def log_softmax(scene: Scene) -> Edited | None:
     """``log_softmax`` in place of the logarithm of a softmax."""
     program = scene.program
 
-    def change(_: Editor, call: Call) -> list[Call] | None:
+    def change(editor: Editor, call: Call) -> None:
         index = next((n for n, other in enumerate(program.calls) if other is call), len(program.calls))
         for ref in iter_refs(call.args[:1]):
             writer = scene.writer(ref.value, index)
             if writer is not None and short_name(program.calls[writer]) == "softmax":
                 made = program.calls[writer]
                 name = made.target.replace("softmax", "log_softmax")
-                return [replace(call, target=name, args=made.args, kwargs=made.kwargs)]
-        return None
+                editor.add(replace(call, target=name, args=made.args, kwargs=made.kwargs))
 
     return everywhere(scene, change)
 
@@ -67,7 +66,8 @@ def xlogy(scene: Scene) -> Edited | None:
             continue
         for factor, logarithm in (call.args, call.args[::-1]):
             if isinstance(logarithm, Ref) and logarithm.value in logs and isinstance(factor, Ref):
-                editor.put(number, [replace(call, target="torch.xlogy", args=(factor, logs[logarithm.value]))])
+                editor.begin(number)
+                editor.add(replace(call, target="torch.xlogy", args=(factor, logs[logarithm.value])))
                 found = True
     return Edited(editor.finish(), scene.tensors) if found else None
 
@@ -76,15 +76,13 @@ def xlogy(scene: Scene) -> Edited | None:
 def sum_over_count(scene: Scene) -> Edited | None:
     """A mean as the sum over the number of elements, at least one."""
 
-    def change(editor: Editor, call: Call) -> list[Call] | None:
+    def change(editor: Editor, call: Call) -> None:
         if not isinstance(call.outputs, Ref) or not isinstance(call.args[0], Ref):
-            return None
+            return
         function, total = call.target.replace("mean", "sum"), editor.value()
-        ones, each = editor.call(call, "torch.ones_like", call.args[0])
-        number, count = editor.call(call, function, each, *call.args[1:], **call.kwargs)
-        one, divisor = editor.call(call, "torch.Tensor.clamp", count, min=1)
-        divide, _ = editor.call(call, "torch.Tensor.div", total, divisor, to=call.outputs)
-        return [replace(call, target=function, outputs=total), ones, number, one, divide]
+        editor.add(replace(call, target=function, outputs=total))
+        count = editor.make(function, editor.make("torch.ones_like", call.args[0]), *call.args[1:], **call.kwargs)
+        editor.make("torch.Tensor.div", total, editor.make("torch.Tensor.clamp", count, min=1), to=call.outputs)
 
     return everywhere(scene, change)
 
@@ -93,21 +91,15 @@ def sum_over_count(scene: Scene) -> Edited | None:
 def loss_over_count(scene: Scene) -> Edited | None:
     """A mean loss as the sum over the number of targets that count, at least one."""
 
-    def change(editor: Editor, call: Call) -> list[Call] | None:
-        try:
-            target = argument_at(call, slot_of(call, "target"))
-        except KeyError:
-            return None
+    def change(editor: Editor, call: Call) -> None:
+        target = argument_at(call, slot_of(call, "target"))
         if not isinstance(target, Ref) or not isinstance(call.outputs, Ref):
-            return None
-        ignored = call.kwargs.get("ignore_index", -100)
+            return
         total = editor.value()
-        loss = replace(call, kwargs={**call.kwargs, "reduction": "sum"}, outputs=total)
-        different, kept = editor.call(call, "torch.ne", target, ignored)
-        number, count = editor.call(call, "torch.Tensor.sum", kept)
-        one, divisor = editor.call(call, "torch.Tensor.clamp", count, min=1)
-        divide, _ = editor.call(call, "torch.Tensor.div", total, divisor, to=call.outputs)
-        return [loss, different, number, one, divide]
+        editor.add(replace(call, kwargs={**call.kwargs, "reduction": "sum"}, outputs=total))
+        kept = editor.make("torch.ne", target, call.kwargs.get("ignore_index", -100))
+        divisor = editor.make("torch.Tensor.clamp", editor.make("torch.Tensor.sum", kept), min=1)
+        editor.make("torch.Tensor.div", total, divisor, to=call.outputs)
 
     return everywhere(scene, change)
 
@@ -117,17 +109,15 @@ def guarded_weight_norm(scene: Scene) -> Edited | None:
     """Weight normalisation with a norm that is never zero."""
     weight = scene.tensor("x")
 
-    def change(editor: Editor, call: Call) -> list[Call] | None:
+    def change(editor: Editor, call: Call) -> None:
         if len(call.args) < 2 or not isinstance(call.outputs, Ref):
-            return None
+            return
         direction, gain, *rest = call.args
         kept = rest[0] if rest else call.kwargs.get("dim", 0)
         dims = [n for n in range(weight.dim()) if n != kept % weight.dim()] if kept != -1 else list(range(weight.dim()))
-        norm, size = editor.call(call, "torch.linalg.vector_norm", direction, 2, dims, True)
-        bound, divisor = editor.call(call, "torch.Tensor.clamp", size, min=number_named("eps", weight.dtype))
-        unit, normed = editor.call(call, "torch.Tensor.div", direction, divisor)
-        scaled, _ = editor.call(call, "torch.Tensor.mul", normed, gain, to=call.outputs)
-        return [norm, bound, unit, scaled]
+        size = editor.make("torch.linalg.vector_norm", direction, 2, dims, True)
+        divisor = editor.make("torch.Tensor.clamp", size, min=number_named("eps", weight.dtype))
+        editor.make("torch.Tensor.mul", editor.make("torch.Tensor.div", direction, divisor), gain, to=call.outputs)
 
     return everywhere(scene, change)
 
@@ -156,7 +146,8 @@ def write_without_grad(scene: Scene) -> Edited | None:
     if depends_on_gradients(scene, {ref.value for ref in iter_refs((call.args, call.kwargs))} - {target.value}):
         return None
     editor = Editor(scene.program)
-    editor.put(index, [replace(call, mode=replace(call.mode, grad=False))])
+    editor.begin(index)
+    editor.add(replace(call, mode=replace(call.mode, grad=False)))
     return Edited(editor.finish(), scene.tensors, is_local=False)
 
 
@@ -168,12 +159,13 @@ def write_into_copy(scene: Scene) -> Edited | None:
         return None
     value, first = found
     editor, calls = Editor(scene.program), scene.program.calls
-    copy, new = editor.call(calls[first], "torch.Tensor.clone", Ref(value))
-    for index in range(first, len(calls)):
-        call = calls[index]
+    editor.begin(first)
+    new = editor.make("torch.Tensor.clone", Ref(value))
+    editor.add(calls[first].substituted({value: new}, outputs=True))
+    for index, call in enumerate(calls[first + 1 :], first + 1):
         if not call.is_optimizer_step and call.target != GRAD_READ:
-            changed = call.substituted({value: new}, outputs=True)
-            editor.put(index, [copy, changed] if index == first else [changed])
+            editor.begin(index)
+            editor.add(call.substituted({value: new}, outputs=True))
     return Edited(editor.finish(), scene.tensors, is_local=False)
 
 
@@ -207,18 +199,17 @@ def scale_first(scene: Scene) -> Edited | None:
     call, root = program.calls[index], program.calls[end]
     if not isinstance(call.args[0], Ref) or not isinstance(root.outputs, Ref):
         return None
-    plain, constant = editor.call(call, "torch.Tensor.detach", call.args[0])
-    sizes, each = editor.call(call, "torch.Tensor.abs", constant)
-    largest, top = editor.call(call, "torch.Tensor.amax", each)
-    divide, scaled = editor.call(call, "torch.Tensor.div", call.args[0], top)
-    changed, raw = call.substituted({call.args[0].value: scaled}), editor.value()
-    multiply, _ = editor.call(root, "torch.Tensor.mul", raw, top, to=root.outputs)
-    if index == end:
-        changed = replace(changed, outputs=raw)
-        editor.put(index, [plain, sizes, largest, divide, changed, multiply])
-    else:
-        editor.put(index, [plain, sizes, largest, divide, changed])
-        editor.put(end, [replace(root, outputs=raw), multiply])
+    editor.begin(index)
+    constant = editor.make("torch.Tensor.detach", call.args[0])
+    top = editor.make("torch.Tensor.amax", editor.make("torch.Tensor.abs", constant))
+    changed = call.substituted({call.args[0].value: editor.make("torch.Tensor.div", call.args[0], top)})
+    if index != end:
+        editor.add(changed)
+        editor.begin(end)
+        changed = root
+    raw = editor.value()
+    editor.add(replace(changed, outputs=raw))
+    editor.make("torch.Tensor.mul", raw, top, to=root.outputs)
     return Edited(editor.finish(), scene.tensors)
 
 
@@ -229,18 +220,13 @@ _METHODS = {torch.float32: "float", torch.float64: "double", torch.float16: "hal
 def call_in_float32(scene: Scene) -> Edited | None:
     """Do the origin in float32, with autocast off, and go on from its float32 result."""
 
-    def change(editor: Editor, call: Call) -> list[Call] | None:
+    def change(editor: Editor, call: Call) -> None:
         if call.is_optimizer_step or not isinstance(call.outputs, Ref):
-            return None
-        mode, made, seen = replace(call.mode, autocast=()), list[Call](), dict[int, Ref]()
-        plain = replace(call, mode=mode)
-        for value in call.input_refs():
-            cast, seen[value] = editor.call(plain, "torch.Tensor.float", Ref(value))
-            made.append(cast)
-        floats = {value for value in seen if _is_float(scene, value)}
-        made = [cast for cast, value in zip(made, seen, strict=True) if value in floats]
-        cast_call = plain.substituted({value: seen[value] for value in floats})
-        return [*made, replace(cast_call, kwargs={k: v for k, v in cast_call.kwargs.items() if k != "dtype"})]
+            return
+        plain = replace(call, mode=replace(call.mode, autocast=()))
+        floats = [value for value in call.input_refs() if _is_float(scene, value)]
+        cast = plain.substituted({v: editor.make("torch.Tensor.float", Ref(v), like=plain) for v in floats})
+        editor.add(replace(cast, kwargs={name: value for name, value in cast.kwargs.items() if name != "dtype"}))
 
     if scene.call is None or scene.call.name.endswith("_") or scene.call.name.startswith("__i"):
         return None
@@ -266,10 +252,9 @@ def dtype_of_parameters(scene: Scene) -> Edited | None:
     if dtype not in _METHODS:
         return None
     editor = Editor(scene.program)
+    editor.begin(index)
     others = [value for value, item in given.items() if item.is_floating_point() and item.dtype != dtype]
-    made = [editor.call(call, f"torch.Tensor.{_METHODS[dtype]}", Ref(value)) for value in others]
-    new = dict(zip(others, (ref for _, ref in made), strict=True))
-    editor.put(index, [*(convert for convert, _ in made), call.substituted(new)])
+    editor.add(call.substituted({v: editor.make(f"torch.Tensor.{_METHODS[dtype]}", Ref(v)) for v in others}))
     return Edited(editor.finish(), scene.tensors)
 
 
@@ -278,12 +263,12 @@ def result_at_most(scene: Scene) -> Edited | None:
     """Clamp the origin's result to the largest number of its dtype."""
     limit = number_named("max", scene.tensor("result").dtype)
 
-    def change(editor: Editor, call: Call) -> list[Call] | None:
+    def change(editor: Editor, call: Call) -> None:
         if not isinstance(call.outputs, Ref) or call.outputs.value in call.input_refs():
-            return None
+            return
         raw = editor.value()
-        clamp, _ = editor.call(call, "torch.clamp", raw, -limit, limit, to=call.outputs)
-        return [replace(call, outputs=raw), clamp]
+        editor.add(replace(call, outputs=raw))
+        editor.make("torch.clamp", raw, -limit, limit, to=call.outputs)
 
     return everywhere(scene, change)
 
