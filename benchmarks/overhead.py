@@ -151,6 +151,17 @@ class ReprokitEveryStep(Reprokit):
     settings: ClassVar[JSON] = {"watch": "every-step", "budget": None}
 
 
+class ReprokitRecord(Reprokit):
+    """A session that measures gradient and weight norms of every parameter at its own pace."""
+
+    is_in_every_round = False
+    settings: ClassVar[JSON] = {"record": "auto", "budget": None}
+
+    def describe(self) -> JSON:
+        norms = self.session._run_state.norms
+        return {**super().describe(), "recorded_steps": len(norms.steps) if norms is not None else 0}
+
+
 class ReprokitWithin10(Reprokit):
     """A session that has stepped down to its budget, as far as that was necessary, before it is timed."""
 
@@ -293,6 +304,7 @@ VARIANTS: dict[str, type[Variant]] = {
     "control": Control,
     "reprokit": Reprokit,
     "reprokit_every_step": ReprokitEveryStep,
+    "reprokit_record": ReprokitRecord,
     "reprokit_within_10": ReprokitWithin10,
     "reprokit_within_3": ReprokitWithin3,
     "reprokit_within_1": ReprokitWithin1,

@@ -5,6 +5,7 @@ A step has the name of its optimizer only if there are several; the last one is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,32 @@ class StepNumbers:
     scale: float | None = None
     seconds: float | None = None
     optimizer: Name | None = left_out()
+    noted: dict[Name, float] | None = left_out()  # by `session.note`
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """Parameters by name after a step: norms of weights and gradients (L2), and the share of zeros in gradients."""
+
+    step: Count
+    weight_norm: dict[Name, float]
+    grad_norm: dict[Name, float]
+    zeros: dict[Name, float]
+
+    @property
+    def total(self) -> float:
+        """The norm of all gradients together."""
+        return math.hypot(*self.grad_norm.values())
+
+
+def flat(numbers: StepNumbers, row: RecordedStep | None) -> dict[str, float]:
+    """The known numbers of a step in one dict: ``loss``, ``lr``, those the loop noted, ``grad_norm/h.0.weight``."""
+    own = ("step", "loss", "lr", "grad_norm", "scale", "seconds")
+    found = {name: value for name in own if (value := getattr(numbers, name)) is not None}
+    found |= numbers.noted or {}
+    for kind in ("grad_norm", "weight_norm", "zeros") if row is not None else ():
+        found |= {f"{kind}/{name}": value for name, value in getattr(row, kind).items()}
+    return found
 
 
 def by_optimizer(timeline: Sequence[StepNumbers]) -> dict[str, list[StepNumbers]]:

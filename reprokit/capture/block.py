@@ -42,13 +42,15 @@ def capture(
     budget: float | None = DEFAULT_PERCENT,
     from_step: int | None = None,
     on_snapshot: Callable[[Path], object] | None = None,
+    record: str | None = None,
+    on_numbers: Callable[[dict[str, float]], object] | None = None,
 ) -> Iterator[Session]:
     """Watch the training loop in this block and save its first failing step.
 
     Writes ``output``, or ``<name>-step<N>.repro.pt`` in the current folder. With ``after="stop"`` the block is left at
     the failure and the program goes on behind it; with ``"continue"`` the loop goes on unwatched. ``history``,
-    ``watch``, ``on``, ``source``, ``budget``, ``from_step`` and ``on_snapshot`` are those of `Session`. Yields the
-    session, whose ``snapshots`` are files.
+    ``watch``, ``on``, ``source``, ``budget``, ``from_step``, ``on_snapshot``, ``record`` and ``on_numbers`` are those
+    of `Session`. Yields the session, whose ``snapshots`` are files.
     Raises `UsageError` when ``output`` exists and ``overwrite`` is false.
     """
     from reprokit.capture.launch import peel
@@ -75,6 +77,8 @@ def capture(
         budget=budget,
         from_step=from_step,
         on_snapshot=on_snapshot,
+        record=record,
+        on_numbers=on_numbers,
     )
     try:
         with session:

@@ -26,13 +26,18 @@ from reprokit.capture.hooks.stepping import Stepping
 from reprokit.capture.hooks.torch_hooks import Hooks
 from reprokit.capture.options import DEFAULT_ON, DEFAULT_PERCENT, After, Source, Watch, check_options
 from reprokit.capture.rank_name import check_name, current_folder
+from reprokit.capture.record.entry import unwrapped
 from reprokit.capture.record.stack import CaptureStop
 from reprokit.capture.record.tape import Tape
 from reprokit.capture.rewind.checkpoint import History
 from reprokit.capture.run.budget import Budget, Part
+from reprokit.capture.run.norms import NormMeter, read_pace
 from reprokit.capture.run.run_state import RunState
+from reprokit.capture.run.timeline import number_of
 from reprokit.capture.save.choose_step import Place, SkippedLoss
+from reprokit.capture.save.owners import root_names
 from reprokit.errors import UsageError
+from reprokit.series import RecordedStep, StepNumbers, flat
 from reprokit.visible import tell, visible_line
 
 
@@ -47,10 +52,12 @@ class Session:
     always; ``deferred`` never waits for a value. ``budget`` is the share of the loop's CPU time in percent that is kept
     by noting fewer steps (``None``: no limit), ``from_step`` the first step to note. ``on`` says what is a failure,
     ``source`` how much of the user's code is kept. ``on_snapshot`` is called with the path of every file written, when
-    all hooks are gone; an exception of it is printed. ``snapshots`` are the files written, ``results`` their summaries;
-    ``closing`` is the line that says why there are none. With ``verbose`` an error of reprokit's own is printed with
-    its traceback. ``stops`` says whether the loop is to stop, ``is_watching`` whether the hooks are in place. Raises
-    `UsageError` for a value that no option has.
+    all hooks are gone; an exception of it is printed. ``record`` measures norms of gradients and weights: ``auto``,
+    every ``N`` steps, or ``N:PATTERN`` for some parameters. ``on_numbers`` is called with a dict of the numbers of
+    every step that was measured (at the pace of ``auto`` without ``record``). ``snapshots`` are the files written,
+    ``results`` their summaries; ``closing`` is the line that says why there are none. With ``verbose`` an error of
+    reprokit's own is printed with its traceback. ``stops`` says whether the loop is to stop, ``is_watching`` whether
+    the hooks are in place. Raises `UsageError` for a value that no option has.
     """
 
     _watchers: ClassVar[list[Session]] = []
@@ -75,6 +82,8 @@ class Session:
         budget: float | None = DEFAULT_PERCENT,
         from_step: int | None = None,
         on_snapshot: Callable[[Path], object] | None = None,
+        record: str | None = None,
+        on_numbers: Callable[[dict[str, float]], object] | None = None,
     ) -> None:
         check_options(after, history, watch, on, source, budget, from_step)
         check_name(output, directory, name)
@@ -106,6 +115,11 @@ class Session:
         )
         self.snapshots, self.results = self._failures.snapshots, self._failures.results
         self._stepping = Stepping(self._run_state, self._policy, self._failures)
+        self._on_numbers = on_numbers
+        if record is not None or on_numbers is not None:
+            self._run_state.norms = NormMeter(read_pace(record or "auto"), self._parameter_names)
+            self._run_state.norms.say = self.say
+            self._run_state.norms.hand_over = self._hand_over_numbers
         self._run_state.budget.say = self.say
         self._run_state.budget.parts = self._parts()
         self._run_state.choose()
@@ -325,6 +339,39 @@ class Session:
         except Exception as error:
             pass_on(error)
             tell(visible_line(f"`on_snapshot` raised {type(error).__name__}: {error}; the snapshot is `{path}`"))
+            self._print_traceback(error)
+
+    def note(self, **numbers: float) -> None:
+        """Add numbers of the loop's own to the timeline, such as ``note(accuracy=0.9)``.
+
+        They belong to the step whose loss was computed last. A tensor of one element is a number too. Raises
+        `UsageError` for anything else.
+        """
+        found = {name: number_of(value) for name, value in numbers.items()}
+        odd = next((name for name, value in found.items() if value is None), None)
+        if odd is not None:
+            raise UsageError(f"`{odd}` cannot be {type(numbers[odd]).__name__}", hint="session.note takes numbers")
+        if self.is_watching:
+            self._run_state.timeline.note({name: value for name, value in found.items() if value is not None})
+
+    def _parameter_names(self) -> dict[int, str]:
+        """State-dict names of all parameters by ``id``, behind the root's name where there are several roots."""
+        modules = [unwrapped(module) for module in self._run_state.history.modules]
+        roots = root_names(modules, sys._getframe())
+        named = ((roots.get(id(m)), name, p) for m in modules for name, p in m.named_parameters())
+        return {id(parameter): f"{root}.{name}" if root else name for root, name, parameter in named}
+
+    def _hand_over_numbers(self, numbers: StepNumbers, row: RecordedStep) -> None:
+        """Call ``on_numbers``; not again after an error."""
+        if self._on_numbers is None:
+            return
+        try:
+            with self._tape.paused():
+                self._on_numbers(flat(numbers, row))
+        except Exception as error:
+            pass_on(error)
+            self._on_numbers = None
+            tell(visible_line(f"`on_numbers` raised {type(error).__name__}: {error}; it is not called again"))
             self._print_traceback(error)
 
     def say(self, text: str) -> None:

@@ -59,6 +59,7 @@ class Capture:
     budget: float | None = options.DEFAULT_PERCENT
     from_step: int | None = None
     part: str = ""
+    record: str | None = None
 
     def execute(self) -> int:
         """Run the script; its own exit code or exception, unless a failure was captured and stopped it."""
@@ -113,6 +114,7 @@ class Capture:
         found += ["--history", "auto" if self.history is None else str(self.history or "off")]
         found += ["--budget", "off" if self.budget is None else str(self.budget)]
         found += ["--from-step", str(self.from_step)] if self.from_step is not None else []
+        found += ["--record", self.record] if self.record is not None else []
         found += [word for kind in self.on for word in ("--on", kind)]
         found += ["-o", str(self.output.absolute())] if self.output is not None else []
         found += ["-f"] if self.overwrite else []
@@ -205,6 +207,7 @@ class Watch:
                 source=plan.source,
                 budget=plan.budget,
                 from_step=plan.from_step,
+                record=plan.record,
             )
             self._session = stack.enter_context(session)
         except Exception as error:
@@ -306,6 +309,12 @@ class Watch:
     help="Note no step before step N, and all from there on.",
 )
 @click.option(
+    "--record",
+    metavar="auto|N[:PATTERN]",
+    callback=lambda context, option, value: _record(value),
+    help="Measure gradient and weight norms of every parameter: every N steps, or as often as 0.5% of the time allows.",
+)
+@click.option(
     "--source",
     type=click.Choice(options.SOURCES),
     default="traceback",
@@ -335,6 +344,14 @@ def _budget(value: str) -> float | None:
         if 0 < percent < math.inf:
             return percent
     raise UsageError(f"`{value}` is not a percentage above 0", hint="--budget takes a number such as 10, or `off`")
+
+
+def _record(value: str | None) -> str | None:
+    """``auto``, ``N`` or ``N:PATTERN``."""
+    number = (value or "auto").partition(":")[0]
+    if number != "auto" and not (number.isdigit() and int(number) >= 1):
+        raise UsageError(f"`{value}` is not a pace", hint="--record takes auto, or a number of steps such as 10:h.0.*")
+    return value
 
 
 def _history(value: str) -> int | None:

@@ -16,6 +16,7 @@ import click
 from reprokit.cli.console import FilePath, Verbosity, common_options, print_text, say
 from reprokit.cli.outputs import check_file, make_folder
 from reprokit.errors import UsageError
+from reprokit.words import counted
 
 if TYPE_CHECKING:
     from reprokit.snapshot.format import Snapshot
@@ -44,6 +45,8 @@ class ShowTimeline:
         if self.to == "tensorboard":
             return self._write_events(rows)
         text = _FORMATS[self.to](rows)
+        if self.to == "table":
+            text += "".join(f"{line}\n" for line in _recorded_lines(snapshot))
         if self.output is not None:
             from reprokit.snapshot.files import write_text
 
@@ -70,11 +73,18 @@ class ShowTimeline:
 
 
 def steps_of(snapshot: Snapshot) -> Iterator[Numbers]:
-    """The steps as flat rows without what is unknown."""
-    from reprokit.grammar import plain_of
+    """The steps as flat rows without what is unknown; those that were recorded before the timeline begins come
+    first."""
+    from reprokit.series import StepNumbers, flat
 
+    recorded = {row.step: row for row in snapshot.recorded or ()}
+    first = snapshot.timeline[0].step if snapshot.timeline else snapshot.step + 1
+    for row in recorded.values():
+        if row.step < first:
+            yield flat(StepNumbers(row.step), row)
     for numbers in snapshot.timeline:
-        yield {name: value for name, value in plain_of(numbers).items() if value is not None}
+        named = {"optimizer": numbers.optimizer} if numbers.optimizer is not None else {}
+        yield {**flat(numbers, recorded.pop(numbers.step, None)), **named}
 
 
 def _columns(rows: Sequence[Numbers]) -> list[str]:
@@ -93,8 +103,19 @@ def _as_json_lines(rows: Sequence[Numbers]) -> str:
     return "".join(f"{json.dumps(row)}\n" for row in rows)
 
 
+def _recorded_lines(snapshot: Snapshot) -> Iterator[str]:
+    """What `--record` measured, and which patterns its last step shows."""
+    from reprokit.locate.gradient_patterns import gradient_patterns
+
+    recorded = snapshot.recorded or ()
+    if recorded:
+        steps = counted(len(recorded), "step")
+        yield f"\n{counted(len(recorded[-1].weight_norm), 'parameter')} recorded in {steps}: --to csv prints them"
+        yield from (f"pattern: {found.text}" for found in gradient_patterns(recorded))
+
+
 def _as_table(rows: Sequence[Numbers]) -> str:
-    columns = _columns(rows)
+    columns = [name for name in _columns(rows) if "/" not in name]
     cells = [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)

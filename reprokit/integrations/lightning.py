@@ -21,8 +21,14 @@ class ReprokitCallback(WithSpan, Callback):
     """Watches each ``fit`` of the trainer it is given to; takes the arguments of `reprokit.capture`."""
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to watch."""
-        self._span.begin(self)
+        """Begin to watch; the trainer's loggers get what ``record`` measures."""
+
+        def log(numbers: dict[str, float]) -> None:
+            metrics = {f"reprokit/{name}": number for name, number in numbers.items() if name != "step"}
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=int(numbers["step"]))
+
+        self._span.begin(self, log)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Check what is not checked yet, and leave."""

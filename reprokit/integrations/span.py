@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -38,6 +38,8 @@ class Options(TypedDict, total=False):
     budget: float | None
     from_step: int | None
     on_snapshot: Callable[[Path], object] | None
+    record: str | None
+    on_numbers: Callable[[dict[str, float]], object] | None
 
 
 class Span:
@@ -53,13 +55,25 @@ class Span:
         self._last_resort: weakref.finalize[..., object] | None = None
         self._unhook: Callable[[], None] | None = None
 
-    def begin(self, owner: object) -> None:
-        """Begin to watch, until `end`, `finish` or the end of ``owner``; a run without an end callback ends now."""
+    def begin(self, owner: object, on_numbers: Callable[[dict[str, float]], object] | None = None) -> None:
+        """Begin to watch, until `end`, `finish` or the end of ``owner``; a run without an end callback ends now.
+
+        What `record` measures goes to ``on_numbers``, unless there is a function for that among the options.
+        """
         self.end()
         self._process = os.getpid()
-        self._block = capture(self._output, **self._options)
+        options = self._options
+        if options.get("record") is not None and options.get("on_numbers") is None:
+            options = Options(**{**options, "on_numbers": on_numbers})
+        self._block = capture(self._output, **options)
         self._session = self._block.__enter__()
         self._last_resort = weakref.finalize(owner, self.end)
+
+    def note(self, numbers: Mapping[str, object]) -> None:
+        """Add those values that are numbers to the timeline."""
+        if self._session is not None:
+            found = {name: value for name, value in numbers.items() if isinstance(value, (int, float))}
+            self._session.note(**found)
 
     def finish(self) -> None:
         """End well; what is found only now stops the program as a capture in the midst of the loop would have."""

@@ -21,9 +21,18 @@ class ReprokitCallback(WithSpan, TrainerCallback):
     """Watches each training run of the trainer it is given to; takes the arguments of `reprokit.capture`."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to watch."""
-        self._span.begin(self)
+        """Begin to watch; what ``record`` measures goes into the trainer's log history."""
+
+        def log(numbers: dict[str, float]) -> None:
+            measured = {f"reprokit/{name}": number for name, number in numbers.items() if name != "step"}
+            state.log_history.append({**measured, "step": int(numbers["step"])})
+
+        self._span.begin(self, log)
         self._span.end_when_uncaught()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Note the trainer's own numbers in the timeline."""
+        self._span.note(logs or {})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Check what is not checked yet, and leave."""

@@ -22,7 +22,7 @@ from reprokit.program import plain
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import Settings
 from reprokit.program.ir import Program, Site
-from reprokit.series import StepNumbers
+from reprokit.series import RecordedStep, StepNumbers
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.files import replaced
 from reprokit.snapshot.limits import require_bounded, require_stored
@@ -75,7 +75,8 @@ class Snapshot:
     """One failed step: its program and tensors, the failure, and what surrounded it.
 
     ``step`` and ``micro_step`` count from 0. ``layers`` are the numbers of every layer in the steps before it, if they
-    were played again; ``before`` is the state that it began with. The types of the fields are the grammar of the file.
+    were played again; ``before`` is the state that it began with; ``recorded`` is what ``--record`` measured. The types
+    of the fields are the grammar of the file.
     """
 
     program: StoredProgram
@@ -94,6 +95,7 @@ class Snapshot:
     command: list[Line] = field(default_factory=list)
     layers: list[LayerNumbers] | None = left_out()
     before: StateBefore | None = left_out()
+    recorded: list[RecordedStep] | None = left_out()
 
     @property
     def num_elements(self) -> int:

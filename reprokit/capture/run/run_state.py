@@ -22,6 +22,7 @@ from reprokit.capture.record.tape import Tape
 from reprokit.capture.rewind.checkpoint import History, is_unmade
 from reprokit.capture.run.budget import Budget
 from reprokit.capture.run.counting import Iterations
+from reprokit.capture.run.norms import NormMeter
 from reprokit.capture.run.ranks import Ranks
 from reprokit.capture.run.scaling import ScalerWatch
 from reprokit.capture.run.timeline import Timeline
@@ -49,6 +50,7 @@ class RunState:
         self.iterations = Iterations()
         self.generators = GeneratorWatch()
         self.timeline = Timeline()
+        self.norms: NormMeter | None = None
         self.scalers = ScalerWatch()
         self.ranks = Ranks()
         self.running.memory.on_first_write = history.add_written
@@ -149,6 +151,8 @@ class RunState:
         key = id(optimizer) if optimizer is not None else None
         total, completed = self.iterations.total, self.iterations.completed
         self.timeline.end_step(total, completed, rate, self.scalers.scale, ended, key)
+        if self.norms is not None and optimizer is not None:
+            self.norms.end_step(completed, optimizer, self.timeline.last)
 
     def _keep_step(self) -> None:
         """Let the step become the past."""

@@ -38,11 +38,13 @@ class _Noted(NamedTuple):
     scale: Any
     seconds: float
     optimizer: int | None
+    noted: dict[str, float]
 
     def turn(self) -> Turn:
         """In numbers."""
         loss, rate, norm, scale = map(number_of, (self.loss, self.rate, self.norm, self.scale))
-        return Turn(StepNumbers(self.number, loss, rate, norm, scale, round(self.seconds, 6)), self.optimizer)
+        numbers = StepNumbers(self.number, loss, rate, norm, scale, round(self.seconds, 6), noted=self.noted or None)
+        return Turn(numbers, self.optimizer)
 
 
 class Timeline:
@@ -51,6 +53,7 @@ class Timeline:
     def __init__(self) -> None:
         self.loss: torch.Tensor | float | None = None
         self.grad_norm: torch.Tensor | None = None
+        self._noted: dict[str, float] = {}
         self._steps: collections.deque[_Noted] = collections.deque(maxlen=TIMELINE_STEPS)
         self._started = time.perf_counter()
 
@@ -59,9 +62,19 @@ class Timeline:
     ) -> None:
         """A step is over: the ``place``-th that any optimizer made, in iteration ``number``."""
         seconds = now - self._started
-        self._steps.append(_Noted(place, number, self.loss, rate, self.grad_norm, scale, seconds, optimizer))
+        noted, self._noted = self._noted, {}
+        self._steps.append(_Noted(place, number, self.loss, rate, self.grad_norm, scale, seconds, optimizer, noted))
         self._started = now
         self.loss = self.grad_norm = None
+
+    def last(self) -> StepNumbers:
+        """The step that has just ended."""
+        return self._steps[-1].turn().numbers
+
+    def note(self, numbers: Mapping[str, float]) -> None:
+        """Add numbers of the loop's own to the running step; between two steps to the one before."""
+        is_between = self.loss is None and bool(self._steps)
+        (self._steps[-1].noted if is_between else self._noted).update(numbers)
 
     def skip(self, seconds: float) -> None:
         """So much time has passed unwatched."""
@@ -72,7 +85,8 @@ class Timeline:
         steps = [step.turn() for step in self._steps if step.place <= place]
         if any(step.place == place for step in self._steps):
             return steps
-        return [*steps, Turn(StepNumbers(number, loss, grad_norm=number_of(self.grad_norm)), None)]
+        running = StepNumbers(number, loss, grad_norm=number_of(self.grad_norm), noted=self._noted or None)
+        return [*steps, Turn(running, None)]
 
 
 def number_of(value: Any) -> float | None:

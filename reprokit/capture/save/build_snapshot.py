@@ -9,7 +9,7 @@ import contextlib
 import io
 import sys
 import warnings
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -41,6 +41,7 @@ from reprokit.program.interpreter import Modes, matmul_precision
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Phase, Program, Ref, iter_refs
 from reprokit.program.memory import same_bits
 from reprokit.program.trace import InputName, Tracer
+from reprokit.series import RecordedStep
 from reprokit.snapshot.environment import collect_environment
 from reprokit.snapshot.format import CaptureSettings, Snapshot
 from reprokit.snapshot.rng import Generators, get_rng_state
@@ -91,6 +92,7 @@ class FailedStep:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     compiled: Call | None = None
     gradients: Gradients | None = None
+    recorded: Sequence[RecordedStep] = ()
     put_back: Set[int] = frozenset()
 
     @property
@@ -352,6 +354,7 @@ def _assemble(
         timeline=with_optimizers(step.timeline, names_of(step.optimizers, frame)),
         command=step.command,
         before=before,
+        recorded=list(step.recorded) or None,
     )
 
 

@@ -398,6 +398,7 @@ class _Describing:
             completed=number,
             micro_step=step.micro_step,
             timeline=run_state.timeline.until(step.place, number, loss),
+            recorded=[row for row in run_state.norms.steps if row.step <= number] if run_state.norms else [],
             optimizers=run_state.history.optimizers,
             compiled=run_state.compiled,
             command=self._command,

@@ -1,0 +1,162 @@
+"""Norms of gradients and weights of every parameter, measured while the training runs (`--record`).
+
+Never more than a small share of the time on ``auto``: after every measurement it waits until its own cost is paid for.
+One fused norm over all gradients and one over all weights; a device is waited for twice.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from reprokit.capture.record.state import parameters_of
+from reprokit.errors import UsageError
+from reprokit.locate.ways import local_part
+from reprokit.series import RecordedStep, StepNumbers
+
+AUTO_SHARE = 0.003  # of the time: with the work around it that stays below the 0.5% that is promised
+_LEAST_STEPS, _MOST_STEPS = 10, 100  # the timeline has 100
+_MOST_NUMBERS = 20_000  # of each kind in a file
+_SHOWN = 6
+FIRST_STEPS = 3  # a parameter that is used has a gradient in one of them
+_FIRST_ON_AUTO = 1  # the first step of a training allocates the memory of gradients and kernels
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """When to measure: every ``every`` steps, or when the last time is paid for; ``pattern`` chooses parameters."""
+
+    every: int | None = None
+    pattern: str | None = None
+
+
+def read_pace(text: str) -> Pace:
+    """``auto``, ``N`` or ``N:PATTERN``; raises `UsageError`."""
+    number, _, pattern = text.partition(":")
+    if number != "auto" and not (number.isdigit() and int(number) >= 1):
+        hint = "it is auto, a number of steps, or one with a pattern such as 10:h.0.*"
+        raise UsageError(f"`record` cannot be {text!r}", hint=hint)
+    return Pace(None if number == "auto" else int(number), pattern or None)
+
+
+class NormMeter:
+    """Measures the parameters of an optimizer right after its step, when the gradients are still there.
+
+    ``names`` gives the names of parameters by ``id``; it is asked again for a parameter that it did not know. ``say``
+    prints the parameters that got no gradient, once. ``hand_over`` is given the numbers of a step that was measured.
+    """
+
+    def __init__(self, pace: Pace, names: Callable[[], Mapping[int, str]]) -> None:
+        self.say: Callable[[str], None] = lambda text: None
+        self.hand_over: Callable[[StepNumbers, RecordedStep], None] = lambda numbers, row: None
+        self.steps: collections.deque[RecordedStep] = collections.deque()
+        self._pace = pace
+        self._ask_names = names
+        self._names: dict[int, str] = {}
+        self._next = 0.0
+        self._last_step = -1
+        self._met: dict[int, torch.Tensor] | None = {}  # parameters of the first steps
+        self._with_gradient: set[int] = set()
+
+    def forget(self) -> None:
+        """Let go of the user's parameters."""
+        self._met = None
+
+    def end_step(self, step: int, optimizer: torch.optim.Optimizer, numbers: Callable[[], StepNumbers]) -> None:
+        """An optimizer has made its step; ``numbers`` are those of the loop."""
+        if self._met is not None:
+            self._look_for_gradients(step, optimizer, self._met)
+        started = time.perf_counter()
+        if not self._is_due(step, started):
+            return
+        row = self._measure(step, list(parameters_of(optimizer)))
+        if row is not None:
+            self._keep(row)
+        ended = time.perf_counter()
+        self._next, self._last_step = ended + (ended - started) / AUTO_SHARE, step
+        if row is not None:
+            self.hand_over(numbers(), row)
+
+    def _is_due(self, step: int, now: float) -> bool:
+        """True if this step is to be measured; every optimizer of a step, or none."""
+        if self._pace.every is not None:
+            return step % self._pace.every == 0
+        return step == self._last_step or (step >= _FIRST_ON_AUTO and now >= self._next)
+
+    def _keep(self, row: RecordedStep) -> None:
+        """One row for a step, with the parameters of all its optimizers."""
+        if self.steps and self.steps[-1].step == row.step:
+            last = self.steps.pop()
+            joined = (last.weight_norm | row.weight_norm, last.grad_norm | row.grad_norm, last.zeros | row.zeros)
+            row = RecordedStep(row.step, *joined)
+        self.steps.append(row)
+        if len(self.steps) > max(_LEAST_STEPS, min(_MOST_STEPS, _MOST_NUMBERS // len(row.weight_norm))):
+            self.steps.popleft()
+
+    def _measure(self, step: int, parameters: Sequence[torch.Tensor]) -> RecordedStep | None:
+        """The numbers of the parameters whose name fits; ``None`` without any. Waits for a device twice."""
+        named = {name: p for p in parameters if (name := self._name(p)) is not None and not p.is_meta}
+        if not named:
+            return None
+        with torch.no_grad():
+            weights = [local_part(parameter.detach()) for parameter in named.values()]
+            given = {name: _dense(p.grad) for name, p in named.items() if p.grad is not None}
+            norms = _numbers([*_norms(weights), *_norms(list(given.values()))])
+            counts = _numbers([gradient.count_nonzero() for gradient in given.values()])
+        return RecordedStep(
+            step,
+            dict(zip(named, norms[: len(named)], strict=True)),
+            dict(zip(given, norms[len(named) :], strict=True)),
+            {name: 1 - count / max(1, given[name].numel()) for name, count in zip(given, counts, strict=True)},
+        )
+
+    def _name(self, parameter: torch.Tensor) -> str | None:
+        """The name of a parameter that is to be measured."""
+        if id(parameter) not in self._names:
+            self._names |= self._ask_names()
+            self._names.setdefault(id(parameter), f"parameter {len(self._names)}")
+        name = self._names[id(parameter)]
+        return name if self._pace.pattern is None or fnmatchcase(name, self._pace.pattern) else None
+
+    def _look_for_gradients(self, step: int, optimizer: torch.optim.Optimizer, met: dict[int, torch.Tensor]) -> None:
+        """After the first steps print the parameters that have got no gradient in any of them."""
+        if step < FIRST_STEPS:
+            parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
+            met |= {id(p): p for p in parameters}
+            self._with_gradient |= {id(p) for p in parameters if p.grad is not None}
+            return
+        without = [p for key, p in met.items() if key not in self._with_gradient]
+        names = [name for p in without if (name := self._name(p)) is not None]
+        if names:
+            shown = ", ".join(f"`{name}`" for name in names[:_SHOWN])
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            self.say(f"no gradient in the first {FIRST_STEPS} steps: {shown}{more}")
+        self._met = None
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """The elements of a gradient that are stored; the others of a sparse one are zero."""
+    local = local_part(gradient.detach())
+    return local.coalesce().values() if local.layout is torch.sparse_coo else local
+
+
+def _norms(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """L2 norms, of half precision in float32."""
+    if not tensors:
+        return ()
+    has_half = any(tensor.dtype in _HALVES for tensor in tensors)
+    return tuple(torch._foreach_norm(tensors, 2, dtype=torch.float32 if has_half else None))
+
+
+def _numbers(tensors: list[torch.Tensor]) -> list[float]:
+    """Single elements as numbers; together where they are of one kind and on one device."""
+    try:
+        return list(map(float, torch.stack(tensors).tolist())) if tensors else []
+    except RuntimeError:
+        return [float(tensor) for tensor in tensors]

@@ -1,0 +1,208 @@
+"""``--record``, ``on_numbers`` and ``session.note``: numbers of a run that is healthy until its last step."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import reprokit
+from reprokit.capture.run import norms
+from reprokit.capture.run.norms import AUTO_SHARE, NormMeter, read_pace
+from reprokit.errors import UsageError
+from reprokit.locate.gradient_patterns import LEAST_HISTORY, gradient_patterns
+from reprokit.series import RecordedStep, StepNumbers
+from reprokit.snapshot.format import load
+from tests.conftest import Run
+
+SCRIPT = """\
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+class Net(nn.Sequential):
+    def forward(self, x):
+        return self[2](self[1](self[0](x)))
+net = Net(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+net.lost = nn.Linear(2, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+for step in range(12):
+    loss = net(torch.randn(4, 4)).pow(2).mean() * (float("nan") if step == 11 else 1)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(sum(p.sum().item() for p in net.parameters()))
+"""
+
+
+def train(steps: int, **options: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with reprokit.capture(quiet=True, **options) as session:
+        for step in range(steps):
+            optimizer.zero_grad()
+            net(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            session.note(accuracy=step / 10, seen=torch.tensor(step))
+    return net, session
+
+
+def test_norms_of_every_step_are_those_of_the_parameters() -> None:
+    seen: list[dict[str, float]] = []
+    net, _ = train(4, record="1", on_numbers=seen.append)
+    assert [row["step"] for row in seen] == [0, 1, 2, 3]
+    for name, parameter in net.named_parameters():
+        assert parameter.grad is not None
+        assert seen[-1][f"weight_norm/{name}"] == pytest.approx(float(parameter.detach().norm()))
+        assert seen[-1][f"grad_norm/{name}"] == pytest.approx(float(parameter.grad.norm()))
+        assert seen[-1][f"zeros/{name}"] == pytest.approx(float((parameter.grad == 0).float().mean()))
+    assert math.isfinite(seen[-1]["loss"]) and seen[-1]["lr"] == 0.01
+
+
+def test_every_second_step_and_one_pattern() -> None:
+    seen: list[dict[str, float]] = []
+    train(4, record="2:2.*", on_numbers=seen.append)
+    assert [row["step"] for row in seen] == [0, 2]
+    assert {name for name in seen[0] if "/" in name and name.startswith("grad")} == {
+        "grad_norm/2.weight",
+        "grad_norm/2.bias",
+    }
+
+
+def test_a_callback_that_raises_is_not_called_again(capsys: pytest.CaptureFixture[str]) -> None:
+    calls: list[object] = []
+
+    def broken(numbers: dict[str, float]) -> None:
+        calls.append(numbers)
+        raise RuntimeError("no connection")
+
+    bare, _ = train(5)
+    net, _ = train(5, record="1", on_numbers=broken)
+    assert len(calls) == 1 and "`on_numbers` raised RuntimeError: no connection" in capsys.readouterr().err
+    assert all(torch.equal(a, b) for a, b in zip(bare.parameters(), net.parameters(), strict=True))
+
+
+def test_numbers_and_notes_are_in_the_snapshot(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with reprokit.capture(tmp_path / "x.pt", quiet=True, record="1") as session:
+        for step in range(5):
+            optimizer.zero_grad()
+            (weight.sum() * (math.nan if step == 4 else 1.0)).backward()
+            optimizer.step()
+            session.note(accuracy=step / 10)
+    snapshot = load(tmp_path / "x.pt")
+    assert [row.noted for row in snapshot.timeline[:4]] == [{"accuracy": step / 10} for step in range(4)]
+    assert snapshot.recorded is not None and [row.step for row in snapshot.recorded] == [0, 1, 2, 3]
+    assert snapshot.recorded[0].total == pytest.approx(2**0.5)
+
+
+@pytest.mark.parametrize("value", ["high", None, torch.ones(2)])
+def test_notes_are_numbers(value: Any) -> None:
+    with reprokit.capture(quiet=True) as session, pytest.raises(UsageError, match="`accuracy` cannot be"):
+        session.note(accuracy=value)
+
+
+@pytest.mark.parametrize("text", ["often", "0", "-1", "1.5"])
+def test_paces(text: str) -> None:
+    with pytest.raises(UsageError, match="`record` cannot be"), reprokit.capture(record=text):
+        pass
+
+
+def test_auto_waits_until_its_cost_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(norms, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    weight = torch.ones(2, requires_grad=True)
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    meter = NormMeter(read_pace("auto"), dict)
+    original = meter._measure
+
+    def slow(step: int, parameters: Any) -> RecordedStep | None:
+        now[0] += 0.003
+        return original(step, parameters)
+
+    monkeypatch.setattr(meter, "_measure", slow)
+    for step in range(2000):
+        now[0] += 0.02
+        meter.end_step(step, optimizer, lambda: StepNumbers(0))
+    spent = 0.003 * len(meter.steps)
+    assert len(meter.steps) > 10 and spent / now[0] <= AUTO_SHARE * 1.1
+
+
+def test_parameters_without_gradient_are_printed_once(tmp_path: Path, run_reprokit: Run) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = run_reprokit("capture", "--record", "auto", "-o", "x.pt", "train.py")
+    assert done.returncode == 3
+    assert done.stderr.count("no gradient in the first 3 steps: `lost.weight`, `lost.bias`") == 1
+    silent = run_reprokit("capture", "-f", "-o", "x.pt", "train.py")
+    assert "no gradient" not in silent.stderr
+    every = run_reprokit("capture", "-f", "-o", "x.pt", "--record", "1:0.*", "train.py")
+    assert "no gradient" not in every.stderr and every.returncode == 3
+    table = run_reprokit("timeline", "x.pt").stdout
+    assert "2 parameters recorded in 11 steps" in table and "pattern" not in table
+    header = run_reprokit("timeline", "x.pt", "--to", "csv").stdout.splitlines()[0]
+    assert "grad_norm/0.weight" in header and "grad_norm/2.weight" not in header
+
+
+# -- patterns ----------------------------------------------------------------------------------------------------------
+
+NAMES = [
+    "tok_emb.weight",
+    *(f"h.{number}.fc.{part}" for number in range(6) for part in ("weight", "bias")),
+    "lm_head.weight",
+]
+
+
+def rows(*lasts: dict[str, float], scale: float = 0.05) -> list[RecordedStep]:
+    """Ordinary steps that vary by a factor of up to two, and then ``lasts``, given as factors."""
+    found = []
+    for step in range(8 + len(lasts)):
+        factors = lasts[step - 8] if step >= 8 else {}
+        values = {
+            name: scale * (1 + (step * 7 + place * 3) % 10 / 10) * factors.get(name, factors.get("*", 1.0))
+            for place, name in enumerate(NAMES)
+        }
+        found.append(RecordedStep(step, dict.fromkeys(NAMES, 1.0), values, dict.fromkeys(NAMES, 0.0)))
+    return found
+
+
+LATE = {name: 40.0 for name in NAMES if name.startswith(("h.4", "h.5"))}
+
+
+@pytest.mark.parametrize(
+    ("last", "names"),
+    [
+        ({"*": 1.0}, []),
+        ({"*": 5.0}, []),  # a noisy batch
+        ({"*": 5000.0}, ["total over 100"]),
+        ({"*": 1e-4}, ["all near zero"]),
+        ({"*": 0.1}, []),  # a schedule
+        ({"tok_emb.weight": 200.0}, ["embedding far above the others", "one abnormal layer"]),
+        (LATE, ["late layers far above early ones"]),
+        ({"h.2.fc.weight": 60.0}, ["one abnormal layer"]),
+        ({"h.2.fc.weight": 60.0, "h.2.fc.bias": 50.0}, ["one abnormal layer"]),
+    ],
+)
+def test_patterns(last: dict[str, float], names: list[str]) -> None:
+    assert [found.name for found in gradient_patterns(rows(last))] == names
+
+
+def test_what_a_run_has_always_been_like_is_no_pattern() -> None:
+    always = {"tok_emb.weight": 500.0, **LATE}
+    steps = [always] * (LEAST_HISTORY + 1)
+    assert gradient_patterns(rows(*steps)[8:]) == []
+    assert gradient_patterns(rows({"*": 1.0}, scale=900.0)) == []  # a loss that is a sum has large gradients
+    assert gradient_patterns(rows({"*": 1e6})[-LEAST_HISTORY:]) == []  # too few steps to compare with
+
+
+def test_a_pattern_names_its_evidence_and_the_usual_range() -> None:
+    (found,) = gradient_patterns(rows({"h.2.fc.weight": 60.0}))
+    assert found.text.startswith("one abnormal layer: `h.2.fc.weight` ") and found.text.endswith("usually 0.001 to 0.1")
