@@ -19,13 +19,14 @@ from reprokit.errors import ReprokitError
 from reprokit.locate.calls import default_of, short_name
 from reprokit.locate.domains import INNER
 from reprokit.locate.failure import Drop, Failure
+from reprokit.locate.scene import ObservedCall, Scene
 from reprokit.locate.ways import ways_of
 from reprokit.program.functions import UnknownFunction
-from reprokit.program.interpreter import Tensors, bind_arguments, run
-from reprokit.program.ir import Call, Program, iter_refs
+from reprokit.program.interpreter import Tensors, run
+from reprokit.program.ir import Call, Program
 from reprokit.render import wording
 from reprokit.render.call_code import optimizer_defaults
-from reprokit.render.definitions import Defect, Edge, Given, defined_edge, with_zero
+from reprokit.render.definitions import Defect, Edge, defined_edge, scene_of, with_zero
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.references import default_dtype, in_dtype
 from reprokit.shrink.exact import OriginCall, origin_of
@@ -41,12 +42,13 @@ def find_edge(program: Program, tensors: Tensors, failure: Failure) -> Edge | No
         return None
     if failure.drop is not None:
         return _dropped(failure.drop)
+    origin = origin_of(program, tensors, failure)
+    if origin is None:
+        return None
     with warnings.catch_warnings(action="ignore"):
-        given = observe(program, tensors, failure)
-        if given is None:
-            return None
-        edge = _bad_number(given) or defined_edge(given) or _in_double(given, program, tensors)
-    is_forward_finite = not any(map(ways_of, given.results))
+        scene = scene_of(origin, failure)
+        edge = _bad_number(scene) or defined_edge(scene) or _in_double(scene, origin, failure, program, tensors)
+    is_forward_finite = not any(map(ways_of, scene.origin.results.values()))
     return replace(edge, is_forward_finite=is_forward_finite) if edge is not None else None
 
 
@@ -56,25 +58,12 @@ def _dropped(drop: Drop) -> Edge:
     return Edge(f"for a nan that {name} drops", fact, "finite numbers in what is dropped", is_forward_finite=False)
 
 
-def observe(program: Program, tensors: Tensors, failure: Failure) -> Given | None:
-    """The origin as it ran; ``None`` without one, or when the program cannot be run here."""
-    origin = origin_of(program, tensors, failure)
-    if origin is None:
-        return None
-    call, is_step = origin.call, origin.call.is_optimizer_step
-    args, kwargs = bind_arguments(call, origin.given) if not is_step else ((), {})
-    made = (ref.value for ref in iter_refs(call.kwargs["params"] if is_step else call.outputs))
-    results = tuple(origin.made[value] for value in dict.fromkeys(made) if value in origin.made)
-    name = short_name(call)
-    return Given(name, call, failure, args, kwargs, results, origin)
-
-
-def _bad_number(given: Given) -> Edge | None:
+def _bad_number(scene: Scene) -> Edge | None:
     """A NaN among the numbers, not tensors, that the call is given; of an optimizer's options also an infinity."""
-    is_step = given.call.is_optimizer_step
-    groups = given.call.kwargs.get("options", ()) if is_step else (given.kwargs,)
+    seen, is_step = scene.origin, scene.origin.call.is_optimizer_step
+    groups = seen.call.kwargs.get("options", ()) if is_step else (seen.kwargs,)
     named = [(f"{name}=", value) for group in groups for name, value in group.items()]
-    for name, value in (*named, *(("", value) for value in given.args)):
+    for name, value in (*named, *(("", value) for value in seen.args)):
         numbers = value if isinstance(value, (list, tuple)) else (value,)
         floats = [number for number in numbers if isinstance(number, float)]
         bad = next((n for n in floats if math.isnan(n) or (is_step and math.isinf(n))), None)
@@ -84,40 +73,39 @@ def _bad_number(given: Given) -> Edge | None:
     return None
 
 
-def _in_double(given: Given, program: Program, tensors: Tensors) -> Edge | None:
+def _in_double(scene: Scene, origin: OriginCall, failure: Failure, program: Program, tensors: Tensors) -> Edge | None:
     """The edge found by running the origin in float64: whether the result fits the dtype."""
-    origin, is_backward = given.origin, given.failure.is_derivative
-    bad = origin.bad if origin is not None else None
-    if origin is None or bad is None:
+    bad, is_backward = origin.bad, failure.is_derivative
+    if bad is None:
         return None
-    exact = _exact_gradient(given.failure, program, tensors) if is_backward else origin.exact(given.failure.way)
+    exact = _exact_gradient(failure, program, tensors) if is_backward else origin.exact(failure.way)
     is_held = exact is not None and exact <= torch.finfo(bad.dtype).max
-    lost = _lost_eps(given, bad.dtype) if is_held and not is_backward else None
+    lost = _lost_eps(scene.origin, bad.dtype) if is_held and not is_backward else None
     if lost is not None and any(map(ways_of, origin.made.values())):
         return lost
-    arriving = _arriving(given.failure, program, tensors) if is_backward else []
-    return _compared(given, origin, exact, bad.dtype, [*origin.given.values(), *arriving])
+    arriving = _arriving(failure, program, tensors) if is_backward else []
+    return _compared(failure, origin, exact, bad.dtype, [*origin.given.values(), *arriving])
 
 
 def _compared(
-    given: Given, origin: OriginCall, exact: float | None, dtype: torch.dtype, read: Sequence[torch.Tensor]
+    failure: Failure, origin: OriginCall, exact: float | None, dtype: torch.dtype, read: Sequence[torch.Tensor]
 ) -> Edge:
     """The edge that follows from the largest magnitude in float64; ``None`` stands for one that is not finite.
 
     ``read`` is what the result or the gradient is computed from.
     """
-    limit, name, is_backward = torch.finfo(dtype).max, _short(dtype), given.failure.is_derivative
+    limit, name, is_backward = torch.finfo(dtype).max, _short(dtype), failure.is_derivative
     deciding = origin.deciding() if not is_backward else ()
-    derivative = origin.derivative(given.failure.value) if is_backward and given.failure.value is not None else None
+    derivative = origin.derivative(failure.value) if is_backward and failure.value is not None else None
     if derivative is not None and derivative > limit:
         fact = f"its derivative, about {derivative:.3g}, is above the largest {name} number, {limit:.5g}"
         operands = tuple(value for value, tensor in origin.given.items() if is_number(tensor))
         wanted = f"an argument whose derivative fits {name}"
-        fact = with_zero(fact, given)
+        fact = with_zero(fact, failure)
         return Edge("where its derivative overflows", fact, wanted, operands if len(operands) == 1 else ())
     if exact is None:
         return Edge("", _why_open(dtype, is_backward), "other operands", deciding, verdict=Defect.OPEN)
-    wanted, what = f"operands small enough for {name}", _bad_name(given, origin)
+    wanted, what = f"operands small enough for {name}", _bad_name(failure, origin)
     converted = _too_large_to_convert(origin, dtype) if not is_backward else ()
     if converted:
         largest = max(float(origin.given[value].abs().max()) for value in converted)
@@ -127,7 +115,7 @@ def _compared(
         fact = f"the exact {what}, about {exact:.3g}, is above the largest {name} number, {limit:.5g}"
         words = f"for a {what if '`' not in what else 'value'} above {limit:.5g}"
         return Edge(words, fact, wanted, deciding)
-    inner = INNER.get(given.name)
+    inner = INNER.get(short_name(origin.call))
     if inner is not None and _bound(inner, read) > limit:
         fact = f"its {inner} overflow {name} on the way, whose largest number is {limit:.3g}"
         return Edge(f"where {inner} overflow {name}", fact, wanted, deciding)
@@ -150,9 +138,9 @@ def _why_open(dtype: torch.dtype, is_backward: bool) -> str:
     return f"{'the gradient' if is_backward else 'the result'} in float64 is not finite either, or could not be had"
 
 
-def _bad_name(given: Given, origin: OriginCall) -> str:
+def _bad_name(failure: Failure, origin: OriginCall) -> str:
     """The nan or inf value: the gradient, the result, or the argument written into, by its parameter's name."""
-    if given.failure.is_derivative:
+    if failure.is_derivative:
         return "gradient"
     if origin.value is None or origin.value in origin.call.output_refs() or origin.call.is_optimizer_step:
         return "result"
@@ -210,9 +198,9 @@ def _exact_gradient(failure: Failure, program: Program, tensors: Tensors) -> flo
     return float(gradient.abs().max())
 
 
-def _lost_eps(given: Given, dtype: torch.dtype) -> Edge | None:
+def _lost_eps(seen: ObservedCall, dtype: torch.dtype) -> Edge | None:
     """An epsilon that is zero in the dtype, so that it protects nothing."""
-    for name, number in _epsilons(given):
+    for name, number in _epsilons(seen):
         if number > 0 and float(torch.tensor(number, dtype=torch.float64).to(dtype)) == 0.0:
             short = _short(dtype)
             fact = (
@@ -222,10 +210,10 @@ def _lost_eps(given: Given, dtype: torch.dtype) -> Edge | None:
     return None
 
 
-def _epsilons(given: Given) -> Iterator[tuple[str, float]]:
+def _epsilons(seen: ObservedCall) -> Iterator[tuple[str, float]]:
     """The epsilons of an optimizer's groups, or of a function, given or by default."""
-    call, is_step = given.call, given.call.is_optimizer_step
-    groups = call.kwargs["options"] if is_step else (given.kwargs,)
+    call, is_step = seen.call, seen.call.is_optimizer_step
+    groups = call.kwargs["options"] if is_step else (seen.kwargs,)
     for name, options in itertools.product(_NAMES_OF_EPS, groups):
         number = options.get(name)
         if number is None:

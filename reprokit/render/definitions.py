@@ -6,19 +6,18 @@ Functions of one argument are data (`locate/domains.py`), and so are the others,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
-import torch
-
-from reprokit.locate.calls import Slot
+from reprokit.locate.calls import Slot, short_name
 from reprokit.locate.domains import DOMAINS, INFINITE, SLOPE_AT_ZERO, SPECTRA, spectrum_of
 from reprokit.locate.failure import Failure
 from reprokit.locate.scene import ObservedCall, Scene
 from reprokit.locate.signs import edges, labels, operands, seen
-from reprokit.program.ir import Call, Program, Ref, iter_refs
+from reprokit.program.interpreter import bind_arguments
+from reprokit.program.ir import Program, Ref, iter_refs
 from reprokit.shrink.exact import OriginCall
 
 
@@ -49,43 +48,14 @@ class Edge:
     is_forward_finite: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """The origin with what it was given and gave: ``args`` and those of ``call`` run in parallel."""
-
-    name: str
-    call: Call
-    failure: Failure
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    results: tuple[torch.Tensor, ...]
-    origin: OriginCall | None = None
-
-    @property
-    def scene(self) -> Scene:
-        """The origin alone, as the signs of the catalogue read it."""
-        made = ObservedCall(self.call, self.args, self.kwargs, dict(enumerate(self.results)))
-        return Scene(Program((self.call,), ()), {}, replace(self.failure, call_index=0), seen={0: made})
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors among the arguments."""
-        return [tensor for tensor in _tensors((self.args, dict(self.kwargs))) if tensor.numel()]
-
-    def value(self, *operands: Slot) -> tuple[int, ...]:
-        """The value numbers of operands; a number has none."""
-        found = (self.scene.recorded_if_given(operand) for operand in operands)
-        return tuple(dict.fromkeys(argument.value for argument in found if isinstance(argument, Ref)))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value if value.layout is torch.strided else value.to_dense()
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
+def scene_of(origin: OriginCall, failure: Failure) -> Scene:
+    """The origin alone, as the signs of the catalogue read it."""
+    call, is_step = origin.call, origin.call.is_optimizer_step
+    args, kwargs = bind_arguments(call, origin.given) if not is_step else ((), {})
+    made = (ref.value for ref in iter_refs(call.kwargs["params"] if is_step else call.outputs))
+    results = {value: origin.made[value] for value in made if value in origin.made}
+    observed = ObservedCall(call, args, kwargs, results)
+    return Scene(Program((call,), ()), {}, replace(failure, call_index=0), seen={0: observed})
 
 
 _MODULES_OF_SIGNS = (edges, labels, operands)  # each registers its own
@@ -119,16 +89,16 @@ class Definition:
     of_derivative: bool | None = False
     subject: str = "values"
 
-    def edge(self, given: Given) -> Edge | None:
+    def edge(self, scene: Scene) -> Edge | None:
         """The edge of a failure that is as defined."""
-        failure = given.failure
-        if given.name not in self.calls or failure.way not in self.ways:
+        failure = scene.failure
+        if short_name(scene.origin.call) not in self.calls or failure.way not in self.ways:
             return None
         is_meant = self.of_derivative in (None, failure.is_derivative)
-        if not is_meant or seen(given.scene, self.sign, **self.parameters) is None:
+        if not is_meant or seen(scene, self.sign, **self.parameters) is None:
             return None
-        fact = with_zero(self.fact, given) if self.of_derivative else self.fact
-        return Edge(self.words, fact, self.wanted, given.value(*self.operands), self.subject)
+        fact = with_zero(self.fact, failure) if self.of_derivative else self.fact
+        return Edge(self.words, fact, self.wanted, _values(scene, *self.operands), self.subject)
 
 
 _DEFINITIONS = (
@@ -175,48 +145,51 @@ _DEFINITIONS = (
 )  # fmt: skip
 
 
-def defined_edge(given: Given) -> Edge | None:
+def defined_edge(scene: Scene) -> Edge | None:
     """The edge of a failure that the function is defined to give by what it was given alone."""
-    found = (_elementwise, _by_definition, _repeated_eigenvalues if given.failure.is_derivative else _infinite_operand)
-    return next(filter(None, (rule(given) for rule in found)), None)
+    defined = (definition.edge(scene) for definition in _DEFINITIONS)
+    last = _repeated_eigenvalues if scene.failure.is_derivative else _infinite_operand
+    return _elementwise(scene) or next(filter(None, defined), None) or last(scene)
 
 
-def _by_definition(given: Given) -> Edge | None:
-    return next(filter(None, (definition.edge(given) for definition in _DEFINITIONS)), None)
-
-
-def _elementwise(given: Given) -> Edge | None:
-    domain = DOMAINS.get(given.name)
-    if domain is None or domain.operand != "x" or not given.args:
+def _elementwise(scene: Scene) -> Edge | None:
+    domain, x, failure = DOMAINS.get(short_name(scene.origin.call)), scene.tensor_if_given("x"), scene.failure
+    if domain is None or domain.operand != "x" or x is None or x.is_complex():
         return None
-    if not isinstance(given.args[0], torch.Tensor) or given.args[0].is_complex():
-        return None
-    for point in domain.backward if given.failure.is_derivative else domain.forward:
-        if given.failure.way in point.ways and bool(point.places(given.args[0]).any()):
-            return Edge(point.words, with_zero(point.fact, given), point.wanted, given.value("x"))
+    for point in domain.backward if failure.is_derivative else domain.forward:
+        if failure.way in point.ways and bool(point.places(x).any()):
+            return Edge(point.words, with_zero(point.fact, failure), point.wanted, _values(scene, "x"))
     return None
 
 
-def with_zero(fact: str, given: Given) -> str:
+def with_zero(fact: str, failure: Failure) -> str:
     """The fact, with the product of an infinite derivative and a gradient of zero."""
-    return f"{fact}, and 0 * inf is NaN" if given.failure.is_derivative and given.failure.way == "nan" else fact
+    return f"{fact}, and 0 * inf is NaN" if failure.is_derivative and failure.way == "nan" else fact
 
 
-def _repeated_eigenvalues(given: Given) -> Edge | None:
-    spectrum = spectrum_of(given.name, given.tensors[0]) if given.tensors else ""
+def _values(scene: Scene, *operands: Slot) -> tuple[int, ...]:
+    """The value numbers of operands of the origin; a number has none."""
+    found = (scene.recorded_if_given(operand) for operand in operands)
+    return tuple(dict.fromkeys(argument.value for argument in found if isinstance(argument, Ref)))
+
+
+def _repeated_eigenvalues(scene: Scene) -> Edge | None:
+    name, x = short_name(scene.origin.call), scene.tensor_if_given("x")
+    spectrum = spectrum_of(name, x) if x is not None and x.numel() else ""
     if spectrum == "zero":
         fact = "its derivative divides by the singular values of a matrix that is not square"
-        return Edge("for a singular value of zero", fact, "a matrix of full rank", given.value("x"))
+        return Edge("for a singular value of zero", fact, "a matrix of full rank", _values(scene, "x"))
     if spectrum != "repeated":
         return None
-    what = SPECTRA[given.name][0]
+    what = SPECTRA[name][0]
     fact = f"its derivative divides by the differences of {what}, and is documented to be unstable when two agree"
-    return Edge(f"for repeated {what}", fact, f"a matrix with distinct {what}", given.value("x"))
+    return Edge(f"for repeated {what}", fact, f"a matrix with distinct {what}", _values(scene, "x"))
 
 
-def _infinite_operand(given: Given) -> Edge | None:
+def _infinite_operand(scene: Scene) -> Edge | None:
     """The last rule before those that need another run."""
-    tensors, refs = _tensors((given.args, given.kwargs)), iter_refs((given.call.args, given.call.kwargs))
-    infinite = (ref for ref, tensor in zip(refs, tensors, strict=False) if bool(tensor.isinf().any()))
-    found = next(infinite, None) if given.failure.way == "nan" else None
-    return Edge("with an infinite operand", _INDEFINITE, "finite operands", (found.value,)) if found else None
+    call = scene.origin.call
+    pairs = zip(iter_refs((call.args, call.kwargs)), scene.arguments(), strict=False)
+    infinite = (ref.value for ref, tensor in pairs if bool(tensor.to_dense().isinf().any()))
+    found = next(infinite, None) if scene.failure.way == "nan" else None
+    return Edge("with an infinite operand", _INDEFINITE, "finite operands", (found,)) if found is not None else None

@@ -14,8 +14,9 @@ from reprokit.locate.failure import Failure
 from reprokit.locate.ways import ways_of
 from reprokit.program.functions import allowed_names, function_named
 from reprokit.program.ir import Call, Ref
-from reprokit.render.definitions import Edge, Given, defined_edge
+from reprokit.render.definitions import Edge, defined_edge, scene_of
 from reprokit.render.expectation import expect
+from reprokit.shrink.exact import OriginCall
 from tests.locate.mechanisms import CASES
 
 INF = float("inf")
@@ -32,8 +33,11 @@ def edge_of(name: str, *args: Any, way: str = "nan", phase: str = "forward", **k
     failure = Failure(phase=phase, kind=way.strip("+-"), call=target, way=way, backward_node=node)
     result = torch.tensor(float(way))
     with contextlib.suppress(TypeError), warnings.catch_warnings(action="ignore"):  # not all are whole calls
-        result = function_named(target)(*args, **kwargs)
-    return defined_edge(Given(name, Call(target, refs, kwargs), failure, args, kwargs, (result,)))
+        made = function_named(target)(*args, **kwargs)
+        result = made if isinstance(made, torch.Tensor) else made[0]
+    given = {place: item for place, item in enumerate(args) if isinstance(item, torch.Tensor)}
+    origin = OriginCall(Call(target, refs, kwargs, Ref(99)), given, {99: result}, None)
+    return defined_edge(scene_of(origin, failure))
 
 
 @pytest.mark.parametrize(
