@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reprokit.render.verify import VerifyResult
     from reprokit.shrink.reduction import Reduction
     from reprokit.snapshot.format import Snapshot
-    from reprokit.snapshot.privacy import Source
+    from reprokit.snapshot.source import Source
 
 __all__ = ["Rendered", "capture", "load", "locate", "render", "shrink", "verify"]
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Literal, get_args
 
 from reprokit.errors import UsageError
-from reprokit.snapshot.privacy import SOURCES, Source
+from reprokit.snapshot.source import SOURCES, Source
 
 __all__ = [
     "AFTER",

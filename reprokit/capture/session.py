@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 
 from reprokit.arrivals import ignored_errors, pass_on
-from reprokit.capture.closing import Seen, closing_line
+from reprokit.capture.failure_text import Seen, closing_line
 from reprokit.capture.hooks.composite_calls import WholeCalls
 from reprokit.capture.hooks.on_failure import Failures
 from reprokit.capture.hooks.policy import Policy
@@ -29,13 +29,13 @@ from reprokit.capture.rank_name import check_name, current_folder
 from reprokit.capture.record.entry import unwrapped
 from reprokit.capture.record.stack import CaptureStop
 from reprokit.capture.record.tape import Tape
+from reprokit.capture.record.tensor_names import root_names
 from reprokit.capture.rewind.checkpoint import History
 from reprokit.capture.run.budget import Budget, Part
 from reprokit.capture.run.norms import NormMeter, read_pace
 from reprokit.capture.run.run_state import RunState
 from reprokit.capture.run.timeline import number_of
 from reprokit.capture.save.choose_step import Place, SkippedLoss
-from reprokit.capture.save.owners import root_names
 from reprokit.errors import UsageError
 from reprokit.series import RecordedStep, StepNumbers, flat
 from reprokit.visible import tell, visible_line

@@ -24,7 +24,7 @@ import click
 from reprokit.arrivals import pass_on
 from reprokit.capture import launch, options
 from reprokit.capture.block import captured_lines, shown_path
-from reprokit.capture.closing import Seen, closing_line
+from reprokit.capture.failure_text import Seen, closing_line
 from reprokit.capture.rank_name import check_name, rank_suffix, with_part
 from reprokit.cli.children import REPORTS, Children
 from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, say

@@ -21,8 +21,7 @@ from types import FrameType, TracebackType
 
 from reprokit.cli.console import say_error
 from reprokit.errors import ReprokitError
-from reprokit.snapshot.files import left_behind, unfinished
-from reprokit.snapshot.paths import REDUCTION_FILE
+from reprokit.snapshot.files import REDUCTION_FILE, left_behind, unfinished
 
 EXIT_CODE = 130
 STAGING = ".rendering-"

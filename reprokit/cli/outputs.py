@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from reprokit.errors import UsageError
-from reprokit.snapshot.paths import REPRO_FILE
+from reprokit.snapshot.files import REPRO_FILE
 
 # Files that only some results have. Left over from other results they would be taken for a part of these.
 SIDE_FILE = "repro_inputs.pt"

@@ -28,13 +28,12 @@ from reprokit.cli.interrupts import SECONDS, deadline, remove_unfinished, too_lo
 from reprokit.cli.outputs import check_file
 from reprokit.errors import UsageError
 from reprokit.render import KINDS
-from reprokit.snapshot.files import write_text
-from reprokit.snapshot.paths import REPRO_FILE
-from reprokit.snapshot.privacy import SOURCES
+from reprokit.snapshot.files import REPRO_FILE, write_text
+from reprokit.snapshot.source import SOURCES
 
 if TYPE_CHECKING:
     from reprokit.render.issue import Issue
-    from reprokit.snapshot.privacy import Source
+    from reprokit.snapshot.source import Source
 
 REPRO_FILES = (REPRO_FILE, "repro_inputs.pt")
 

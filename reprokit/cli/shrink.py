@@ -21,9 +21,8 @@ from reprokit.cli.views import View, open_view, print_result, progress_option
 from reprokit.errors import Flaky, Interrupted, NotReproduced, ReprokitError
 from reprokit.shrink.checks.spec import SYNTAX, Spec, parse
 from reprokit.shrink.events import Comparing, Event, Improved, Replayed, Resumed, Writing, Written
-from reprokit.snapshot.files import own_prefix
-from reprokit.snapshot.paths import REDUCTION_FILE, REPRO_FILE
-from reprokit.snapshot.privacy import SOURCES
+from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE, own_prefix
+from reprokit.snapshot.source import SOURCES
 from reprokit.words import counted
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from reprokit.render.verify import CleanProcesses
     from reprokit.shrink.reduction import Reduction, WhatIfResult
     from reprokit.snapshot.format import Snapshot
-    from reprokit.snapshot.privacy import Source as SourcePolicy
+    from reprokit.snapshot.source import Source as SourcePolicy
 
 WHATIF_SECONDS = 5.0
 FIRST_SECONDS = 900.0  # for the first run of the step; the others get limits that follow from it

@@ -16,7 +16,7 @@ from reprokit.cli.views import View, open_view, progress_option
 from reprokit.errors import UsageError
 from reprokit.grammar import plain_of
 from reprokit.shrink.events import Compared, Started
-from reprokit.snapshot.paths import REDUCTION_FILE
+from reprokit.snapshot.files import REDUCTION_FILE
 
 if TYPE_CHECKING:
     from reprokit.render.sources import Opened

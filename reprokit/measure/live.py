@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from reprokit.arrivals import pass_on
 from reprokit.capture.record.structure import ATOMS
+from reprokit.capture.record.tensor_names import root_names
 from reprokit.capture.run.counting import Iterations
-from reprokit.capture.save.owners import root_names
 from reprokit.locate.ranges import measure
 from reprokit.measure.rows import FrameRow, Pass, Role
 

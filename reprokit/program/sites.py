@@ -1,12 +1,14 @@
-"""Where in the user's code a call was written: the innermost frame that belongs neither to torch nor to a library.
+"""Where in the user's code a call or a module's class was written.
 
-The running program is the user's code wherever it is installed: the file of ``__main__``, and what lies beside it.
+A call's site is the innermost frame that belongs neither to torch nor to a library. The running program is the user's
+code wherever it is installed: the file of ``__main__``, and what lies beside it.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import linecache
 import os
 import re
@@ -20,7 +22,7 @@ from typing import Any
 
 import torch
 
-from reprokit.program.ir import Site, Span
+from reprokit.program.ir import ModuleNote, Site, Span
 
 _OWN = str(Path(__file__).resolve().parent.parent) + os.sep
 _TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
@@ -180,3 +182,29 @@ def is_standard(filename: str) -> bool:
     """True for a file of Python's standard library."""
     path = os.path.realpath(filename)
     return path.startswith(_STDLIB) and not any(part in path for part in _LIBRARY_PARTS)
+
+
+def note_of(module: torch.nn.Module) -> ModuleNote:
+    """The note for a context repro: torch's own layers by their constructor arguments, user
+    classes by place and text."""
+    cls = type(module)
+    if cls.__module__.startswith("torch.nn.modules"):
+        return ModuleNote(cls.__name__, module.training, _constructor_arguments(module))
+    try:
+        file, (lines, line) = inspect.getsourcefile(cls) or "", inspect.getsourcelines(cls)
+    except (OSError, TypeError):
+        file, lines, line = "", [], 0
+    place = relative_path(file) if file else ""
+    return ModuleNote(cls.__qualname__, module.training, {}, place, line, "".join(lines))
+
+
+def _constructor_arguments(module: torch.nn.Module) -> dict[str, Any]:
+    """Those constructor arguments that the layer kept as attributes of plain types."""
+    found = {}
+    for name in inspect.signature(type(module).__init__).parameters:
+        value = getattr(module, name, None)
+        if name != "self" and isinstance(value, (bool, int, float, str, tuple, list)):
+            found[name] = value
+    if "bias" in inspect.signature(type(module).__init__).parameters and "bias" in module._parameters:
+        found["bias"] = module._parameters["bias"] is not None
+    return found

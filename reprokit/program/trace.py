@@ -38,8 +38,7 @@ from reprokit.program.ir import (
     Site,
 )
 from reprokit.program.memory import copies_of, copy_of, is_bad
-from reprokit.program.module_notes import note_of
-from reprokit.program.sites import current_site, library_line
+from reprokit.program.sites import current_site, library_line, note_of
 from reprokit.program.transforms import Transforms
 
 # Functionals that stand for a whole layer: recorded as the calls they are made of.

@@ -22,8 +22,7 @@ from reprokit.render.templates import render_template
 from reprokit.render.wording import headline, phase_words
 from reprokit.shrink.checks.function import FUNCTION
 from reprokit.shrink.checks.mismatch import MISMATCH
-from reprokit.snapshot.files import replaced, write_text
-from reprokit.snapshot.paths import REPRO_FILE
+from reprokit.snapshot.files import REPRO_FILE, replaced, write_text
 from reprokit.snapshot.redact import redact_text
 from reprokit.visible import visible_line
 from reprokit.words import counted

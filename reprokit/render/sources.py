@@ -24,9 +24,9 @@ from reprokit.shrink.context.tree import Block
 from reprokit.shrink.plainness import constant_of, contents
 from reprokit.shrink.reduction import Reduction, fingerprint
 from reprokit.snapshot import format as snapshots
+from reprokit.snapshot.files import REDUCTION_FILE, hint_for_folder
 from reprokit.snapshot.format import Snapshot
-from reprokit.snapshot.paths import REDUCTION_FILE, hint_for_folder
-from reprokit.snapshot.privacy import Source, private
+from reprokit.snapshot.source import Source, private
 
 MAX_LOOKED_AT = 20
 

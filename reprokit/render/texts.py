@@ -30,10 +30,9 @@ from reprokit.render.templates import find_template, render_template
 from reprokit.render.verify import CleanProcesses, VerifyResult
 from reprokit.render.wording import headline
 from reprokit.shrink.reduction import Reduction
-from reprokit.snapshot.files import write_text
+from reprokit.snapshot.files import REPRO_FILE, write_text
 from reprokit.snapshot.format import Snapshot
-from reprokit.snapshot.paths import REPRO_FILE
-from reprokit.snapshot.privacy import Source, private
+from reprokit.snapshot.source import Source, private
 from reprokit.visible import visible_line
 
 TIMES = 20

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from reprokit.errors import ReprokitError, UsageError
-from reprokit.snapshot.paths import REDUCTION_FILE, REPRO_FILE, require_file
+from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE, require_file
 
 CLEAN_RUNS = Path(__file__).with_name("clean_runs.py")
 SECONDS_PER_RUN = 120.0

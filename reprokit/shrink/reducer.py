@@ -30,7 +30,6 @@ from reprokit.shrink.explain import Explanation, explain
 from reprokit.shrink.isolation.processes import RunLimits
 from reprokit.shrink.isolation.runner import Executor, Isolation
 from reprokit.shrink.isolation.task import Observe, Task
-from reprokit.shrink.ledger import Ledger
 from reprokit.shrink.oracle import Oracle, OutOfBudget, PartBudget, PartIsOver
 from reprokit.shrink.passes.cut import cuts, slice_to
 from reprokit.shrink.passes.removal import remove_calls
@@ -38,10 +37,10 @@ from reprokit.shrink.passes.setting import drop_autocast, simplify_precision, si
 from reprokit.shrink.passes.sizes import drop_dimensions, shrink_sizes
 from reprokit.shrink.passes.values import simplify_values
 from reprokit.shrink.problem import Problem
-from reprokit.shrink.reduction import Origin, Reduction, Size, load_earlier, origin_of
+from reprokit.shrink.reduction import Ledger, Origin, Reduction, Size, load_earlier, origin_of
 from reprokit.shrink.signature import Verdict
+from reprokit.snapshot.files import REDUCTION_FILE
 from reprokit.snapshot.format import Snapshot
-from reprokit.snapshot.paths import REDUCTION_FILE
 
 LEVELS = ("op", "module", "step")
 CUT, EXPLAIN, CONTEXT = "cut", "explain", "context"

@@ -24,9 +24,8 @@ from reprokit.program.interpreter import Settings
 from reprokit.program.ir import Program, Site
 from reprokit.series import RecordedStep, StepNumbers
 from reprokit.snapshot.environment import Environment
-from reprokit.snapshot.files import replaced
+from reprokit.snapshot.files import replaced, require_file
 from reprokit.snapshot.limits import require_bounded, require_stored
-from reprokit.snapshot.paths import require_file
 from reprokit.snapshot.rng import Generators, PlainTensor
 from reprokit.snapshot.source import SourceState
 from reprokit.snapshot.training_state import StateBefore

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import reprokit
-from reprokit.capture.closing import COMPILED, Seen, closing_line
+from reprokit.capture.failure_text import COMPILED, Seen, closing_line
 from reprokit.capture.session import Session
 from tests.capture.traps_checks import batches, classify, described_once, plain_net, update
 from tests.conftest import Run

@@ -59,7 +59,7 @@ WITHOUT_FAULTS = {
     *("session", "launch", "block", "options", "rank_name"),
     *("hooks.torch_hooks", "hooks.composite_calls", "record.stack", "record.structure"),
 }
-NOT_IN_THESE_RUNS = {"closing", "failure_text", "hooks.warning_lines", "save.exceptions"}
+NOT_IN_THESE_RUNS = {"failure_text", "save.exceptions"}
 HOME = "reprokit.capture."
 MODULES = (part for part in pkgutil.walk_packages(sys.modules["reprokit.capture"].__path__, HOME) if not part.ispkg)
 PARTS = [name for part in MODULES if (name := part.name.removeprefix(HOME)) not in WITHOUT_FAULTS]

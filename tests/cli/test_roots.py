@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import reprokit
-from reprokit.capture.save.owners import names_of
+from reprokit.capture.record.tensor_names import names_of
 from reprokit.program.plain import from_plain, to_plain
 from reprokit.render.module_ranges import frames
 from reprokit.render.survey import survey

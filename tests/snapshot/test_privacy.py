@@ -22,9 +22,8 @@ from reprokit.program.statement import parts
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
 from reprokit.snapshot.format import Snapshot, load, save
-from reprokit.snapshot.privacy import private
 from reprokit.snapshot.redact import redact_source, redact_text, shorten_paths
-from reprokit.snapshot.source import SourceState
+from reprokit.snapshot.source import SourceState, private
 from tests.conftest import run_python_in
 from tests.render.programs import site_of, snapshot_of
 

@@ -1,26 +1,30 @@
 """Hooks into the parts of torch that end or shape a step: optimizers, grad scalers, clipping, ``autograd.backward``.
 
 Everything is put in place by `Hooks.install` and taken away by `Hooks.removals`; nothing is left on the user's objects.
-What is done when a hook is reached is not decided here.
+What is done when a hook is reached is not decided here. A warning names the line of the loop that it is about: Python
+finds the line by counting frames, of which some are of reprokit, and shows a warning once per line.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
+import torch.overrides
 from torch._functorch import eager_transforms
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 from torch.optim import optimizer as optimizers
 
 from reprokit.capture.hooks.composite_calls import WholeCalls
 from reprokit.capture.hooks.stepping import Stepping
-from reprokit.capture.hooks.warning_lines import redirect_warnings
 from reprokit.capture.launch import hide_from_formatting
 from reprokit.capture.record.tape import Tape
 from reprokit.capture.record.transformed import DERIVES, MAKES, RUNS, TransformCalls
@@ -253,3 +257,56 @@ def _callback_handler() -> Any:
     """Where the compiler tells what it does; ``None`` while it is not loaded."""
     module = sys.modules.get("torch._dynamo.callback")
     return getattr(module, "callback_handler", None)
+
+
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_DISPATCH = torch.overrides.handle_torch_function.__name__
+
+
+def redirect_warnings() -> Callable[[], None]:
+    """Begin to issue warnings about a line of ours again, about the loop's; returns what ends it."""
+    original: Any = getattr(warnings, "_showwarnmsg", None)
+    if original is None:
+        return lambda: None
+
+    def show(message: Any) -> None:
+        frame = _asking(sys._getframe(1)) if message.filename.startswith(_OWN) else None
+        if frame is None:
+            original(message)
+            return
+        _forget(message.filename)
+        warnings.warn_explicit(
+            message.message,
+            message.category,
+            frame.f_code.co_filename,
+            frame.f_lineno,
+            frame.f_globals.get("__name__"),
+            frame.f_globals.setdefault("__warningregistry__", {}),
+            source=message.source,
+        )
+
+    warnings._showwarnmsg = show  # type: ignore[attr-defined]
+
+    def end() -> None:
+        if getattr(warnings, "_showwarnmsg", None) is show:
+            warnings._showwarnmsg = original  # type: ignore[attr-defined]
+
+    return end
+
+
+def _asking(frame: FrameType | None) -> FrameType | None:
+    """The frame behind the innermost frames of ours: the one that would have been named without us."""
+    handed_over = False
+    while frame is not None and not frame.f_code.co_filename.startswith(_OWN):
+        frame = frame.f_back
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+        handed_over = frame.f_code.co_name == _DISPATCH
+        frame = frame.f_back
+    return frame.f_back if frame is not None and handed_over else frame  # it was called by the function itself
+
+
+def _forget(filename: str) -> None:
+    """Let the next warning about this file be shown as well; where it belongs, it may be a new one."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("reprokit.capture.") and getattr(module, "__file__", None) == filename:
+            getattr(module, "__warningregistry__", {}).clear()

@@ -1,14 +1,15 @@
-"""Entries whose results nobody can use any more: an evaluation between two steps must not pile up on the tape.
+"""Entries that may go: an evaluation between two steps must not pile up on the tape, nor an epoch of prepared data.
 
 A result can still be used if something other than the tape refers to it, or if a later entry that matters was given it.
-References are counted: what the tape's own entries hold is subtracted from what Python counts.
+References are counted: what the tape's own entries hold is subtracted from what Python counts. Data prepared by very
+many calls are used by value: what is finite and has no gradient cannot be the origin. Calls that made a NaN stay.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import TENSORS, Entry, PlainEntry
 from reprokit.capture.record.structure import iter_tensors
+from reprokit.locate.ways import ways_of
 
 _CONTAINERS = (list, tuple, dict, set)
 
@@ -140,3 +142,33 @@ def _is_record(value: Any) -> bool:
     if isinstance(value, (type, torch.nn.Module, torch.Tensor)) or callable(value):
         return False
     return hasattr(value, "__dict__")
+
+
+MOST_CALLS = 256  # a loop's own arithmetic on masks and weights takes tens of calls, a data set thousands
+
+
+def without_preparation(entries: list[Entry], saved: Mapping[int, torch.Tensor]) -> list[Entry]:
+    """``entries`` less those whose results the others can use as they are now; all, if those are not very many."""
+    prepared = [entry for entry in entries if _is_preparation(entry)]
+    if len(prepared) <= MOST_CALLS:
+        return entries
+    values = {id(t): t for entry in prepared for t in iter_tensors(entry.output) if id(t) not in saved}
+    usable = {key for key, tensor in values.items() if not ways_of(tensor)}
+    dropped: set[int] = set()
+    while True:
+        before = len(usable)
+        dropped = {id(e) for e in prepared if all(id(tensor) in usable for tensor in iter_tensors(e.output))}
+        for entry in entries:
+            if id(entry) not in dropped:
+                usable -= {id(t) for t, version in entry.versions if version >= 0 and t._version != version}
+                usable -= {id(tensor) for tensor in iter_tensors(entry.output)}
+        if len(usable) == before:
+            return [entry for entry in entries if id(entry) not in dropped]
+
+
+def _is_preparation(entry: Entry) -> bool:
+    """True if all that a call did was to make tensors without gradient."""
+    outputs = list(iter_tensors(entry.output))
+    is_pure = entry.kind is kinds.FUNCTION and bool(entry.name) and not entry.writes_state
+    is_pure = is_pure or (entry.kind is kinds.MODULE and next(entry.target.buffers(), None) is None)
+    return is_pure and bool(outputs) and not any(tensor.requires_grad for tensor in outputs)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from reprokit.arrivals import pass_on
-from reprokit.capture.closing import COMPILED
+from reprokit.capture.failure_text import COMPILED
 from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import Owner
 from reprokit.capture.record.compact_steps import Freezer, PastStep
@@ -21,10 +21,9 @@ from reprokit.capture.record.state import BufferCopies
 from reprokit.capture.record.tape import Tape
 from reprokit.capture.rewind.checkpoint import History, is_unmade
 from reprokit.capture.run.budget import Budget
-from reprokit.capture.run.counting import Iterations
+from reprokit.capture.run.counting import Iterations, ScalerWatch
 from reprokit.capture.run.norms import NormMeter
 from reprokit.capture.run.ranks import Ranks
-from reprokit.capture.run.scaling import ScalerWatch
 from reprokit.capture.run.timeline import Timeline
 from reprokit.program.functions import DATA_WRITES
 from reprokit.program.ir import Call

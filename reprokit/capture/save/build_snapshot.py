@@ -25,13 +25,12 @@ from reprokit.capture.record.generators import python_generators_restored
 from reprokit.capture.record.inplace_writes import address_of
 from reprokit.capture.record.state import Copies, give_gradients, owned_by
 from reprokit.capture.record.structure import is_leaf
-from reprokit.capture.record.tensor_names import Names
+from reprokit.capture.record.tensor_names import Names, names_of, root_names
 from reprokit.capture.rewind.replayer import Player, leaves_in
 from reprokit.capture.rewind.user_hooks import EVERY, FORWARD, UserHooks, guarded
 from reprokit.capture.run.timeline import Turn, with_optimizers
 from reprokit.capture.save.collect_state import collect_state
 from reprokit.capture.save.exceptions import Raised
-from reprokit.capture.save.owners import names_of, root_names
 from reprokit.capture.save.record_program import ReplayedStep, replay
 from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.failure import EXCEPTION, Failure, kind_of

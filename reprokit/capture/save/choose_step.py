@@ -18,10 +18,12 @@ from reprokit.arrivals import ignored_errors, pass_on
 from reprokit.capture.rank_name import rank_suffix, with_part
 from reprokit.capture.record import kinds
 from reprokit.capture.record.compact_steps import PastStep, split
+from reprokit.capture.record.drop_unused import without_preparation
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.screens import bad_tensor
 from reprokit.capture.record.state import CannotGoBack
 from reprokit.capture.record.structure import iter_tensors
+from reprokit.capture.record.tensor_names import root_names
 from reprokit.capture.rewind.find_bad_step import Found, Rewind
 from reprokit.capture.rewind.measure_layers import LayerMeter, layers_of
 from reprokit.capture.rewind.user_hooks import ACCUMULATED, EVERY, UserHooks, guarded
@@ -30,11 +32,9 @@ from reprokit.capture.run.timeline import number_of
 from reprokit.capture.save.build_snapshot import BuiltSnapshot, FailedStep, make_snapshot, snapshot_without_replay
 from reprokit.capture.save.exceptions import Raised
 from reprokit.capture.save.fidelity import checked, unchecked
-from reprokit.capture.save.owners import root_names
-from reprokit.capture.save.prepared import without_preparation
 from reprokit.program.ir import AUTOGRAD_GRAD
 from reprokit.snapshot.format import CaptureSettings, Snapshot, save
-from reprokit.snapshot.privacy import Source, private
+from reprokit.snapshot.source import Source, private
 from reprokit.story import LayerNumbers
 from reprokit.words import in_root
 
