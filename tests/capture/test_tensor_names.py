@@ -1,4 +1,4 @@
-"""Names of arguments where a call is written, and of the items of a user's dicts."""
+"""Names of tensors: arguments as their call is written, and the items of a user's dicts."""
 
 import sys
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.tensor_names import Names
 from reprokit.program.ir import Mode
@@ -27,7 +28,7 @@ def test_arguments_are_named_where_they_are_variables(tmp_path: Path) -> None:
 
     def model(*given: torch.Tensor, option: int = 0) -> torch.Tensor:
         frame, names = sys._getframe(1), Names()
-        names.add_by_source(Entry("module", None, given, {}, Mode(), None, "", frame.f_code, frame.f_lasti))
+        names.add_by_source(Entry(kinds.MODULE, None, given, {}, Mode(), None, "", frame.f_code, frame.f_lasti))
         found.extend(origin.name if (origin := names.describe(tensor)) else None for tensor in given)
         return torch.ones(1)
 
