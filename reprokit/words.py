@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _GRADIENTS = re.compile(r"(?:^|_)grad(?:ient)?s?(?:_|$)")
@@ -32,3 +33,34 @@ def in_root(module: str | None, root: str | None) -> str | None:
 def item_name(owner: str, key: str) -> str:
     """The name of a dict's item: its key, with ``_grad`` in a dict of gradients, whose keys are those of parameters."""
     return f"{key}_grad" if _GRADIENTS.search(owner) else key
+
+
+def times_words(value: float, usual: float) -> str:
+    """``, 10^8 times its median of 12.3``."""
+    if not (math.isfinite(value) and usual > 0 and value > 0):
+        return f", its median {usual:.3g}"
+    ratio = value / usual
+    if ratio == math.inf:
+        return f", its median {usual:.3g}"
+    shown = f"10^{round(math.log10(ratio))}" if ratio >= 1e4 else f"{ratio:.3g}"
+    return f", {shown} times its median of {usual:.3g}"
+
+
+def event_words(
+    quantity: str,
+    value: float,
+    usual: float | None = None,
+    *,
+    source: str | None = None,
+    rows: str | None = None,
+    reference_step: int | None = None,
+) -> str:
+    """An event in a few words: ``the loss was 1.2e9, 10^8 times its median of 12; rows 0-7 of `y` ``."""
+    named = f"`{source}`" if source else ""
+    if quantity == "share of zeros":
+        share = "zero" if value == 1 else f"zero in {value:.1%} of its elements"
+        return f"the gradient of {named or 'a parameter'} is {share} in every step that was kept"
+    words = f"the {quantity} was {value:.3g}{times_words(value, usual) if usual is not None else ''}"
+    if rows:
+        return f"{words}; {rows} of {named or 'the batch'}"
+    return f"{words}; {named} is unlike step {reference_step}" if named else words

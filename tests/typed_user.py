@@ -16,6 +16,13 @@ def captured(loss_of: Callable[[torch.Tensor], torch.Tensor], seen: list[Path]) 
     return session
 
 
+def watched() -> list[str | None]:
+    events: list[reprokit.TrainingEvent] = []
+    with reprokit.capture(on=("early",), on_event=events.append):
+        torch.autograd.backward(torch.zeros((), requires_grad=True) * 2)
+    return [event.snapshot for event in events if event.severity == "error" and event.kind == "spike"]
+
+
 def reduced(path: Path) -> tuple[reprokit.Snapshot, reprokit.Reduction]:
     snapshot = reprokit.load(path)
     failure: reprokit.Failure | None = reprokit.locate(snapshot)

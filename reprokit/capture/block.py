@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reprokit.capture.early.alarm import TrainingEvent
 from reprokit.capture.failure_text import cause_line, growth, place_line, what
 from reprokit.capture.options import DEFAULT_ON, DEFAULT_PERCENT, After, Source, Watch
 from reprokit.capture.rank_name import check_name, current_folder
@@ -44,13 +45,14 @@ def capture(
     on_snapshot: Callable[[Path], object] | None = None,
     record: str | None = None,
     on_numbers: Callable[[dict[str, float]], object] | None = None,
+    on_event: Callable[[TrainingEvent], object] | None = None,
 ) -> Iterator[Session]:
     """Watch the training loop in this block and save its first failing step.
 
     Writes ``output``, or ``<name>-step<N>.repro.pt`` in the current folder. With ``after="stop"`` the block is left at
     the failure and the program goes on behind it; with ``"continue"`` the loop goes on unwatched. ``history``,
-    ``watch``, ``on``, ``source``, ``budget``, ``from_step``, ``on_snapshot``, ``record`` and ``on_numbers`` are those
-    of `Session`. Yields the session, whose ``snapshots`` are files.
+    ``watch``, ``on``, ``source``, ``budget``, ``from_step``, ``on_snapshot``, ``record``, ``on_numbers`` and
+    ``on_event`` are those of `Session`. Yields the session, whose ``snapshots`` are files.
     Raises `UsageError` when ``output`` exists and ``overwrite`` is false.
     """
     from reprokit.capture.launch import peel
@@ -79,6 +81,7 @@ def capture(
         on_snapshot=on_snapshot,
         record=record,
         on_numbers=on_numbers,
+        on_event=on_event,
     )
     try:
         with session:
@@ -127,7 +130,7 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path | None, co
 def can_be_shrunk(result: Mapping[str, Any]) -> bool:
     """True if a snapshot with this summary holds a program, and an origin that the program could show again."""
     failure = result["failure"]
-    has_origin = failure["call"] is not None or failure["input"] is not None
+    has_origin = failure["call"] is not None or failure["input"] is not None or "event" in failure
     return result["program"]["calls"] > 0 and has_origin and failure["shows_cause"]
 
 

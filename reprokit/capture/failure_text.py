@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from reprokit import words
 from reprokit.series import StepNumbers, by_optimizer, titled
 from reprokit.words import counted, in_root
 
@@ -23,6 +24,10 @@ _FAST = 2.0  # how many times larger the last number is before it is worth a wor
 def what(result: Mapping[str, Any]) -> str:
     """The failure: ``nan from `torch.sqrt` ``, without the space at the end."""
     failure = result["failure"]
+    if "event" in failure:
+        origin = f" from `{failure['call']}`" if failure["call"] is not None else ""
+        quantity = failure["event"]["quantity"]
+        return (f"{failure['kind']} of the {quantity}" if failure["kind"] != "dead" else "dead layer") + origin
     name: str = failure["exception"]["type"] if failure["exception"] else failure["kind"]
     if failure["call"] is not None:
         return f"{name} from `{failure['call']}`"
@@ -32,8 +37,18 @@ def what(result: Mapping[str, Any]) -> str:
     return f"{name} that was already in `{failure['input']}`" if failure["input"] else f"{name} of unknown origin"
 
 
+def event_words(result: Mapping[str, Any]) -> str:
+    """An event in words: ``began at step 20: the loss was 1.2e9, 10^8 times its median of 12; rows 0-7 of `y` ``."""
+    event = dict(result["failure"]["event"])
+    began, _ = event.pop("began_at"), event.pop("threshold")
+    return f"began at step {began}: {words.event_words(**event)}"
+
+
 def cause_line(result: Mapping[str, Any]) -> str | None:
-    """The origin of the bad value behind an exception: ``because of nan from `torch.sqrt`, train.py:12: ...``."""
+    """An event in words, or the origin of the bad value behind an exception: ``because of nan from `torch.sqrt`,
+    train.py:12: ...``."""
+    if "event" in result["failure"]:
+        return event_words(result)
     cause = result["failure"].get("cause")
     if not cause:
         return None

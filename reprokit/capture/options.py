@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Literal, get_args
 
+from reprokit.capture.early.alarm import EventKind
 from reprokit.errors import UsageError
 from reprokit.snapshot.source import SOURCES, Source
 
@@ -12,6 +13,7 @@ __all__ = [
     "AFTER",
     "DEFAULT_ON",
     "DEFAULT_PERCENT",
+    "EVENTS",
     "ON",
     "SOURCES",
     "WATCH",
@@ -20,17 +22,24 @@ __all__ = [
     "Source",
     "Watch",
     "check_options",
+    "events_in",
 ]
 
 After = Literal["stop", "continue"]
 Watch = Literal["sampled", "every-step", "deferred"]
-On = Literal["nonfinite", "exception", "skipped"]
+On = Literal["nonfinite", "exception", "skipped", "spike", "explosion", "dead", "scale", "early"]
 
 AFTER: tuple[After, ...] = get_args(After)
 WATCH: tuple[Watch, ...] = get_args(Watch)
 ON: tuple[On, ...] = get_args(On)
+EVENTS: tuple[EventKind, ...] = get_args(EventKind)  # `early` is all of them
 DEFAULT_PERCENT = 10.0  # of the loop's CPU time
 DEFAULT_ON: tuple[On, ...] = ("nonfinite", "exception")
+
+
+def events_in(on: Collection[str]) -> tuple[EventKind, ...]:
+    """The kinds of events that are asked for."""
+    return tuple(kind for kind in EVENTS if kind in on or "early" in on)
 
 
 def check_options(

@@ -18,13 +18,15 @@ from typing import ClassVar
 import torch
 
 from reprokit.arrivals import ignored_errors, pass_on
+from reprokit.capture.early.alarm import EventLog, TrainingEvent
 from reprokit.capture.failure_text import Seen, closing_line
 from reprokit.capture.hooks.composite_calls import WholeCalls
+from reprokit.capture.hooks.early_warning import EarlyWarning
 from reprokit.capture.hooks.on_failure import Failures
 from reprokit.capture.hooks.policy import Policy
 from reprokit.capture.hooks.stepping import Stepping
 from reprokit.capture.hooks.torch_hooks import Hooks
-from reprokit.capture.options import DEFAULT_ON, DEFAULT_PERCENT, After, Source, Watch, check_options
+from reprokit.capture.options import DEFAULT_ON, DEFAULT_PERCENT, After, Source, Watch, check_options, events_in
 from reprokit.capture.rank_name import check_name, current_folder
 from reprokit.capture.record.entry import unwrapped
 from reprokit.capture.record.stack import CaptureStop
@@ -84,11 +86,13 @@ class Session:
         on_snapshot: Callable[[Path], object] | None = None,
         record: str | None = None,
         on_numbers: Callable[[dict[str, float]], object] | None = None,
+        on_event: Callable[[TrainingEvent], object] | None = None,
     ) -> None:
         check_options(after, history, watch, on, source, budget, from_step)
         check_name(output, directory, name)
-        if on_snapshot is not None and not callable(on_snapshot):
-            raise UsageError(f"`on_snapshot` cannot be {on_snapshot!r}", hint="it is a function that takes a path")
+        for option, function, takes in (("on_snapshot", on_snapshot, "a path"), ("on_event", on_event, "an event")):
+            if function is not None and not callable(function):
+                raise UsageError(f"`{option}` cannot be {function!r}", hint=f"it is a function that takes {takes}")
         self.stops = after == "stop"
         self.is_watching = False
         self._is_over = False
@@ -96,6 +100,7 @@ class Session:
         self._verbose = verbose
         self._on = tuple(on)
         self._on_snapshot = on_snapshot
+        self._early: EarlyWarning | None = None
         self.closing: str | None = None
         self._has_complained = False
         self._paused_at: float | None = None
@@ -104,11 +109,12 @@ class Session:
         copies = History(1 if watch == "every-step" and history is None else history)
         self._run_state = RunState(self._tape, copies, Budget(None if watch == "every-step" else budget, from_step))
         self._policy = Policy(self._run_state, watch, matter=not {"nonfinite", "skipped"}.isdisjoint(on))
+        place = Place(output, directory or current_folder(), name, overwrite, source, part)
         self._failures = Failures(
             self,
             self._run_state,
             self._policy,
-            Place(output, directory or current_folder(), name, overwrite, source, part),
+            place,
             command,
             takes_exceptions="exception" in on,
             takes_skipped="skipped" in on,
@@ -120,6 +126,11 @@ class Session:
             self._run_state.norms = NormMeter(read_pace(record or "auto"), self._parameter_names)
             self._run_state.norms.say = self.say
             self._run_state.norms.hand_over = self._hand_over_numbers
+        kinds = events_in(on)
+        if kinds:
+            log = EventLog(place.log)
+            self._early = EarlyWarning(self, self._run_state, kinds, self._failures, log, on_event)
+            self._stepping.early = self._failures.early = self._early
         self._run_state.budget.say = self.say
         self._run_state.budget.parts = self._parts()
         self._run_state.choose()
@@ -248,7 +259,8 @@ class Session:
         self._is_over = True
         self._replaying.discard(self)
         parts = (self._stepping, self._failures, self._run_state, self._policy)
-        self._do_all(*self._unhooking, *(part.forget for part in parts))
+        early = (self._early.forget,) if self._early is not None else ()
+        self._do_all(*self._unhooking, *(part.forget for part in parts), *early)
 
     def stop(self) -> None:
         """Stop the loop, if it is to."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from reprokit.grammar import Count, Line, Name, Row, Text, one_of
+from reprokit.grammar import Count, Line, Name, Row, Text, left_out, one_of
 from reprokit.program.ir import Call, Phase, Program, Site
 
 EXCEPTION = "exception"  # the kind of a failure that is not a bad value
+EVENTS = ("spike", "explosion", "dead", "scale")  # kinds of failures in which every value is finite
+QUANTITIES = ("loss", "gradient norm", "share of zeros", "update")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +28,29 @@ class Drop(Row):
 
 
 @dataclass(frozen=True, slots=True)
+class Predicate:
+    """An event of a run as data: the ``quantity`` of a step has a ``value`` that is not below the ``threshold``.
+
+    The quantities are those of `locate.quantity`. ``began_at`` is the step, ``reference_step`` the last healthy one
+    before it, ``usual`` the median of the steps before. ``source`` names the input of the step that carries it, if one
+    does, and ``rows`` the rows of the batch: ``rows 0-7``.
+    """
+
+    quantity: Annotated[str, one_of(*QUANTITIES)]
+    value: float
+    threshold: float
+    reference_step: Count
+    began_at: Count
+    usual: float | None = left_out()
+    source: Name | None = left_out()
+    rows: Line | None = left_out()
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """The origin of a failure in a program.
 
-    ``kind``: ``nan``, ``inf`` or ``exception``, and in a
+    ``kind``: ``nan``, ``inf``, ``exception`` or an event, and in a
     reduction also ``mismatch`` and ``function`` (the user's own check); ``way`` tells ``+inf`` from ``-inf``, and names
     the reference or the function.
     ``call`` and ``call_index`` name the origin, ``None`` when an input of the program was bad already, or when only the
@@ -40,11 +61,13 @@ class Failure:
     ``value`` is, for forward, the origin's bad output; for backward, the input of the forward call whose gradient is
     bad; for optimizer, the parameter that turned bad. ``element`` is the index of its first bad element.
     ``cause`` is the origin of the NaN or infinity without which the call would not have raised its exception.
+    ``event`` is what makes a step fail in which every value may be finite: a kind of `EVENTS`. Then ``call`` is the
+    first one that is unlike the last healthy step.
     ``drop``: the loss is finite because a later call drops NaN values, and the backward pass multiplies zero with them.
     """
 
     phase: Phase
-    kind: Annotated[str, one_of("nan", "inf", EXCEPTION, "mismatch", "function")]
+    kind: Annotated[str, one_of("nan", "inf", EXCEPTION, "mismatch", "function", *EVENTS)]
     way: Line = ""
     call: Name | None = None
     call_index: Count | None = None
@@ -61,6 +84,7 @@ class Failure:
     is_overflow: bool = False
     spectrum: Annotated[str, one_of("", "zero", "repeated")] = ""
     cause: Failure | None = None
+    event: Predicate | None = left_out()
 
     @property
     def is_derivative(self) -> bool:

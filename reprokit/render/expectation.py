@@ -75,6 +75,8 @@ def expect(snapshot: Snapshot, reduction: Reduction | None = None) -> Expectatio
     cause = snapshot.failure.cause
     if cause is not None:
         return _of_cause(snapshot, failure, cause, owner)
+    if snapshot.failure.event is not None:
+        failure = snapshot.failure  # a smaller program has another loss
     observed = wording.observed(failure, is_forward_finite=edge is None or edge.is_forward_finite)
     return Expectation(
         edge.words if edge is not None else "",

@@ -41,6 +41,7 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
         ("line", line(failure)),
         ("exception", f"`{failure.exception[0]}`{message}" if failure.exception is not None else ""),
         ("because of", cause(snapshot)),
+        ("event", wording.event_words(failure)),
         ("how much", how_much(failure)),
         ("when", f"{when(snapshot)}{noticed}"),
         ("replay", f"{snapshot.fidelity}{note}"),

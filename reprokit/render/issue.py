@@ -99,7 +99,8 @@ def title(snapshot: Snapshot, reduction: Reduction | None = None, expectation: E
     """
     source = reduction if reduction is not None else snapshot
     found = expectation if expectation is not None else expect(snapshot, reduction)
-    words = [wording.headline(source.failure), found.words]
+    failure = source.failure if source.failure.event is None else snapshot.failure  # a smaller program has another loss
+    words = [wording.headline(failure), found.words]
     module = (facts.module(snapshot) or "").strip("<>")
     if found.owner == OWN and found.words:
         words.append(f"in {module}" if module else _in_line(snapshot.failure.site))

@@ -17,6 +17,7 @@ from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Program
 from reprokit.render.check import ScriptParts, find_subject, function_parts, mismatch_parts, write_check
 from reprokit.render.code import SIDE_FILE, write_program
+from reprokit.render.event_check import event_parts
 from reprokit.render.gate import require_closed
 from reprokit.render.templates import render_template
 from reprokit.render.wording import headline, phase_words
@@ -128,6 +129,8 @@ def _parts(program: Program, tensors: Tensors, failure: Failure, aside: Collecti
         return mismatch_parts(program, tensors, failure)
     if failure.kind == FUNCTION:
         return function_parts(program, tensors, failure)
+    if failure.event is not None:
+        return event_parts(program, tensors, failure, aside)
     subject = find_subject(program, tensors, failure)
     code = write_program(program, tensors, keep=[subject.value] if subject is not None else [], aside=aside)
     check = write_check(subject, failure, code) if subject is not None else []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from reprokit import words
 from reprokit.locate.failure import Drop, Failure
 from reprokit.program.ir import Phase
 from reprokit.snapshot.redact import redact_source, redact_text
@@ -46,8 +48,25 @@ def reference_words(failure: Failure) -> str:
     return _REFERENCES.get(failure.reference[0], (failure.way, ""))[0]
 
 
+def event_words(failure: Failure) -> str:
+    """``the loss was 1.2e+09, 10^8 times its median of 12.3; rows 0-7 of `y` ``, or nothing."""
+    event = failure.event
+    if event is None:
+        return ""
+    return words.event_words(
+        event.quantity,
+        event.value,
+        event.usual,
+        source=event.source,
+        rows=event.rows,
+        reference_step=event.reference_step,
+    )
+
+
 def kind_words(failure: Failure) -> str:
-    """``nan``, ``inf``, ``-inf`` or the exception's type."""
+    """``nan``, ``inf``, ``-inf``, the exception's type, or what an event makes of its quantity."""
+    if failure.event is not None:
+        return f"{failure.event.value:.3g}"
     if failure.kind in ("mismatch", "function"):
         return "different" if failure.kind == "mismatch" else "reported"
     if failure.exception is not None:
@@ -78,6 +97,9 @@ def headline(failure: Failure) -> str:
         return f"{call} raises {kind}"
     if failure.kind == "function":
         return f"{failure.check[1]} holds"
+    if failure.event is not None:
+        event = replace(failure.event, source=failure.event.source if failure.kind == "dead" else None, rows=None)
+        return f"{failure.kind}: {event_words(replace(failure, event=event))}"
     if failure.kind == "mismatch":
         what = "compiled code" if failure.reference[0] == "compile" else "the result" if failure.call is None else call
         return f"{what} differs from {reference_words(failure)}"
@@ -101,6 +123,11 @@ def observed(failure: Failure, *, is_forward_finite: bool = True) -> str:
     name, kind = f"`{failure.call or short_call(failure)}`", kind_words(failure)
     if failure.kind == "function":
         return f"The check `{failure.check[1]}` holds for what the program leaves behind."
+    if failure.event is not None:
+        event = failure.event
+        origin = f"The first call unlike step {event.reference_step} is `{failure.call}`." if failure.call else ""
+        origin = f"`{failure.call}` returns only zeros behind it." if failure.kind == "dead" else origin
+        return f"In step {event.began_at} {event_words(failure)}. {origin}".rstrip()
     if failure.kind == "mismatch":
         what = name if failure.call is not None else "The program"
         way = "compiled" if failure.reference[0] == "compile" else "as it is"
@@ -152,6 +179,8 @@ def expected(failure: Failure) -> str:
         return f"The call returns{'' if is_named else ', or the error says which of its arguments is wrong'}."
     if failure.kind == "function":
         return "The check does not hold."
+    if failure.event is not None:
+        return f"The {failure.event.quantity} is below {failure.event.threshold:.3g}, as in the steps before."
     if failure.kind == "mismatch":
         return "Equal results, within the tolerances of `torch.testing.assert_close`."
     if failure.call is None:
@@ -253,7 +282,7 @@ OUTSIDE = "outside of any module"
 
 def phase_words(failure: Failure) -> str:
     """The phase of the failure. An exception may come long before the model is called, such as from the data."""
-    if failure.is_of_whole_step:
+    if failure.is_of_whole_step and failure.event is None:
         return "over the whole step"
     is_called = failure.kind == "exception" and failure.call is not None
     if is_called and failure.phase == Phase.FORWARD and failure.module is None:

@@ -135,6 +135,7 @@ class Snapshot:
             "num_elements": failure.num_elements,
             "shows_cause": not is_vacuous(failure, self.program),
             "cause": self._describe_cause(cause) if cause is not None else None,
+            **({"event": plain_of(failure.event)} if failure.event is not None else {}),
         }
 
     def _describe_cause(self, cause: Failure) -> dict[str, Any]:

@@ -69,7 +69,7 @@ PLACES: list[tuple[Any, str]] = [
     (checkpoint.History, "is_due"),
     (compact_steps.Freezer, "freeze"),
     (attributes.AttributeWatch, "note"),
-    (choose_step._Describing, "snapshot"),
+    (choose_step.Describing, "snapshot"),
     (environment, "redact_text"),
     (format, "write_file"),
 ]
@@ -112,7 +112,7 @@ def _arriving_in(original: Callable[..., Any], arrive: Callable[[], None], nth: 
 
 
 def _nth(owner: Any) -> int:
-    return 1 if owner in (choose_step._Describing, environment, format) else 2
+    return 1 if owner in (choose_step.Describing, environment, format) else 2
 
 
 @pytest.mark.parametrize("name", HANDLERS)

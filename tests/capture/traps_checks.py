@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -204,11 +205,13 @@ def without_own_lines(text: str) -> str:
 
 
 def complaints(text: str) -> list[str]:
-    """The lines on stderr but those that announce a failure that was found."""
-    return [line for line in text.splitlines() if not line.endswith(ANNOUNCEMENTS)]
+    """The lines on stderr but those that announce a failure or an event that was found."""
+    lines = (line for line in text.splitlines() if not line.endswith(ANNOUNCEMENTS))
+    return [line for line in lines if not EVENT.match(line)]
 
 
-ANNOUNCEMENTS = ("; replaying the step", "; going back to find the step that made it")
+ANNOUNCEMENTS = ("; replaying the step", "; going back to find the step that made it", "; going back to it")
+EVENT = re.compile("reprokit: ((error|warning): [a-z]+ at step [0-9]|`.*` learns nothing; replaying step [0-9]+$)")
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -17,9 +17,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from reprokit.arrivals import chain, has_arrived
+from reprokit.capture.early.alarm import QUANTITIES
+from reprokit.capture.early.detectors import Alarm, Finding
 from reprokit.capture.hooks.policy import Policy
 from reprokit.capture.hooks.suspects import Suspects
 from reprokit.capture.record.entry import Entry
@@ -28,7 +30,11 @@ from reprokit.capture.run.run_state import RunState
 from reprokit.capture.save import exceptions
 from reprokit.capture.save.build_snapshot import BuiltSnapshot
 from reprokit.capture.save.choose_step import Noticed, Place, SkippedLoss, snapshot_of
+from reprokit.capture.save.event_step import EventStep, NotKept
 from reprokit.snapshot.format import Snapshot
+
+if TYPE_CHECKING:
+    from reprokit.capture.hooks.early_warning import EarlyWarning
 
 
 class Owner(Protocol):
@@ -83,6 +89,7 @@ class Failures:
         self.is_deliberate = False
         self.suspects = Suspects(run_state)
         self.num_skipped = 0
+        self.early: EarlyWarning | None = None
         self._kept: BuiltSnapshot | None = None
         self._kept_for: set[int] = set()
         self._is_terminated = False
@@ -208,6 +215,8 @@ class Failures:
             is_buffer_bad = self._kept is not None or bool(self._policy.buffers())
         if self._takes_exceptions and isinstance(cause, Exception):
             path = self._take_exception(cause, frame)
+        if path is None and error is None and self.early is not None:
+            path = self.early.look_back(frame)
         if path is None and is_buffer_bad:
             path = self._save(Noticed("output", frame, is_late=True))
         return path
@@ -265,19 +274,54 @@ class Failures:
             self._session.say(f"a gradient is nan or inf on rank {guilty[0]}, which saves its step")
         return rank in guilty or (not guilty and rank == 0)
 
+    def save_event(self, alarm: Alarm | Finding, frame: FrameType | None) -> tuple[Path, dict[str, Any]] | None:
+        """Save the step in which an alarm began; the session is over then. ``None`` if that step was not kept."""
+        if not self._run_state.ranks.is_alone:
+            return None
+        path = self._save(Noticed("loss" if alarm.kind == "spike" else "gradient", frame, alarm=alarm))
+        return (path, self.results[-1]) if path is not None else None
+
+    def find_silent(self) -> Finding | None:
+        """Play kept steps to find a parameter that learns nothing."""
+        with self._session.replaying(ends=False):
+            try:
+                noticed = Noticed("gradient", sys._getframe(1))
+                return EventStep(self._run_state, noticed, self._command, {}).find_silent()
+            except NotKept:
+                return None
+
+    def _save_pending(self, noticed: Noticed) -> Path | None:
+        """Save the step where the run left its course, if what has failed now is how that ended."""
+        alarm = self.early.pending if self.early is not None and noticed.alarm is None else None
+        if alarm is None or self.early is None or noticed.raised is not None or not self._run_state.ranks.is_alone:
+            return None
+        path = self._save(replace(noticed, alarm=alarm))
+        if path is not None:
+            self.early.tell_saved(alarm, path, self.results[-1])
+        return path
+
     def _snapshot(self, noticed: Noticed) -> BuiltSnapshot:
         """The failing step; the step that made a buffer nan or inf before, if the failure comes from that buffer."""
+        described = {"watch": self._policy.watch}
+        if noticed.alarm is not None:
+            made = EventStep(self._run_state, noticed, self._command, described).snapshot()
+            return replace(made, snapshot=self._place.private(made.snapshot))
         if noticed.observed_at == "output" and noticed.pending is None and self._kept is not None:
             return self._kept
         is_later = not noticed.is_late and self._policy.has_bad_loss_before()
         noticed = replace(noticed, takes_skipped=self._takes_skipped, has_earlier=is_later)
-        made = snapshot_of(self._run_state, noticed, self._command, {"watch": self._policy.watch})
+        made = snapshot_of(self._run_state, noticed, self._command, described)
         if self._kept is not None and id(made.culprit) in self._kept_for:
             return self._kept
         return replace(made, snapshot=self._place.private(made.snapshot))
 
     def _announcement(self, noticed: Noticed) -> str:
         """The line before the replay, which may take long: the failure and its step."""
+        if noticed.alarm is not None:
+            if isinstance(noticed.alarm, Finding):
+                return f"`{noticed.alarm.name}` learns nothing; replaying step {noticed.alarm.step}"
+            number = QUANTITIES[noticed.alarm.kind]
+            return f"the {number} left its course at step {noticed.alarm.step}; going back to it"
         starts = noticed.pending.starts if noticed.pending is not None else []
         if noticed.raised is not None:
             what = f"{noticed.raised.type} was raised"
@@ -292,6 +336,9 @@ class Failures:
     def _save(self, noticed: Noticed, is_wanted: Callable[[Snapshot], bool] | None = None) -> Path | None:
         """Write a snapshot of the failing step, if it ``is_wanted``; the session is over then, unless it turns out
         that the loop has skipped the step."""
+        path = self._save_pending(noticed)
+        if path is not None:
+            return path
         with _termination_deferred() as terminated:
             path = self._write(noticed, is_wanted)
             if path is not None:
@@ -302,7 +349,7 @@ class Failures:
         return path
 
     def _write(self, noticed: Noticed, is_wanted: Callable[[Snapshot], bool] | None) -> Path | None:
-        with self._session.replaying():
+        with self._session.replaying(ends=noticed.alarm is None):
             try:
                 self._session.say(self._announcement(noticed))
                 made = self._snapshot(noticed)
@@ -314,12 +361,16 @@ class Failures:
                 result = {**snapshot.summary(), "path": str(path)}
             except SkippedLoss:
                 raise
+            except NotKept as reason:
+                self._session.say(f"the step was not saved: {reason}")
+                return None
             except Exception as error:
                 self._session.complain("could not save the failing step", error)
                 return None
             self.snapshots.append(path)
             self.results.append(result)
-            return path
+        self._session.leave()
+        return path
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 
+from reprokit.capture.hooks.early_warning import EarlyWarning
 from reprokit.capture.hooks.on_failure import Failures
 from reprokit.capture.hooks.policy import Policy
 from reprokit.capture.record import kinds
@@ -38,7 +39,7 @@ class Stepping:
     ``_optimizer`` is the one that steps or stepped last; while it steps ``_popped`` is not ``None`` (see
     `StackedMode.step_aside`). ``_in_kernel`` is the scale that a fused kernel of it got, ``_attributes`` are
     those that it began its step with. ``_scaler`` is the grad scaler that steps. ``_inside`` is an optimizer that has
-    stepped inside the backward call that runs.
+    stepped inside the backward call that runs. ``early`` is told that a step is over.
     """
 
     def __init__(self, run_state: RunState, policy: Policy, failures: Failures) -> None:
@@ -54,6 +55,7 @@ class Stepping:
         self._attributes: Noted | None = None
         self._scaler: torch.amp.GradScaler | None = None
         self._inside: torch.optim.Optimizer | None = None
+        self.early: EarlyWarning | None = None
         run_state.running.memory.on_rebound_write = self._before_rebound_write
         run_state.before_interrupt = self.before_conversion
 
@@ -199,6 +201,8 @@ class Stepping:
         try:
             if not tape.depth:
                 self._run_state.end_judged_step(optimizer, time.perf_counter())
+                if self.early is not None:
+                    self.early.act()
         except BaseException as error:
             tape.switch_off(error)
 
@@ -360,6 +364,8 @@ class Stepping:
                 self._failures.keep_bad_buffer()
         if self._tape.enabled:
             run_state.end_step(optimizer, started, was_checked=is_due)
+            if self.early is not None and self._tape.enabled:
+                self.early.act()
 
     # -- grad scalers' steps -------------------------------------------------------------------------------------
 
@@ -390,6 +396,8 @@ class Stepping:
             elif tape.guard(run_state.scalers.skipped, scaler) and self._policy.matter:
                 self._failures.fail("gradient")
             tape.guard(run_state.end_step, optimizer, time.perf_counter())
+            if self.early is not None and tape.enabled:
+                tape.guard(self.early.act)
         return output
 
 

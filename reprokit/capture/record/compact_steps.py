@@ -7,6 +7,7 @@ alive is one more for Python's garbage collector to walk through, again and agai
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence, Set
@@ -71,10 +72,15 @@ class Freezer:
         self.used: set[TensorNumber] = set()
 
     def forget(self, but: Sequence[PastStep] = ()) -> None:
-        """No step before now can be played again; ``but`` these are still known as makers of what later ones use."""
-        numbers = {number for step in but for number in step.made}
-        self._carried = {key: pair for key, pair in self._carried.items() if pair[1] in numbers}
-        self._stand_ins = {number: tensor for number, tensor in self._stand_ins.items() if number in numbers}
+        """No step before now can be played again; ``but`` these are still known, as makers of what later ones use."""
+        ranges = sorted((step.made.start, step.made.stop) for step in but)
+
+        def is_known(number: int) -> bool:
+            place = bisect.bisect(ranges, (number, self._num_made + 2)) - 1
+            return place >= 0 and number < ranges[place][1]
+
+        self._carried = {key: pair for key, pair in self._carried.items() if is_known(pair[1])}
+        self._stand_ins = {number: tensor for number, tensor in self._stand_ins.items() if is_known(number)}
         self._first = self._num_made + 1
         self.used = set()
 

@@ -97,6 +97,11 @@ class WrittenMemory:
         """A copy of the state has been taken, of the buffers that forwards have put in place as well."""
         self._rebound = set()
 
+    @property
+    def has_rebound(self) -> bool:
+        """True if a forward has replaced a buffer since the last copy of the state."""
+        return bool(self._rebound)
+
     def rebind(self, old: Any, new: Any) -> None:
         """A forward puts a new tensor in the place of a buffer, whose memory may be used for something else then."""
         if isinstance(old, torch.Tensor) and (address := address_of(old)) in self._rebound:

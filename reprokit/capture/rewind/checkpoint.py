@@ -1,7 +1,8 @@
 """The past of a training run: a copy of its state every so many steps, and what the loop did since the last one.
 
 How often a copy is taken follows from what it costs: copying and checking together take a fixed small share of the
-training time. Memory is bounded; when the steps since the last copy hold too much, the next copy comes early.
+training time. Memory is bounded; when the steps since the last copy hold too much, the next copy comes early. Where
+events are looked for, the copy before the last one is kept too, so that there are steps before any alarm.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import math
 import time
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -22,10 +25,21 @@ from reprokit.locate.ways import NAN, ways_of
 DEFAULT_STATE_BYTES = 2 * 2**30
 DEFAULT_STEP_BYTES = 256 * 2**20
 MOST_STEPS = 1000
+LEAST_STEPS = 32  # since a copy that is kept when the next one is taken: 20, and those that an alarm takes to come
 _BEGINNING = 2  # steps: a graph that a step may not use again is used again in the next one
 _STATISTICS = ("running_mean", "running_var")
 _SHORT = 0.005  # seconds: in a step that short every microsecond counts
 _SHARE = 0.003  # of the training time, for copying and checking together
+_FREE_SHARE = 0.1  # of a device's free memory, for the batches of the steps before the last copy
+
+
+@dataclass(slots=True)
+class Earlier:
+    """The copy before the last one: the ``state``, the ``steps`` up to the last copy, and what had ``makers`` then."""
+
+    state: State
+    steps: list[PastStep]
+    makers: list[PastStep]
 
 
 class History:
@@ -35,6 +49,7 @@ class History:
     says whether the steps since the copy are all here, so that one can go back. ``makers`` are steps before the copy
     that made what is alive with its graph, for later steps to go on with. Modules and optimizers that the script has
     let go of are forgotten with the next copy. ``step_seconds`` is how long a step took before the last copy.
+    With ``keeps_earlier`` there are copies of two moments, at least `LEAST_STEPS` apart, if both fit into the limit.
     """
 
     def __init__(self, every: int | None = None, state_bytes: int = DEFAULT_STATE_BYTES) -> None:
@@ -43,6 +58,9 @@ class History:
         self.state = State()
         self.is_complete = False
         self.num_copies = 0
+        self.keeps_earlier = False
+        self.earlier: Earlier | None = None
+        self._makers_then: list[PastStep] = []
         self._every = every
         self._limit = state_bytes
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
@@ -71,7 +89,8 @@ class History:
         if self._every == 0:
             self._ways_met.update((id(buffer), ways_of(buffer)) for buffer in module.buffers())
         self._add([tensor for tensor in _tensors_of(module) if _is_changing(tensor)], ())
-        self.state.bind(module)
+        for state in self._states:
+            state.bind(module)
         return True
 
     def is_part(self, module: torch.nn.Module) -> bool:
@@ -110,7 +129,12 @@ class History:
         if num_bytes(tensors) + self.state.copies.num_bytes > self._limit:
             self.give_up()
             return
-        self.state.add(tensors, optimizers)
+        for state in self._states:
+            state.add(tensors, optimizers)
+
+    @property
+    def _states(self) -> list[State]:
+        return [self.state, *([self.earlier.state] if self.earlier is not None else [])]
 
     @property
     def modules(self) -> list[torch.nn.Module]:
@@ -205,14 +229,23 @@ class History:
     @property
     def room(self) -> int:
         """Bytes that steps may still hold before the next copy comes early."""
-        return max(DEFAULT_STEP_BYTES - self._step_bytes, 0)
+        return max(self._most_bytes - self._step_bytes, 0)
+
+    @property
+    def _most_bytes(self) -> int:
+        """Bytes that the steps since a copy may hold: with two copies, half of what the state leaves of its limit."""
+        if not self.keeps_earlier:
+            return DEFAULT_STEP_BYTES
+        return max(DEFAULT_STEP_BYTES, self._limit // 2 - self.state.copies.num_bytes)
 
     def is_due(self, now: float) -> bool:
         """True if it is time to check everything and to take the next copy."""
         if self._is_beginning:
             return False
-        if self._has_grown or self._step_bytes > DEFAULT_STEP_BYTES or len(self.steps) >= MOST_STEPS:
+        if self._has_grown or self._step_bytes > self._most_bytes or len(self.steps) >= MOST_STEPS:
             return True
+        if self.keeps_earlier and self.is_complete and len(self.steps) < LEAST_STEPS:
+            return False
         if self._every:
             return len(self.steps) >= self._every - 1 or not self.is_complete
         return (now - self._taken_at) * _SHARE >= self._cost
@@ -223,11 +256,18 @@ class History:
         is_first = self.num_copies == 1 and self.is_complete and self._every != 0
         return is_first and len(self.steps) < _BEGINNING and self._step_bytes <= DEFAULT_STEP_BYTES
 
-    def take(self, started: float, unfinished: Iterable[torch.optim.Optimizer] = ()) -> None:
+    def take(self, started: float, unfinished: Iterable[torch.optim.Optimizer] = (), *, may_keep: bool = False) -> None:
         """Copy the state of now and forget the steps; ``started`` is when the checks before it began.
 
-        The optimizers that are ``unfinished`` have gradients of which they are still to make a step.
+        The optimizers that are ``unfinished`` have gradients of which they are still to make a step. With ``may_keep``
+        the last copy and the steps since are put aside, where that is wanted.
         """
+        if may_keep and self.keeps_earlier and self.is_complete and self._has_room_for_two():
+            state = self.earlier.state if self.earlier is not None else State()
+            self.earlier = Earlier(self.state, self.steps, self._makers_then)
+            self.state = state
+        else:
+            self.earlier = None
         if self.steps and self.num_copies > 1:  # the first steps are longer than those that follow
             self.step_seconds = (started - self._taken_at) / (len(self.steps) + 1)
             is_on_gpu = any(tensor.is_cuda for tensor in self.state.copies.tensors)
@@ -245,6 +285,32 @@ class History:
                 self.state.take_gradients(p for optimizer in unfinished for p in parameters_of(optimizer))
                 self.is_complete = True
                 self.num_copies += 1
+        self._makers_then = list(self.makers)
+
+    @property
+    def num_kept(self) -> int:
+        """The steps that can be played."""
+        earlier = len(self.earlier.steps) if self.earlier is not None else 0
+        return len(self.steps) + earlier if self.is_complete else 0
+
+    def _has_room_for_two(self) -> bool:
+        """True if two copies of the state fit into the limit, and the steps do not take much of a device's memory."""
+        if 2 * self.state.copies.num_bytes > self._limit:
+            return False
+        device = next((tensor.device for tensor in self.state.copies.tensors if tensor.is_cuda), None)
+        return device is None or self._step_bytes < _FREE_SHARE * torch.cuda.mem_get_info(device)[0]
+
+    @contextmanager
+    def with_earlier(self) -> Iterator[None]:
+        """In this context the last copy is the one before it, if that was kept, and the steps are those since."""
+        earlier, kept = self.earlier, (self.state, self.steps, self.makers)
+        if earlier is not None:
+            self.state, self.makers = earlier.state, earlier.makers
+            self.steps = [*earlier.steps, *self.steps]
+        try:
+            yield
+        finally:
+            self.state, self.steps, self.makers = kept
 
     def rest(self, started: float) -> None:
         """All that belongs to a copy, begun at ``started``, is done: its time decides when the next one is due."""
@@ -258,6 +324,7 @@ class History:
     def interrupt(self) -> None:
         """Something happened that the steps do not tell: there is no going back behind this moment."""
         self.forget_steps()
+        self.earlier = None
         self.is_complete = False
 
     def give_up(self) -> None:
@@ -268,7 +335,7 @@ class History:
 
     def forget(self) -> None:
         """The capture is over: let go of everything that belongs to the user."""
-        self.steps, self.makers, self._held = [], [], []
+        self.steps, self.makers, self._held, self._makers_then = [], [], [], []
         self._modules.clear()
         self._optimizers.clear()
         self.give_up()

@@ -11,6 +11,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -53,6 +54,16 @@ class Found:
     keep: Entry | None = None
     notes: list[str] = field(default_factory=list)
     gradients: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+
+
+class Watcher(Protocol):
+    """Is shown what a rewind plays."""
+
+    def before(self, step: PastStep, entry: Entry, player: Player) -> None:
+        """An entry is about to be played."""
+
+    def after(self, step: PastStep, entry: Entry) -> None:
+        """An entry was played."""
 
 
 class Rewind:
@@ -149,8 +160,11 @@ class Rewind:
             return None
         return [(leaf, leaf.grad.clone()) for leaf in self.leaves() if leaf.grad is not None]
 
-    def play_until(self, number: int) -> dict[int, torch.Tensor]:
-        """Play the steps before ``number``; returns what outside tensors hold then, and what those steps made."""
+    def play_until(self, number: int, watch: Watcher | None = None) -> dict[int, torch.Tensor]:
+        """Play the steps before ``number``; returns what outside tensors hold then, and what those steps made.
+
+        A ``watch`` is shown every entry right before and after it is played, and the starts of backward calls.
+        """
         for position, step in enumerate(self._steps[:number]):
             player = self._player(position)
             put_first_back(step.entries)
@@ -160,10 +174,34 @@ class Rewind:
                     if entry.kind is kinds.BACKWARD:
                         with torch.no_grad():
                             self._compare(player, entry, step)
+                    if watch is not None:
+                        watch.before(step, entry, player)
                     player.play(entry)
+                    if watch is not None:
+                        watch.after(step, entry)
             self._carried = player.made(self._used_later)
+        return self._outside(number)
+
+    def begin(self, number: int) -> tuple[list[Entry], dict[int, torch.Tensor]]:
+        """Play the steps before ``number`` and what the loop wrote by hand before its forward pass.
+
+        Returns the entries of the step that are left, and what outside tensors hold.
+        """
+        saved = self.play_until(number)
+        step = self._steps[number]
+        lead, rest = split(step.entries)
+        player = self._player(number)
+        put_first_back(step.entries)
+        with Modes() as modes, python_generators_restored(step.generators):
+            for entry in lead:
+                modes.enter(entry.mode)
+                player.play(entry)
+        return [*(entry for entry in lead if not entry.writes_state), *rest], saved
+
+    def _outside(self, number: int) -> dict[int, torch.Tensor]:
+        """The contents of outside tensors that a step is played with."""
         carried = {key: tensor.detach() for key, tensor in self._carried.items()}
-        return {**carried, **self._saved[number]}
+        return {**carried, **(self._saved[number] if number < len(self._saved) else {})}
 
     def measured(self, meter: LayerMeter, last: int) -> list[LayerNumbers]:
         """Play the steps up to the one that ``last`` counts, and measure the layers in each.

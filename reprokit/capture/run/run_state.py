@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from reprokit.arrivals import pass_on
+from reprokit.capture.early.detectors import Numbers
 from reprokit.capture.failure_text import COMPILED
 from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import Owner
@@ -56,6 +57,7 @@ class RunState:
         self.running.memory.on_conversion = self.convert
         self.running.on_lost = self._lose
         self.before_interrupt: Callable[[], None] = lambda: None
+        self.on_step: Callable[[Numbers], None] | None = None
         self.unseen: list[str] = []  # what else the run does, in words, that is not known
         self.compiled: Call | None = None  # the first compiled function that the loop called itself
         self.is_converted = False
@@ -149,9 +151,12 @@ class RunState:
             rate = rate.detach().clone()
         key = id(optimizer) if optimizer is not None else None
         total, completed = self.iterations.total, self.iterations.completed
-        self.timeline.end_step(total, completed, rate, self.scalers.scale, ended, key)
+        timeline, scale = self.timeline, self.scalers.scale
+        if self.on_step is not None:
+            self.on_step(Numbers(total, completed, timeline.loss, timeline.grad_norm, scale, rate, key))
+        timeline.end_step(total, completed, rate, scale, ended, key)
         if self.norms is not None and optimizer is not None:
-            self.norms.end_step(completed, optimizer, self.timeline.last)
+            self.norms.end_step(completed, optimizer, timeline.last)
 
     def _keep_step(self) -> None:
         """Let the step become the past."""
@@ -286,9 +291,11 @@ class RunState:
             self._copy_state(time.perf_counter())
 
     def _copy_state(self, started: float) -> None:
-        self._keep_makers()
-        self.history.take(started, [o for o in self.history.optimizers if id(o) not in self._finished])
-        self.freezer.forget(self.history.makers)
+        is_kept = self._keep_makers()
+        unfinished = [o for o in self.history.optimizers if id(o) not in self._finished]
+        self.history.take(started, unfinished, may_keep=is_kept and not self.running.memory.has_rebound)
+        earlier = self.history.earlier
+        self.freezer.forget([*self.history.makers, *([*earlier.makers, *earlier.steps] if earlier else [])])
         self.running.memory.copied()
         self._know_state()
         self.tape.roots.met.clear()
@@ -296,10 +303,14 @@ class RunState:
         self.tape.roots.attributes.begin_anew(owners, self.history.step_seconds)
         self.history.rest(started)
 
-    def _keep_makers(self) -> None:
-        """Know of the steps before a copy those that made graphs which later steps may go on with."""
+    def _keep_makers(self) -> bool:
+        """Know of the steps before a copy those that made graphs which later steps may go on with.
+
+        True if all steps since the copy before can be played, with the running one, which is the last of them then.
+        """
         history, running = self.history, self.running
-        steps = [*history.makers, *history.steps, self.step_of(running.entries, running.memory.saved)]
+        last = self.step_of(running.entries, running.memory.saved)
+        steps = [*history.makers, *history.steps, last]
         try:
             for step in steps:
                 if step.flat is None:
@@ -308,6 +319,9 @@ class RunState:
         except Exception as error:  # an argument that cannot be copied
             pass_on(error)
             history.makers = []
+            return False
+        history.steps.append(last)
+        return running.is_noted and not any(step.is_cut for step in history.steps)
 
     def _know_state(self) -> None:
         self.running.memory.know_state(self.history.changing(), self.history.untouched())

@@ -9,7 +9,7 @@ import contextlib
 import io
 import sys
 import warnings
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -36,7 +36,7 @@ from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.failure import EXCEPTION, Failure, kind_of
 from reprokit.locate.ways import NAN, local_part, ways_of
 from reprokit.program.functions import hidden_writes, written_argument
-from reprokit.program.interpreter import Modes, matmul_precision
+from reprokit.program.interpreter import Modes, Tensors, matmul_precision
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Phase, Program, Ref, iter_refs
 from reprokit.program.memory import same_bits
 from reprokit.program.trace import InputName, Tracer
@@ -68,7 +68,7 @@ class FailedStep:
     ``keep`` is an entry that belongs to the failure even if no backward pass depends on it.
     ``compiled`` is a call of the loop that was not followed. ``gradients`` are those of training, if they are not the
     live ones and known all the same. ``put_back`` are the ids of the state that going back has put back.
-    ``notes`` say what is known to differ from training.
+    ``notes`` say what is known to differ from training. ``explain`` finds the failure in the place of `locate`.
     """
 
     observed_at: str
@@ -93,6 +93,7 @@ class FailedStep:
     gradients: Gradients | None = None
     recorded: Sequence[RecordedStep] = ()
     put_back: Set[int] = frozenset()
+    explain: Callable[[Program, Tensors], Failure | None] | None = None
 
     @property
     def all_entries(self) -> list[Entry]:
@@ -153,6 +154,11 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> BuiltSnapshot:
     return BuiltSnapshot(snapshot, culprit, replayed.losses, replayed.devices)
 
 
+def replay_step(step: FailedStep, frame: FrameType | None) -> None:
+    """Replay a step for its ``explain``, which is given the program and the tensors it borrows."""
+    _replay(step, frame)
+
+
 @dataclass(frozen=True)
 class _Played:
     """A replay, what `locate` finds in its program, the generators' states, and the user's hooks."""
@@ -211,7 +217,7 @@ def _replay_without(out: Set[str], step: FailedStep, frame: FrameType | None) ->
         if step.observed_at == "output" and step.pending is not None:
             replayed.program = _without_last(replayed.program)
         notes = list(_other_gradients(step, seen, hooks))
-        failure = locate(replayed.program, replayed.tensors)
+        failure = (step.explain or locate)(replayed.program, replayed.tensors)
         result = _bad_result(failure, replayed.program)
         if result is not None and step.compiled is not None:
             made = replace(step.compiled, outputs=result)

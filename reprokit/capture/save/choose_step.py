@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from reprokit.arrivals import ignored_errors, pass_on
+from reprokit.capture.early.detectors import Alarm, Finding
 from reprokit.capture.rank_name import rank_suffix, with_part
 from reprokit.capture.record import kinds
 from reprokit.capture.record.compact_steps import PastStep, split
@@ -65,7 +66,8 @@ class Noticed:
     ``is_late``: it has happened some steps ago. An ``output`` with a pending backward call is the start of that: the
     loop gave up over a value, and nothing says that it is a loss. ``last`` is the last entry of the
     step, if the loop has gone on since. ``takes_skipped``: a step that the loop skipped is a failure too.
-    ``has_earlier``: an earlier step had a bad loss, of which no bad update was made.
+    ``has_earlier``: an earlier step had a bad loss, of which no bad update was made. ``alarm``: no value is bad, but
+    numbers of the run have left their course.
     """
 
     observed_at: str
@@ -76,6 +78,7 @@ class Noticed:
     last: Entry | None = None
     takes_skipped: bool = False
     has_earlier: bool = False
+    alarm: Alarm | Finding | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,15 @@ class Place:
     def private(self, snapshot: Snapshot) -> Snapshot:
         """The parts of a snapshot that may be written and printed."""
         return private(snapshot, self.source)
+
+    @property
+    def log(self) -> Path:
+        """The file of events: beside the snapshot, with its name or that of the run."""
+        part = rank_suffix() or self.part
+        if self.output is None:
+            return self.directory / f"{self.name}{part}.events.jsonl"
+        path = with_part(self.output, part)
+        return path.with_name(f"{path.name.removesuffix('.pt').removesuffix('.repro')}.events.jsonl")
 
     def write(self, made: BuiltSnapshot) -> tuple[Path, Snapshot]:
         """Write the file and read it back; another name is found when it is taken and may not be overwritten."""
@@ -118,14 +130,14 @@ def snapshot_of(
     run_state: RunState, noticed: Noticed, command: Sequence[str], described: dict[str, Any]
 ) -> BuiltSnapshot:
     """Describe the step that failed; ``described`` is what the snapshot is to say about the capture."""
-    describing = _Describing(run_state, noticed, command, described)
+    describing = Describing(run_state, noticed, command, described)
     made = describing.snapshot()
     with ignored_errors():  # the user's code may not run again with the state of then; the step is worth a file anyway
         return replace(made, snapshot=replace(made.snapshot, layers=describing.layers(made.snapshot) or None))
     return made
 
 
-class _Describing:
+class Describing:
     """Finds the step to save and describes it."""
 
     def __init__(

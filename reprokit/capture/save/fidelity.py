@@ -19,6 +19,7 @@ from reprokit.arrivals import pass_on
 from reprokit.capture.rewind.replayer import describe_mismatch, is_close
 from reprokit.locate.blame import exception_failure, locate_with_losses
 from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.locate.quantity import observed
 from reprokit.program.interpreter import Settings, determinism, run
 from reprokit.program.memory import same_bits
 from reprokit.snapshot.format import Snapshot, load, save
@@ -67,7 +68,7 @@ def _differences(snapshot: Snapshot, losses: Mapping[int, torch.Tensor]) -> Iter
             yield describe_mismatch("the program's loss", old, new), is_close(old, new)
     if found is not None and found.exception is not None and failure.kind != EXCEPTION:
         yield f"`{found.call}` raised in the replay: {found.exception[1]}", False
-    if failure.call_index is not None or failure.input_name is not None:
+    if failure.call_index is not None or failure.input_name is not None or failure.event is not None:
         if found is None:
             yield "the file does not fail when it is run", False
         elif _signature(found) != _signature(failure):
@@ -77,6 +78,9 @@ def _differences(snapshot: Snapshot, losses: Mapping[int, torch.Tensor]) -> Iter
 def _run(snapshot: Snapshot, losses: Set[int]) -> tuple[Failure | None, Mapping[int, torch.Tensor]]:
     """Locate the failure of the file and collect its losses, in one run where one is enough."""
     program, tensors, failure = snapshot.program, snapshot.tensors, snapshot.failure
+    if failure.event is not None:
+        found, outcome = observed(program, tensors, failure, losses)
+        return found, outcome.values
     if failure.kind != EXCEPTION and (failure.call_index is not None or failure.input_name is not None):
         return locate_with_losses(program, tensors, losses)
     outcome = run(program, tensors, keep=frozenset(losses))
@@ -85,6 +89,8 @@ def _run(snapshot: Snapshot, losses: Set[int]) -> tuple[Failure | None, Mapping[
 
 def _signature(failure: Failure) -> tuple[Any, ...]:
     raised = failure.exception[0] if failure.exception is not None else None
+    if failure.event is not None:
+        return failure.phase, failure.kind, failure.event.quantity
     return failure.phase, failure.kind, failure.call, failure.call_index, failure.input_name, raised
 
 

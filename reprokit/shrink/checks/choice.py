@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from reprokit.locate.failure import EVENTS
 from reprokit.locate.failure import EXCEPTION as RAISED
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks import spec as specs
 from reprokit.shrink.checks.function import FunctionCheck
 from reprokit.shrink.checks.mismatch import MismatchCheck
+from reprokit.shrink.checks.predicate import PredicateCheck
 from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck, OutOfMemoryCheck, requested_bytes
 from reprokit.shrink.checks.references import Compiled, Double, OtherDevice, Reference
 from reprokit.shrink.signature import SignatureCheck
@@ -19,6 +21,8 @@ def choose_check(text: str | None, snapshot: Snapshot) -> SignatureCheck:
     Raises `UsageError` for a check that does not exist or that this machine cannot make.
     """
     is_exception = snapshot.failure.kind == RAISED
+    if snapshot.failure.event is not None and text in (None, *EVENTS):
+        return PredicateCheck(event=snapshot.failure)
     if text is None:
         text = specs.EXCEPTION if is_exception else specs.NONFINITE
     is_refused = is_exception and requested_bytes(snapshot.failure) is not None

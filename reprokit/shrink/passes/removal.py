@@ -69,7 +69,8 @@ def _remove(problem: Problem, chosen: frozenset[int], change: str) -> bool:
     if problem.best.without_calls(chosen).num_calls == 0:
         return False
     recording = record(problem.best, chosen)
-    may_bypass = len(chosen) == 1 or problem.failure.is_of_whole_step  # a value given has to be ordinary there
+    is_event = problem.failure.event is not None  # a step without a part of the model has another loss
+    may_bypass = not is_event and (len(chosen) == 1 or problem.failure.is_of_whole_step)
     proposals = _without(problem.best, chosen, recording, may_bypass)
     return problem.first((change, candidate) for candidate in proposals)
 

@@ -1,0 +1,102 @@
+"""Events of a run as people and programs get them: data, one line of text, one line of JSON.
+
+Imports no torch: `reprokit.TrainingEvent` is part of the public API.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from reprokit.capture.early.course import Departure, Severity
+from reprokit.words import times_words
+
+EventKind = Literal["spike", "explosion", "dead", "scale"]
+QUANTITIES: Mapping[EventKind, str] = {"spike": "loss", "explosion": "gradient norm", "scale": "scale"}
+_MOST_BYTES = 2**20  # of a log, after which it is renamed; so two files hold about 8,000 events
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingEvent:
+    """Something about a run that is unlike its last 100 steps.
+
+    ``step`` is the one after which it was noticed, ``began_at`` the first one that shows it; both count from 0. The
+    ``quantity`` had the ``value`` in that step, was ``usual`` before (the median), and may be up to ``threshold``;
+    ``reference_step`` is the last healthy one. ``place`` is the module, parameter or input that it is about, if that is
+    known. ``severity`` is ``error`` for what is saved, else ``warning``. ``snapshot`` is the path of the file.
+    """
+
+    kind: EventKind
+    step: int
+    severity: Severity
+    evidence: str
+    place: str | None = None
+    began_at: int | None = None
+    quantity: str | None = None
+    value: float | None = None
+    usual: float | None = None
+    threshold: float | None = None
+    reference_step: int | None = None
+    snapshot: str | None = None
+
+    def line(self) -> str:
+        """The event in one line."""
+        place = f" ({self.place})" if self.place else ""
+        return f"{self.severity}: {self.kind} at step {self.step}{place}: {self.evidence}"
+
+    def to_json(self) -> str:
+        """The event as a line of JSON; numbers that JSON does not have are texts, and what is unknown is left out."""
+        items = {name: _jsonable(value) for name, value in asdict(self).items() if value is not None}
+        return json.dumps(items, allow_nan=False)
+
+
+def _jsonable(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def event_of(kind: EventKind, departure: Departure, step: int) -> TrainingEvent:
+    """The event of a number that has left its course, noticed after ``step``."""
+    began, usual = departure.began, departure.usual
+    quantity = QUANTITIES[kind]
+    words = f"the {quantity} was {began.number:.3g}{times_words(began.number, usual)}"
+    if departure.is_over:
+        words += ", and came back at once" if len(departure.values) == 1 else ", and came back"
+    elif len(departure.values) > 1:
+        words += f", and stayed off its course for {len(departure.values)} steps up to {departure.peak.number:.3g}"
+    return TrainingEvent(
+        kind,
+        step,
+        departure.severity,
+        f"began at step {began.step}: {words}",
+        began_at=began.step,
+        quantity=quantity,
+        value=began.number,
+        usual=usual,
+        threshold=departure.limit,
+        reference_step=departure.healthy.step,
+    )
+
+
+class EventLog:
+    """Events as JSON lines in a file, which appears with the first one.
+
+    Any thread may add. A file that grows beyond 1 MiB is renamed to ``<name>.1``, in the place of an older one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+
+    def add(self, event: TrainingEvent) -> None:
+        """Append an event; raises `OSError` if the disk says no."""
+        with self._lock:
+            if self.path.exists() and self.path.stat().st_size > _MOST_BYTES:
+                os.replace(self.path, self.path.with_name(f"{self.path.name}.1"))
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(event.to_json() + "\n")

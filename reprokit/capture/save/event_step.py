@@ -1,0 +1,248 @@
+"""From an alarm to a file: go back to the step where it began, and find the call that is unlike the last healthy step.
+
+The kept steps are played with their gradient norms and updates measured. An event begins with the first step in which
+one of these, or the number that gave the alarm, is off its course for as long as the alarm lasts. That step and the
+last healthy one become programs; comparing them shows the call, the input and the rows of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+
+from reprokit.arrivals import ignored_errors
+from reprokit.capture.early.course import HIGH, SPREADS, Band
+from reprokit.capture.early.detectors import Alarm, Finding
+from reprokit.capture.record import kinds
+from reprokit.capture.record.compact_steps import PastStep
+from reprokit.capture.record.entry import Entry
+from reprokit.capture.record.state import CannotGoBack
+from reprokit.capture.rewind.find_bad_step import Rewind
+from reprokit.capture.rewind.measure_steps import BadGradient, MeasuredStep, StepMeter
+from reprokit.capture.rewind.user_hooks import ACCUMULATED, EVERY, FORWARD, guarded
+from reprokit.capture.save.build_snapshot import BuiltSnapshot, FailedStep, make_snapshot, replay_step
+from reprokit.capture.save.choose_step import BEGUN_BEFORE, NOT_KEPT, Describing
+from reprokit.locate.failure import Failure, Predicate
+from reprokit.locate.gains import Step, explained, zeroed
+from reprokit.program.interpreter import Tensors
+from reprokit.program.ir import Phase, Program
+
+_PLAYED = 32  # steps, of those kept, that are looked at for parameters that learn nothing
+LEAST_SILENT = 20  # steps with a gradient of zeros
+_LEAST = 8  # healthy steps that a played number is compared with
+_LEAST_RATIO = 0.3  # of gradient norms and updates, see `early.detectors`
+_PHASES = {"loss": Phase.FORWARD, "gradient norm": Phase.BACKWARD, "update": Phase.OPTIMIZER}
+_OBSERVED = {"loss": "loss", "gradient norm": "gradient", "update": "parameter"}
+
+
+class NotKept(Exception):
+    """The step where an event began cannot be played any more; the message says why."""
+
+
+@dataclass(frozen=True)
+class _Beginning:
+    """The step in which an event begins: its position among the kept steps, that of a healthy one, the predicate."""
+
+    number: int
+    healthy: int
+    predicate: Predicate
+
+
+class EventStep(Describing):
+    """Describes the step where an alarm began. Raises `NotKept`."""
+
+    def snapshot(self) -> BuiltSnapshot:
+        """The snapshot of that step."""
+        alarm = self._noticed.alarm
+        assert alarm is not None, "an event has an alarm"
+        with self._kept() as steps:
+            number = _position(steps, alarm.place)
+            if number is None:
+                raise NotKept(f"step {alarm.step} is no longer kept")
+            if isinstance(alarm, Finding) and alarm.way == "zeros":
+                made = self._zeroed(steps, number, alarm)
+            elif alarm.kind == "scale" or isinstance(alarm, Finding):
+                with self._begun(steps, number, "gradient norm", EVERY) as failed:
+                    made = make_snapshot(failed, self._noticed.frame)
+            else:
+                made = self._made(steps, alarm, number)
+            with ignored_errors():  # the step is worth a file without the numbers of its layers
+                return replace(made, snapshot=replace(made.snapshot, layers=self.layers(made.snapshot) or None))
+            return made
+
+    def find_silent(self) -> Finding | None:
+        """A parameter that learns nothing: its gradient is zero in all steps that are played, or a hook repairs it."""
+        history = self._run_state.history
+        with self._kept() as steps:
+            played = steps[:_PLAYED]
+            rewind, meter = Rewind(history, played), StepMeter(stops=not self._run_state.scalers.is_used)
+            with rewind.going_back(), guarded(history.modules, rewind.leaves(), EVERY) as hooks, suppress(BadGradient):
+                rewind.play_until(len(played), meter)
+            if rewind.notes:
+                return None  # hooks do more than that
+            named = {id(p): name for module in history.modules for name, p in module.named_parameters()}
+            last = meter.steps[-1] if meter.steps else None
+            if last is not None and last.bad and hooks.may_change - {FORWARD}:
+                name = named.get(id(last.bad[0]), "a parameter")
+                return Finding("dead", name, "nan", len(meter.steps), last.step.place, last.step.completed)
+            return _silent(meter.steps, named)
+
+    @contextmanager
+    def _kept(self) -> Iterator[list[PastStep]]:
+        """The steps since the copy before the last one; going back leads to it."""
+        run_state = self._run_state
+        run_state.freeze_past()
+        if not run_state.history.is_complete:
+            raise NotKept(NOT_KEPT)
+        with run_state.history.with_earlier():
+            steps = self._complete(run_state.past())
+            if steps is None:
+                raise NotKept(BEGUN_BEFORE)
+            try:
+                yield steps
+            except CannotGoBack as reason:
+                raise NotKept(str(reason)) from reason
+
+    def _zeroed(self, steps: list[PastStep], number: int, finding: Finding) -> BuiltSnapshot:
+        """The snapshot of a step in which a parameter gets a gradient of zeros."""
+        parameters = {n: p for module in self._run_state.history.modules for n, p in module.named_parameters()}
+        address = parameters[finding.name].data_ptr()
+        event = Predicate("share of zeros", 1.0, 1.0, steps[0].completed, steps[number].completed, source=finding.name)
+
+        def explain(program: Program, tensors: Tensors) -> Failure:
+            owned = (item.value for item in program.inputs if item.role == "parameter")
+            value = next((value for value in owned if tensors[value].data_ptr() == address), None)
+            failure = Failure(Phase.BACKWARD, "dead", value=value, event=event)
+            return zeroed(Step(program, tensors), failure)
+
+        with self._begun(steps, number, "gradient norm", EVERY) as failed:
+            made = make_snapshot(replace(failed, explain=explain), self._noticed.frame)
+        if made.snapshot.failure.call is None:
+            raise NotKept(f"no call behind `{finding.name}` returns only zeros")
+        return made
+
+    def _made(self, steps: list[PastStep], alarm: Alarm, number: int) -> BuiltSnapshot:
+        """The snapshot of the step in which a number has left its course, at ``number`` or before."""
+        out, measured = self._numbers(steps, number)
+        beginning = _beginning(steps, measured, alarm, number)
+        quantity = beginning.predicate.quantity
+        recorded: list[Step] = []
+
+        def keep(program: Program, tensors: Tensors) -> None:
+            recorded.append(Step(program, {value: tensor.detach().clone() for value, tensor in tensors.items()}))
+
+        def explain(program: Program, tensors: Tensors) -> Failure:
+            failure = Failure(_PHASES[quantity], alarm.kind, event=beginning.predicate)
+            return explained(Step(program, tensors), recorded[0], failure)
+
+        with self._begun(steps, beginning.healthy, quantity, out) as failed:
+            replay_step(replace(failed, explain=keep), self._noticed.frame)
+        with self._begun(steps, beginning.number, quantity, out) as failed:
+            return make_snapshot(replace(failed, explain=explain), self._noticed.frame)
+
+    def _numbers(self, steps: list[PastStep], number: int) -> tuple[Set[str], list[MeasuredStep]]:
+        """The steps up to a position in numbers, and the kinds of the user's hooks to play without.
+
+        Where hooks change what training computed, the steps are played with them.
+        """
+        has_stepped = any(entry.has_stepped for past in steps for entry in past.entries)
+        out: Set[str] = EVERY - {ACCUMULATED} if has_stepped else EVERY
+        while True:
+            rewind, meter = Rewind(self._run_state.history, steps), StepMeter()
+            with rewind.going_back(), guarded(self._run_state.history.modules, rewind.leaves(), out) as hooks:
+                rewind.play_until(number + 1, meter)
+            if not (rewind.notes and hooks.left_out.total()):
+                return out, meter.steps
+            out = frozenset()
+
+    @contextmanager
+    def _begun(self, steps: list[PastStep], number: int, quantity: str, out: Set[str]) -> Iterator[FailedStep]:
+        """A step of the past; the live state is where it began."""
+        rewind, history = Rewind(self._run_state.history, steps), self._run_state.history
+        with rewind.going_back():
+            with guarded(history.modules, rewind.leaves(), out):
+                entries, saved = rewind.begin(number)
+            step = steps[number]
+            failed = self._failed(step, _OBSERVED[quantity], _until_seen(entries, quantity), saved, None)
+            later = steps[number + 1].entries if number + 1 < len(steps) else self._run_state.running.entries
+            yield replace(
+                failed,
+                buffers=None,
+                put_back=self._state(),
+                notes=rewind.notes,
+                likewise=[*later, *self._run_state.running.entries],
+            )
+
+
+def _silent(measured: Sequence[MeasuredStep], named: Mapping[int, str]) -> Finding | None:
+    """The first parameter whose gradient is zero in every step that gives it one, of enough steps."""
+    for key, name in named.items():
+        shares = [(one.step, one.zeros[key]) for one in measured if key in one.zeros]
+        if len(shares) >= LEAST_SILENT and all(share == 1.0 for _, share in shares):
+            step = shares[-1][0]
+            return Finding("dead", name, "zeros", len(shares), step.place, step.completed)
+    return None
+
+
+def _position(steps: Sequence[PastStep], place: int) -> int | None:
+    return next((number for number, step in enumerate(steps) if step.place == place), None)
+
+
+def _until_seen(entries: list[Entry], quantity: str) -> list[Entry]:
+    """The entries of a step up to where a quantity shows; gradients as they are before they are clipped."""
+    if quantity == "update":
+        last = max((n for n, entry in enumerate(entries) if entry.kind is kinds.OPTIMIZER), default=len(entries))
+        return entries[: last + 1]
+    last = max((n for n, entry in enumerate(entries) if entry.kind is kinds.BACKWARD), default=len(entries))
+    return entries[: last + 1] + [entry for entry in entries[last + 1 :] if entry.kind is kinds.UNSCALE]
+
+
+def _beginning(steps: list[PastStep], measured: list[MeasuredStep], alarm: Alarm, number: int) -> _Beginning:
+    """Where an alarm begins: its own first step, or an earlier one that is off in a number that was not followed live.
+
+    That number has to be off in every step from there up to the one before the alarm's first.
+    """
+    departure = alarm.departure
+    healthy = _position(steps, departure.healthy.place)
+    own = Predicate(
+        "loss" if alarm.kind == "spike" else "gradient norm",
+        departure.began.number,
+        departure.limit,
+        departure.healthy.step,
+        departure.began.step,
+        departure.usual,
+    )
+    found = _Beginning(number, healthy if healthy is not None else max(number - 1, 0), own)
+    own_turn = [n for n, one in enumerate(measured) if one.optimizer == measured[number].optimizer and n < number]
+    for quantity in ("gradient norm", "update"):
+        numbers = [measured[n].norm if quantity == "gradient norm" else measured[n].update for n in own_turn]
+        turn = _first_off(numbers)
+        if turn is not None and own_turn[turn] < found.number:
+            band = Band.of([value for value in numbers[:turn] if value], _LEAST_RATIO)
+            first, before = own_turn[turn], own_turn[turn - 1]
+            predicate = Predicate(
+                quantity,
+                numbers[turn] or 0.0,
+                band.number(HIGH),
+                steps[before].completed,
+                steps[first].completed,
+                band.number(0.0),
+            )
+            found = _Beginning(first, before, predicate)
+    return found
+
+
+def _first_off(numbers: Sequence[float | None]) -> int | None:
+    """The position from which on all numbers are high, and the last ones off the course of those before.
+
+    ``None`` if the last one is not off.
+    """
+    first, limit = None, SPREADS
+    for position in range(len(numbers) - 1, _LEAST - 1, -1):
+        before = [value for value in numbers[:position] if value]
+        value = numbers[position]
+        if value is None or len(before) < _LEAST or not value > Band.of(before, _LEAST_RATIO).number(limit):
+            break
+        first, limit = position, HIGH
+    return first

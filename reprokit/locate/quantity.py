@@ -1,0 +1,128 @@
+"""The quantity of an event, measured in a run of a program: what an event means as data.
+
+``loss``: what the last backward call starts from, or the only output. ``gradient norm``: the Euclidean norm of all
+gradients of leaves together. ``share of zeros``: that in the gradient of one leaf. ``update``: the norm of the change
+that the optimizer makes over the norm of the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Set
+from dataclasses import replace
+
+import torch
+
+from reprokit.locate.blame import exception_failure
+from reprokit.locate.failure import Failure
+from reprokit.program.functions import display_name
+from reprokit.program.interpreter import Outcome, Tensors, run
+from reprokit.program.ir import AUTOGRAD_GRAD, Program, iter_refs
+
+
+def loss_of(program: Program) -> int | None:
+    """The value that counts as the loss."""
+    starts = [call.args[0] if call.args else call.kwargs.get("tensors", call.kwargs.get("outputs"))
+              for call in program.calls if call.is_differentiation]  # fmt: skip
+    if starts:
+        return next((ref.value for ref in iter_refs(starts[-1])), None)
+    return program.outputs[0].value if len(program.outputs) == 1 else None
+
+
+def measured(program: Program, tensors: Tensors, failure: Failure) -> float | None:
+    """The quantity of the event of ``failure`` in a run; ``None`` where the program does not have it."""
+    return _measured(program, tensors, failure, run(program, tensors, keep=frozenset(_kept(program, failure))))
+
+
+def observed(
+    program: Program, tensors: Tensors, failure: Failure, also: Set[int] = frozenset()
+) -> tuple[Failure | None, Outcome]:
+    """The failure with the value of now if a run shows its event, or an exception, and the outcome of the run.
+
+    ``also`` are values to keep in the outcome. The failure is that of the whole step and names no call, other than the
+    optimizer's step that makes an update.
+    """
+    outcome = run(program, tensors, keep=frozenset(also).union(_kept(program, failure)))
+    if outcome.error is not None:
+        return exception_failure(program, outcome), outcome
+    event, value = failure.event, _measured(program, tensors, failure, outcome)
+    if event is None or value is None or value < event.threshold:
+        return None, outcome
+    found = Failure(failure.phase, failure.kind, value=failure.value, event=replace(event, value=value))
+    if event.quantity == "update":
+        found = replace(at_optimizer(found, program), value=_most_changed(program, tensors, failure, outcome))
+    return found, outcome
+
+
+def at_optimizer(failure: Failure, program: Program) -> Failure:
+    """The failure at the optimizer's step, which makes the update."""
+    index = max((number for number, call in enumerate(program.calls) if call.is_optimizer_step), default=None)
+    if index is None:
+        return failure
+    call = program.calls[index]
+    return replace(failure, call=display_name(call.target), call_index=index, site=call.site)
+
+
+def _most_changed(program: Program, tensors: Tensors, failure: Failure, outcome: Outcome) -> int | None:
+    """The parameter with the largest update of its own."""
+    known = [value for value in _kept(program, failure) if value in tensors and value in outcome.values]
+    updates = {value: update_of([tensors[value]], [outcome.values[value]]) or 0.0 for value in known}
+    return max(updates, key=updates.__getitem__, default=None)
+
+
+def _kept(program: Program, failure: Failure) -> Iterable[int]:
+    """The values that the quantity is computed from."""
+    quantity = failure.event.quantity if failure.event is not None else ""
+    if quantity == "loss":
+        loss = loss_of(program)
+        yield from () if loss is None else (loss,)
+    elif quantity == "update":
+        yield from (ref.value for call in program.calls if call.is_optimizer_step
+                    for ref in iter_refs(call.kwargs["params"]))  # fmt: skip
+    elif quantity == "gradient norm":
+        yield from (ref.value for call in program.calls if call.target == AUTOGRAD_GRAD
+                    for ref in iter_refs(call.outputs))  # fmt: skip
+
+
+def _measured(program: Program, tensors: Tensors, failure: Failure, outcome: Outcome) -> float | None:
+    event, value = failure.event, failure.value
+    if event is None or outcome.error is not None:
+        return None
+    if event.quantity == "share of zeros":
+        gradient = outcome.gradients.get(value) if value is not None else None
+        return share_of_zeros(gradient) if gradient is not None else None
+    kept = [outcome.values[number] for number in _kept(program, failure) if number in outcome.values]
+    if event.quantity == "gradient norm":
+        return norm_of([*outcome.gradients.values(), *kept])
+    if not kept:
+        return None
+    if event.quantity == "loss":
+        return float(kept[0].detach()) if kept[0].numel() == 1 and not kept[0].is_complex() else None
+    before = [tensors[number].detach() for number in _kept(program, failure) if number in tensors]
+    return update_of(before, [tensor.detach() for tensor in kept]) if len(before) == len(kept) else None
+
+
+def norm_of(tensors: Iterable[torch.Tensor]) -> float | None:
+    """The Euclidean norm of tensors together, in float32 at least; ``None`` without a tensor."""
+    norms = [_norm(tensor) for tensor in tensors]
+    return math.sqrt(sum(norm * norm for norm in norms)) if norms else None
+
+
+def update_of(before: Iterable[torch.Tensor], after: Iterable[torch.Tensor]) -> float | None:
+    """The norm of the change over the norm of what was there before; ``None`` where that is zero."""
+    old = list(before)
+    change = norm_of(new.double() - was.double() for was, new in zip(old, after, strict=True))
+    size = norm_of(old)
+    return change / size if change is not None and size else None
+
+
+def share_of_zeros(tensor: torch.Tensor) -> float:
+    """The share of zeros among the elements; 0 for an empty tensor."""
+    plain = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+    return float((plain == 0).double().mean()) if plain.numel() else 0.0
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    plain = tensor.detach()
+    plain = plain.coalesce().values() if plain.layout is torch.sparse_coo else plain
+    return float(torch.linalg.vector_norm(plain.double() if not plain.is_complex() else plain))

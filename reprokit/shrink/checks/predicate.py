@@ -1,0 +1,77 @@
+"""The event of a run as a check: a quantity of the step, such as its loss, is not below the recorded threshold.
+
+Three guards keep a candidate from slipping to something trivial. What it asserts has to be computed, not given. An
+input of the step may hold no larger numbers than in training, so a threshold that only wrong labels exceed still needs
+them. What a call of the step computed may be given as an input only while its numbers are no larger than those of the
+inputs that do not carry the event.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+from reprokit.locate.calls import VIEWS, short_name
+from reprokit.locate.failure import EVENTS, Failure
+from reprokit.locate.quantity import observed
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks.mismatch import results_of
+from reprokit.shrink.plainness import constant_of, largest_of
+from reprokit.shrink.signature import SignatureCheck
+
+_LEAST_BOUND = 1.0
+
+
+@dataclass(frozen=True)
+class PredicateCheck(SignatureCheck):
+    """An event of a run. ``event`` is the failure that has the predicate; ``largest`` bounds the inputs of the step,
+    by value number, ``usual`` all other inputs; those in ``filled`` are not all zeros, and stay so."""
+
+    event: Failure | None = None
+    largest: Mapping[int, float] = field(default_factory=dict)
+    usual: float = math.inf
+    filled: frozenset[int] = frozenset()
+
+    def recognises(self, failure: Failure) -> bool:
+        """True if it is an event."""
+        return failure.event is not None
+
+    @property
+    def spec(self) -> str:
+        """The kind of the event."""
+        return self.event.kind if self.event is not None else EVENTS[0]
+
+    def observe(self, candidate: Candidate) -> Failure | None:
+        """Run, and measure the quantity."""
+        assert self.event is not None, "the check has an event"
+        found, _ = observed(candidate.program, candidate.tensors, self.event)
+        return found
+
+    def adopted(self, failure: Failure, whole: Candidate) -> Self:
+        """This check for a whole step."""
+        items = [item for item in whole.program.inputs if item.role != "rng"]
+        filled = frozenset(item.value for item in items if constant_of(whole.tensors[item.value]) != 0)
+        largest = {item.value: largest_of(whole.tensors[item.value]) for item in items}
+        source = failure.event.source if failure.event is not None else None
+        usual = max((largest[item.value] for item in items if item.name != source), default=0.0)
+        for call in whole.program.calls:  # a row of the data is as much an input of the step as the data
+            if short_name(call) in VIEWS | {"getitem"} and (read := call.input_refs()) and read[0] in largest:
+                largest.update((value, largest[read[0]]) for value in call.output_refs())
+        made = super().adopted(failure, whole)
+        return replace(made, event=failure, largest=largest, usual=max(usual, _LEAST_BOUND), filled=filled)
+
+    def is_clean(self, candidate: Candidate) -> bool:
+        """True if a candidate passes the three guards."""
+        inputs = [item for item in candidate.program.inputs if item.role != "rng"]
+        is_update = self.event is not None and self.event.call is not None  # made of parameters, which are given
+        if not is_update and {item.value for item in inputs}.intersection(results_of(candidate.program)):
+            return False
+        for item in inputs:
+            tensor, largest = candidate.tensors[item.value], self.largest.get(item.value)
+            if largest_of(tensor) > (self.usual if largest is None else largest):
+                return False
+            if item.value in self.filled and constant_of(tensor) == 0 and self.spec == "dead":
+                return False
+        return super().is_clean(candidate)

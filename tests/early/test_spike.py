@@ -1,0 +1,195 @@
+"""A loss that leaves its course: the step where that began, its cause, and a repro, by the public commands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import reprokit
+from tests.conftest import run_python_in
+from tests.early.healthy import mlp
+
+SPIKE = """
+import torch
+import torch.nn as nn
+
+torch.manual_seed(0)
+m = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+opt = torch.optim.SGD(m.parameters(), lr=0.01)
+for step in range(60):
+    x = torch.randn(8, 16)
+    y = x.sum(1, keepdim=True)
+    if step == 30:
+        y = y * 1e4
+    loss = (m(x) - y).pow(2).mean()
+    opt.zero_grad()
+    loss.backward()
+    opt.step()
+"""
+
+
+def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return run_python_in(folder, "-m", "reprokit", *words)
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    folder = tmp_path_factory.mktemp("spike")
+    (folder / "train.py").write_text(SPIKE)
+    return folder, _run(folder, "capture", "--on", "spike", "train.py")
+
+
+def test_the_step_where_it_began_is_saved(captured: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, done = captured
+    assert done.returncode == 3
+    shown = json.loads(_run(folder, "show", "--json", "train-step30.repro.pt").stdout)
+    failure = shown["failure"]
+    assert (failure["kind"], failure["step"], failure["observed_at"]) == ("spike", 30, "loss")
+    assert failure["site"]["code"].strip() == "y = y * 1e4"
+    event = failure["event"]
+    assert (event["quantity"], event["began_at"], event["reference_step"]) == ("loss", 30, 29)
+    assert event["value"] > 1e6 * event["usual"]
+    assert event["threshold"] < event["value"]
+    assert event["rows"] == "rows 0-7"
+    assert shown["fidelity"] == "exact"
+
+
+def test_events_are_told_and_logged(captured: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, done = captured
+    told = [line for line in done.stderr.splitlines() if "spike at step" in line]
+    assert len(told) == 1
+    assert "began at step 30" in told[0]
+    (line,) = (folder / "train.events.jsonl").read_text().splitlines()
+    event = json.loads(line)
+    assert (event["kind"], event["severity"], event["began_at"]) == ("spike", "error", 30)
+    assert event["snapshot"].endswith("train-step30.repro.pt")
+
+
+def test_the_repro_asserts_the_recorded_threshold(captured: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    folder, _ = captured
+    done = _run(folder, "shrink", "-f", "--no-whatif", "--json", "train-step30.repro.pt")
+    result = json.loads(done.stdout)
+    assert result["repro"]["verified"] == "20/20"
+    assert result["elements"] <= 4
+    text = next(folder.glob("train-step30*/repro.py")).read_text()
+    assert "10000" in text
+    assert "assert loss < " in text
+    issue = next(folder.glob("train-step30*/issue.md")).read_text()
+    assert "In step 30 the loss was" in issue
+    assert _run(folder, "verify", "train-step30.repro.pt").returncode == 0
+
+
+def _bad_rows(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    x = torch.randn(16, 16)
+    y = x.sum(1, keepdim=True)
+    if step == 60:
+        x[3:5] *= 1e4
+    return F.mse_loss(model(x), y)
+
+
+def _rate(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    if step == 60:
+        optimizer.param_groups[0]["lr"] = 3.0
+    x = torch.randn(16, 16)
+    return F.mse_loss(model(x), x.sum(1, keepdim=True))
+
+
+def _bad_weight(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    if step == 60:
+        with torch.no_grad():
+            next(model.children()).weight.mul_(1e3)  # type: ignore[operator, union-attr]
+    x = torch.randn(16, 16)
+    return F.mse_loss(model(x), x.sum(1, keepdim=True))
+
+
+def _loop(tmp_path: Path, loss_of: Callable[..., torch.Tensor], on: tuple[str, ...] = ("nonfinite", "early")) -> Any:
+    """A training with a planted cause at step 60; the session and its events."""
+    torch.manual_seed(0)
+    model = mlp(16, 32, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    events: list[reprokit.TrainingEvent] = []
+    with reprokit.capture(tmp_path / "run.pt", on=on, on_event=events.append, quiet=True) as session:
+        for step in range(150):
+            loss = loss_of(step, model, optimizer)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return session, events
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "quantity", "call", "rows"),
+    [
+        (_bad_rows, "loss", "torch.nn.functional.linear", "rows 3-4"),
+        (_rate, "update", "torch.optim.SGD.step", None),
+        (_bad_weight, "loss", "torch.nn.functional.linear", None),
+    ],
+)
+def test_a_planted_cause_is_found(
+    loss_of: Callable[..., torch.Tensor], quantity: str, call: str, rows: str | None, tmp_path: Path
+) -> None:
+    session, events = _loop(tmp_path, loss_of)
+    (result,), (event,) = session.results, events
+    failure = result["failure"]
+    assert (failure["step"], failure["event"]["quantity"], failure["call"]) == (60, quantity, call)
+    assert failure["event"].get("rows") == rows
+    assert result["fidelity"] == "exact"
+    assert (event.kind, event.began_at, event.snapshot) == ("spike", 60, str(tmp_path / "run.pt"))
+
+
+def test_the_failure_of_a_jump_of_the_learning_rate_is_reduced_to_an_update(tmp_path: Path) -> None:
+    _loop(tmp_path, _rate)
+    reduction = reprokit.shrink(reprokit.load(tmp_path / "run.pt"), max_time=60)
+    rendered = reprokit.render(reduction, reprokit.load(tmp_path / "run.pt"), tmp_path / "out")
+    assert rendered.verified == "20/20"
+    assert rendered.lines < 20
+    assert "assert update <" in rendered.repro.read_text()
+
+
+def test_a_nan_soon_after_is_traced_to_the_spike(tmp_path: Path) -> None:
+    def loss_of(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        x = torch.randn(16, 16)
+        y = x.sum(1, keepdim=True) * (1e15 if step == 60 else 1.0)
+        return F.mse_loss(model(x), y)
+
+    session, _ = _loop(tmp_path, loss_of)
+    (result,) = session.results
+    assert (result["failure"]["kind"], result["failure"]["step"]) == ("spike", 60)
+
+
+def test_without_events_the_nan_itself_is_saved(tmp_path: Path) -> None:
+    session, events = _loop(tmp_path, lambda step, *rest: _bad_rows(step, *rest).pow(3), on=("nonfinite",))
+    (result,) = session.results
+    assert result["failure"]["kind"] in ("nan", "inf")
+    assert not events
+
+
+def test_an_error_of_on_event_never_reaches_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(event: reprokit.TrainingEvent) -> None:
+        raise ValueError("mine")
+
+    torch.manual_seed(0)
+    model = mlp(16, 32, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    steps = 0
+    with reprokit.capture(tmp_path / "run.pt", on=("early",), on_event=fail, after="continue"):
+        for step in range(62):
+            loss = _bad_rows(step, model, optimizer)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e3)
+            optimizer.step()
+            steps += 1
+        for _ in range(40):
+            (model(torch.randn(4, 16)).sum() * 1e9).backward()
+            optimizer.step()
+            steps += 1
+    assert steps == 102
+    assert "`on_event` raised (ValueError: mine)" in capsys.readouterr().err
