@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from reprokit.program.ir import Call, Program, Ref
@@ -69,30 +69,27 @@ def in_users_words(snapshot: Snapshot) -> Snapshot:
 
 
 def operand_words(calls: Sequence[Call]) -> dict[int, str]:
-    """The names of the values that calls read, from the first expression that has one."""
-    return _first((value, _name(node)) for call in calls for value, node in operand_nodes(call).items())
+    """The names of the values that calls read."""
+    return _read_as(calls, _name)
 
 
 def operand_paths(calls: Sequence[Call]) -> dict[int, str]:
     """The whole text of variables and attributes that calls read (``self.weight``, ``state["avg"]``)."""
-    return _first((value, _path(node)) for call in calls for value, node in operand_nodes(call).items())
+    return _read_as(calls, _path)
 
 
 def result_words(program: Program) -> dict[int, str]:
     """For results the variables that the user's lines assign them to, or read them from."""
     inputs = {item.value for item in program.inputs}
-    read = _first(
-        (value, node.id if isinstance(node, ast.Name) else None)
-        for call in program.calls
-        for value, node in operand_nodes(call).items()
-    )
+    read = _read_as(program.calls, lambda node: node.id if isinstance(node, ast.Name) else None)
     return {value: word for value, word in {**read, **variables(program.calls)}.items() if value not in inputs}
 
 
-def _first(named: Iterable[tuple[int, str | None]]) -> dict[int, str]:
-    """For each value its first name."""
+def _read_as(calls: Sequence[Call], name_of: Callable[[ast.expr], str | None]) -> dict[int, str]:
+    """For each value the name of the first expression that has one."""
     words: dict[int, str] = {}
-    for value, name in named:
+    for value, node in (pair for call in calls for pair in operand_nodes(call).items()):
+        name = name_of(node)
         if name is not None:
             words.setdefault(value, name)
     return words

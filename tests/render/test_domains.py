@@ -46,6 +46,7 @@ def edge_of(name: str, *args: Any, way: str = "nan", phase: str = "forward", **k
         (lambda: edge_of("softmax", MASKED, dim=1), "for a fully masked row", "exp(-inf) / sum is 0 / 0"),
         (lambda: edge_of("softmax", MASKED.T, 0), "for a fully masked row", "exp(-inf) / sum is 0 / 0"),
         (lambda: edge_of("logsumexp", MASKED, dim=1, way="-inf"), "for a fully masked row", "whose logarithm is -inf"),
+        (lambda: edge_of("logsumexp", MASKED[:, None], (1, 2), way="-inf"), "for a fully masked row", "is -inf"),
         (lambda: edge_of("softmin", MASKED, dim=1), "with an infinite operand", "inf - inf"),
         (lambda: edge_of("logsumexp", torch.zeros(0), way="-inf"), "for an empty tensor", "whose logarithm is -inf"),
         (lambda: edge_of("std", torch.ones(1)), "for a single element", "n - 1, which is zero"),

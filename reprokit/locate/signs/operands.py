@@ -64,7 +64,9 @@ def option(scene: Scene, name: str, **wanted: float) -> Numbers | None:
 @sign
 def has_row_of(scene: Scene, value: float) -> Numbers | None:
     """True if some row along the call's ``dim`` holds nothing but this value."""
-    x, dim = scene.tensor("x"), dimension(scene)
+    x, call = scene.tensor("x"), scene.origin.call
+    given = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
+    dim = tuple(given) if isinstance(given, (list, tuple)) and given else dimension(scene)
     if not x.numel():
         return None
     return places((x == value).all().reshape(1) if dim is None or x.dim() == 0 else (x == value).all(dim))
