@@ -61,17 +61,26 @@ _Ranked = tuple[float, Chapter]
 def chapters(rows: Iterable[LayerNumbers], failing: int) -> list[Chapter]:
     """What left its course before the step ``failing``, in order of time.
 
-    In one step outputs come before gradients and these before updates, and the layer that went furthest first.
+    In one step outputs come before gradients and these before updates. What is wrong with an output is passed on to
+    the layers after it, with a gradient to those before: the first of them in that direction comes first. Of updates
+    the one that went furthest does.
     """
     found: list[_Ranked] = []
-    for (module, quantity), series in _series(row for row in rows if row.step < failing).items():
+    known = _series(row for row in rows if row.step < failing)
+    places = {module: place for place, module in enumerate(dict.fromkeys(module for module, _ in known))}
+    for (module, quantity), series in known.items():
         if quantity in _STOPPED:
             found += _stop(module, quantity, series)
         if quantity != "zeros":
             found += _departure(module, quantity, series)
-    names = list(QUANTITIES.values())
-    found.sort(key=lambda pair: (pair[1].step, names.index(pair[1].quantity), -pair[0]))
-    return [chapter for _, chapter in found]
+
+    def order(pair: _Ranked) -> tuple[int, int, float]:
+        furthest, chapter = pair
+        place = places[chapter.module]
+        ranks = {QUANTITIES["gradient"]: -place, QUANTITIES["update"]: -furthest}
+        return chapter.step, list(QUANTITIES.values()).index(chapter.quantity), ranks.get(chapter.quantity, place)
+
+    return [chapter for _, chapter in sorted(found, key=order)]
 
 
 def _series(rows: Iterable[LayerNumbers]) -> dict[tuple[str, str], list[tuple[int, float]]]:
@@ -92,9 +101,8 @@ def _departure(module: str, quantity: str, series: Sequence[tuple[int, float]]) 
     if place is None:
         return
     usual = _usual(values[:place])
-    start = 1 + max(n for n, value in enumerate(values[:place]) if value <= usual)
-    rate = _growth(values[start:])
-    step, value = series[place if rate is None else start]
+    start, rate = _rise(values, place, usual)
+    step, value = series[start]
     if rate is not None:
         text = f"the {name} grows {rate:.2g} times a step from step {step} on ({usual:.3g} to {values[-1]:.3g})"
     elif math.isfinite(value):
@@ -107,6 +115,20 @@ def _departure(module: str, quantity: str, series: Sequence[tuple[int, float]]) 
 def _has_left(values: Sequence[float], place: int) -> bool:
     usual = _usual(values[:place])
     return usual > 0 and all(not math.isfinite(value) or value > _FACTOR * usual for value in values[place:])
+
+
+def _rise(values: Sequence[float], place: int, usual: float) -> tuple[int, float | None]:
+    """Where the rise up to ``place`` begins, and its factor a step if it is a growth.
+
+    A growth begins above all values before, and half a step of it above the median.
+    """
+    risen = 1 + max(n for n, value in enumerate(values[:place]) if value <= usual)
+    rate = _growth(values[risen:])
+    if rate is None:
+        return place, None
+    highest = max(value for value in values[:risen] if math.isfinite(value))
+    least = max(highest, usual * math.sqrt(rate))
+    return next((n for n in range(risen, place) if values[n] > least), place), rate
 
 
 def _usual(values: Iterable[float]) -> float:

@@ -57,6 +57,29 @@ def test_a_layer_that_does_not(quantity: str, values: dict[int, float]) -> None:
     assert chapters(rows("a", quantity, values), 20) == []
 
 
+def test_a_growth_does_not_begin_with_the_noise_before_it() -> None:
+    noise = {step: 0.3 * (1 + 0.02 * (step % 4)) for step in STEPS}  # rises by chance in the steps before
+    found = chapters(rows("a", "gradient", {**noise, **{s: 0.3 * 20.0 ** (s - 15) for s in range(16, 20)}}), 20)
+    assert [chapter.step for chapter in found] == [16]
+
+
+def test_within_a_step_the_first_layer_in_the_direction_of_the_pass_comes_first() -> None:
+    def jump(module: str, quantity: str, value: float) -> list[LayerNumbers]:
+        return rows(module, quantity, dict.fromkeys(range(15, 20), value))
+
+    layers = [*jump("a", "activation", 5.0), *jump("b", "activation", 500.0)]
+    layers += [*jump("a", "gradient", 500.0), *jump("b", "gradient", 5.0)]
+    layers += [*jump("a", "update", 5.0), *jump("b", "update", 500.0)]
+    assert [(chapter.module, chapter.quantity) for chapter in chapters(layers, 20)] == [
+        ("a", "largest activation"),
+        ("b", "largest activation"),
+        ("b", "gradient norm"),
+        ("a", "gradient norm"),
+        ("b", "update over weight"),
+        ("a", "update over weight"),
+    ]
+
+
 def test_the_failing_step_is_no_news() -> None:
     assert chapters(rows("a", "activation", {19: math.inf}), 19) == []
 
@@ -108,7 +131,7 @@ def train_until_nan(path: Path, watch: str = "sampled", history: int | None = 50
     with reprokit.capture(path, watch=watch, history=history):
         for step in range(30):
             model.factor = 2.0 ** max(0, step - GROWS_FROM + 1)
-            loss = model(torch.randn(16, 4)).pow(2).mean()
+            loss = model(torch.randn(256, 4)).pow(2).mean()
             if noise:
                 loss = loss + 1e-6 * next(calls) if step == 5 else loss
             if step == FAILS_AT:
