@@ -58,7 +58,7 @@ GUARDS = import_benchmark("faults").GUARDS
 # The guards, their callers, and what runs before or without a loop.
 WITHOUT_FAULTS = {
     *("session", "launch", "block", "options", "rank_name"),
-    *("hooks.torch_hooks", "hooks.composite_calls", "record.stack", "record.structure"),
+    *("hooks.torch_hooks", "hooks.composite_calls", "record.kinds", "record.stack", "record.structure"),
 }
 NOT_IN_THESE_RUNS = {"failure_text", "save.exceptions"}
 HOME = "reprokit.capture."
