@@ -122,3 +122,20 @@ def test_batches_of_steps_that_wait(sizes: list[int], kind: str) -> None:
 def test_batches_of_an_evaluation_whose_results_are_kept(kind: str) -> None:
     with reprokit.capture(quiet=True):
         assert held([20] * 40, evaluation=True, kind=kind) <= 256 + 20
+
+
+def test_a_thread_runs_where_another_tool_has_wrapped_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:  # as `sentry_sdk.integrations.threading` does
+        run = getattr(self.run, "__func__", self.run)
+        monkeypatch.setattr(self, "run", lambda: run(self))
+        original(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    ran: list[int] = []
+    with reprokit.capture(quiet=True):
+        thread = threading.Thread(target=ran.append, args=(1,))
+        thread.start()
+        thread.join()
+    assert ran == [1]

@@ -14,7 +14,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any
 
 import torch
@@ -109,11 +109,11 @@ class Hooks:
         def start(self: threading.Thread) -> None:
             run = self.run
 
-            def watched() -> None:
-                self.__dict__.pop("run", None)
+            def watched(thread: threading.Thread) -> None:
+                thread.__dict__.pop("run", None)
                 tape.run_in_thread(run)
 
-            self.run = watched  # type: ignore[method-assign]
+            self.run = MethodType(watched, self)  # type: ignore[method-assign]  # Sentry calls `run.__func__(thread)`
             original(self)
 
         self._replace(threading.Thread, "start", start)
