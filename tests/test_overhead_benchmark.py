@@ -24,6 +24,7 @@ BENCHMARKS = ROOT / "benchmarks"
 DETECTORS = (
     "reprokit",
     "reprokit_every_step",
+    "reprokit_record",
     "reprokit_within_10",
     "reprokit_within_3",
     "reprokit_within_1",
