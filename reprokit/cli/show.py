@@ -97,7 +97,8 @@ def print_frames(snapshot: Snapshot, number: int) -> None:
 
     rows = recorded_rows(snapshot, last=number)
     if rows:
-        Console(stderr=True, highlight=False).print(table(rows))
+        console = Console(stderr=True, highlight=False)
+        console.print(table(rows, console.width))
     else:
         say("no module was called before the failure")
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from reprokit.measure.rows import FrameRow
 
 Format = Literal["table", "jsonl", "csv", "html"]
+MOST_NAMES = 6  # in one line
 FORMATS: tuple[Format, ...] = ("table", "jsonl", "csv", "html")
 
 
@@ -78,7 +79,7 @@ class Output:
 
         if rows:
             console = Console(file=self._file, stderr=self._file is None, highlight=False)
-            console.print(table(rows))
+            console.print(table(rows, console.width))
             console.print()
 
     def _close(self) -> None:
@@ -146,6 +147,11 @@ class TraceScript:
             rows = counted(self.output.num_rows, "row")
             place = f" -> {self.output.path}" if self.output.path is not None else ""
             say(f"{rows}{place}", self.verbosity)
+            names = sorted(tracers[0].without_gradient or ())
+            if names:
+                more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+                shown = ", ".join(f"`{name}`" for name in names[:MOST_NAMES])
+                say(f"no gradient in the chosen steps: {shown}{more}", self.verbosity)
         elif not tracers:
             say("no rows: the script did not import torch")
         else:

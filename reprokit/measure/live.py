@@ -51,6 +51,7 @@ class _Called:
     cls: str
     call: int
     is_again: bool
+    has_grad: bool
 
 
 class FrameRecorder:
@@ -71,6 +72,7 @@ class FrameRecorder:
         stop_after: int | None = None,
     ) -> None:
         self.num_steps = 0
+        self.without_gradient: set[str] | None = None  # names of parameters; ``None`` before the first backward pass
         self._steps = frozenset(steps)
         self._receive = receive
         self._complain = complain
@@ -87,6 +89,7 @@ class FrameRecorder:
         self._roots: dict[int, torch.nn.Module] = {}
         self._names: dict[int, str] = {}  # of roots that paths would mix up
         self._handles: list[Any] = []
+        self._with_grad: set[int] = set()  # modules whose gradients are seen in this step
         self._weights: dict[int, tuple[int, Any]] = {}  # version and range of those measured in this step
 
     def install(self) -> None:
@@ -125,6 +128,8 @@ class FrameRecorder:
         if torch.nn.Module.__call__ is self._wrapper:  # else somebody has put something on top, which passes calls on
             torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
         self._original = self._wrapper = None
+        if any(row.direction == "backward" for _, row in self._rows):
+            self._look_for_gradients()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -133,8 +138,19 @@ class FrameRecorder:
         rows.sort(key=lambda row: ends[row.frame])  # the frames in the order in which the modules were left
         self._rows.clear()
         self._calls.clear()
+        self._with_grad.clear()
         self._weights.clear()
         self._receive(rows)
+
+    def _look_for_gradients(self) -> None:
+        """Which parameters got no gradient in this step and in those before."""
+        without = {
+            ".".join(filter(None, (self._names.get(key, ""), name)))
+            for key, root in self._roots.items()
+            for name, parameter in _unwrapped(root).named_parameters()
+            if parameter.requires_grad and parameter.grad is None
+        }
+        self.without_gradient = without if self.without_gradient is None else self.without_gradient & without
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not is_compiling() and os.getpid() == self._process:
@@ -190,7 +206,7 @@ class FrameRecorder:
         self, original: Callable[..., Any], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a module, and measure the call."""
-        called = self._guarded(self._before, module, args, kwargs)
+        called = self._guarded(self._before, module, args, kwargs, torch.is_grad_enabled())
         output = original(module, *args, **kwargs)
         if called is not None:
             self._guarded(self._after, called, output)
@@ -204,8 +220,10 @@ class FrameRecorder:
             self._fail(error)
             return None
 
-    def _before(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Called | None:
-        """Measure weights and inputs."""
+    def _before(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], has_grad: bool
+    ) -> _Called | None:
+        """Measure weights and inputs; a call that a checkpoint repeats only if the first one had no gradients."""
         if os.getpid() != self._process or _tracing_state() is not None or _peek_transforms() is not None:
             return None
         path, root = self._place(module)
@@ -213,8 +231,12 @@ class FrameRecorder:
         if self._pattern is not None and not self._is_wanted(path, root, cls):
             return None
         is_again = torch._C._current_graph_task_id() != -1
+        if is_again and id(module) in self._with_grad:
+            return None
+        if has_grad:
+            self._with_grad.add(id(module))
         key = (id(module), is_again)
-        called = _Called(path, root, cls, self._calls[key], is_again)
+        called = _Called(path, root, cls, self._calls[key], is_again, has_grad)
         self._calls[key] += 1
         if not is_again:
             for name, weight in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
@@ -230,7 +252,7 @@ class FrameRecorder:
         for (name, tensor), _ in zip(named, range(_MAX_TENSORS), strict=False):
             if not called.is_again:
                 self._note(called, "forward", role, name, tensor)
-            if tensor.requires_grad:
+            if tensor.requires_grad and called.has_grad:
                 self._handles.append(tensor.register_hook(self._recorder(called, role, name)))  # type: ignore[no-untyped-call]
 
     def _recorder(self, called: _Called, role: Role, name: str) -> Callable[[torch.Tensor], None]:
@@ -271,7 +293,7 @@ class FrameRecorder:
         return known[1], known[2]
 
     def _is_wanted(self, path: str, root: int, cls: str) -> bool:
-        candidates = {path or f"<{cls}>", _label(_Called(path, root, cls, 0, False), self._names.get(root, ""))}
+        candidates = {path or f"<{cls}>", _label(_Called(path, root, cls, 0, False, False), self._names.get(root, ""))}
         return any(fnmatchcase(candidate, str(self._pattern)) for candidate in candidates)
 
 

@@ -26,6 +26,7 @@ FIELDS = (
     *("dtype", "headroom", "name", "shape"),
 )
 HEADINGS = ("tensor", "|min|", "|max|", "mean", "std", "zeros", "dtype", "headroom")
+_LEAST_NAME = 14  # columns of the terminal; longer names are folded where there is no room
 NEAR_LIMIT = 1.0  # doublings of headroom: one more layer of the same gain overflows
 
 
@@ -88,20 +89,22 @@ def frames(rows: Iterable[FrameRow]) -> Iterator[tuple[str, list[FrameRow]]]:
         yield f"step {step}  {direction}  {place}{f', call {call}' if call else ''}", list(found)
 
 
-def table(rows: Sequence[FrameRow]) -> Group:
-    """Frames for a terminal; bad rows are red and marked with ``!``, those near their limit yellow with ``~``."""
+def table(rows: Sequence[FrameRow], room: int) -> Group:
+    """Frames for a terminal of ``room`` columns; bad rows are red and marked with ``!``, those near their limit yellow
+    with ``~``."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     widths = [max(map(len, column)) for column in zip(HEADINGS, *(row.cells() for row in rows), strict=True)]
+    widths[0] = max(_LEAST_NAME, min(widths[0], room - sum(widths[1:]) - len(widths) - 1))
 
     def grid(found: Sequence[FrameRow], heading: Sequence[str] = ()) -> Table:
         made = Table.grid(padding=(0, 1))
         made.add_column(min_width=1)
         for name, width in zip(HEADINGS, widths, strict=True):
             justify: Any = "left" if name in ("tensor", "dtype") else "right"
-            made.add_column(min_width=width, justify=justify, no_wrap=name != "tensor", overflow="fold")
+            made.add_column(width=width, justify=justify, no_wrap=name != "tensor", overflow="fold")
         if heading:
             made.add_row("", *heading, style="dim")
         for row in found:

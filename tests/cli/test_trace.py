@@ -45,6 +45,7 @@ class Net(nn.Module):
 
 torch.manual_seed(0)
 net, loss_of = Net(), nn.CrossEntropyLoss()
+net.lost = nn.Linear(2, 2)
 optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
 print(sys.argv[1:])
 for step in range(5):
@@ -55,7 +56,7 @@ for step in range(5):
     loss.backward()
     optimizer.step()
 bits = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
-for tensor in (*net.parameters(), *(p.grad for p in net.parameters())):
+for tensor in (*net.parameters(), *(p.grad for p in net.parameters() if p.grad is not None)):
     bits.update(tensor.detach().numpy().tobytes())
 print(bits.hexdigest())
 """
@@ -99,6 +100,7 @@ def test_chosen_steps_of_a_script_are_measured_and_it_ends_with_the_same_bits(tm
     assert done.returncode == 0, done.stderr
     free, measured = bare.stdout.splitlines(), done.stdout.splitlines()
     assert measured == [free[0], "free", "measured", "free", "measured", "free", free[-1]]
+    assert "no gradient in the chosen steps: `lost.bias`, `lost.weight`\n" in done.stderr
     rows = rows_of((tmp_path / "x.jsonl").read_text())
     assert {row["step"] for row in rows} == {1, 3}
     outputs = [row["module"] for row in rows if row["step"] == 3 and row["tensor"] == "output"]
@@ -202,8 +204,38 @@ for step in range(3):
     rows = rows_of(run_reprokit("trace", "--steps", "1", "--json", "train.py").stdout)
     outputs = [row["module"] for row in rows if row["tensor"] == "output"]
     assert outputs == ["actor.0", "actor.1", "actor", "critic.0", "critic.1", "critic"]  # forward frames once
-    gradients = {row["module"] for row in rows if row["tensor"] == "grad_output"}
-    assert gradients == set(outputs)
+    gradients = [row["module"] for row in rows if row["tensor"] == "grad_output"]
+    assert sorted(gradients) == sorted(outputs)  # each once
+
+
+def test_a_checkpoint_without_reentry_shows_every_gradient_once(tmp_path: Path, run_reprokit: Run) -> None:
+    (tmp_path / "train.py").write_text("""\
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+with torch.no_grad():
+    net(torch.ones(1, 4))
+net[2](checkpoint(net[1], net[0](torch.ones(2, 4)), use_reentrant=False)).sum().backward()
+optimizer.step()
+""")
+    rows = rows_of(run_reprokit("trace", "--json", "train.py").stdout)
+    backward = sorted((row["module"], row["call"], row["tensor"]) for row in rows if row["pass"] == "backward")
+    inside = [(module, 1, tensor) for module in ("1", "2") for tensor in ("grad_input", "grad_output")]
+    assert backward == [("0", 1, "grad_output"), *inside]
+
+
+def test_a_narrow_terminal_shows_every_column(tmp_path: Path, run_python: Run) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "net = torch.nn.LSTM(4, 4)\n"
+        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "net(torch.ones(3, 4))[0].sum().backward()\n"
+        "optimizer.step()\n"
+    )
+    screen = run_python("-m", "reprokit", "trace", "train.py", COLUMNS="80").stderr
+    assert "headroom" in screen and "2^" in screen and max(map(len, screen.splitlines())) <= 80
 
 
 def test_an_error_while_measuring_ends_the_measuring_only(tmp_path: Path, run_reprokit: Run) -> None:
