@@ -64,6 +64,10 @@ class NormMeter:
         self._met: dict[int, torch.Tensor] | None = {}  # parameters of the first steps
         self._with_gradient: set[int] = set()
 
+    def skip(self, seconds: float) -> None:
+        """So much time has passed unwatched: it pays for nothing."""
+        self._next += seconds
+
     def forget(self) -> None:
         """Let go of the user's parameters."""
         self._met = None

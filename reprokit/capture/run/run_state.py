@@ -253,6 +253,8 @@ class RunState:
         """So much time has passed unwatched: it counts neither for the pace of copies nor as part of a step."""
         self.history.skip(seconds)
         self.timeline.skip(seconds)
+        if self.norms is not None:
+            self.norms.skip(seconds)
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
@@ -260,6 +262,8 @@ class RunState:
         self.history.forget()
         self.freezer.forget()
         self.buffers.clear()
+        if self.norms is not None:
+            self.norms.forget()
         self.tape.roots.attributes.forget()
 
     def convert(self) -> None:
