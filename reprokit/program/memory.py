@@ -20,7 +20,7 @@ def copy_of(tensor: torch.Tensor, device: str | None = None) -> torch.Tensor:
 def copies_of(tensors: Mapping[int, torch.Tensor], device: str | None = None) -> dict[int, torch.Tensor]:
     """Copies that share memory with each other where the originals overlap, and with nothing else."""
     copies: dict[int, torch.Tensor] = {}
-    for group in _overlapping(tensors):
+    for group in overlapping(tensors):
         copies.update(_copies_of_group({value: tensors[value] for value in group}, device))
     return copies
 
@@ -35,7 +35,7 @@ def _copies_of_group(group: Mapping[int, torch.Tensor], device: str | None = Non
     return {value: memory.new_empty(0).set_(storage, *place) for value, place in places.items()}
 
 
-def _overlapping(tensors: Mapping[int, torch.Tensor]) -> Iterator[list[int]]:
+def overlapping(tensors: Mapping[int, torch.Tensor]) -> Iterator[list[int]]:
     """The value numbers in groups: tensors of one group overlap in memory, those of two groups do not."""
     places: dict[Any, list[int]] = {}
     for value, tensor in tensors.items():

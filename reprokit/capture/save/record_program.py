@@ -25,7 +25,7 @@ from reprokit.program.encode import CannotRecord
 from reprokit.program.functions import GRAD_WRITES, written_argument
 from reprokit.program.interpreter import Modes
 from reprokit.program.ir import AUTOGRAD_BACKWARD, ZERO_GRAD, Call, Phase, Program, Ref
-from reprokit.program.memory import copies_of, same_bits
+from reprokit.program.memory import copies_of, overlapping, same_bits
 from reprokit.program.sites import make_site
 from reprokit.program.trace import InputName, Tracer, recording
 
@@ -57,9 +57,12 @@ class ReplayedStep:
         self.borrowed = frozenset()
 
     def share(self, copies: Mapping[int, torch.Tensor]) -> None:
-        """Use copies of live tensors, by their ``id``, for inputs that have the same bits: a file holds them once."""
-        for value, source in self.sources.items():
-            copy = copies.get(id(source))
+        """Use copies of live tensors, by their ``id``, for inputs that have the same bits: a file holds them once.
+
+        Inputs that overlap in memory keep theirs: a write into one of them shows in the others.
+        """
+        for value, *others in overlapping(self.tensors):
+            copy = copies.get(id(self.sources[value])) if value in self.sources and not others else None
             if copy is not None and same_bits(copy, self.tensors[value]):
                 self.tensors[value] = copy
 
