@@ -58,8 +58,8 @@ _STOPPED = {"gradient": "the gradient of `{}` is zero", "zeros": "the output of 
 _Ranked = tuple[float, Chapter]
 
 
-def chapters(rows: Iterable[LayerNumbers], failing: int) -> list[Chapter]:
-    """What left its course before the step ``failing``, in order of time.
+def chapters(rows: Iterable[LayerNumbers], failing: float) -> list[Chapter]:
+    """What left its course before the step ``failing``, infinity for all steps, in order of time.
 
     In one step outputs come before gradients and these before updates. What is wrong with an output is passed on to
     the layers after it, with a gradient to those before: the first of them in that direction comes first. Of updates
@@ -172,7 +172,7 @@ class LayerSeries:
     values: tuple[float | None, ...]
 
 
-def by_layer(rows: Sequence[LayerNumbers], quantity: str, failing: int, most: int) -> list[LayerSeries]:
+def by_layer(rows: Sequence[LayerNumbers], quantity: str, failing: float, most: int) -> list[LayerSeries]:
     """At most so many layers in the order of the model: those that left their course, then the first ones."""
     steps = sorted({row.step for row in rows})
     known = {module: dict(series) for (module, name), series in _series(rows).items() if name == quantity}

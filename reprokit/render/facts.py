@@ -15,7 +15,7 @@ from reprokit.series import has_several_optimizers
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import Snapshot
 from reprokit.snapshot.redact import redact_text
-from reprokit.story import chapters, paragraph
+from reprokit.story import paragraph
 from reprokit.words import counted, in_root, replay_words
 
 Fact = tuple[str, str]
@@ -58,7 +58,7 @@ def doubt(snapshot: Snapshot) -> str:
 
 def story(snapshot: Snapshot) -> str:
     """How the training came to the failure, in a few sentences; empty if no step before was unusual."""
-    return redact_text(paragraph(chapters(snapshot.layers or (), snapshot.step)))
+    return redact_text(paragraph(snapshot.story))
 
 
 def module(snapshot: Snapshot) -> str | None:

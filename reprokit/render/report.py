@@ -145,7 +145,7 @@ def _layers(snapshot: Snapshot) -> Iterator[Chart]:
     rows = snapshot.layers or []
     steps = sorted({row.step for row in rows})
     for quantity, name in QUANTITIES.items():
-        series = by_layer(rows, quantity, snapshot.step, MAX_LAYERS)
+        series = by_layer(rows, quantity, snapshot.end_of_story, MAX_LAYERS)
         if len(steps) > 1 and series:
             title = f"{name[:1].upper()}{name[1:]}"
             yield Chart(title, heat_map(series, steps, title), f"steps {steps[0]:,} to {steps[-1]:,}")

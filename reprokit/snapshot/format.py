@@ -5,6 +5,7 @@ A file is one ``torch.save`` of dicts, lists, numbers, strings and tensors, read
 
 from __future__ import annotations
 
+import math
 import pickle
 import zipfile
 from collections import Counter
@@ -29,7 +30,7 @@ from reprokit.snapshot.limits import require_bounded, require_stored
 from reprokit.snapshot.rng import Generators, PlainTensor
 from reprokit.snapshot.source import SourceState
 from reprokit.snapshot.training_state import StateBefore
-from reprokit.story import LayerNumbers, chapters
+from reprokit.story import Chapter, LayerNumbers, chapters
 from reprokit.visible import visible_name
 
 FORMAT = "reprokit"
@@ -113,9 +114,19 @@ class Snapshot:
             "git": plain_of(self.source),
             "rng": _describe_state(plain_of(self.rng)),
             "timeline": plain_of(self.timeline),
-            "story": [plain_of(chapter) for chapter in chapters(self.layers or (), self.step)],
+            "story": [plain_of(chapter) for chapter in self.story],
             "capture": {k: v for k, v in plain_of(self.settings).items() if k not in Settings.__dataclass_fields__},
         }
+
+    @property
+    def end_of_story(self) -> float:
+        """The step before which the story ends: the failing one; that of an event has the steps after its begin too."""
+        return self.step if self.failure.event is None else math.inf
+
+    @property
+    def story(self) -> list[Chapter]:
+        """How the run came to its failure, in order of time."""
+        return chapters(self.layers or (), self.end_of_story)
 
     def _describe_failure(self) -> dict[str, Any]:
         failure, cause = self.failure, self.failure.cause

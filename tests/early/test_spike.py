@@ -61,6 +61,17 @@ def test_the_step_where_it_began_is_saved(captured: tuple[Path, subprocess.Compl
     assert shown["fidelity"] == "exact"
 
 
+def test_the_story_names_the_layer_where_the_call_is_in_the_loop(
+    captured: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, _ = captured
+    shown = json.loads(_run(folder, "show", "--json", "train-step30.repro.pt").stdout)
+    assert shown["failure"]["module"] is None
+    first = shown["story"][0]
+    assert (first["step"], first["module"], first["quantity"]) == (30, "2", "gradient norm")
+    assert json.loads((folder / "train.events.jsonl").read_text())["place"] == "2"
+
+
 def test_events_are_told_and_logged(captured: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, done = captured
     told = [line for line in done.stderr.splitlines() if "spike at step" in line]

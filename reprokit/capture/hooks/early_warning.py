@@ -150,7 +150,8 @@ class EarlyWarning:
             event = replace(event, evidence=event.evidence + origin)
         else:
             event = event_of(alarm.kind, alarm.departure, self._step)
-            place = failure["module"] or found.get("source")
+            layers = (chapter["module"] for chapter in result["story"])
+            place = failure["module"] or found.get("source") or next(layers, None)
             event = replace(event, evidence=event_words(result) if found else event.evidence + origin, place=place)
         known = {name: value for name, value in found.items() if name not in ("source", "rows")}
         self._emit(replace(event, **known, snapshot=str(path)))

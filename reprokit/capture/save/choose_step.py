@@ -203,8 +203,8 @@ class Describing:
         return made
 
     def layers(self, snapshot: Snapshot) -> list[LayerNumbers]:
-        """The numbers of every layer in the steps since the last copy, up to the one saved; empty where that is not
-        possible, or would take too long."""
+        """The numbers of every layer in the steps since the last copy, up to the one saved, of an event in all; empty
+        where that is not possible, or would take too long."""
         run_state = self._run_state
         seconds = [row.seconds for row in snapshot.timeline if row.seconds is not None]
         past = run_state.past() if self._noticed.raised is None and run_state.history.is_complete else []
@@ -214,9 +214,10 @@ class Describing:
         steps = self._complete([*past, run_state.freezer.lightened(running)]) or []
         has_stepped = any(entry.has_stepped for step in steps for entry in step.entries)
         out = EVERY - {ACCUMULATED} if has_stepped else EVERY
-        rows, num_left_out = self._measured(steps, snapshot.step, out)
+        last = snapshot.step if snapshot.failure.event is None else steps[-1].completed if steps else 0
+        rows, num_left_out = self._measured(steps, last, out)
         if num_left_out and not any(row.step == snapshot.step - 1 for row in rows):
-            return self._measured(steps, snapshot.step, frozenset())[0]  # hooks may have changed what training computed
+            return self._measured(steps, last, frozenset())[0]  # hooks may have changed what training computed
         return rows
 
     def _measured(self, steps: list[PastStep], last: int, out: Set[str]) -> tuple[list[LayerNumbers], int]:

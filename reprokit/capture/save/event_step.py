@@ -30,6 +30,7 @@ from reprokit.program.ir import Phase, Program
 
 _PLAYED = 32  # steps, of those kept, that are looked at for parameters that learn nothing
 LEAST_SILENT = 20  # steps with a gradient of zeros
+_RECENT = 32  # of them: numbers of a run drift, and those of its first steps are far above all others
 _LEAST = 8  # healthy steps that a played number is compared with
 _LEAST_RATIO = 0.3  # of gradient norms and updates, see `early.detectors`
 _PHASES = {"loss": Phase.FORWARD, "gradient norm": Phase.BACKWARD, "update": Phase.OPTIMIZER}
@@ -219,7 +220,7 @@ def _beginning(steps: list[PastStep], measured: list[MeasuredStep], alarm: Alarm
         numbers = [measured[n].norm if quantity == "gradient norm" else measured[n].update for n in own_turn]
         turn = _first_off(numbers)
         if turn is not None and own_turn[turn] < found.number:
-            band = Band.of([value for value in numbers[:turn] if value], _LEAST_RATIO)
+            band = Band.of(_recent(numbers[:turn]), _LEAST_RATIO)
             first, before = own_turn[turn], own_turn[turn - 1]
             predicate = Predicate(
                 quantity,
@@ -233,6 +234,10 @@ def _beginning(steps: list[PastStep], measured: list[MeasuredStep], alarm: Alarm
     return found
 
 
+def _recent(numbers: Sequence[float | None]) -> list[float]:
+    return [value for value in numbers if value][-_RECENT:]
+
+
 def _first_off(numbers: Sequence[float | None]) -> int | None:
     """The position from which on all numbers are high, and the last ones off the course of those before.
 
@@ -240,7 +245,7 @@ def _first_off(numbers: Sequence[float | None]) -> int | None:
     """
     first, limit = None, SPREADS
     for position in range(len(numbers) - 1, _LEAST - 1, -1):
-        before = [value for value in numbers[:position] if value]
+        before = _recent(numbers[:position])
         value = numbers[position]
         if value is None or len(before) < _LEAST or not value > Band.of(before, _LEAST_RATIO).number(limit):
             break
