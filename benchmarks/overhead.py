@@ -184,6 +184,31 @@ class ReprokitRecord(Reprokit):
         return {**super().describe(), "record_share": self._recording / self._all if self._all else 0.0}
 
 
+class ReprokitEarly(Reprokit):
+    """A session with all detectors of early warning; ``detector_us`` is their CPU time a step, in microseconds."""
+
+    is_in_every_round = False
+    settings: ClassVar[JSON] = {"on": ("nonfinite", "exception", "early"), "budget": None}
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._num_seen, self._seeing = 0, 0.0
+        run_state = self.session._run_state
+        see = run_state.on_step
+        assert see is not None
+
+        def timed(numbers: Any) -> None:
+            started = time.thread_time()
+            see(numbers)
+            self._seeing += time.thread_time() - started
+            self._num_seen += 1
+
+        run_state.on_step = timed
+
+    def describe(self) -> JSON:
+        return {**super().describe(), "detector_us": 1e6 * self._seeing / self._num_seen if self._num_seen else 0.0}
+
+
 class ReprokitWithin10(Reprokit):
     """A session that has stepped down to its budget, as far as that was necessary, before it is timed."""
 
@@ -327,6 +352,7 @@ VARIANTS: dict[str, type[Variant]] = {
     "reprokit": Reprokit,
     "reprokit_every_step": ReprokitEveryStep,
     "reprokit_record": ReprokitRecord,
+    "reprokit_early": ReprokitEarly,
     "reprokit_within_10": ReprokitWithin10,
     "reprokit_within_3": ReprokitWithin3,
     "reprokit_within_1": ReprokitWithin1,

@@ -25,6 +25,7 @@ DETECTORS = (
     "reprokit",
     "reprokit_every_step",
     "reprokit_record",
+    "reprokit_early",
     "reprokit_within_10",
     "reprokit_within_3",
     "reprokit_within_1",
