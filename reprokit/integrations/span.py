@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from reprokit.capture import launch
 from reprokit.capture.block import capture
+from reprokit.capture.early.alarm import TrainingEvent
 from reprokit.capture.options import After, Source, Watch
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Options(TypedDict, total=False):
     budget: float | None
     from_step: int | None
     on_snapshot: Callable[[Path], object] | None
+    on_event: Callable[[TrainingEvent], object] | None
     record: str | None
     on_numbers: Callable[[dict[str, float]], object] | None
 

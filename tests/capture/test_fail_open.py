@@ -210,13 +210,19 @@ def fault_in(owner: Any, attribute: str, function: Callable[..., Any], nth: int)
         yield fault
 
 
+def session_of(loop: Loop, folder: Path) -> Session:
+    """The session that watches a loop."""
+    on = ON.get(loop, DEFAULT_ON)
+    return Session(directory=folder, after="continue", history=RUNS[loop], on=on, record="2", on_numbers=str)
+
+
 def broken_promises(
     loop: Loop, plain: list[torch.Tensor], fault: Fault, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> list[str]:
     """What a fault did that it may not do. ``loop`` fails, so that either a snapshot or a line has to come of it."""
     random.seed(0)
     capsys.readouterr()
-    session = Session(directory=folder, after="continue", history=RUNS[loop], on=ON.get(loop, DEFAULT_ON))
+    session = session_of(loop, folder)
     watched, broken = None, []
     try:
         with session:
@@ -250,7 +256,7 @@ def calls_in(loop: Loop) -> collections.Counter[CodeType]:
 
     random.seed(0)
     with tempfile.TemporaryDirectory() as folder, described_once():
-        session = Session(directory=Path(folder), after="continue", history=RUNS[loop], on=ON.get(loop, DEFAULT_ON))
+        session = session_of(loop, Path(folder))
         with session:
             sys.setprofile(note)
             try:
