@@ -93,6 +93,7 @@ class Failures:
         self._kept: BuiltSnapshot | None = None
         self._kept_for: set[int] = set()
         self._is_terminated = False
+        self._reasons: set[str] = set()  # why steps of events were not saved
         self._session = session
         self._run_state = run_state
         self._policy = policy
@@ -362,7 +363,9 @@ class Failures:
             except SkippedLoss:
                 raise
             except NotKept as reason:
-                self._session.say(f"the step was not saved: {reason}")
+                if str(reason) not in self._reasons:  # every later event has the same one
+                    self._reasons.add(str(reason))
+                    self._session.say(f"the step was not saved: {reason}")
                 return None
             except Exception as error:
                 self._session.complain("could not save the failing step", error)

@@ -389,7 +389,7 @@ class Stepping:
             return output
         if tape.guard(run_state.iterations.attempts, optimizer) != before:
             if not self._in_kernel:
-                run_state.scalers.stepped()
+                tape.guard(run_state.scalers.stepped)
         else:
             if self._failures.is_held:  # the others take this rank's gradients for an overflow like any other
                 self._failures.fail_together(False)
