@@ -52,7 +52,8 @@ def _trained(folder: Path | None) -> list[torch.Tensor]:
         with reprokit.capture(folder / "run.pt", on=on, after="continue", quiet=True):
             loop()
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return [*model.state_dict().values(), *gradients, torch.get_rng_state()]
+    versions = torch.tensor([tensor._version for tensor in (*model.parameters(), *model.buffers())])
+    return [*model.state_dict().values(), *gradients, versions, torch.get_rng_state()]
 
 
 def test_a_watched_run_ends_with_the_bits_of_a_bare_one(tmp_path: Path) -> None:
