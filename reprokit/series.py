@@ -42,10 +42,13 @@ class RecordedStep:
 
 
 def flat(numbers: StepNumbers, row: RecordedStep | None) -> dict[str, float]:
-    """The known numbers of a step in one dict: ``loss``, ``lr``, those the loop noted, ``grad_norm/h.0.weight``."""
+    """The known numbers of a step in one dict: ``loss``, ``lr``, those the loop noted, ``grad_norm/h.0.weight``.
+
+    A noted number does not replace one that was measured, such as the loss of this step by a trainer's average.
+    """
     own = ("step", "loss", "lr", "grad_norm", "scale", "seconds")
     found = {name: value for name in own if (value := getattr(numbers, name)) is not None}
-    found |= numbers.noted or {}
+    found = {**found, **(numbers.noted or {}), **found}
     for kind in ("grad_norm", "weight_norm", "zeros") if row is not None else ():
         found |= {f"{kind}/{name}": value for name, value in getattr(row, kind).items()}
     return found

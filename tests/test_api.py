@@ -101,9 +101,10 @@ def test_on_snapshot_is_not_called_for_a_healthy_run(tmp_path: Path) -> None:
         torch.ones(2, requires_grad=True).sum().backward()
 
 
-def test_on_snapshot_is_a_function(tmp_path: Path) -> None:
-    with pytest.raises(reprokit.ReprokitError, match="`on_snapshot` cannot be 'move'"):
-        reprokit.Session(tmp_path / "a.pt", on_snapshot="move")  # type: ignore[arg-type]
+@pytest.mark.parametrize("option", ["on_snapshot", "on_numbers", "on_event"])
+def test_what_is_called_is_a_function(option: str, tmp_path: Path) -> None:
+    with pytest.raises(reprokit.ReprokitError, match=f"`{option}` cannot be 'move'"):
+        reprokit.Session(tmp_path / "a.pt", **{option: "move"})  # type: ignore[arg-type]
 
 
 def test_an_exception_of_on_snapshot_takes_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,10 +38,14 @@ def what(result: Mapping[str, Any]) -> str:
 
 
 def event_words(result: Mapping[str, Any]) -> str:
-    """An event in words: ``began at step 20: the loss was 1.2e9, 10^8 times its median of 12; rows 0-7 of `y` ``."""
+    """An event in words: ``began at step 20: the loss was 1.2e9, 10^8 times its median of 12; rows 0-7 of `y` ``.
+
+    Gradients of zeros may be older than any kept step.
+    """
     event = dict(result["failure"]["event"])
     began, _ = event.pop("began_at"), event.pop("threshold")
-    return f"began at step {began}: {words.event_words(**event)}"
+    lead = "step" if event["quantity"] == "share of zeros" else "began at step"
+    return f"{lead} {began}: {words.event_words(**event)}"
 
 
 def cause_line(result: Mapping[str, Any]) -> str | None:

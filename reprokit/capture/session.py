@@ -56,10 +56,10 @@ class Session:
     ``source`` how much of the user's code is kept. ``on_snapshot`` is called with the path of every file written, when
     all hooks are gone; an exception of it is printed. ``record`` measures norms of gradients and weights: ``auto``,
     every ``N`` steps, or ``N:PATTERN`` for some parameters. ``on_numbers`` is called with a dict of the numbers of
-    every step that was measured (at the pace of ``auto`` without ``record``). ``snapshots`` are the files written,
-    ``results`` their summaries; ``closing`` is the line that says why there are none. With ``verbose`` an error of
-    reprokit's own is printed with its traceback. ``stops`` says whether the loop is to stop, ``is_watching`` whether
-    the hooks are in place. Raises `UsageError` for a value that no option has.
+    every step that was measured (at the pace of ``auto`` without ``record``), ``on_event`` with every event.
+    ``snapshots`` are the files written, ``results`` their summaries; ``closing`` is the line that says why there are
+    none. With ``verbose`` an error of reprokit's own is printed with its traceback. ``stops`` says whether the loop is
+    to stop, ``is_watching`` whether the hooks are in place. Raises `UsageError` for a value that no option has.
     """
 
     _watchers: ClassVar[list[Session]] = []
@@ -90,7 +90,8 @@ class Session:
     ) -> None:
         check_options(after, history, watch, on, source, budget, from_step)
         check_name(output, directory, name)
-        for option, function, takes in (("on_snapshot", on_snapshot, "a path"), ("on_event", on_event, "an event")):
+        given = (("on_snapshot", on_snapshot), ("on_numbers", on_numbers), ("on_event", on_event))
+        for (option, function), takes in zip(given, ("a path", "a dict", "an event"), strict=True):
             if function is not None and not callable(function):
                 raise UsageError(f"`{option}` cannot be {function!r}", hint=f"it is a function that takes {takes}")
         self.stops = after == "stop"

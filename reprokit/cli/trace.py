@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Literal
 import click
 
 from reprokit.capture import launch
+from reprokit.capture.rank_name import rank_suffix, with_part
 from reprokit.cli.console import FilePath, Seconds, Verbosity, common_options, say
 from reprokit.cli.interrupts import deadline, too_long
 from reprokit.cli.outputs import check_file
@@ -248,11 +249,13 @@ def command(
     """
     if not target or not target[0]:
         raise UsageError("no script or snapshot given", hint="reprokit trace train.py [ARGS]...")
+    is_snapshot = not is_module and _is_snapshot(target[0])
     if output is not None:
+        output = output if is_snapshot else with_part(output, rank_suffix())
         check_file(output, overwrite=force)
     to = "jsonl" if json else to
     made = Output(to, output, f"{target[0]}")
-    if not is_module and _is_snapshot(target[0]):
+    if is_snapshot:
         if steps is not None or stop_after is not None:
             raise UsageError("a snapshot holds one step", hint="--steps and --stop-after are for scripts")
         return TraceFile(Path(target[0]), module, made, max_time, verbosity)

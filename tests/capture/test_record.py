@@ -16,7 +16,7 @@ from reprokit.capture.run import norms
 from reprokit.capture.run.norms import AUTO_SHARE, NormMeter, read_pace
 from reprokit.errors import UsageError
 from reprokit.locate.gradient_patterns import LEAST_HISTORY, gradient_patterns
-from reprokit.series import RecordedStep, StepNumbers
+from reprokit.series import RecordedStep, StepNumbers, flat
 from reprokit.snapshot.format import load
 from tests.conftest import Run
 
@@ -63,6 +63,11 @@ def test_norms_of_every_step_are_those_of_the_parameters() -> None:
         assert seen[-1][f"grad_norm/{name}"] == pytest.approx(float(parameter.grad.norm()))
         assert seen[-1][f"zeros/{name}"] == pytest.approx(float((parameter.grad == 0).float().mean()))
     assert math.isfinite(seen[-1]["loss"]) and seen[-1]["lr"] == 0.01
+
+
+def test_a_noted_number_does_not_replace_a_measured_one() -> None:
+    measured = StepNumbers(3, loss=2.0, noted={"loss": 9.0, "step": 7.0, "lr": 0.1, "epoch": 1.0})
+    assert flat(measured, None) == {"step": 3, "loss": 2.0, "lr": 0.1, "epoch": 1.0}
 
 
 def test_every_second_step_and_one_pattern() -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 
 import reprokit
+from reprokit.capture.failure_text import cause_line
 from tests.early.healthy import mlp
 
 
@@ -51,6 +52,8 @@ def test_a_dead_layer_is_named_and_reduced_to_itself(tmp_path: Path) -> None:
     assert (failure["kind"], failure["call"], failure["module"]) == ("dead", "torch.nn.functional.relu", "1")
     assert failure["event"]["source"] == "0.weight"
     assert (failure["event"]["quantity"], failure["event"]["value"]) == ("share of zeros", 1.0)
+    lead = f"step {failure['step']}: the gradient of `0.weight` is zero in every step"  # when it began is not known
+    assert str(cause_line(result)).startswith(lead)
     snapshot = reprokit.load(tmp_path / "run.pt")
     rendered = reprokit.render(reprokit.shrink(snapshot, max_time=60), snapshot, tmp_path / "out")
     text = rendered.repro.read_text()

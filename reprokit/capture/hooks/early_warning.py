@@ -95,7 +95,9 @@ class EarlyWarning:
         if num_copies == self._num_copies and not self._alarms:
             return
         frame = sys._getframe(1)
-        is_saved = any([self._tell(alarm, frame) for alarm in self._take_alarms()])
+        is_saved = False
+        for alarm in self._take_alarms():
+            is_saved = self._tell(alarm, frame, may_save=not is_saved) or is_saved
         if num_copies != self._num_copies:
             self._num_copies = num_copies
             is_saved = is_saved or self._look_at_gradients(frame) is not None
@@ -156,9 +158,10 @@ class EarlyWarning:
         known = {name: value for name, value in found.items() if name not in ("source", "rows")}
         self._emit(replace(event, **known, snapshot=str(path)))
 
-    def _tell(self, alarm: Alarm, frame: FrameType | None) -> bool:
-        """Tell an event; whether it was saved."""
-        saved = self._saver.save_event(alarm, frame) if alarm.departure.severity == "error" else None
+    def _tell(self, alarm: Alarm, frame: FrameType | None, *, may_save: bool) -> bool:
+        """Tell an event; whether it was saved. The capture is over with the first one that was."""
+        is_error = alarm.departure.severity == "error"
+        saved = self._saver.save_event(alarm, frame) if is_error and may_save else None
         if saved is None:
             self._emit(event_of(alarm.kind, alarm.departure, self._step))
             return False
