@@ -145,7 +145,8 @@ class EventStep(Describing):
     def _numbers(self, steps: list[PastStep], number: int) -> tuple[Set[str], list[MeasuredStep]]:
         """The steps up to a position in numbers, and the kinds of the user's hooks to play without.
 
-        Where hooks change what training computed, the steps are played with them.
+        Where hooks change what training computed, the steps are played with them. No numbers if a played loss is still
+        not that of training: then only what was seen live dates an event.
         """
         has_stepped = any(entry.has_stepped for past in steps for entry in past.entries)
         out: Set[str] = EVERY - {ACCUMULATED} if has_stepped else EVERY
@@ -154,7 +155,7 @@ class EventStep(Describing):
             with rewind.going_back(), guarded(self._run_state.history.modules, rewind.leaves(), out) as hooks:
                 rewind.play_until(number + 1, meter)
             if not (rewind.notes and hooks.left_out.total()):
-                return out, meter.steps
+                return out, [] if rewind.notes else meter.steps
             out = frozenset()
 
     @contextmanager
