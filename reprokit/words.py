@@ -59,7 +59,7 @@ def event_words(
     named = f"`{source}`" if source else ""
     if quantity == "share of zeros":
         share = "zero" if value == 1 else f"zero in {value:.1%} of its elements"
-        return f"the gradient of {named or 'a parameter'} is {share} in every step that was kept"
+        return f"the gradient of {named or 'a parameter'} is {share} in every step from there on"
     words = f"the {quantity} was {value:.3g}{times_words(value, usual) if usual is not None else ''}"
     if rows:
         return f"{words}; {rows} of {named or 'the batch'}"

@@ -6,6 +6,7 @@ computed for them, and a device is not waited for: numbers that are on one are s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -51,9 +52,9 @@ class Alarm(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A parameter that learns nothing, and a ``step`` that shows it, of ``num_steps`` that were played.
+    """A parameter that learns nothing, and the first ``step`` that shows it, of ``num_steps`` that were played.
 
-    ``way`` is ``zeros`` if its gradient is zero in all of them, ``nan`` if a hook makes it finite in that step.
+    ``way`` is ``zeros`` if its gradient is zero from there on, ``nan`` if a hook makes it finite in that step.
     """
 
     kind: EventKind
@@ -111,7 +112,8 @@ class Detectors:
             departure = course.add(place, step, loss, rate)
             if departure is not None:
                 self._tell(Alarm("spike", departure))
-        if norm is not None and norm != 0.0 and "explosion" in self._kinds:
+        is_skipped = scale is not None and norm is not None and not math.isfinite(norm)  # a scaler looks for its scale
+        if norm is not None and norm != 0.0 and not is_skipped and "explosion" in self._kinds:
             course = self._norms.get(key)
             if course is None:
                 course = self._norms[key] = Course(_NORMS_IN_A_ROW, _LEAST_RATIO_OF_NORMS)

@@ -136,7 +136,7 @@ class EarlyWarning:
 
     def _silent(self, finding: Finding) -> TrainingEvent:
         """The event of a parameter that learns nothing."""
-        words = f"the gradient of `{finding.name}` is zero in all {finding.num_steps} steps that were played"
+        words = f"the gradient of `{finding.name}` is zero in {finding.num_steps} steps from step {finding.step} on"
         if finding.way == "nan":
             words = f"the gradient of `{finding.name}` is nan in step {finding.step}, and a hook makes it finite"
         place = finding.name.rpartition(".")[0] or finding.name

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from reprokit.arrivals import ignored_errors
 from reprokit.capture.early.course import HIGH, SPREADS, Band
@@ -28,8 +29,9 @@ from reprokit.locate.gains import Step, explained, zeroed
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program
 
-_PLAYED = 32  # steps, of those kept, that are looked at for parameters that learn nothing
+_PLAYED = 256  # steps, of those kept, that are looked at for parameters that learn nothing
 LEAST_SILENT = 20  # steps with a gradient of zeros
+_MOSTLY = 0.5  # of the elements of a gradient
 _RECENT = 32  # of them: numbers of a run drift, and those of its first steps are far above all others
 _LEAST = 8  # healthy steps that a played number is compared with
 _LEAST_RATIO = 0.3  # of gradient norms and updates, see `early.detectors`
@@ -73,7 +75,7 @@ class EventStep(Describing):
             return made
 
     def find_silent(self) -> Finding | None:
-        """A parameter that learns nothing: its gradient is zero in all steps that are played, or a hook repairs it."""
+        """A parameter that learns nothing: its gradient is zero from a step on, or a hook repairs it."""
         history = self._run_state.history
         with self._kept() as steps:
             played = steps[:_PLAYED]
@@ -109,7 +111,8 @@ class EventStep(Describing):
         """The snapshot of a step in which a parameter gets a gradient of zeros."""
         parameters = {n: p for module in self._run_state.history.modules for n, p in module.named_parameters()}
         address = parameters[finding.name].data_ptr()
-        event = Predicate("share of zeros", 1.0, 1.0, steps[0].completed, steps[number].completed, source=finding.name)
+        before = steps[max(number - 1, 0)].completed
+        event = Predicate("share of zeros", 1.0, 1.0, before, steps[number].completed, source=finding.name)
 
         def explain(program: Program, tensors: Tensors) -> Failure:
             owned = (item.value for item in program.inputs if item.role == "parameter")
@@ -178,12 +181,16 @@ class EventStep(Describing):
 
 
 def _silent(measured: Sequence[MeasuredStep], named: Mapping[int, str]) -> Finding | None:
-    """The first parameter whose gradient is zero in every step that gives it one, of enough steps."""
+    """The first parameter whose gradient is zero from a step on, for enough steps that gave another one a gradient.
+
+    In the step before, if that was played, less than half of it was: a layer may fade out by design, as under a decay.
+    """
     for key, name in named.items():
-        shares = [(one.step, one.zeros[key]) for one in measured if key in one.zeros]
-        if len(shares) >= LEAST_SILENT and all(share == 1.0 for _, share in shares):
-            step = shares[-1][0]
-            return Finding("dead", name, "zeros", len(shares), step.place, step.completed)
+        shares = [(one.step, one.zeros[key]) for one in measured if key in one.zeros and one.norm]
+        since = [step for step, _ in takewhile(lambda pair: pair[1] == 1.0, reversed(shares))]
+        is_sudden = len(since) == len(shares) or shares[-len(since) - 1][1] < _MOSTLY
+        if len(since) >= LEAST_SILENT and is_sudden:
+            return Finding("dead", name, "zeros", len(since), since[-1].place, since[-1].completed)
     return None
 
 
