@@ -21,9 +21,9 @@ from reprokit.locate.calls import short_name
 from reprokit.locate.failure import Failure, module_of
 from reprokit.locate.quantity import at_optimizer, loss_of, measured
 from reprokit.locate.ways import largest_finite, ways_of
-from reprokit.program.functions import display_name
+from reprokit.program.functions import all_written, display_name
 from reprokit.program.interpreter import Tensors, run
-from reprokit.program.ir import Call, Input, Phase, Program
+from reprokit.program.ir import Call, Input, Phase, Program, iter_refs
 
 _LEAST_FACTOR, _MOST_FACTOR = 1.5, 10.0  # by which a value is off; batches differ by less
 _MOST_ROWS = 64  # of a batch that are exchanged one by one; each costs a run
@@ -41,9 +41,13 @@ class Step:
 
 @dataclass
 class _Sizes:
-    """Observes a run: the largest magnitude of every result and of the gradient of every result, by value number."""
+    """Observes a run: the largest magnitude of every value and of its gradient, by value number.
+
+    ``made`` has that of every result as its call left it, by the index of the call and the value.
+    """
 
     values: dict[int, float] = field(default_factory=dict)
+    made: dict[tuple[int, int], float] = field(default_factory=dict)
     gradients: dict[int, float] = field(default_factory=dict)
     _versions: dict[int, int] = field(default_factory=dict)
 
@@ -62,10 +66,13 @@ class _Sizes:
                 self.values[value] = _size(values[value])
 
     def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
-        """Note what the call returned, and its gradient once there is one."""
-        for value in call.output_refs():
+        """Note what the call returned or wrote into, and the gradient of what it returned once there is one."""
+        for value in _results(call):
             tensor = values[value]
             self.values[value], self._versions[value] = _size(tensor), tensor._version
+            self.made[index, value] = self.values[value]
+        for value in call.output_refs():
+            tensor = values[value]
             if tensor.requires_grad and tensor.grad_fn is not None:
                 hook = partial(self._note, value)
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -103,14 +110,14 @@ def explained(step: Step, healthy: Step, failure: Failure) -> Failure:
         call_index=index,
         module=module_of(call),
         site=call.site,
-        value=failure.value if failure.value is not None else next(iter(call.output_refs()), None),
+        value=failure.value if failure.value is not None else next(iter(_results(call)), None),
     )
 
 
 def zeroed(step: Step, failure: Failure) -> Failure:
     """``failure``, a gradient of zeros for the parameter that is its value, with the call that lets nothing through.
 
-    That is the first one, from the loss on, that returns only zeros and turns a gradient into zeros. Without such a
+    That is the first one, from the loss on, that makes only zeros of something else, and of a gradient. Without such a
     call the failure stays as it is. A product and a mask make zeros because somebody asks for them.
     """
     sizes, program = _Sizes.of(step), step.program
@@ -119,7 +126,7 @@ def zeroed(step: Step, failure: Failure) -> Failure:
         is_reached = any(sizes.gradients.get(value, 0.0) > 0 for value in call.output_refs())
         is_wanted = short_name(call) in _BY_DESIGN
         if is_reached and not is_wanted and all(sizes.values.get(value) == 0.0 for value in call.output_refs()):
-            read = [value for value in call.input_refs() if sizes.gradients.get(value) == 0.0]
+            read = [v for v in call.input_refs() if sizes.gradients.get(v) == 0.0 and sizes.values.get(v) != 0.0]
             ways = [_way_to(program, value) for value in read]
             if any(failure.value in program.calls[number].input_refs() for way in ways for number in way):
                 name = display_name(call.target)
@@ -151,13 +158,19 @@ class _Comparison:
         now, before = ours.get(value), theirs.get(self.partner[value])
         return now is not None and before is not None and now > self.factor * before and now > 0
 
+    def is_made_off(self, index: int, value: int) -> bool:
+        """True if the result of a call, as the call left it, is several times as large as the value of the healthy
+        step."""
+        before = self.healthy.values.get(self.partner.get(value, -1))
+        return before is not None and self.sizes.made[index, value] > max(self.factor * before, 0.0)
+
     def forward(self) -> tuple[int, Input | None] | None:
         """The first call on the way to the loss whose result is off, and the input of the step that is, if one is."""
         program = self.step.program
         inputs = {item.value: item for item in program.inputs}
         for index in _way_to(program, loss_of(program)):
             call = program.calls[index]
-            if any(self.is_off(value) for value in call.output_refs()):
+            if any(self.is_made_off(index, value) for value in _results(call)):
                 return index, next((inputs[v] for v in call.input_refs() if v in inputs and self.is_off(v)), None)
         return None
 
@@ -179,10 +192,16 @@ def _way_to(program: Program, value: int | None) -> list[int]:
     needed, kept = {value}, []
     for index in range(len(program.calls) - 1, -1, -1):
         call = program.calls[index]
-        if not call.is_differentiation and needed.intersection(call.output_refs()):
+        if not call.is_differentiation and needed.intersection(_results(call)):
             needed.update(call.input_refs())
             kept.append(index)
     return kept[::-1]
+
+
+def _results(call: Call) -> list[int]:
+    """The values that a call returns or writes into; of a write through a view only the view."""
+    written = iter_refs(all_written(call.target, call.args, call.kwargs))
+    return list(dict.fromkeys([*call.output_refs(), *(ref.value for ref in written)]))
 
 
 def _partners(program: Program, other: Program) -> dict[int, int]:
@@ -229,7 +248,7 @@ def _carried_by(
 def _rows_of_result(step: Step, healthy: Step, comparison: _Comparison, index: int) -> str:
     """The rows that are off of a result which was computed from the batch alone."""
     program, roles = step.program, {item.value: item.role for item in step.program.inputs}
-    value = next((value for value in program.calls[index].output_refs() if comparison.is_off(value)), None)
+    value = next((value for value in _results(program.calls[index]) if comparison.is_made_off(index, value)), None)
     read = {v for number in _way_to(program, value) for v in program.calls[number].input_refs()}
     if value is None or "parameter" in map(roles.get, read):
         return ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,3 +124,23 @@ def test_a_scale_that_collapses_leads_to_the_first_overflow(tmp_path: Path) -> N
     assert (event.kind, event.severity, event.began_at) == ("scale", "error", 50)
     assert result["failure"]["step"] == 50
     assert result["failure"]["kind"] in ("inf", "nan")
+
+
+def test_a_dead_layer_keeps_what_makes_it_dead(tmp_path: Path) -> None:
+    """A parameter far from the dead activation: the repro without the bias, or with equal classes, shows nothing."""
+    with _watched(tmp_path, "dead"):
+        model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+        with torch.no_grad():
+            model[2].bias.fill_(-25.0)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        for _ in range(80):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.randn(8, 16)), torch.randint(0, 3, (8,))).backward()
+            optimizer.step()
+    snapshot = reprokit.load(tmp_path / "run.pt")
+    assert snapshot.failure.call == "torch.nn.functional.relu"
+    rendered = reprokit.render(reprokit.shrink(snapshot, max_time=60), snapshot, tmp_path / "out")
+    text = rendered.repro.read_text()
+    assert rendered.verified == "20/20"
+    (tmp_path / "alive.py").write_text(text.replace("relu(", "tanh("))
+    assert subprocess.run([sys.executable, str(tmp_path / "alive.py")], check=False).returncode == 0, text

@@ -138,7 +138,7 @@ def _loop(tmp_path: Path, loss_of: Callable[..., torch.Tensor], on: tuple[str, .
 @pytest.mark.parametrize(
     ("loss_of", "quantity", "call", "rows"),
     [
-        (_bad_rows, "loss", "torch.nn.functional.linear", "rows 3-4"),
+        (_bad_rows, "loss", "torch.Tensor.__setitem__", "rows 3-4"),
         (_rate, "update", "torch.optim.SGD.step", None),
         (_bad_weight, "loss", "torch.nn.functional.linear", None),
     ],
@@ -227,3 +227,23 @@ def test_an_error_of_on_event_never_reaches_training(tmp_path: Path, capsys: pyt
             steps += 1
     assert steps == 102
     assert "`on_event` raised (ValueError: mine)" in capsys.readouterr().err
+
+
+def test_a_label_that_is_written_in_place_is_the_origin(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    model = mlp(8, 24, 24, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with reprokit.capture(tmp_path / "run.pt", on=("spike",), quiet=True) as session:
+        for step in range(80):
+            x = torch.randn(12, 8)
+            y = torch.sigmoid(x.sum(1, keepdim=True))
+            if step == 40:
+                y[7] = 1e5
+            loss = ((model(x) - y) ** 2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (result,) = session.results
+    failure = result["failure"]
+    assert (failure["step"], failure["call"]) == (40, "torch.Tensor.__setitem__")
+    assert failure["event"]["rows"] == "row 7"

@@ -1,9 +1,9 @@
 """The event of a run as a check: a quantity of the step, such as its loss, is not below the recorded threshold.
 
-Three guards keep a candidate from slipping to something trivial. What it asserts has to be computed, not given. An
-input of the step may hold no larger numbers than in training, so a threshold that only wrong labels exceed still needs
-them. What a call of the step computed may be given as an input only while its numbers are no larger than those of the
-inputs that do not carry the event.
+A dead layer is one as long as the same call makes zeros of something else. Three guards keep a candidate from slipping
+to something trivial. What it asserts has to be computed, not given. An input of the step may hold no larger numbers
+than in training, so a threshold that only wrong labels exceed still needs them. What a call of the step computed may be
+given as an input only while its numbers are no larger than those of the inputs that do not carry the event.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Self
 
 from reprokit.locate.calls import VIEWS, short_name
 from reprokit.locate.failure import EVENTS, Failure
+from reprokit.locate.gains import Step, zeroed
 from reprokit.locate.quantity import observed
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.mismatch import results_of
@@ -27,12 +28,14 @@ _LEAST_BOUND = 1.0
 @dataclass(frozen=True)
 class PredicateCheck(SignatureCheck):
     """An event of a run. ``event`` is the failure that has the predicate; ``largest`` bounds the inputs of the step,
-    by value number, ``usual`` all other inputs; those in ``filled`` are not all zeros, and stay so."""
+    by value number, ``usual`` all other inputs; those in ``filled`` are not all zeros, and stay so. ``blocking`` is the
+    call that lets no gradient through to a dead layer."""
 
     event: Failure | None = None
     largest: Mapping[int, float] = field(default_factory=dict)
     usual: float = math.inf
     filled: frozenset[int] = frozenset()
+    blocking: str | None = None
 
     def recognises(self, failure: Failure) -> bool:
         """True if it is an event."""
@@ -47,7 +50,9 @@ class PredicateCheck(SignatureCheck):
         """Run, and measure the quantity."""
         assert self.event is not None, "the check has an event"
         found, _ = observed(candidate.program, candidate.tensors, self.event)
-        return found
+        if found is None or self.blocking is None:
+            return found
+        return found if zeroed(Step(candidate.program, candidate.tensors), found).call == self.blocking else None
 
     def adopted(self, failure: Failure, whole: Candidate) -> Self:
         """This check for a whole step."""
@@ -60,7 +65,10 @@ class PredicateCheck(SignatureCheck):
             if short_name(call) in VIEWS | {"getitem"} and (read := call.input_refs()) and read[0] in largest:
                 largest.update((value, largest[read[0]]) for value in call.output_refs())
         made = super().adopted(failure, whole)
-        return replace(made, event=failure, largest=largest, usual=max(usual, _LEAST_BOUND), filled=filled)
+        blocking = self.event.call if self.event is not None and self.spec == "dead" else None
+        return replace(
+            made, event=failure, blocking=blocking, largest=largest, usual=max(usual, _LEAST_BOUND), filled=filled
+        )
 
     def is_clean(self, candidate: Candidate) -> bool:
         """True if a candidate passes the three guards."""
