@@ -232,7 +232,7 @@ def begin_of(answer: Answer) -> tuple[str | None, str | None, int | None, str | 
             return failure["kind"], "error", event["began_at"], failure["module"] or layer
         if story:
             return "story", "error", story[0]["step"], layer
-        return failure["kind"], "error", failure["step"], failure["module"]
+        return failure["kind"], "error", failure["step"], failure["module"] or layer
     event = min(answer.events, key=lambda event: event["severity"] != "error", default=None)
     if event is None:
         return None, None, None, None
