@@ -96,7 +96,7 @@ def reducer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     modules = {
         "reprokit.shrink": {},
         "reprokit.shrink.reducer": {"shrink": shrink},
-        "reprokit.shrink.reduction": {"load": lambda path: FakeReduction(), "WhatIf": WhatIfResult},
+        "reprokit.shrink.reduction": {"load": lambda path: FakeReduction(), "WhatIfResult": WhatIfResult},
         "reprokit.snapshot.format": {
             "load": lambda path: SimpleNamespace(settings=Settings(num_threads=1), fidelity="exact", fidelity_note=None)
         },

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import tomllib
 import xml.etree.ElementTree as ElementTree
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from reprokit.snapshot.format import load
@@ -49,7 +50,9 @@ def test_expects_nan():
 def test_fails_for_another_reason():
     assert train() == 0
 """
-PLUGIN = ("-m", "pytest", "-p", "reprokit.integrations.pytest_plugin", "-p", "no:cacheprovider", "-q")
+IS_INSTALLED = any(point.name == "reprokit" for point in entry_points(group="pytest11"))
+LOADED = () if IS_INSTALLED else ("-p", "reprokit.integrations.pytest_plugin")
+PLUGIN = ("-m", "pytest", *LOADED, "-p", "no:cacheprovider", "-q")
 
 
 def test_a_failing_training_test_names_its_snapshot(tmp_path: Path, run_python: Run) -> None:

@@ -162,17 +162,20 @@ class Player:
     def as_then(self, entry: Entry) -> Iterator[None]:
         """The optimizer's options, attributes and its scaler's verdict as they were in the loop."""
         optimizer, settings = entry.target, entry.settings
+        scaler = settings["scaler"] if settings is not None else {}
+        now = {name: vars(optimizer)[name] for name in scaler if name in vars(optimizer)}
         if settings is not None:
             set_options(optimizer, settings["options"])
             if settings["attributes"] is not None:
                 settings["attributes"].put_back()
-            for name, value in settings["scaler"].items():
-                setattr(optimizer, name, value)
+        for name, value in scaler.items():
+            setattr(optimizer, name, value)
         try:
             yield
         finally:
-            for name in settings["scaler"] if settings is not None else ():
+            for name in scaler:
                 delattr(optimizer, name)
+            vars(optimizer).update(now)  # the loop's scaler may be in the middle of a step
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor of the replay for a tensor of the loop."""

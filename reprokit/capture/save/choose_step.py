@@ -215,13 +215,13 @@ class Describing:
         has_stepped = any(entry.has_stepped for step in steps for entry in step.entries)
         out = EVERY - {ACCUMULATED} if has_stepped else EVERY
         last = snapshot.step if snapshot.failure.event is None else steps[-1].completed if steps else 0
-        rows, num_left_out = self._measured(steps, last, out)
-        if num_left_out and not any(row.step == snapshot.step - 1 for row in rows):
-            return self._measured(steps, last, frozenset())[0]  # hooks may have changed what training computed
-        return rows
+        return self._measured(steps, last, out)
 
-    def _measured(self, steps: list[PastStep], last: int, out: Set[str]) -> tuple[list[LayerNumbers], int]:
-        """The numbers of the layers, played without the user's hooks of the kinds ``out``, and the number of these."""
+    def _measured(self, steps: list[PastStep], last: int, out: Set[str]) -> list[LayerNumbers]:
+        """The numbers of the layers, played without the user's hooks of the kinds ``out``.
+
+        Hooks are not called for a story; where they change what training computes, it ends.
+        """
         history, rewind = self._run_state.history, Rewind(self._run_state.history, steps)
         names = root_names(history.modules, self._noticed.frame)
         layers = {
@@ -229,8 +229,8 @@ class Describing:
             for root in history.modules
             for path, layer in layers_of(root)
         }
-        with rewind.going_back(), guarded(history.modules, rewind.leaves(), out) as hooks:
-            return rewind.measured(LayerMeter(layers), last), hooks.left_out.total()
+        with rewind.going_back(), guarded(history.modules, rewind.leaves(), out):
+            return rewind.measured(LayerMeter(layers), last)
 
     def _has_gap(self) -> bool:
         """True if the loop has handled an exception in this step that may have interrupted a write."""
