@@ -165,7 +165,7 @@ class Course:
         return None
 
     def _come_back(self) -> Departure | None:
-        """The number is on its course again: what was off it alone is told if it was far off."""
+        """End a streak; a single value far off the course is a warning."""
         peak = self._peak()
         is_new = not self._is_told and not self._rose and self.limit < _LARGEST
         is_far = is_new and self.band.spreads(peak) > _ALONE and self._is_beyond(peak)
@@ -176,7 +176,7 @@ class Course:
         return departure
 
     def _adopt(self) -> None:
-        """What was off the course for so long is the course now."""
+        """Make a long streak of values the new course."""
         finite = [value for value in self._streak if math.isfinite(value.number)]
         self._window.clear()
         self._forget_streak()
