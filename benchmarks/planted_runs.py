@@ -1,8 +1,8 @@
 """Thirty trainings in which something goes wrong at a known step and layer: scripts, as those of `healthy_runs.py`.
 
 The truth is data beside each run and follows from how it is written: `began` is the step in which the cause first
-acts, `layers` are the modules that it acts on. Most end in a NaN or an infinity three to forty steps later. Where the
-cause by its nature never leads to one, `is_finite` says so.
+acts, `layers` are the modules that it acts on, and the input of the step that it writes into. Most end in a NaN or an
+infinity three to forty steps later. Where the cause by its nature never leads to one, `is_finite` says so.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def unnormalised_pictures(seed: int) -> None:
         print(step, loss.item())
 
 
-@planted(50, "0", until=59)
+@planted(50, "0", "data", until=59)
 def scaled_in_place(seed: int) -> None:
     """An augmentation multiplies the data set itself: 1.3 times more in every step."""
     data = torch.randn(64, 12)
@@ -439,7 +439,7 @@ def ruined_statistics(seed: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
     for step in range(140):
         if step == 100:
-            model[1].running_var.fill_(4e-4)
+            model[1].running_var.fill_(1e-4)  # with 4e-4 one seed in ten comes back
         x = torch.randn(16, 10)
         loss = F.mse_loss(model(x), x[:, :2].sum(1, keepdim=True))
         optimizer.zero_grad()

@@ -55,7 +55,8 @@ class PlantedRow:
     """The answers to a planted cause.
 
     ``bad_step`` is the first loss that was not finite, ``plain_step`` the failure of plain capture, ``story_step``
-    where its story begins. ``step`` and ``layer`` are the answer of ``--on early``, from the event of ``kind``.
+    where its story begins. ``step``, ``layer`` and ``source``, an input of the step, are the answer of ``--on early``,
+    from the event of ``kind``.
     """
 
     case: str
@@ -68,6 +69,7 @@ class PlantedRow:
     kind: str | None = None
     step: int | None = None
     layer: str | None = None
+    source: str | None = None
     severity: str | None = None
     problem: str = ""
 
@@ -78,9 +80,9 @@ class PlantedRow:
 
     @property
     def layer_ok(self) -> bool:
-        """True if the answer is a layer that the cause acts on, in a step at which it does."""
+        """True if the answer is a layer, or an input, that the cause acts on, in a step at which it does."""
         named = (*self.layers, *(f"model.{layer}" for layer in self.layers))  # beside another root, such as a teacher
-        is_there = any(is_inside(self.layer, layer) for layer in named)
+        is_there = self.source in self.layers or any(is_inside(self.layer, layer) for layer in named)
         return is_there and self.step is not None and self.step >= self.began
 
     @property
@@ -183,6 +185,8 @@ class Runner:
             row.story_step = next((item["step"] for item in plain.summary.get("story", ())), None)
         early = self._capture(run.function, "early", [*EARLY, *STOPPED])
         row.kind, row.severity, row.step, row.layer = begin_of(early)
+        event = early.summary["failure"].get("event") if early.summary is not None else None
+        row.source = event["source"] if event else None
         row.problem = plain.problem or early.problem or untruth(run, plain.bad_step)
         return row
 
@@ -227,9 +231,14 @@ def begin_of(answer: Answer) -> tuple[str | None, str | None, int | None, str | 
         failure, story = answer.summary["failure"], answer.summary.get("story", ())
         event = failure.get("event")
         told = (event["place"] for event in answer.events if event.get("snapshot") and event.get("place"))
-        layer = next((item["module"] for item in story if item["module"]), next(told, None))
+        place = next(told, None)
+        layer = next((item["module"] for item in story if item["module"]), place)
+        if failure["kind"] == "dead" and place is not None:
+            layer = place  # the story may begin with another one
         if event:
-            return failure["kind"], "error", event["began_at"], failure["module"] or layer
+            own = failure["module"]
+            is_root = own is not None and own.startswith("<")  # which is no layer
+            return failure["kind"], "error", event["began_at"], layer if own is None or is_root else own
         if story:
             return "story", "error", story[0]["step"], layer
         return failure["kind"], "error", failure["step"], failure["module"] or layer

@@ -17,7 +17,7 @@ _NOT_IN_A_LINE = re.compile(f"{_HIDDEN.pattern[:-1]}\\t\\n]")
 _NOT_IN_A_NAME = re.compile(f"{_HIDDEN.pattern[:-1]}\\t\\n`]")
 
 
-def tell(text: str) -> None:
+def print_line(text: str) -> None:
     """Print one line of the tool on stderr; the script that runs may have closed it or set it to ``None``."""
     if sys.stderr is not None:
         with ignored_errors():

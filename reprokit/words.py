@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 _GRADIENTS = re.compile(r"(?:^|_)grad(?:ient)?s?(?:_|$)")
+
+
+def jsonable(value: Any) -> Any:
+    """The value, a number that JSON does not have as text: ``nan``, ``inf``, ``-inf``."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:
@@ -54,12 +60,12 @@ def event_words(
     source: str | None = None,
     rows: str | None = None,
     reference_step: int | None = None,
+    began_at: int,
 ) -> str:
     """An event in a few words: ``the loss was 1.2e9, 10^8 times its median of 12; rows 0-7 of `y` ``."""
     named = f"`{source}`" if source else ""
     if quantity == "share of zeros":
-        share = "zero" if value == 1 else f"zero in {value:.1%} of its elements"
-        return f"the gradient of {named or 'a parameter'} is {share} in every step from there on"
+        return f"the gradient of {named or 'a parameter'} is missing or zero from step {began_at} on"
     words = f"the {quantity} was {value:.3g}{times_words(value, usual) if usual is not None else ''}"
     if rows:
         return f"{words}; {rows} of {named or 'the batch'}"

@@ -158,7 +158,7 @@ def test_a_captured_nan_has_its_story(tmp_path: Path, watch: str, capsys: pytest
 
 
 def test_the_story_is_of_training_itself(tmp_path: Path) -> None:
-    """The gradient and the true update that a hook would have seen in training, to the last bit."""
+    """The gradient and the true update that a hook would have seen in training, in float64, to the last bit."""
     seen: dict[int, tuple[float, float]] = {}
     torch.manual_seed(0)
     model = Grows()
@@ -166,11 +166,13 @@ def test_the_story_is_of_training_itself(tmp_path: Path) -> None:
     for step in range(FAILS_AT):
         model(torch.randn(16, 4)).pow(2).mean().backward()
         parameters = list(model.first.parameters())
-        norm = math.hypot(*(torch.linalg.vector_norm(p.grad).item() for p in parameters if p.grad is not None))
+        norm = math.hypot(*(torch.linalg.vector_norm(p.grad.double()).item() for p in parameters if p.grad is not None))
         before = [p.detach().clone() for p in parameters]
         optimizer.step()
-        change = math.hypot(*((p.detach() - b).norm().item() for p, b in zip(parameters, before, strict=True)))
-        seen[step] = norm, change / math.hypot(*(b.norm().item() for b in before))
+        change = math.hypot(
+            *((p.detach().double() - b.double()).norm().item() for p, b in zip(parameters, before, strict=True))
+        )
+        seen[step] = norm, change / math.hypot(*(b.double().norm().item() for b in before))
         optimizer.zero_grad()
     torch.manual_seed(0)
     model = Grows()

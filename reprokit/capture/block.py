@@ -19,13 +19,13 @@ from reprokit.capture.options import DEFAULT_ON, DEFAULT_PERCENT, After, Source,
 from reprokit.capture.rank_name import check_name, current_folder
 from reprokit.errors import UsageError
 from reprokit.series import StepNumbers
-from reprokit.visible import tell
+from reprokit.visible import print_line
 from reprokit.words import replay_words
 
 if TYPE_CHECKING:
     from reprokit.capture.session import Session
 
-_TOLD = ("loss", "gradient norm")
+_SHOWN_NUMBERS = ("loss", "gradient norm")
 
 
 @contextlib.contextmanager
@@ -96,10 +96,10 @@ def capture(
         session.take_away()  # also if an exception has arrived just before it could
         if not quiet:
             if session.closing is not None:
-                tell(session.closing)
+                print_line(session.closing)
             for written, result in zip(session.snapshots, session.results, strict=True):
                 for line in captured_lines(written, result, None):
-                    tell(line)
+                    print_line(line)
 
 
 def captured_lines(path: Path, result: Mapping[str, Any], start: Path | None, command: Sequence[str] = ()) -> list[str]:
@@ -109,11 +109,13 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path | None, co
     """
     shown = shown_path(path, start)
     place = place_line(result)
-    told = [f"  {line}" for line in (place, cause_line(result)) if line is not None]
+    cause = cause_line(result) if "event" not in result["failure"] else None  # which has a line of its own above
+    details = [f"  {line}" for line in (place, cause) if line is not None]
     timeline = [StepNumbers(**row) for row in result["timeline"]]
-    told += [f"  {name}  {numbers}" for name, numbers in growth(timeline) if name.startswith(_TOLD)]
+    grown = growth(timeline, result["failure"].get("event", {}).get("quantity"))
+    details += [f"  {name}  {numbers}" for name, numbers in grown if name.startswith(_SHOWN_NUMBERS)]
     doubt = replay_words(result.get("fidelity", "exact"), result.get("fidelity_note"))
-    told += [f"  {doubt}"] if doubt else []
+    details += [f"  {doubt}"] if doubt else []
     failure = result["failure"]
     following = ["shrink" if can_be_shrunk(result) else "show", shown]
     if command and not result["capture"].get("is_noted", True):
@@ -122,7 +124,7 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path | None, co
     captured = "saved the step of {0}, step {1}" if is_own else "captured {} at step {}"
     return [
         f"{captured.format(what(result), failure['step'])} -> {shown}",
-        *told,
+        *details,
         f"next: {shlex.join(['reprokit', *following])}",
     ]
 

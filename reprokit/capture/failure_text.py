@@ -30,7 +30,8 @@ def what(result: Mapping[str, Any]) -> str:
         return (f"{failure['kind']} of the {quantity}" if failure["kind"] != "dead" else "dead layer") + origin
     name: str = failure["exception"]["type"] if failure["exception"] else failure["kind"]
     if failure["call"] is not None:
-        return f"{name} from `{failure['call']}`"
+        is_gradient = failure["phase"] == "backward" and failure.get("backward_node")
+        return f"{name} {'in the gradient of' if is_gradient else 'from'} `{failure['call']}`"
     if failure["exception"]:
         site = failure["site"]
         return name + (f" raised at {site['file']}:{site['line']}" if site else "")
@@ -40,12 +41,12 @@ def what(result: Mapping[str, Any]) -> str:
 def event_words(result: Mapping[str, Any]) -> str:
     """An event in words: ``began at step 20: the loss was 1.2e9, 10^8 times its median of 12; rows 0-7 of `y` ``.
 
-    Gradients of zeros may be older than any kept step.
+    Gradients of zeros may be older than any kept step, so of those it is not said that they began.
     """
     event = dict(result["failure"]["event"])
-    began, _ = event.pop("began_at"), event.pop("threshold")
-    lead = "step" if event["quantity"] == "share of zeros" else "began at step"
-    return f"{lead} {began}: {words.event_words(**event)}"
+    del event["threshold"]
+    lead = "" if event["quantity"] == "share of zeros" else f"began at step {event['began_at']}: "
+    return f"{lead}{words.event_words(**event)}"
 
 
 def cause_line(result: Mapping[str, Any]) -> str | None:
@@ -78,10 +79,11 @@ def place_line(result: Mapping[str, Any]) -> str | None:
     return ", ".join(words) or None
 
 
-def growth(timeline: Sequence[StepNumbers]) -> Iterator[tuple[str, str]]:
+def growth(timeline: Sequence[StepNumbers], quantity: str | None = None) -> Iterator[tuple[str, str]]:
     """The numbers of the last training steps, by name; numbers that never changed are left out.
 
-    Every name of an optimizer has the same steps, with a dash where there was no number.
+    Every name of an optimizer has the same steps, with a dash where there was no number. ``quantity`` is that of an
+    event, whose own words compare it with its median.
     """
     for (name, key), (optimizer, rows) in itertools.product(_NUMBERS, by_optimizer(timeline).items()):
         values = [value for row in rows if (value := getattr(row, key)) is not None]
@@ -89,19 +91,21 @@ def growth(timeline: Sequence[StepNumbers]) -> Iterator[tuple[str, str]]:
             shown = (getattr(row, key) for row in rows[-_STEPS:])
             yield (
                 titled(name, optimizer),
-                "  ".join("-" if value is None else f"{value:.4g}" for value in shown) + _trend(values),
+                "  ".join("-" if value is None else f"{value:.4g}" for value in shown)
+                + ("" if name == quantity else _trend(values)),
             )
 
 
 def _trend(values: Sequence[float]) -> str:
-    """How much the last finite number is above the typical one; empty for numbers below zero, or with few of them."""
+    """How much the last finite number is above the median; empty for numbers below zero, or with few of them."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 3 or min(finite) < 0:
         return ""
     typical = sorted(finite[:-1])[len(finite[:-1]) // 2]
     if typical == 0 or finite[-1] < _FAST * typical:
         return ""
-    return f"  (the last finite one is {finite[-1] / typical:.3g} times the median)"
+    last = "the last one" if len(finite) == len(values) else "the last finite one"
+    return f"  ({last} is {finite[-1] / typical:.3g} times the median)"
 
 
 COMPILED = "which is compiled and not followed"  # part of a note
@@ -152,7 +156,7 @@ def _reasons(seen: Seen) -> Iterator[str]:
         yield "torch was not imported"
         return
     if any(COMPILED in note for note in seen.unseen):
-        yield "compiled whole steps are not noted: set TORCH_COMPILE_DISABLE=1"
+        yield "functions compiled before the capture are not noted: compile inside it or set TORCH_COMPILE_DISABLE=1"
     if seen.has_other_thread:
         yield "a second thread trained, and only the first one is watched"
     if seen.has_transform and not seen.has_backward:
@@ -164,11 +168,11 @@ def _reasons(seen: Seen) -> Iterator[str]:
 def _why_not_saved(seen: Seen, error: BaseException | None) -> str:
     """Why an ending is no failure of a step, when steps were checked."""
     bad = f"the loop skipped {counted(seen.num_skipped, 'bad step')}" if seen.num_skipped else "none was bad"
-    judged = f"{counted(seen.num_steps, 'step')} {'was' if seen.num_steps == 1 else 'were'} checked and {bad}"
+    checked = f"{counted(seen.num_steps, 'step')} {'was' if seen.num_steps == 1 else 'were'} checked and {bad}"
     if {"nonfinite", "skipped"}.isdisjoint(seen.on):
-        judged = "bad losses were not asked for: add `--on nonfinite`"
+        checked = "bad losses were not asked for: add `--on nonfinite`"
     if not isinstance(error, Exception):
-        return judged
+        return checked
     if "exception" not in seen.on:
         return "exceptions were not asked for: add `--on exception`"
-    return f"the exception came from outside of a step; {judged}"
+    return f"the exception came from outside of a step; {checked}"

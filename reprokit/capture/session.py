@@ -20,6 +20,7 @@ import torch
 from reprokit.arrivals import ignored_errors, pass_on
 from reprokit.capture.early.alarm import EventLog, TrainingEvent
 from reprokit.capture.failure_text import Seen, closing_line
+from reprokit.capture.hooks.compiled_calls import CompiledCalls
 from reprokit.capture.hooks.composite_calls import WholeCalls
 from reprokit.capture.hooks.early_warning import EarlyWarning
 from reprokit.capture.hooks.on_failure import Failures
@@ -36,11 +37,12 @@ from reprokit.capture.rewind.checkpoint import History
 from reprokit.capture.run.budget import Budget, Part
 from reprokit.capture.run.norms import NormMeter, read_pace
 from reprokit.capture.run.run_state import RunState
-from reprokit.capture.run.timeline import number_of
 from reprokit.capture.save.choose_step import Place, SkippedLoss
+from reprokit.capture.save.exceptions import ends_training
 from reprokit.errors import UsageError
+from reprokit.locate.quantity import number_of
 from reprokit.series import RecordedStep, StepNumbers, flat
-from reprokit.visible import tell, visible_line
+from reprokit.visible import print_line, visible_line
 
 
 class Session:
@@ -49,8 +51,8 @@ class Session:
     Use as a context manager. ``output`` is the file to write (made from ``name`` and the step inside ``directory`` when
     ``None``); the file name of one of several processes gets its rank, or ``part``. ``after`` says whether the loop is
     stopped (`CaptureStop` is raised in it) or goes on unwatched. ``history`` is the number of steps between copies of
-    the training state (``None``: chosen by their cost; 0: no copies). ``watch``: ``sampled`` judges the loss, one early
-    gradient and clipped norms in every step and everything when the copy is refreshed; ``every-step`` judges everything
+    the training state (``None``: chosen by their cost; 0: no copies). ``watch``: ``sampled`` checks the loss, one early
+    gradient and clipped norms in every step and everything when the copy is refreshed; ``every-step`` checks everything
     always; ``deferred`` never waits for a value. ``budget`` is the share of the loop's CPU time in percent that is kept
     by noting fewer steps (``None``: no limit), ``from_step`` the first step to note. ``on`` says what is a failure,
     ``source`` how much of the user's code is kept. ``on_snapshot`` is called with the path of every file written, when
@@ -122,6 +124,7 @@ class Session:
         )
         self.snapshots, self.results = self._failures.snapshots, self._failures.results
         self._stepping = Stepping(self._run_state, self._policy, self._failures)
+        self._compiled = CompiledCalls(self._run_state, self._policy, self._failures, self._stepping)
         self._on_numbers = on_numbers
         if record is not None or on_numbers is not None:
             self._run_state.norms = NormMeter(read_pace(record or "auto"), self._parameter_names)
@@ -129,13 +132,13 @@ class Session:
             self._run_state.norms.hand_over = self._hand_over_numbers
         kinds = events_in(on)
         if kinds:
-            log = EventLog(place.log)
+            log = EventLog(lambda: place.log)
             self._early = EarlyWarning(self, self._run_state, kinds, self._failures, log, on_event)
             self._stepping.early = self._failures.early = self._early
         self._run_state.budget.say = self.say
         self._run_state.budget.parts = self._parts()
         self._run_state.choose()
-        self._hooks = Hooks(self._tape, self._stepping, WholeCalls(self._run_state, self._policy))
+        self._hooks = Hooks(self._tape, self._stepping, WholeCalls(self._run_state, self._policy), self._compiled)
 
     def _parts(self) -> list[Part]:
         """The methods in which a healthy step spends its time."""
@@ -146,6 +149,7 @@ class Session:
             self._run_state.running: ("finish_module",),
             stepping: ("judge_start", "finish_differentiation", "enter", "end_step"),
             self._policy: ("gradients",),
+            self._compiled: ("_begin", "_finish"),
         }
         return [(owner, name) for owner, found in names.items() for name in found]
 
@@ -156,7 +160,7 @@ class Session:
             self.take_away()
             pass_on(error)
             self._has_complained = True
-            tell(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
+            print_line(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
             self._print_traceback(error)
         except BaseException:
             self.take_away()
@@ -168,8 +172,11 @@ class Session:
         try:
             if self._tape.enabled and not isinstance(exc, CaptureStop):
                 try:
-                    path = self._failures.look_back(exc)
-                    self.closing = None if self.snapshots or self._has_complained else closing_line(self._seen(), exc)
+                    self._meet_others_at_end(exc)
+                    if self._tape.enabled:  # and they have found nothing
+                        path = self._failures.look_back(exc)
+                        is_told = self.snapshots or self._has_complained
+                        self.closing = None if is_told else closing_line(self._seen(), exc)
                 except Exception as error:
                     self.switch_off(error)
         finally:
@@ -177,11 +184,18 @@ class Session:
         if path is not None and exc is None:
             self.stop()
 
+    def _meet_others_at_end(self, error: BaseException | None) -> None:
+        """The last moment for going back together, in a script that leaves the process group to the end."""
+        is_normal = error is None or (isinstance(error, SystemExit) and not ends_training(error))
+        with self._tape.paused():
+            self._stepping.check_at_end(has_failed=not is_normal)
+
     def take_away(self) -> None:
         """Take everything away, the mode on torch's stack included, also if an exception arrives meanwhile."""
         try:
             self.leave()
             self._tape.leave_stack()
+            self._run_state.ranks.close()
         except BaseException:
             self.leave()
             self._tape.leave_stack()
@@ -193,7 +207,7 @@ class Session:
         return bool(self.snapshots) and not self._failures.is_deliberate
 
     @property
-    def has_judged(self) -> bool:
+    def has_checked(self) -> bool:
         """True if a backward pass was seen."""
         return self._tape.is_claimed
 
@@ -238,7 +252,7 @@ class Session:
     @property
     def _unhooking(self) -> tuple[Callable[[], None], ...]:
         self.is_watching = self._tape.enabled = False
-        leaving = (self._make_way, self._stepping.leave, self._unhook, self._tape.uninstall)
+        leaving = (self._make_way, self._tape.uninstall, self._stepping.leave, self._unhook)
         return (*leaving, self._run_state.budget.stop_measuring, self._run_state.running.restart)
 
     def _unhook(self) -> None:
@@ -303,7 +317,7 @@ class Session:
         pass_on(error)
         if not self._has_complained:
             self._has_complained = True
-            tell(f"{what} ({type(error).__name__}: {error}); training goes on")
+            print_line(f"{what} ({type(error).__name__}: {error}); training goes on")
             self._print_traceback(error)
 
     def _print_traceback(self, error: BaseException) -> None:
@@ -351,7 +365,7 @@ class Session:
             self._on_snapshot(path)
         except Exception as error:
             pass_on(error)
-            tell(visible_line(f"`on_snapshot` raised {type(error).__name__}: {error}; the snapshot is `{path}`"))
+            print_line(visible_line(f"`on_snapshot` raised {type(error).__name__}: {error}; the snapshot is `{path}`"))
             self._print_traceback(error)
 
     def note(self, **numbers: float) -> None:
@@ -384,13 +398,13 @@ class Session:
         except Exception as error:
             pass_on(error)
             self._on_numbers = None
-            tell(visible_line(f"`on_numbers` raised {type(error).__name__}: {error}; it is not called again"))
+            print_line(visible_line(f"`on_numbers` raised {type(error).__name__}: {error}; it is not called again"))
             self._print_traceback(error)
 
     def say(self, text: str) -> None:
-        """Tell the user, unless all is to be quiet."""
+        """Print a line, unless all is to be quiet."""
         if not self._quiet:
-            tell(text)
+            print_line(text)
 
 
 def _abandon_in_child() -> None:

@@ -12,6 +12,8 @@ import dataclasses
 import json
 import math
 import os
+import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +43,7 @@ EXIT_CAPTURED = 3
 class Capture:
     """A script or module to run, and what to do at its first failure.
 
-    ``part`` tells the files of this process from those of the process that has started it.
+    ``part`` distinguishes the files of this process from those of the process that has started it.
     """
 
     target: str
@@ -72,7 +74,7 @@ class Capture:
 
     def _execute(self, reports: str | None) -> int:
         watch = Watch(self, Path.cwd(), reports)
-        atexit.register(watch.tell)
+        atexit.register(watch.announce)
         try:
             with launch.hide_own_frames(), contextlib.ExitStack() as stack:
                 watch.begin(stack)
@@ -138,6 +140,7 @@ class Capture:
 
     def _check(self) -> None:
         if not self.is_module:
+            _check_is_script(self.target, self.argv)
             launch.read_script(self.target)
         output = self.file()
         check_name(self.output, None, self.stem)
@@ -152,7 +155,7 @@ class Capture:
 
 
 class Watch:
-    """The session of one run: begins when the script has imported torch, tells its result at the process's end."""
+    """The session of one run: begins when the script has imported torch, reports its result at the process's end."""
 
     def __init__(self, plan: Capture, folder: Path, reports: str | None = None) -> None:
         self._plan = plan
@@ -217,7 +220,7 @@ class Watch:
             if plan.verbosity is Verbosity.VERBOSE:
                 print_exception(error)
 
-    def tell(self) -> None:
+    def announce(self) -> None:
         """Say what was captured and what to do next, or why nothing was; forked children stay silent."""
         if os.getpid() != self._process:
             return
@@ -237,9 +240,9 @@ class Watch:
             for path, result in zip(self._session.snapshots, self._session.results, strict=True):
                 self._tell_result(path, result)
         closing = self._session.closing if self._session is not None else closing_line(Seen(), self._error)
-        is_judged_elsewhere = self._error is None and any(report["has_judged"] for report in children)
-        is_told = self._has_failed or is_judged_elsewhere or any(report["results"] for report in children)
-        if closing is not None and not is_told and self._reports is None:
+        is_checked_elsewhere = self._error is None and any(report["has_checked"] for report in children)
+        is_reported = self._has_failed or is_checked_elsewhere or any(report["results"] for report in children)
+        if closing is not None and not is_reported and self._reports is None:
             say(closing + self.children.words(children), self._plan.verbosity)
 
     def _tell_result(self, path: Path, result: Mapping[str, Any]) -> None:
@@ -254,7 +257,7 @@ class Watch:
         found = {
             "pid": self._process,
             "has_stopped": session is not None and session.has_failed and self._plan.after == "stop",
-            "has_judged": session is not None and session.has_judged,
+            "has_checked": session is not None and session.has_checked,
             "results": session.results if session is not None else [],
         }
         with contextlib.suppress(OSError, TypeError, ValueError):
@@ -334,6 +337,27 @@ def command(target: tuple[str, ...], module: bool, force: bool, after_capture: o
         kind = "module" if module else "script"
         raise UsageError(f"no {kind} given", hint="reprokit capture train.py [ARGS]...")
     return Capture(target[0], module, target[1:], overwrite=force, after=after_capture, **more)
+
+
+def _check_is_script(target: str, argv: Sequence[str]) -> None:
+    """Raises `UsageError` for a launcher, whose processes have to be watched one by one."""
+    if _STARTS_SCRIPTS.fullmatch(os.path.basename(target)) and not os.path.isfile(target):
+        raise UsageError(f"`{target}` is a command, not a script", hint=_launched([target, *argv]))
+
+
+def _launched(words: Sequence[str]) -> str:
+    """The command of a launcher with ``reprokit capture`` in front of the script or module that it starts."""
+    pairs = list(enumerate(zip(words, [*words[1:], ""], strict=True)))
+    start = next((number for number, (word, _) in pairs if _PYTHON.fullmatch(os.path.basename(word))), 0)
+    for number, (word, following) in pairs[start:]:
+        if word.endswith(".py") or (word in ("-m", "--module") and following not in _LAUNCHING_MODULES):
+            return shlex.join([*words[:number], "-m", "reprokit", "capture", *words[number:]])
+    return f"{words[0]} [OPTIONS] -m reprokit capture train.py [ARGS]"
+
+
+_PYTHON = re.compile(r"python[\d.]*")
+_STARTS_SCRIPTS = re.compile(rf"torchrun|accelerate|mpiexec|mpirun|srun|{_PYTHON.pattern}")
+_LAUNCHING_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
 
 
 def _budget(value: str) -> float | None:

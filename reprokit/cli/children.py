@@ -31,7 +31,7 @@ from reprokit.words import counted
 if TYPE_CHECKING:
     from reprokit.cli.capture import Capture, Watch
 
-REPORTS = "REPROKIT_REPORTS"  # the folder in which a command that was started tells its parent what it captured
+REPORTS = "REPROKIT_REPORTS"  # the folder in which a command that was started reports to its parent what it captured
 _OWN = str(Path(__file__).resolve().parent.parent) + os.sep
 _LIBRARIES = tuple(str(Path(sysconfig.get_path(key)).resolve()) + os.sep for key in ("stdlib", "platstdlib"))
 _PACKAGES = ("site-packages", "dist-packages")
@@ -79,10 +79,10 @@ class Children:
 
     def words(self, reports: Sequence[Mapping[str, Any]]) -> str:
         """The part of the closing line about started processes without a capture."""
-        is_judged = any(report["has_judged"] for report in reports)
-        told = [(0 if is_judged else self.num_watched, ", nor in {} that the script started")]
-        told += [(self.num_unwatched, "; {} that the script started could not be watched")]
-        return "".join(words.format(counted(num, "process", "processes")) for num, words in told if num)
+        is_checked = any(report["has_checked"] for report in reports)
+        parts = [(0 if is_checked else self.num_watched, ", nor in {} that the script started")]
+        parts += [(self.num_unwatched, "; {} that the script started could not be watched")]
+        return "".join(words.format(counted(num, "process", "processes")) for num, words in parts if num)
 
     @property
     def folder(self) -> str:
@@ -182,7 +182,7 @@ class WatchedRun:
             finally:
                 stack.__exit__(*sys.exc_info())
                 if watch is not None:
-                    watch.tell()
+                    watch.announce()
 
     def _watch(self, stack: contextlib.ExitStack) -> Watch:
         watch = self._plan.watch_of_child(Path(self._directory), self._folder)

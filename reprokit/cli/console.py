@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import click
 
 from reprokit.errors import OutputError, ReprokitError
-from reprokit.visible import tell, visible
+from reprokit.visible import print_line, visible
 
 Plan = TypeVar("Plan")
 
@@ -73,7 +73,7 @@ def common_options(command: Callable[..., Plan]) -> Callable[..., Plan]:
 def say(text: str, verbosity: Verbosity = Verbosity.NORMAL) -> None:
     """One line of the tool on stderr."""
     if verbosity is not Verbosity.QUIET:
-        tell(text)
+        print_line(text)
 
 
 def say_error(error: ReprokitError) -> None:

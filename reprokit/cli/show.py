@@ -125,7 +125,9 @@ def _source(snapshot: Snapshot, width: int) -> Table | None:
     number: dict[str, Any] = {"justify": "right", "style": "dim", "no_wrap": True}
     grid = _grid(_MARK, number, {"no_wrap": True, "overflow": "ellipsis", "max_width": max(_LEAST_ROOM, room)})
     grid.add_row("", "", Text(f"{site.file}:{site.line}", style="dim"))
-    for line in lines:
+    for before, line in zip([None, *lines], lines, strict=False):
+        if before is not None and line.number > before.number + 1:
+            grid.add_row("", "", Text("...", style="dim"))  # the snapshot holds no call of the lines between
         style = "bold" if line.is_origin else ""
         grid.add_row(">" if line.is_origin else "", str(line.number), Text(line.code, style=style))
     return grid
@@ -157,7 +159,9 @@ def _facts(snapshot: Snapshot) -> Table:
 
     failed = (fact for fact in facts.of_failure(snapshot) if fact[0] != "line")  # it is shown above
     story = [("before", facts.story(snapshot))] if facts.story(snapshot) else []
-    rows = [*story, *failed, *growth(snapshot.timeline), *_capture(snapshot), *facts.source(snapshot)]
+    event = snapshot.failure.event
+    grown = growth(snapshot.timeline, event.quantity if event is not None else None)
+    rows = [*story, *failed, *grown, *_capture(snapshot), *facts.source(snapshot)]
     versions = dict(facts.versions(snapshot.environment))
     shown = (f"{name} {versions[name]}" for name in ("torch", "python", "devices") if name in versions)
     rows.append(("environment", ", ".join(shown)))

@@ -21,6 +21,8 @@ from reprokit.cli.views import View, open_view, print_result, progress_option
 from reprokit.errors import Flaky, Interrupted, NotReproduced, ReprokitError
 from reprokit.shrink.checks.spec import SYNTAX, Spec, parse
 from reprokit.shrink.events import Comparing, Event, Improved, Replayed, Resumed, Writing, Written
+from reprokit.shrink.isolation.engines import SYNTAX as ENGINES
+from reprokit.shrink.isolation.engines import Engine, check_name, open_engine
 from reprokit.snapshot.files import REDUCTION_FILE, REPRO_FILE, own_prefix
 from reprokit.snapshot.source import SOURCES
 from reprokit.words import counted
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from reprokit.snapshot.source import Source as SourcePolicy
 
 WHATIF_SECONDS = 5.0
+MISMATCH_SECONDS = 30.0  # where every row compiles the program
 FIRST_SECONDS = 900.0  # for the first run of the step; the others get limits that follow from it
 VERDICTS = {NotReproduced: "not_reproduced", Flaky: "flaky"}
 
@@ -52,7 +55,8 @@ class Shrink:
     level: str
     max_time: float | None
     max_checks: int | None
-    jobs: int
+    jobs: int | None
+    executor: str | None
     resume: bool
     progress: str
     json: bool
@@ -69,7 +73,7 @@ class Shrink:
 
     def execute(self) -> int:
         """Shrink, render and say what came out; raises `NotReproduced`, `Flaky` or `Interrupted`."""
-        with Interrupts(self.folder) as interrupts, warnings.catch_warnings():
+        with Interrupts(self.folder) as interrupts, warnings.catch_warnings(), self._engine() as engine:
             warnings.simplefilter("ignore")  # of calls in what is tried and rendered; training printed its own
             from reprokit.render.verify import CleanProcesses
 
@@ -80,7 +84,11 @@ class Shrink:
 
                 snapshot = load(self.snapshot)
                 with self._made_folder(), contextlib.closing(open_view(self.progress, self.verbosity)) as view:
-                    return _Work(self, snapshot, interrupts, processes, view).run()
+                    return _Work(self, snapshot, interrupts, processes, view, engine).run()
+
+    def _engine(self) -> contextlib.AbstractContextManager[Engine | None]:
+        """The executor that was asked for, ready to run candidates."""
+        return open_engine(self.executor) if self.executor is not None else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _made_folder(self) -> Iterator[None]:
@@ -107,6 +115,7 @@ class _Work:
     interrupts: Interrupts
     processes: CleanProcesses
     view: View
+    engine: Engine | None
     has_best: bool = False
 
     @property
@@ -158,7 +167,8 @@ class _Work:
                     max_time=plan.max_time,
                     max_checks=plan.max_checks,
                     check=plan.check.text if plan.check is not None else None,
-                    jobs=plan.jobs,
+                    jobs=plan.jobs or (self.engine.num_slots if self.engine is not None else 1),
+                    executor=self.engine.executor if self.engine is not None else None,
                     resume=plan.resume,
                     on_event=show,
                     on_minimum=self._write_first,
@@ -233,12 +243,13 @@ class _Work:
         if plan.no_whatif:
             yield WhatIfResult
             return
-        self.view.show(Comparing(WHATIF_SECONDS))
+        seconds = MISMATCH_SECONDS if reduction.failure.kind == "mismatch" else WHATIF_SECONDS
+        self.view.show(Comparing(seconds))
         check = plan.check.text if plan.check is not None else None
         settings = self.snapshot.settings
         with contextlib.ExitStack() as stack:
             try:
-                making = making_of_reduction(reduction, settings, seconds=WHATIF_SECONDS, check=check)
+                making = making_of_reduction(reduction, settings, seconds=seconds, check=check)
                 table = stack.enter_context(making)
             except ReprokitError as error:
                 say(f"there is no what-if table: {error.message}", plan.verbosity)
@@ -298,13 +309,13 @@ class _Work:
         """Render the files beside the repro. An error in one is printed and does not stop the others."""
         from reprokit.render.texts import render_context
 
-        def tell(reason: str) -> None:
+        def show_reason(reason: str) -> None:
             say(f"there is no repro_module.py: {reason}", self.plan.verbosity)
 
         try:
-            return render_context(reduction, self.snapshot, folder, tell=tell, processes=self.processes)
+            return render_context(reduction, self.snapshot, folder, on_reason=show_reason, processes=self.processes)
         except Exception as error:
-            tell(f"{type(error).__name__}: {error}")
+            show_reason(f"{type(error).__name__}: {error}")
             return None
 
     def _print_verdict(self, error: ReprokitError) -> None:
@@ -364,7 +375,13 @@ def _interrupted(summary: dict[str, Any], folder: Path) -> Interrupted:
 @click.option("--check", metavar="SPEC", help=f"What counts as the failure: {SYNTAX}. Default: what was captured.")
 @click.option("--max-time", type=Seconds(), metavar="S", help="Stop after S seconds.")
 @click.option("--max-checks", type=click.IntRange(min=1), metavar="N", help="Stop after N checks.")
-@click.option("--jobs", type=click.IntRange(min=1), default=1, show_default=True, help="Candidates to check at once.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Candidates to check at once. Default: 1, or what the executor runs at once.",
+)
+@click.option("--executor", metavar="WHERE", help=f"Where to check candidates: {ENGINES}. Default: here.")
 @click.option("--resume", is_flag=True, help="Go on from the reduction that is in DIR.")
 @click.option("--no-whatif", is_flag=True, help="Do not run the result in other precisions, compiled and so on.")
 @click.option(
@@ -376,12 +393,13 @@ def _interrupted(summary: dict[str, Any], folder: Path) -> Interrupted:
 @click.option("--no-data", is_flag=True, help="Put plain values in the place of recorded ones, or withhold them.")
 @progress_option
 @common_options
-def command(check: str | None, **options: Any) -> Shrink:
+def command(check: str | None, executor: str | None, **options: Any) -> Shrink:
     """Shrink a snapshot to the smallest program that fails the same way.
 
     DIR gets repro.py, issue.md, report.html, test_repro.py and reduction.pt.
     """
-    return Shrink(check=parse(check) if check is not None else None, **options)
+    executor = check_name(executor) if executor is not None else None
+    return Shrink(check=parse(check) if check is not None else None, executor=executor, **options)
 
 
 def default_folder(snapshot: Path) -> Path:

@@ -16,7 +16,7 @@ import click
 from reprokit.cli.console import FilePath, Verbosity, common_options, print_text, say
 from reprokit.cli.outputs import check_file, make_folder
 from reprokit.errors import UsageError
-from reprokit.words import counted
+from reprokit.words import counted, jsonable
 
 if TYPE_CHECKING:
     from reprokit.snapshot.format import Snapshot
@@ -100,7 +100,8 @@ def _as_csv(rows: Sequence[Numbers]) -> str:
 
 
 def _as_json_lines(rows: Sequence[Numbers]) -> str:
-    return "".join(f"{json.dumps(row)}\n" for row in rows)
+    plain = ({name: jsonable(value) for name, value in row.items()} for row in rows)
+    return "".join(f"{json.dumps(row, allow_nan=False)}\n" for row in plain)
 
 
 def _recorded_lines(snapshot: Snapshot) -> Iterator[str]:

@@ -36,6 +36,7 @@ _ALWAYS_SAID = (
     events.Started,
     events.Replayed,
     events.Resumed,
+    events.ExecutorLost,
     events.Comparing,
     events.Compared,
     events.Writing,
@@ -163,7 +164,7 @@ class LiveView(View):
     def show(self, event: Event) -> None:
         """Draw, unless the last frame is fresh and this is one check among many."""
         self._progress.take(event)
-        if isinstance(event, events.Written):
+        if isinstance(event, (events.Written, events.ExecutorLost)):
             self._live.console.print(f"reprokit: {event}", markup=False, soft_wrap=True)
         now = time.monotonic()
         if (
@@ -223,6 +224,7 @@ def print_result(summary: dict[str, Any], folder: Path, verbosity: Verbosity = V
     if context:
         words = f"{context['lines']} lines, verified {context['verified']}"
         say(f"the piece of the model it comes from: {words} -> {shown_path(Path(context['path']))}")
+    say(f"to read: {shown_path(folder / 'report.html')}; to post: {shown_path(folder / 'issue.md')}")
     say(f"next: {shown_command('python', shown_path(Path(repro['path'])))}")
 
 

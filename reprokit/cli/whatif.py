@@ -109,7 +109,7 @@ def _table(opened: Opened, seconds: float, view: View) -> WhatIfResult:
     from reprokit.snapshot.format import count_elements
     from reprokit.whatif.table import of_reduction, of_snapshot
 
-    def tell(program: str, variant: Variant, trial: Trial) -> None:
+    def show_trial(program: str, variant: Variant, trial: Trial) -> None:
         answer = trial.answer.value
         view.show(Compared(program, variant.name.replace("`", ""), answer, WORDS[answer]))
 
@@ -118,6 +118,6 @@ def _table(opened: Opened, seconds: float, view: View) -> WhatIfResult:
     view.show(Started(subject.program.num_calls, count_elements(subject.program, subject.tensors), seconds))
     if opened.reduction is not None:
         settings = opened.snapshot.settings if opened.snapshot is not None else Settings()
-        return of_reduction(opened.reduction, settings, seconds=seconds, tell=tell)
+        return of_reduction(opened.reduction, settings, seconds=seconds, on_trial=show_trial)
     assert opened.snapshot is not None, "a source holds one or the other"
-    return of_snapshot(opened.snapshot, seconds=seconds, tell=tell)
+    return of_snapshot(opened.snapshot, seconds=seconds, on_trial=show_trial)

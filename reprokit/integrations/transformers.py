@@ -1,6 +1,6 @@
 """``ReprokitCallback`` for the ``Trainer`` of transformers: watches ``trainer.train()``, saves the first failing step.
 
-The trainer tells its callbacks of a good end only. An exception that ends the program is seen through
+The trainer calls its callbacks at a good end only. An exception that ends the program is seen through
 ``sys.excepthook``; one that the script handles ends nothing, and the watch goes on until the next ``train()``.
 """
 

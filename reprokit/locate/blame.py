@@ -28,14 +28,24 @@ __all__ = ["Failure", "exception_failure", "last_bad", "locate", "locate_excepti
 GRAD_SCALER = Scope("<GradScaler>", "GradScaler")
 
 
-def locate(program: Program, tensors: Tensors) -> Failure | None:
+def locate(program: Program, tensors: Tensors, *, looks_into_backward: bool = False) -> Failure | None:
     """Run ``program`` and name the origin of its failure, or ``None`` when nothing goes wrong.
 
     Watched, first one wins: exceptions; the tensors that differentiation starts from; the gradients it leaves on leaf
     inputs; parameters after the optimizer; the program's outputs. Raises `UnknownFunction` for a program that names
-    a function it may not name.
+    a function it may not name. ``looks_into_backward``: every gradient of the last backward call is examined, so that
+    no second run is needed if one is bad.
     """
-    return _located(program, tensors, Notes(program, watch=_watch))
+    inner = _last_backward(program) if looks_into_backward else None
+    return _located(program, tensors, Notes(program, watch=_watch, inner=inner))
+
+
+def outcome_or_failure(program: Program, tensors: Tensors, keep: Set[int]) -> Outcome | Failure:
+    """The outcome of a run in which nothing goes wrong, with the values in ``keep`` and the outputs; else the failure,
+    as `locate` names it."""
+    notes = Notes(program, watch=_watch, keep=keep)
+    failure = _located(program, tensors, notes)
+    return failure if failure is not None else notes.outcome
 
 
 def locate_with_losses(
@@ -45,10 +55,13 @@ def locate_with_losses(
 
     One is enough where the program has a single backward call and nothing hides behind an infinity.
     """
-    backward = [index for index, call in enumerate(program.calls) if call.is_differentiation]
-    inner = GradientWatch(program, backward[-1]) if backward else None
-    notes = Notes(program, watch=_watch, wanted=losses, inner=inner)
+    notes = Notes(program, watch=_watch, wanted=losses, inner=_last_backward(program))
     return _located(program, tensors, notes), notes.losses
+
+
+def _last_backward(program: Program) -> GradientWatch | None:
+    backward = [index for index, call in enumerate(program.calls) if call.is_differentiation]
+    return GradientWatch(program, backward[-1]) if backward else None
 
 
 def _located(program: Program, tensors: Tensors, notes: Notes) -> Failure | None:

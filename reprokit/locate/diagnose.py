@@ -22,7 +22,7 @@ from reprokit.locate.scene import CapturedStep, Scene, observe
 from reprokit.locate.signs import Numbers, edges, labels, operands, precision, seen, training
 from reprokit.locate.trials import TrialBudget, WriteCode, attempt
 from reprokit.locate.underflow import find_underflow
-from reprokit.locate.ways import PLUS, ways_of
+from reprokit.locate.ways import PLUS
 from reprokit.program.interpreter import determinism
 from reprokit.program.ir import Phase
 
@@ -189,7 +189,7 @@ def _try_all(
     remedies = [remedy for entry, _ in found for remedy in entry.remedies]
     if not remedies:
         return "The catalogue knows no change of the step itself that would help.", []
-    if not _fails(scene):
+    if not scene.has_failed and locate(scene.program, scene.tensors) is None:
         return "The step did not fail when it was run again, so no fix could be tried.", []
     tried: list[Fix] = []
     for number, remedy in enumerate(remedies):
@@ -203,15 +203,6 @@ def _try_all(
         if budget.is_spent:
             return "Time was up before all fixes were tried.", tried
     return None, tried
-
-
-def _fails(scene: Scene) -> bool:
-    """True if the step failed when it was run again: its origin returned a bad value, or another run fails."""
-    index = scene.failure.call_index if scene.failure.phase == Phase.FORWARD else None
-    origin = scene.seen.get(index) if index is not None else None
-    if origin is not None and any(map(ways_of, origin.results.values())):
-        return True
-    return locate(scene.program, scene.tensors) is not None
 
 
 def _best(tried: list[Fix]) -> Fix | None:

@@ -99,8 +99,8 @@ class Failure:
 
     @property
     def check(self) -> tuple[str, str]:
-        """The file and the name of the user's own check."""
-        file, _, function = self.way.rpartition(":")
+        """The file and the name of the user's own check, or of the compiler that the user wrote."""
+        file, _, function = (self.reference[1] if self.kind == "mismatch" else self.way).rpartition(":")
         return file, function
 
     @property

@@ -92,7 +92,7 @@ def explained(step: Step, healthy: Step, failure: Failure) -> Failure:
         return at_optimizer(failure, step.program)
     comparison = _Comparison.of(step, healthy, factor)
     is_forward = failure.phase is Phase.FORWARD or comparison.is_off(loss_of(step.program))
-    found = comparison.forward() if is_forward else comparison.backward()
+    found = comparison.forward(loss_of(step.program)) if is_forward else comparison.backward()
     index, source = found if found is not None else (None, None)
     rows = ""
     if event.quantity in ("loss", "gradient norm"):
@@ -134,6 +134,52 @@ def zeroed(step: Step, failure: Failure) -> Failure:
     return failure
 
 
+def blocked(step: Step, failure: Failure) -> Failure:
+    """``failure``, no gradient for the parameter that is its value, with the call that lets none through.
+
+    That is one that returns only zeros, or one that cuts the graph. Without such a call it stays as it is.
+    """
+    found = zeroed(step, failure)
+    return found if found.call is not None else _cut(step, failure)
+
+
+def _cut(step: Step, failure: Failure) -> Failure:
+    """``failure`` with the first call on the way from its parameter to the loss that has no graph, such as `detach`."""
+    program, flags = step.program, _Flags()
+    if not any(item.value == failure.value and item.requires_grad for item in program.inputs):
+        return failure
+    run(program, step.tensors, observer=flags, keep=frozenset())
+    reached = {failure.value}
+    for index in _way_to(program, loss_of(program)):
+        call = program.calls[index]
+        if reached.isdisjoint(call.input_refs()):
+            continue
+        results = _results(call)
+        reached.update(results)
+        if any(flags.is_float.get(value, False) for value in results) and index not in flags.with_graph:
+            name = display_name(call.target)
+            return replace(failure, call=name, call_index=index, module=module_of(call), site=call.site)
+    return failure
+
+
+@dataclass
+class _Flags:
+    """Observes a run: which results have floating-point elements, and which calls made one with a graph."""
+
+    is_float: dict[int, bool] = field(default_factory=dict)
+    with_graph: set[int] = field(default_factory=set)
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Nothing is noted before a call."""
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Note what the call returned or wrote into."""
+        for value in _results(call):
+            self.is_float[value] = values[value].is_floating_point()
+            if values[value].requires_grad:
+                self.with_graph.add(index)
+
+
 @dataclass
 class _Comparison:
     """The sizes of a step beside those of a healthy one. ``partner`` maps its values to those of the healthy step."""
@@ -164,18 +210,21 @@ class _Comparison:
         before = self.healthy.values.get(self.partner.get(value, -1))
         return before is not None and self.sizes.made[index, value] > max(self.factor * before, 0.0)
 
-    def forward(self) -> tuple[int, Input | None] | None:
-        """The first call on the way to the loss whose result is off, and the input of the step that is, if one is."""
+    def forward(self, value: int | None) -> tuple[int, Input | None] | None:
+        """The first call on the way to a value whose result is off, and the input of the step that is, if one is."""
         program = self.step.program
         inputs = {item.value: item for item in program.inputs}
-        for index in _way_to(program, loss_of(program)):
+        for index in _way_to(program, value):
             call = program.calls[index]
-            if any(self.is_made_off(index, value) for value in _results(call)):
+            if any(self.is_made_off(index, result) for result in _results(call)):
                 return index, next((inputs[v] for v in call.input_refs() if v in inputs and self.is_off(v)), None)
         return None
 
     def backward(self) -> tuple[int, Input | None] | None:
-        """The first call, from the loss on, that makes a gradient off, and the input of the step that it reads."""
+        """The first call, from the loss on, that makes a gradient off, and the input of the step that it reads.
+
+        Where that call reads a result that is off, which is a factor of the gradient, the first call on the way to it.
+        """
         program = self.step.program
         inputs = {item.value: item for item in program.inputs}
         for index in reversed(_way_to(program, loss_of(program))):
@@ -183,6 +232,10 @@ class _Comparison:
             if any(self.is_off(value, gradient=True) for value in call.output_refs()):
                 continue
             if any(self.is_off(value, gradient=True) for value in call.input_refs()):
+                factor = next((v for v in call.input_refs() if v not in inputs and self.is_off(v)), None)
+                earlier = self.forward(factor) if factor is not None else None
+                if earlier is not None:
+                    return earlier
                 return index, next((inputs[v] for v in call.input_refs() if v in inputs and self.is_off(v)), None)
         return None
 

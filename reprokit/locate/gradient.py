@@ -7,6 +7,7 @@ flow of gradients, over the edges that really carried bad values.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from reprokit.locate.failure import Failure, kind_of
 from reprokit.locate.notes import BadValue, failure_of_call
 from reprokit.locate.ways import NAN, Badness, examine
-from reprokit.program.backward import Edge, Node, NodeOwners, edge_of, reachable
+from reprokit.program.backward import Edge, Node, NodeOwners, edge_of, is_accumulation, reachable
 from reprokit.program.functions import GRAD_WRITES
 from reprokit.program.interpreter import Tensors, run
 from reprokit.program.ir import Call, Phase, Program, iter_refs
@@ -56,7 +57,7 @@ class GradientWatch:
         }
         if index == self.index:
             starts = [edge[0] for edge in self.edges[index].values()]
-            for node in reachable(starts):
+            for node in itertools.filterfalse(is_accumulation, reachable(starts)):
                 self._handles.append(node.register_hook(self._recorder(node)))
 
     def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:

@@ -18,6 +18,7 @@ from reprokit.locate.calls import short_name
 from reprokit.locate.domains import SPREADING
 from reprokit.locate.notes import BadValue, Notes
 from reprokit.locate.ways import MINUS, NAN, PLUS, ways_of
+from reprokit.program.dataflow import needed_calls
 from reprokit.program.interpreter import Outcome, Tensors, bind_arguments, execute, run
 from reprokit.program.ir import Call, Program, Ref, iter_refs
 
@@ -80,7 +81,7 @@ def bad_operand(program: Program, tensors: Tensors, notes: Notes, index: int) ->
         return None
     trial = _Trial(index, frozenset(reads))
     with warnings.catch_warnings(action="ignore"):
-        run(program, tensors, observer=trial, keep=frozenset())
+        run(program, tensors, observer=trial, keep=frozenset(), only=needed_calls(program.calls, {index}))
     found = ((value, way) for way in (NAN, PLUS, MINUS) for value, ways in reads.items() if way in ways)
     value, way = next(found)
     return BadValue(value, way, index) if trial.returns else None

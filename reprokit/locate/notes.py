@@ -5,6 +5,7 @@ The notes are small (sets of words, and places for bad values only); no tensor i
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,13 +52,16 @@ class Notes:
     """An observer. ``watch`` is asked around every call; the first thing it finds ends the run.
 
     The run goes on, without notes, until each loss in ``wanted`` (value numbers) has started a backward call; copies
-    of them are in ``losses``. ``inner`` observes the same run.
+    of them are in ``losses``. ``inner`` observes the same run. ``outcome`` is that of a run which came to its end, with
+    the values in ``keep``.
     """
 
     program: Program
     watch: Callable[..., BadValue | None] = lambda *_, **__: None
     wanted: Set[int] = frozenset()
     inner: Observer | None = None
+    keep: Set[int] = frozenset()
+    outcome: Outcome = field(default_factory=Outcome)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     reads: dict[int, dict[int, Ways]] = field(default_factory=dict)
     writes: dict[int, dict[int, Ways]] = field(default_factory=dict)
@@ -75,10 +79,9 @@ class Notes:
         kept = [ref.value for ref in self.program.outputs]  # a write through a view is seen on what is alive
         kept += [item.value for item in self.program.inputs if item.role in ("parameter", "buffer")]
         kept += [value for call in self.program.calls if call.target == GRAD_READ for value in call.output_refs()]
-        try:
-            return run(self.program, tensors, observer=self, keep=frozenset(kept))
-        except _Stop:
-            return Outcome()
+        with contextlib.suppress(_Stop):
+            self.outcome = run(self.program, tensors, observer=self, keep=frozenset(kept) | self.keep)
+        return self.outcome
 
     def writer(self, value: int, before: int) -> int | None:
         """The index of the last call before ``before`` that wrote this value (or memory it shares)."""

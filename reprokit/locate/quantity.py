@@ -1,8 +1,8 @@
 """The quantity of an event, measured in a run of a program: what an event means as data.
 
 ``loss``: what the last backward call starts from, or the only output. ``gradient norm``: the Euclidean norm of all
-gradients of leaves together. ``share of zeros``: that in the gradient of one leaf. ``update``: the norm of the change
-that the optimizer makes over the norm of the parameters.
+gradients of leaves together. ``share of zeros``: that in the gradient of one leaf, 1 if it gets none. ``update``: the
+norm of the change that the optimizer makes over the norm of the parameters.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Set
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ def loss_of(program: Program) -> int | None:
 
 def measured(program: Program, tensors: Tensors, failure: Failure) -> float | None:
     """The quantity of the event of ``failure`` in a run; ``None`` where the program does not have it."""
-    return _measured(program, tensors, failure, run(program, tensors, keep=frozenset(_kept(program, failure))))
+    return measured_in(run(program, tensors, keep=frozenset(_kept(program, failure))), program, tensors, failure)
 
 
 def observed(
@@ -45,7 +46,7 @@ def observed(
     outcome = run(program, tensors, keep=frozenset(also).union(_kept(program, failure)))
     if outcome.error is not None:
         return exception_failure(program, outcome), outcome
-    event, value = failure.event, _measured(program, tensors, failure, outcome)
+    event, value = failure.event, measured_in(outcome, program, tensors, failure)
     if event is None or value is None or value < event.threshold:
         return None, outcome
     found = Failure(failure.phase, failure.kind, value=failure.value, event=replace(event, value=value))
@@ -84,13 +85,13 @@ def _kept(program: Program, failure: Failure) -> Iterable[int]:
                     for ref in iter_refs(call.outputs))  # fmt: skip
 
 
-def _measured(program: Program, tensors: Tensors, failure: Failure, outcome: Outcome) -> float | None:
+def measured_in(outcome: Outcome, program: Program, tensors: Tensors, failure: Failure) -> float | None:
+    """The quantity of the event in the outcome of a run that kept the values for it."""
     event, value = failure.event, failure.value
     if event is None or outcome.error is not None:
         return None
     if event.quantity == "share of zeros":
-        gradient = outcome.gradients.get(value) if value is not None else None
-        return share_of_zeros(gradient) if gradient is not None else None
+        return _silent_share(program, outcome, value) if value is not None else None
     kept = [outcome.values[number] for number in _kept(program, failure) if number in outcome.values]
     if event.quantity == "gradient norm":
         return norm_of([*outcome.gradients.values(), *kept])
@@ -102,10 +103,28 @@ def _measured(program: Program, tensors: Tensors, failure: Failure, outcome: Out
     return update_of(before, [tensor.detach() for tensor in kept]) if len(before) == len(kept) else None
 
 
+def _silent_share(program: Program, outcome: Outcome, value: int) -> float | None:
+    """The share of zeros in a gradient; ``None`` without a backward pass that could have made another one."""
+    if not any(call.is_differentiation for call in program.calls):
+        return None
+    if value in outcome.gradients:
+        return share_of_zeros(outcome.gradients[value])
+    return 1.0 if any(item.value == value and item.requires_grad for item in program.inputs) else None
+
+
+def number_of(value: Any) -> float | None:
+    """A tensor of one element or a number as a float; ``None`` for anything else."""
+    if value.__class__ is float:
+        return float(value)
+    if isinstance(value, torch.Tensor):
+        return float(value.detach()) if value.numel() == 1 and not value.is_complex() else None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
 def norm_of(tensors: Iterable[torch.Tensor]) -> float | None:
-    """The Euclidean norm of tensors together, in float32 at least; ``None`` without a tensor."""
+    """The Euclidean norm of tensors together, in float64; ``None`` without a tensor."""
     norms = [_norm(tensor) for tensor in tensors]
-    return math.sqrt(sum(norm * norm for norm in norms)) if norms else None
+    return math.hypot(*norms) if norms else None
 
 
 def update_of(before: Iterable[torch.Tensor], after: Iterable[torch.Tensor]) -> float | None:

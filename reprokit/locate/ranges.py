@@ -66,8 +66,11 @@ class FormatLimits:
     largest: float
 
 
-def measure(tensor: torch.Tensor) -> Range:
-    """The range of a tensor of any format, layout and shape; of a tensor on the meta device only these two."""
+def measure(tensor: torch.Tensor, *, moments: bool = True) -> Range:
+    """The range of a tensor of any format, layout and shape; of a tensor on the meta device only these two.
+
+    ``moments``: with mean and standard deviation, which take half of the time.
+    """
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     numbers = _numbers(tensor)
     if numbers is None:
@@ -96,7 +99,7 @@ def measure(tensor: torch.Tensor) -> Range:
         least=low if low > 0 else _least(magnitudes),
         num_true=magnitudes.numel() - num_zero if tensor.dtype is torch.bool else None,
         num_negative_inf=num_negative,
-        **_moments(magnitudes if numbers.is_complex() else numbers, high),
+        **(_moments(magnitudes if numbers.is_complex() else numbers, high) if moments else {}),
         zeros=num_zero / (magnitudes.numel() + num_nan + num_inf),
     )
 

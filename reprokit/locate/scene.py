@@ -18,7 +18,8 @@ import torch
 from reprokit.arrivals import pass_on
 from reprokit.locate.calls import VIEWS, Slot, argument_at, default_of, short_name, slot_of
 from reprokit.locate.failure import Failure
-from reprokit.locate.ways import largest_finite
+from reprokit.locate.ways import largest_finite, ways_of
+from reprokit.program.dataflow import calls_after, needed_calls, written_in_place
 from reprokit.program.functions import function_named
 from reprokit.program.interpreter import Settings, Tensors, bind_arguments, run
 from reprokit.program.ir import Call, Input, Phase, Program, Ref, iter_refs, map_leaves
@@ -91,6 +92,8 @@ class Scene:
     """The values around a failure in one run. ``call`` is ``None`` when an input was bad before the first call.
 
     ``peaks`` has the largest finite magnitude in the results of each call, ``found_out`` the results of further runs.
+    ``observed`` are the calls that were run, ``None`` for all; ``has_failed``: True if one raised, or if the origin's
+    result or gradient was not finite.
     """
 
     program: Program
@@ -102,11 +105,19 @@ class Scene:
     peaks: dict[int, float] = field(default_factory=dict)
     branches: list[Branch] = field(default_factory=list)
     found_out: dict[Slot, Any] = field(default_factory=dict)
+    observed: frozenset[int] | None = None
+    has_failed: bool = False
 
     @property
     def call(self) -> Call | None:
         """The origin."""
         return self.program.calls[self.failure.call_index] if self.failure.call_index is not None else None
+
+    def is_float(self, index: int) -> bool:
+        """True if a call returns floats; runs the step again if that call was not observed."""
+        if self.observed is None or index in self.observed:
+            return index in self.peaks
+        return index in self.once("peaks", lambda: _peaks(self))
 
     def once(self, key: Slot, find: Callable[[], T]) -> T:
         """The result of ``find``, which is called once for each key."""
@@ -277,20 +288,32 @@ def _doubled(leaf: Any) -> Any:
 
 
 def observe(step: CapturedStep) -> Scene:
-    """The scene of a step's failure, from one run."""
+    """The scene of a step's failure, from one run of the calls that lead to it and go on from it."""
     scene = Scene(step.program, step.tensors, step.failure, failing_series(step.timeline), step.settings)
-    run(_needed(step), step.tensors, observer=_Watch(scene))
+    shown = _shown(scene)
+    scene.observed = frozenset(shown) if shown is not None else None
+    outcome = run(step.program, step.tensors, observer=_Watch(scene), keep=frozenset(), only=scene.observed)
+    scene.has_failed = scene.has_failed or outcome.error is not None
     scene.branches = [branch for branch in scene.branches if scene.leads_to_loss(branch.call)]
     return scene
 
 
-def _needed(step: CapturedStep) -> Program:
-    """The program; up to its last call in a forward pass, where the failure is in one too."""
-    origin, calls = step.failure.call_index, step.program.calls
-    if origin is None or step.failure.phase != Phase.FORWARD or step.failure.is_derivative:
-        return step.program
-    last = max((index for index, call in enumerate(calls) if call.phase == Phase.FORWARD), default=origin)
-    return replace(step.program, calls=calls[: max(origin, last) + 1], outputs=())
+def _shown(scene: Scene) -> list[int] | None:
+    """The origin and what its results get to, in a forward failure up to the backward pass, and what these depend on;
+    ``None`` for all calls."""
+    failure, calls = scene.failure, scene.program.calls
+    if failure.call_index is None:
+        return None
+    after = calls_after(calls, failure.call_index)
+    if failure.phase == Phase.FORWARD and not failure.is_derivative:
+        after = [index for index in after if calls[index].phase == Phase.FORWARD]
+    return needed_calls(calls, {failure.call_index, *after})
+
+
+def _peaks(scene: Scene) -> dict[int, float]:
+    whole = replace(scene, seen={}, peaks={}, branches=[])
+    run(scene.program, scene.tensors, observer=_Watch(whole), keep=frozenset())
+    return whole.peaks
 
 
 class _Watch:
@@ -306,6 +329,10 @@ class _Watch:
         if index in self._near:
             args, kwargs = map_leaves(bind_arguments(call, values), _copied)
             self._scene.seen[index] = ObservedCall(call, args, kwargs)
+        failure = self._scene.failure
+        bad = values.get(failure.value) if index == failure.call_index and failure.value is not None else None
+        if failure.is_derivative and bad is not None and bad.requires_grad:
+            bad.register_hook(self._note_bad)  # type: ignore[no-untyped-call]
         if self._downstream.intersection(call.input_refs()):
             self._note_branch(call, values)
 
@@ -315,11 +342,16 @@ class _Watch:
         if index in self._near:
             self._scene.seen[index].results.update(map_leaves(made, _copied))
         is_origin = index == self._scene.failure.call_index
+        if is_origin and not self._scene.failure.is_derivative:
+            self._note_bad(*(values[value] for value in written_in_place(call)), *made.values())
         if is_origin or (self._downstream.intersection(call.input_refs()) and not call.name.endswith("_like")):
             self._downstream.update(made)
         peak = _peak(made.values())
         if peak is not None:
             self._scene.peaks[index] = peak
+
+    def _note_bad(self, *tensors: torch.Tensor) -> None:
+        self._scene.has_failed = self._scene.has_failed or any(map(ways_of, tensors))
 
     def _note_branch(self, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         for kept in _kept(call, values, self._downstream):

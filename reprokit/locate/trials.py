@@ -1,4 +1,4 @@
-"""Trying fixes: an edited step is run again and judged by what `locate` finds in it, nothing else.
+"""Trying fixes: an edited step is run again and checked by what `locate` finds in it, nothing else.
 
 A step whose failure moved on to another call is diagnosed and edited again, as a person would, a few times at most. How
 many runs and how much time that may take is bounded.
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from reprokit.locate.blame import GRAD_SCALER, locate
+from reprokit.locate.blame import GRAD_SCALER, outcome_or_failure
 from reprokit.locate.catalogue import Remedy
 from reprokit.locate.diagnosis import Fix
 from reprokit.locate.edits import REWRITES, Edited
@@ -23,8 +23,7 @@ from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.rewrites import arguments, replacements
 from reprokit.locate.scene import Scene, observe
 from reprokit.locate.ways import ways_of
-from reprokit.program.functions import UnknownFunction
-from reprokit.program.interpreter import Outcome, Tensors, run
+from reprokit.program.interpreter import Outcome, Tensors
 from reprokit.program.ir import AUTOGRAD_GRAD, Phase, Program, Ref, Site, iter_refs
 from reprokit.series import StepNumbers
 
@@ -66,10 +65,10 @@ def watched(program: Program) -> Program:
     return replace(program, outputs=last)
 
 
-def failure_of(edited: Edited) -> Failure | None:
-    """The failure of an edited step, if it fails."""
+def result_of(edited: Edited) -> Outcome | Failure:
+    """The outcome of an edited step with its losses, or its failure."""
     with warnings.catch_warnings(action="ignore"):
-        return locate(edited.program, edited.tensors)
+        return outcome_or_failure(edited.program, edited.tensors, frozenset(_losses(edited.program)))
 
 
 def attempt(
@@ -84,17 +83,17 @@ def attempt(
     while edited is not None and len(changes) < MAX_CHANGES and budget.take():
         changes.append((following, current, edited))
         is_local = is_local and edited.is_local
-        failure = failure_of(edited)
-        if failure is None:
+        result = result_of(edited)
+        if isinstance(result, Outcome):
             code = write(scene.program, edited.program, edited.tensors) if is_local and write is not None else ""
-            outcome, is_plausible = _finite(edited, scene.timeline)
+            outcome, is_plausible = _finite(edited.program, result, scene.timeline)
             outcome = outcome or ("the call returns" if scene.failure.kind == EXCEPTION else "finite")
             is_plausible = True if scene.failure.kind == EXCEPTION and is_plausible is None else is_plausible
             return replace(_fix(changes, True, outcome, code), is_plausible=is_plausible)
-        fix = _fix(changes, False, _still(failure, current.failure))
-        if failure.kind == EXCEPTION or _is_same(failure, current.failure) or not budget.take():
+        fix = _fix(changes, False, _still(result, current.failure))
+        if result.kind == EXCEPTION or _is_same(result, current.failure) or not budget.take():
             break
-        current = _scene_after(edited, failure, scene)
+        current = _scene_after(edited, result, scene)
         found = ((item, apply(current, item)) for item in next_remedies(current))
         following, edited = next(((item, made) for item, made in found if made is not None), (remedy, None))
     return fix
@@ -142,18 +141,13 @@ def _still(failure: Failure, before: Failure) -> str:
     return f"then {name} gives {failure.way or failure.kind} in the {failure.phase} pass"
 
 
-def _finite(edited: Edited, timeline: Sequence[StepNumbers]) -> tuple[str, bool | None]:
+def _finite(program: Program, outcome: Outcome, timeline: Sequence[StepNumbers]) -> tuple[str, bool | None]:
     """The results of the whole step: ``loss 2.31, all 34 gradients finite, all parameters finite``; maybe nothing.
 
     And whether its loss is plausible: one that is far above those of the steps before is finite and no good. ``None``
     if the program computes no loss.
     """
-    program = edited.program
     losses = _losses(program)
-    try:
-        outcome = run(program, edited.tensors, keep=frozenset(losses) | {ref.value for ref in program.outputs})
-    except UnknownFunction:
-        return "", None
     numbers = _numbers(outcome, losses)
     usual, is_plausible = _compared(numbers, timeline)
     note = f" (about {usual:.3g} in the steps before)" if is_plausible is False and usual is not None else ""
@@ -162,8 +156,10 @@ def _finite(edited: Edited, timeline: Sequence[StepNumbers]) -> tuple[str, bool 
     if any(call.is_optimizer_step or call.phase == Phase.OPTIMIZER for call in program.calls):
         after = [outcome.inputs[item.value] for item in program.inputs if item.role == "parameter"]
         words.append(_all_words(after, "parameter") + " after the step")
-    if not words and outcome.values:
-        words = [_all_words(list(outcome.values.values()), "result")]
+    shown = {*losses, *(ref.value for ref in program.outputs)}
+    values = [value for number, value in outcome.values.items() if number in shown]
+    if not words and values:
+        words = [_all_words(values, "result")]
     return ", ".join(word for word in words if word), is_plausible
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from reprokit.locate.calls import VIEWS, Slot, argument_at, constant_ways, short_name, slot_of
 from reprokit.locate.scene import Scene
 from reprokit.locate.ways import MINUS, PLUS, ways_of
+from reprokit.program.dataflow import needed_calls
 from reprokit.program.functions import function_named
 from reprokit.program.interpreter import bind_arguments, run
 from reprokit.program.ir import Call, Ref, iter_refs
@@ -58,8 +59,9 @@ def _find(scene: Scene, role: Slot) -> Underflow | None:
     if not isinstance(argument, Ref) or not bool((values == 0).any()):
         return None
     watch = _Watch(frozenset(scene.behind()[-REACH:]))
-    before = replace(scene.program, calls=scene.program.calls[: scene.failure.call_index], outputs=())
-    run(before, scene.tensors, observer=watch)
+    needed = needed_calls(scene.program.calls, {scene.index})
+    before = needed[:-1] if needed is not None else range(scene.index)
+    run(scene.program, scene.tensors, observer=watch, keep=frozenset(), only=before)
     loss = watch.losses.get(argument.value)
     if loss is None:
         return None

@@ -7,7 +7,7 @@ optional observer. It works on copies: the tensors given to it are never changed
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -15,7 +15,8 @@ import torch
 
 from reprokit.arrivals import pass_on
 from reprokit.grammar import Positive, left_out, one_of
-from reprokit.program.functions import UnknownFunction, all_written, function_named, optimizer_named, symbol_named
+from reprokit.program.dataflow import bases, written_in_place
+from reprokit.program.functions import UnknownFunction, function_named, optimizer_named, symbol_named
 from reprokit.program.ir import (
     AUTOGRAD_BACKWARD,
     OPAQUE,
@@ -27,7 +28,6 @@ from reprokit.program.ir import (
     Ref,
     Slice,
     Symbol,
-    iter_refs,
     map_leaves,
 )
 from reprokit.program.memory import copy_of
@@ -63,21 +63,29 @@ class Outcome:
 
 
 def run(
-    program: Program, tensors: Tensors, *, observer: Observer | None = None, keep: frozenset[int] | None = None
+    program: Program,
+    tensors: Tensors,
+    *,
+    observer: Observer | None = None,
+    keep: frozenset[int] | None = None,
+    only: Collection[int] | None = None,
 ) -> Outcome:
     """Execute ``program`` on copies of ``tensors``.
 
-    ``keep`` lists the value numbers to return (the program's outputs when ``None``). Values are dropped after
-    their last use. An exception of a call ends the run and is part of the outcome; a program that names
+    ``keep`` lists the value numbers to return (the program's outputs when ``None``), ``only`` the indexes of the calls
+    to execute (all when ``None``; `dataflow.needed_calls` gives some that can be without the others). Values are
+    dropped after their last use. An exception of a call ends the run and is part of the outcome; a program that names
     a function it may not name raises `UnknownFunction`. The thread's modes and RNG are given back.
     """
     kept = keep if keep is not None else frozenset(ref.value for ref in program.outputs)
-    outcome = Outcome(inputs=_leaves(program, tensors))
+    wanted = frozenset(range(len(program.calls)) if only is None else only)
+    calls = [(index, call) for index, call in enumerate(program.calls) if index in wanted]
+    outcome = Outcome(inputs=_leaves(program, tensors, [call for _, call in calls]))
     values = dict(outcome.inputs)
-    last_use = _last_uses(program, kept)
+    last_use = _last_uses(calls, kept)
     checked: Any = torch.sparse.check_sparse_tensor_invariants  # unchecked indices write anywhere in memory
     with checked(), Modes() as modes:
-        for index, call in enumerate(program.calls):
+        for index, call in calls:
             if call.target == OPAQUE:
                 continue
             modes.enter(call.mode, values[call.mode.rng.value] if call.mode.rng is not None else None)
@@ -260,8 +268,8 @@ def _set_rng(device: str, state: torch.Tensor) -> None:
         torch.set_rng_state(state.cpu())
 
 
-def _leaves(program: Program, tensors: Tensors) -> dict[int, torch.Tensor]:
-    written = _written(program)
+def _leaves(program: Program, tensors: Tensors, calls: Sequence[Call]) -> dict[int, torch.Tensor]:
+    written = _written(calls)
     leaves = {}
     for item in program.inputs:
         tensor = tensors[item.value].detach()
@@ -271,30 +279,19 @@ def _leaves(program: Program, tensors: Tensors) -> dict[int, torch.Tensor]:
     return leaves
 
 
-def _written(program: Program) -> set[int]:
-    """The inputs that a program may write into, also through a view; other parameters need no copy."""
+def _written(calls: Sequence[Call]) -> set[int]:
+    """The inputs that calls may write into, also through a view; other parameters need no copy."""
     written: set[int] = set()
-    for call in reversed(program.calls):
-        written.update(_written_by(call))
+    for call in reversed(calls):
+        written.update(written_in_place(call))
         if not written.isdisjoint(call.output_refs()):
-            written.update(_bases(call))
+            written.update(bases(call))
     return written
 
 
-def _written_by(call: Call) -> Iterator[int]:
-    """The values that a call writes into."""
-    places = call.kwargs["params"] if call.is_optimizer_step else all_written(call.target, call.args, call.kwargs)
-    yield from (ref.value for ref in iter_refs(places))
-
-
-def _bases(call: Call) -> tuple[int, ...]:
-    """The values that results of a call may share memory with: its first tensor, or any where it returns several."""
-    return call.input_refs()[:1] if isinstance(call.outputs, Ref) else call.input_refs()
-
-
-def _last_uses(program: Program, kept: frozenset[int]) -> dict[int, list[int]]:
+def _last_uses(calls: Sequence[tuple[int, Call]], kept: frozenset[int]) -> dict[int, list[int]]:
     last: dict[int, int] = {}
-    for index, call in enumerate(program.calls):
+    for index, call in calls:
         for value in (*call.input_refs(), *call.output_refs()):
             last[value] = index
     uses: dict[int, list[int]] = {}

@@ -93,3 +93,15 @@ def is_bad(tensor: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunction():
         has_bad_values = tensor.is_floating_point() or tensor.is_complex()
         return has_bad_values and not bool(tensor.detach().isfinite().all())
+
+
+def contents(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in one row, as numbers that torch computes with: it can hardly do anything with an 8-bit float."""
+    plain = tensor.detach()
+    if plain.layout is not torch.strided:
+        plain = plain.to_dense()
+    if plain.is_quantized:
+        plain = plain.dequantize()
+    if plain.is_floating_point() and plain.element_size() == 1:
+        plain = plain.float()
+    return plain.resolve_conj().resolve_neg().reshape(-1)

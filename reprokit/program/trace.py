@@ -60,7 +60,8 @@ class Tracer(TorchFunctionMode):
 
     ``describe`` names tensors that the step did not make, ``root_names`` those roots that others could be mistaken for,
     by ``id``. Invariant: ``_values`` maps ``id`` of every tensor in ``_alive`` to its value number, so ids are
-    never reused. ``phase`` and ``outer_site`` are set by whoever drives the step, from the file ``driver``.
+    never reused. ``phase`` and ``outer_site`` are set by whoever drives the step, from the file ``driver``;
+    while it ``is_silent`` nothing is recorded.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Tracer(TorchFunctionMode):
         self.tensors: dict[int, torch.Tensor] = {}
         self.modules: dict[str, ModuleNote] = {}
         self.phase = Phase.FORWARD
+        self.is_silent = False
         self.outer_site: Site | None = None
         self.outer_scope: tuple[Scope, ...] = ()
         self.functions = CustomFunctions(self)
@@ -109,7 +111,7 @@ class Tracer(TorchFunctionMode):
     ) -> Any:
         """Record one call and perform it, unless it is one of a transform of `torch.func` (see `Transforms`)."""
         options = dict(kwargs or {})
-        if _peek_transforms() is not None:
+        if self.is_silent or _peek_transforms() is not None:
             return func(*args, **options)
         if func is torch.Tensor.__iter__ and args[0].dim() > 0:
             return iter(self.perform("torch.Tensor.unbind", torch.Tensor.unbind, (args[0], 0), {}))

@@ -11,8 +11,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from reprokit.locate.failure import EXCEPTION, label_of
+from reprokit.locate.failure import EXCEPTION, Failure, label_of
 from reprokit.locate.ranges import Range, range_text
+from reprokit.program.dataflow import calls_after
 from reprokit.program.ir import Call, Program, Site
 from reprokit.render.call_code import call_text, labels
 from reprokit.render.survey import Survey, survey, written_by
@@ -186,6 +187,13 @@ def _spread(found: Survey, origin: int) -> Iterator[int]:
             yield index
 
 
+def calls_on_ways(program: Program, failure: Failure) -> list[int]:
+    """The calls behind the origin that the ways may show; those before it are what it depends on."""
+    if failure.call_index is None or failure.is_derivative or failure.kind == EXCEPTION:
+        return []
+    return [i for i in calls_after(program.calls, failure.call_index) if written_by(program.calls[i], failure)]
+
+
 def _ends(indexes: Sequence[int]) -> list[int]:
     """The first few and the last."""
     return list(dict.fromkeys((*indexes[: MAX_AFTER - 1], *indexes[-1:])))
@@ -262,12 +270,12 @@ def steps(snapshot: Snapshot) -> list[ShownCall]:
     program, failure = snapshot.program, snapshot.failure
     if failure.call_index is None:
         return []
-    found, names = survey(snapshot), labels(program)
+    shown = range(max(0, failure.call_index - CALLS_BEFORE), failure.call_index + 1)
+    found, names = survey(snapshot, shown=shown), labels(program)
     if found.optimizer:
         return [ShownCall(stop.text, range_text(stop.range), stop.is_origin) for stop in ways(found, names)[0].stops]
     if not found.operands:
         return []
-    shown = range(max(0, failure.call_index - CALLS_BEFORE), failure.call_index + 1)
     written = {index: written_by(program.calls[index], failure) for index in shown}
     inside = {value for values in written.values() for value in values}
     given = [ShownCall(names[value], range_text(seen)) for value, seen in found.operands.items() if value not in inside]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from reprokit.errors import NotReproduced
+from reprokit.locate.differences import halves_in, tolerances
 from reprokit.locate.failure import Failure
 from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, ways_of
 from reprokit.program.functions import is_in_place
@@ -22,7 +23,6 @@ from reprokit.render.expression import quoted
 from reprokit.render.layout import fold
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.function import loss_of, outcome_of
-from reprokit.shrink.checks.mismatch import halves_in, tolerances
 from reprokit.shrink.checks.references import in_dtype, on_device
 
 _MAX_MESSAGE = 70
@@ -145,7 +145,7 @@ def _exception_name(failure: Failure) -> str:
 
 
 _INDENT = "    "
-_WORDS_OF_A_COMPARISON = ("step", "reference", "actual", "expected")
+_WORDS_OF_A_COMPARISON = ("step", "reference", "actual", "expected", "backend", "runpy")
 _WORDS_OF_A_CHECK = ("runpy", "SimpleNamespace", "outcome", "exception", "error", "check", "verdict")
 
 
@@ -169,11 +169,16 @@ def mismatch_parts(program: Program, tensors: Tensors, failure: Failure) -> Scri
     given = Candidate(program, {item.value: tensors[item.value] for item in program.inputs})
     if name == "compile":
         code = _function("step", given, failure)
+        file, function = failure.check
+        backend = "backend" if file else quoted(option)
         calls = [
+            *([f"backend = {_from_file(file, function)}"] if file else []),
             f"expected = step({_arguments(given, code, '')})",
-            f"actual = torch.compile(step, backend={quoted(option)})({_arguments(given, code, '')})",
+            f"actual = torch.compile(step, backend={backend})({_arguments(given, code, '')})",
         ]
-        return _compared(given, failure, [code], calls)
+        parts = _compared(given, failure, [code], calls)
+        own = ("import runpy", "from pathlib import Path")
+        return replace(parts, imports=_with_imports(code.imports, own), beside=file) if file else parts
     if name == "fp64":
         return _in_two_ways(given, in_dtype(given, torch.float64), failure, "", ".double()", " in float64")
     return _in_two_ways(on_device(given, "cuda"), on_device(given, "cpu"), failure, ".cuda()", ".cpu()", " on the CPU")
@@ -199,7 +204,7 @@ def function_parts(program: Program, tensors: Tensors, failure: Failure) -> Scri
         f"    gradients={{{gradients}}},",
         f"    exception={'exception' if raises else None},",
         ")",
-        f"check = runpy.run_path(str(Path(__file__).with_name({quoted(file)})))[{quoted(function)}]",
+        f"check = {_from_file(file, function)}",
         "verdict = check(outcome)",
         'print("outcome.exception =", repr(exception))' if raises else 'print("outcome.loss =", outcome.loss)',
         f'assert verdict not in (True, "same"), {quoted(f"{function}(outcome) is true")}',
@@ -207,6 +212,10 @@ def function_parts(program: Program, tensors: Tensors, failure: Failure) -> Scri
     own = ("import runpy", "from pathlib import Path", "from types import SimpleNamespace")
     body = _caught(code.body) if raises else code.body
     return ScriptParts(code, body, check, _with_imports(code.imports, own), file)
+
+
+def _from_file(file: str, name: str) -> str:
+    return f"runpy.run_path(str(Path(__file__).with_name({quoted(file)})))[{quoted(name)}]"
 
 
 def _in_two_ways(

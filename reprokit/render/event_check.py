@@ -1,6 +1,7 @@
 """The end of the repro of an event: the quantity of the step, printed, and an assertion that it is below the threshold.
 
-The threshold is the recorded one, which the step of training has exceeded.
+The threshold is the recorded one, which the step of training has exceeded. A parameter that learns nothing has none:
+the repro asserts that it gets a gradient, and that not all of it is zero.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from reprokit.errors import NotReproduced
-from reprokit.locate.failure import Failure
+from reprokit.locate.failure import Failure, Predicate
 from reprokit.locate.quantity import loss_of, observed
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Program, iter_refs
@@ -17,7 +18,7 @@ from reprokit.render.code import write_program
 from reprokit.render.expression import quoted
 from reprokit.render.layout import fold
 
-_VARIABLES = {"gradient norm": "norm", "share of zeros": "share", "update": "update"}
+_VARIABLES = {"gradient norm": "norm", "update": "update"}
 
 
 def event_parts(program: Program, tensors: Tensors, failure: Failure, aside: Collection[int] = ()) -> ScriptParts:
@@ -27,17 +28,33 @@ def event_parts(program: Program, tensors: Tensors, failure: Failure, aside: Col
         raise NotReproduced("the event is not there when the program is run again")
     quantity = found.event.quantity
     values = _subjects(program, failure, quantity, list(outcome.gradients))
-    reserved = () if quantity == "loss" else (_VARIABLES[quantity], "before", "change", "size")
+    reserved = (_VARIABLES[quantity], "before", "change", "size") if quantity in _VARIABLES else ()
     code = write_program(program, tensors, keep=values, reserved=reserved, aside=aside)
     names = [code.names[value] for value in values]
-    name = names[0] if quantity == "loss" else _VARIABLES[quantity]
-    lines = [] if quantity == "loss" else _measuring(quantity, name, names)
-    threshold = _threshold(found.event.value, found.event.threshold)
-    usual = f", and its median in training was {found.event.usual:.3g}" if found.event.usual is not None else ""
-    said = quoted(f"the {quantity} is not below {threshold}{usual}")
-    check = [line for text in (*lines, f'print("{name} =", {name})') for line in fold(text)]
-    check += fold(f"assert {name} < {threshold}, {said}")
+    if quantity == "share of zeros":
+        lines = _gradient_check(names[0], is_missing=values[0] not in outcome.gradients)
+    else:
+        lines = _threshold_check(found.event, names)
+    check = [part for line in lines for part in fold(line)]
     return ScriptParts(code, [*_remembered(quantity, names), *code.body], check)
+
+
+def _gradient_check(name: str, *, is_missing: bool) -> list[str]:
+    """The gradient and the assertion that there is one, or that not all of it is zero."""
+    shown = f'print("{name}.grad =", {name}.grad)'
+    if is_missing:
+        return [shown, f"assert {name}.grad is not None, {quoted(f'no gradient reaches {name}')}"]
+    return [shown, f"assert ({name}.grad != 0).any(), {quoted(f'the gradient of {name} is zero everywhere')}"]
+
+
+def _threshold_check(event: Predicate, names: Sequence[str]) -> list[str]:
+    """The quantity and the assertion that it is below the threshold."""
+    name = _VARIABLES.get(event.quantity, names[0])
+    threshold = _threshold(event.value, event.threshold)
+    usual = f", and its median in training was {event.usual:.3g}" if event.usual is not None else ""
+    said = quoted(f"the {event.quantity} is not below {threshold}{usual}")
+    lines = [f'print("{name} =", {name})', f"assert {name} < {threshold}, {said}"]
+    return [*_measuring(event.quantity, name, names), *lines]
 
 
 def _subjects(program: Program, failure: Failure, quantity: str, graded: Sequence[int]) -> list[int]:
@@ -56,9 +73,9 @@ def _subjects(program: Program, failure: Failure, quantity: str, graded: Sequenc
 
 
 def _measuring(quantity: str, name: str, names: Sequence[str]) -> list[str]:
-    """The lines that compute the quantity."""
-    if quantity == "share of zeros":
-        return [f"{name} = ({names[0]}.grad == 0).float().mean()"]
+    """The lines that compute the quantity; a loss is there already."""
+    if quantity == "loss":
+        return []
     if quantity == "gradient norm":
         return [f"{name} = {_norm([f'{variable}.grad' for variable in names])}"]
     copies = ["before" if len(names) == 1 else f"before[{number}]" for number in range(len(names))]

@@ -66,7 +66,7 @@ def make_issue(
     chosen = find_template(template or expectation.template)
     long_texts = {**_long_texts(snapshot, script, verified, reduction), "module": context.rstrip()}
     parts = {
-        "title": title(snapshot, reduction, expectation),
+        "title": title_of(snapshot, reduction, expectation),
         "observed": shorten_paths(expectation.observed),
         "expected": shorten_paths(expectation.expected),
         "remark": shorten_paths(wording.renamed(expectation.remark, _names_of_data(script, reduction))),
@@ -92,7 +92,7 @@ def make_issue(
     return Issue(str(parts["title"]), text, short, chosen.name, chosen.repository or _own_repository(snapshot))
 
 
-def title(snapshot: Snapshot, reduction: Reduction | None = None, expectation: Expectation | None = None) -> str:
+def title_of(snapshot: Snapshot, reduction: Reduction | None = None, expectation: Expectation | None = None) -> str:
     """``softmax returns nan for a fully masked row in Attention (float32, CPU, torch 2.13.0)``.
 
     The module or the line is named where the failure is a matter of the model's code.

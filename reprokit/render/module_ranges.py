@@ -23,6 +23,7 @@ from reprokit.snapshot.format import Snapshot
 MAX_FRAMES = 200
 
 Key = tuple[Scope, ...]
+Modules = list[tuple[Key, list[int]]]
 Ranges = dict[int, Range | None]
 Rows = list[list[tuple[int, FrameRow]]]
 
@@ -73,33 +74,48 @@ class Frame:
 
 def frames(found: Survey) -> tuple[list[Frame], int]:
     """The frames, cut to those nearest to the origin, and how many were left out before and after."""
-    made = _Frames(found).make()
-    if len(made) <= MAX_FRAMES:
-        return made, 0
-    origins = [number for number, frame in enumerate(made) if frame.is_origin]
-    end = min(len(made), max(MAX_FRAMES, (origins[-1] if origins else len(made)) + MAX_FRAMES // 4))
-    return made[end - MAX_FRAMES : end], len(made) - MAX_FRAMES
+    made = _Frames(found)
+    shown = _nearest(made.ordered, found.program, found.failure)
+    return [made.frame(number) for number in shown], len(made.ordered) - len(shown)
+
+
+def calls_in_frames(program: Program, failure: Failure) -> set[int]:
+    """The calls whose operands and results the frames of a survey of this program show."""
+    ordered = _ordered(program)
+    return {index for number in _nearest(ordered, program, failure) for index in ordered[number][1]}
+
+
+def _ordered(program: Program) -> Modules:
+    """The module calls: their scopes with the calls inside, in the order in which the modules were left."""
+    calls: dict[Key, list[int]] = {}
+    for index, call in enumerate(program.calls):
+        for depth in range(1, len(call.scope) + 1):
+            calls.setdefault(call.scope[:depth], []).append(index)
+    return sorted(calls.items(), key=lambda item: (item[1][-1], -len(item[0])))
+
+
+def _nearest(ordered: Modules, program: Program, failure: Failure) -> range:
+    """The numbers of the module calls nearest to the one with the origin."""
+    if len(ordered) <= MAX_FRAMES:
+        return range(len(ordered))
+    scope = program.calls[failure.call_index].scope if failure.call_index is not None else ()
+    origin = next((number for number, (key, _) in enumerate(ordered) if key == scope), len(ordered))
+    end = min(len(ordered), max(MAX_FRAMES, origin + MAX_FRAMES // 4))
+    return range(end - MAX_FRAMES, end)
 
 
 class _Frames:
-    """The module calls of a surveyed step. ``ordered`` holds their scopes with the calls inside, in the order in which
-    the modules were left."""
+    """The module calls of a surveyed step."""
 
     def __init__(self, found: Survey) -> None:
         self._found = found
-        calls: dict[Key, list[int]] = {}
-        for index, call in enumerate(found.program.calls):
-            for depth in range(1, len(call.scope) + 1):
-                calls.setdefault(call.scope[:depth], []).append(index)
-        self.ordered = sorted(calls.items(), key=lambda item: (item[1][-1], -len(item[0])))
+        self.ordered = _ordered(found.program)
         self._weights = {item.value for item in found.program.inputs if item.role in ("parameter", "buffer")}
         self._kept = {ref.value for ref in found.program.outputs}
 
-    def make(self) -> list[Frame]:
-        """All frames."""
-        return [self._frame(number, key, indexes) for number, (key, indexes) in enumerate(self.ordered)]
-
-    def _frame(self, number: int, key: Key, indexes: list[int]) -> Frame:
+    def frame(self, number: int) -> Frame:
+        """One frame by its place in the order."""
+        key, indexes = self.ordered[number]
         level = key[-1]
         weights, inputs, outputs = (Magnitudes.over(part.values()) for part in self.parts(key, indexes))
         own = self._own(key, indexes)

@@ -16,11 +16,11 @@ from markupsafe import Markup, escape
 from reprokit.locate.failure import Failure
 from reprokit.locate.ranges import Range, range_text
 from reprokit.render import diagnosis_text, drawings, facts, whatif_text, wording
-from reprokit.render.bad_value_path import ways
+from reprokit.render.bad_value_path import calls_on_ways, ways
 from reprokit.render.call_code import labels
 from reprokit.render.drawings import heat_map, plot
-from reprokit.render.issue import cut, rate, shown_output, title
-from reprokit.render.module_ranges import frames
+from reprokit.render.issue import cut, rate, shown_output, title_of
+from reprokit.render.module_ranges import calls_in_frames, frames
 from reprokit.render.script import Script
 from reprokit.render.survey import Survey, survey
 from reprokit.render.templates import render_template
@@ -56,17 +56,23 @@ class Remaining(NamedTuple):
 
 
 def write_report(
-    snapshot: Snapshot, script: Script, verified: VerifyResult, *, reduction: Reduction | None = None
+    snapshot: Snapshot,
+    script: Script,
+    verified: VerifyResult,
+    *,
+    reduction: Reduction | None = None,
+    title: str | None = None,
 ) -> str:
-    """The report's HTML."""
+    """The report's HTML; ``title`` is that of the issue where one was made."""
     failure, names = snapshot.failure, labels(snapshot.program)
-    found = survey(snapshot, _bad_name(failure, names))
+    shown = calls_in_frames(snapshot.program, failure).union(calls_on_ways(snapshot.program, failure))
+    found = survey(snapshot, _bad_name(failure, names), shown if failure.call_index is not None else None)
     shown_frames, frames_left_out = frames(found)
     texts = _long_texts(snapshot, script, verified, reduction)
     tables = reduction.whatif if reduction is not None else WhatIfResult()
     reason = reduction.diagnosis if reduction is not None else None
     content = {
-        "title": title(snapshot, reduction),
+        "title": title if title is not None else title_of(snapshot, reduction),
         "headline": wording.headline(failure),
         "story": sentences(snapshot, reduction, verified),
         "facts": facts.of_failure(snapshot),

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from reprokit.errors import UsageError
+from reprokit.locate.differences import MISMATCH
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Program
@@ -22,7 +23,6 @@ from reprokit.render.gate import require_closed
 from reprokit.render.templates import render_template
 from reprokit.render.wording import headline, phase_words
 from reprokit.shrink.checks.function import FUNCTION
-from reprokit.shrink.checks.mismatch import MISMATCH
 from reprokit.snapshot.files import REPRO_FILE, replaced, write_text
 from reprokit.snapshot.redact import redact_text
 from reprokit.visible import visible_line
@@ -147,8 +147,9 @@ def _withheld_lines(program: Program, tensors: Tensors, parts: ScriptParts, with
 
 
 def _header(program: Program, failure: Failure, num_calls_before: int | None, version: str) -> list[str]:
-    what = redact_text(headline(failure))
-    lines = [f"{what} {phase_words(failure)} (torch {version})."]
+    what = redact_text(headline(failure, is_reduced=num_calls_before is not None))
+    where = f" {phase_words(failure)}" if failure.event is None else ""  # an event is one of the whole step
+    lines = [f"{what}{where} (torch {version})."]
     if num_calls_before is not None:
         was, now = counted(num_calls_before, "torch call"), program.num_calls
         lines.append(f"Reduced mechanically by reprokit from {was} of a training step to {now:,}.")

@@ -12,6 +12,7 @@ from typing import Any
 
 from reprokit.errors import NotASnapshot, NotReproduced, ReprokitError, SnapshotError, UsageError
 from reprokit.program.ir import Program, Ref, map_leaves
+from reprokit.program.memory import contents
 from reprokit.render.literals import is_same
 from reprokit.render.module import ModuleScript, write_module_script
 from reprokit.render.script import Script, write_script
@@ -21,7 +22,7 @@ from reprokit.shrink import reduction as reductions
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.context.piece import Context, initial
 from reprokit.shrink.context.tree import Block
-from reprokit.shrink.plainness import constant_of, contents
+from reprokit.shrink.plainness import constant_of
 from reprokit.shrink.reduction import Reduction, fingerprint
 from reprokit.snapshot import format as snapshots
 from reprokit.snapshot.files import REDUCTION_FILE, hint_for_folder

@@ -6,16 +6,18 @@ written, because a call in place changes them later."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from reprokit.locate.failure import Failure
 from reprokit.locate.ranges import Range, measure
 from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, local_part
+from reprokit.program.dataflow import calls_after, needed_calls
 from reprokit.program.interpreter import determinism, run
-from reprokit.program.ir import Call, Program, Ref
+from reprokit.program.ir import OPAQUE, Call, Program, Ref
 from reprokit.shrink.exact import written_by as written_values
 from reprokit.snapshot.format import Snapshot
 
@@ -122,7 +124,7 @@ class Survey:
     ``written`` holds the range of a value after a call, by (index, value); ``inputs`` the range of what the program was
     given, when it was first read; ``gradients`` what the backward passes sent to a value. ``operands`` is what the
     origin read, ``optimizer`` what an optimizer's step had for the parameter it ruined. ``positions`` is about the bad
-    tensor. ``writers`` and ``readers`` list for every value the calls that wrote and read it, in order. ``error`` ended
+    tensor. ``writers`` and ``readers`` list for every value the calls that write and read it, in order. ``error`` ended
     the run before its time.
     """
 
@@ -139,6 +141,14 @@ class Survey:
     readers: dict[int, list[int]] = field(default_factory=dict)
     error: Exception | None = None
 
+    def __post_init__(self) -> None:
+        for index, call in enumerate(self.program.calls):
+            if call.target != OPAQUE:
+                for value in call.input_refs():
+                    self.readers.setdefault(value, []).append(index)
+                for value in written_by(call, self.failure):
+                    self.writers.setdefault(value, []).append(index)
+
     def writer(self, value: int, before: int) -> int | None:
         """The last call before number ``before`` that wrote this value."""
         return next((index for index in reversed(self.writers.get(value, [])) if index < before), None)
@@ -149,12 +159,23 @@ class Survey:
         return self.written.get((index, value)) if index is not None else self.inputs.get(value)
 
 
-def survey(snapshot: Snapshot, name: str = "") -> Survey:
-    """Run the captured step once and measure it, as far as it can be run here; ``name`` is that of the bad tensor."""
+def survey(snapshot: Snapshot, name: str = "", shown: Iterable[int] | None = None) -> Survey:
+    """Run the captured step once and measure it, as far as it can be run here; ``name`` is that of the bad tensor.
+
+    ``shown`` are the calls whose operands, results and gradients matter beside those of the origin, ``None`` for all:
+    only these run, with what they depend on, and means and deviations are left out.
+    """
+    only = needed_calls(snapshot.program.calls, {*shown, *ends(snapshot)}) if shown is not None else None
     found = Survey(snapshot.program, snapshot.failure, name)
     with determinism(snapshot.settings), warnings.catch_warnings(action="ignore"):
         try:
-            outcome = run(snapshot.program, snapshot.tensors, observer=_Watch(found), keep=frozenset())
+            outcome = run(
+                snapshot.program,
+                snapshot.tensors,
+                observer=_Watch(found, moments=shown is None),
+                keep=frozenset(),
+                only=only,
+            )
         except Exception as error:  # what else is known is worth showing whatever this machine lacks
             found.error = error
         else:
@@ -162,11 +183,21 @@ def survey(snapshot: Snapshot, name: str = "") -> Survey:
     return found
 
 
+def ends(snapshot: Snapshot) -> set[int]:
+    """The origin, and the backward passes that may have made its bad gradient."""
+    calls, failure = snapshot.program.calls, snapshot.failure
+    if failure.call_index is None:
+        return {len(calls) - 1}
+    after = calls_after(calls, failure.call_index) if failure.is_derivative else []
+    return {failure.call_index, *(index for index in after if calls[index].is_differentiation)}
+
+
 class _Watch:
     """The observer that fills a survey."""
 
-    def __init__(self, found: Survey) -> None:
+    def __init__(self, found: Survey, *, moments: bool) -> None:
         self._found = found
+        self._measure = partial(measure, moments=moments)
         self._inputs = {item.value for item in found.program.inputs if item.role != "rng"}
         self._states = {item.value for item in found.program.inputs if item.role == "rng"}
         self._hooked: set[int] = set()
@@ -175,9 +206,8 @@ class _Watch:
         """Measure inputs when they are first read, and what the origin reads."""
         found = self._found
         for value in call.input_refs():
-            found.readers.setdefault(value, []).append(index)
             if value in values and value in self._inputs and value not in found.inputs:
-                found.inputs[value] = measure(values[value])
+                found.inputs[value] = self._measure(values[value])
                 self._hook(value, values[value])
         if index != found.failure.call_index:
             return
@@ -185,15 +215,14 @@ class _Watch:
             found.optimizer = _of_parameter(call, found.failure.value, values)
         else:
             given = (value for value in call.input_refs() if value in values and value not in self._states)
-            found.operands = {value: measure(values[value]) for value in given}
+            found.operands = {value: self._measure(values[value]) for value in given}
 
     def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Measure what a call wrote."""
         found = self._found
         for value in written_by(call, found.failure):
             if value in values:
-                found.written[index, value] = measure(values[value])
-                found.writers.setdefault(value, []).append(index)
+                found.written[index, value] = self._measure(values[value])
                 self._hook(value, values[value])
         failure = found.failure
         bad = values.get(failure.value) if failure.value is not None else None
@@ -207,13 +236,13 @@ class _Watch:
             tensor.register_hook(self._recorder(value))  # type: ignore[no-untyped-call]
 
     def _recorder(self, value: int) -> Callable[[torch.Tensor], None]:
-        found = self._found
+        found, measured = self._found, self._measure
 
         def record(gradient: torch.Tensor) -> None:
             known = found.gradients.get(value)
             if known is not None and known.is_bad:
                 return
-            found.gradients[value] = measure(gradient)
+            found.gradients[value] = measured(gradient)
             if found.failure.is_derivative and value == found.failure.value and found.positions is None:
                 found.positions = positions_of(gradient, found.name)
 

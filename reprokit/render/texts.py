@@ -59,9 +59,10 @@ def render_all(
     result = _verified(script, times, processes)
     path = script.write(out_dir)
     beside = _beside(script, context.read_text(encoding="utf-8")) if context is not None else ""
+    issue = make_issue(snapshot, script, result, reduction=reduction, context=beside)
     texts = {
-        "issue.md": make_issue(snapshot, script, result, reduction=reduction, context=beside).text,
-        "report.html": write_report(snapshot, script, result, reduction=reduction),
+        "issue.md": issue.text,
+        "report.html": write_report(snapshot, script, result, reduction=reduction, title=issue.title),
         "test_repro.py": write_test(reduction),
     }
     for name, text in texts.items():
@@ -88,14 +89,14 @@ def render_context(
     out_dir: Path,
     *,
     times: int = TIMES,
-    tell: Callable[[str], None] = lambda reason: None,
+    on_reason: Callable[[str], None] = lambda reason: None,
     processes: CleanProcesses | None = None,
 ) -> dict[str, Any] | None:
     """Write ``repro_module.py`` and verify it; a summary, or ``None`` when there is no context to show.
 
-    ``tell`` is given the reason when there is one that cannot be shown.
+    ``on_reason`` is given the reason when there is one that cannot be shown.
     """
-    found = _verified_context(reduction, snapshot, times, tell, processes)
+    found = _verified_context(reduction, snapshot, times, on_reason, processes)
     if found is None:
         return None
     script, result = found
@@ -171,7 +172,7 @@ def _issue(opened: Opened, source: Path, script: Script, template: str | None = 
 
 def write_test(subject: Reduction | Snapshot) -> str:
     """A pytest file that runs the ``repro.py`` beside it."""
-    words = visible_line(headline(subject.failure))
+    words = visible_line(headline(subject.failure, is_reduced=isinstance(subject, Reduction)))
     name = re.sub(r"\W+", "_", words.lower(), flags=re.ASCII).strip("_") or "repro"
     said = words.replace("\\", "\\\\").replace('"', "'")
     text = render_template("test_repro.py.j2", headline=said, repro=REPRO_FILE, name=name)
@@ -203,18 +204,18 @@ def _beside(script: Script, context: str) -> str:
 
 
 def presentable_context(
-    reduction: Reduction, snapshot: Snapshot | None, tell: Callable[[str], None] = lambda reason: None
+    reduction: Reduction, snapshot: Snapshot | None, on_reason: Callable[[str], None] = lambda reason: None
 ) -> ModuleScript | None:
-    """The context as a script; ``None`` when there is none to show, and `tell` gets the reason if there is one."""
+    """The context as a script; ``None`` when there is none to show, and `on_reason` gets the reason if there is one."""
     if reduction.level != "module" and is_minimum_again(reduction):
         return None
     script = context_script(reduction, snapshot)
     if script is None:
         if reduction.context is not None:
-            tell("it would need more recorded numbers than a repro may hold")
+            on_reason("it would need more recorded numbers than a repro may hold")
         return None
     if script.num_lines > MAX_LINES:
-        tell(f"it would have {script.num_lines} lines, and {MAX_LINES} is the limit")
+        on_reason(f"it would have {script.num_lines} lines, and {MAX_LINES} is the limit")
         return None
     return script
 
@@ -223,16 +224,16 @@ def _verified_context(
     reduction: Reduction,
     snapshot: Snapshot | None,
     times: int = TIMES,
-    tell: Callable[[str], None] = lambda reason: None,
+    on_reason: Callable[[str], None] = lambda reason: None,
     processes: CleanProcesses | None = None,
 ) -> tuple[ModuleScript, VerifyResult] | None:
-    """The context as a script that fails by itself every time; otherwise ``None``, and `tell` gets the reason."""
-    script = presentable_context(reduction, snapshot, tell)
+    """The context as a script that fails by itself every time; otherwise ``None``, and `on_reason` gets the reason."""
+    script = presentable_context(reduction, snapshot, on_reason)
     if script is None:
         return None
     result = _verified(script, times, processes)
     if not (result.fails and result.is_unanimous):
-        tell(f"only {result.num_failed} of {times} runs of it failed by themselves")
+        on_reason(f"only {result.num_failed} of {times} runs of it failed by themselves")
         return None
     return script, result
 

@@ -17,8 +17,9 @@ from reprokit.locate.blame import locate
 from reprokit.locate.failure import EXCEPTION
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Input, Program
+from reprokit.program.memory import contents
 from reprokit.render.literals import MAX_LITERALS, literal
-from reprokit.shrink.plainness import constant_of, contents, filled, is_number, ladder, num_digits
+from reprokit.shrink.plainness import constant_of, filled, is_number, ladder, num_digits
 from reprokit.shrink.reduction import Reduction
 from reprokit.shrink.signature import Signature, same
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reprokit import words
-from reprokit.locate.failure import Drop, Failure
+from reprokit.locate.failure import Drop, Failure, Predicate
 from reprokit.program.ir import Phase
 from reprokit.snapshot.redact import redact_source, redact_text
 
@@ -60,6 +60,7 @@ def event_words(failure: Failure) -> str:
         source=event.source,
         rows=event.rows,
         reference_step=event.reference_step,
+        began_at=event.began_at,
     )
 
 
@@ -90,8 +91,11 @@ def short_name(call: str) -> str:
     return _OPERATORS.get(name.strip("_"), name.lstrip("_"))
 
 
-def headline(failure: Failure) -> str:
-    """One line without punctuation at its end: ``softmax returns nan``."""
+def headline(failure: Failure, *, is_reduced: bool = False) -> str:
+    """One line without punctuation at its end: ``softmax returns nan``.
+
+    ``is_reduced``: the value of an event is that of a smaller program, not the one of training.
+    """
     call, kind = short_call(failure), kind_words(failure)
     if failure.kind == "exception":
         return f"{call} raises {kind}"
@@ -99,6 +103,9 @@ def headline(failure: Failure) -> str:
         return f"{failure.check[1]} holds"
     if failure.event is not None:
         event = replace(failure.event, source=failure.event.source if failure.kind == "dead" else None, rows=None)
+        if is_reduced and failure.kind != "dead":
+            usual = f"; its median in training was {event.usual:.3g}" if event.usual is not None else ""
+            return f"{failure.kind}: the {event.quantity} of this reduced program is {event.value:.3g}{usual}"
         return f"{failure.kind}: {event_words(replace(failure, event=event))}"
     if failure.kind == "mismatch":
         what = "compiled code" if failure.reference[0] == "compile" else "the result" if failure.call is None else call
@@ -126,8 +133,9 @@ def observed(failure: Failure, *, is_forward_finite: bool = True) -> str:
     if failure.event is not None:
         event = failure.event
         origin = f"The first call unlike step {event.reference_step} is `{failure.call}`." if failure.call else ""
-        origin = f"`{failure.call}` returns only zeros behind it." if failure.kind == "dead" else origin
-        return f"In step {event.began_at} {event_words(failure)}. {origin}".rstrip()
+        if failure.kind == "dead":
+            return f"{event_words(failure).replace('the', 'The', 1)}. `{failure.call}` lets no gradient through."
+        return f"In training step {event.began_at} {event_words(failure)}. {origin}".rstrip()
     if failure.kind == "mismatch":
         what = name if failure.call is not None else "The program"
         way = "compiled" if failure.reference[0] == "compile" else "as it is"
@@ -180,7 +188,7 @@ def expected(failure: Failure) -> str:
     if failure.kind == "function":
         return "The check does not hold."
     if failure.event is not None:
-        return f"The {failure.event.quantity} is below {failure.event.threshold:.3g}, as in the steps before."
+        return _expected_quantity(failure.event)
     if failure.kind == "mismatch":
         return "Equal results, within the tolerances of `torch.testing.assert_close`."
     if failure.call is None:
@@ -190,6 +198,14 @@ def expected(failure: Failure) -> str:
     if failure.phase == Phase.OPTIMIZER:
         return "A finite parameter after the step."
     return "A finite result."
+
+
+def _expected_quantity(event: Predicate) -> str:
+    if event.quantity == "share of zeros":
+        name = f"`{event.source}`" if event.source else "the parameter"
+        return f"A gradient that is not zero everywhere reaches {name}."
+    usual = f"; its median in the steps before was {event.usual:.3g}" if event.usual is not None else ""
+    return f"The {event.quantity} is below {event.threshold:.4g}, where the course of the run ends{usual}."
 
 
 def shown_names(reduction: Reduction, names: Mapping[str, str]) -> dict[str, str]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from reprokit.program import plain
 from reprokit.program.ir import Call, Input, Mode, Program, Ref, iter_refs, substitute
+from reprokit.program.memory import contents
 from reprokit.shrink.leaves import leaves
-from reprokit.shrink.plainness import ONES, ZEROS, contents, is_number, plainness, raw_bytes, seed_of
+from reprokit.shrink.plainness import ONES, ZEROS, is_number, plainness, raw_bytes, seed_of
 from reprokit.snapshot.format import count_elements
 
 Key = tuple[int, int, int, int]
@@ -82,7 +84,7 @@ class Candidate:
         for item in self.program.inputs:
             tensor = self.tensors[item.value]
             found.update(f"{item.value} {tensor.dtype} {tuple(tensor.shape)} {_strides(tensor)}".encode())
-            found.update(_bytes_of(tensor))
+            found.update(_digest_of(tensor))
         return found.hexdigest()
 
     def with_tensors(self, tensors: Mapping[int, torch.Tensor]) -> Candidate:
@@ -177,6 +179,18 @@ def _anonymous(program: Program) -> Program:
 
 def _strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.layout is torch.strided else ()
+
+
+_digests: MutableMapping[torch.Tensor, tuple[int, bytes]] = WeakIdKeyDictionary()
+
+
+def _digest_of(tensor: torch.Tensor) -> bytes:
+    """A hash of the contents, computed once until the tensor is written: candidates share those that are the same."""
+    if tensor.is_inference():  # which counts no writes
+        return hashlib.blake2b(_bytes_of(tensor)).digest()
+    if tensor not in _digests or _digests[tensor][0] != tensor._version:
+        _digests[tensor] = (tensor._version, hashlib.blake2b(_bytes_of(tensor)).digest())
+    return _digests[tensor][1]
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:

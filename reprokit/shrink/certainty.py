@@ -127,9 +127,12 @@ def settings_that_matter(
     found = []
     for words, changed in trials:
         reports = [report(changed) for _ in range(runs)]
-        if any(one.error is not None for one in reports):
+        seen = [one.observation for one in reports]
+        if any(one.error is not None for one in reports) or Verdict.INVALID in (
+            check.judge(o, candidate) for o in seen
+        ):
             continue
-        rate = Rate.of(check, candidate, [one.observation for one in reports])
+        rate = Rate.of(check, candidate, seen)
         if rate.failed == 0:
             found.append(f"{words} it does not fail ({rate} runs)")
         elif is_flaky and rate.failed == rate.runs:
@@ -158,8 +161,10 @@ class Certainty:
     steps: list[Candidate] = field(default_factory=list)
     seconds: float = 0.0
 
-    def establish(self, whole: Candidate, tell: Callable[[Rate], None], first: Sequence[Failure | None] = ()) -> None:
-        """Find out and tell how often the whole program fails. Raises `NotReproduced` when it never does, and `Flaky`
+    def establish(
+        self, whole: Candidate, on_rate: Callable[[Rate], None], first: Sequence[Failure | None] = ()
+    ) -> None:
+        """Measure and report how often the whole program fails. Raises `NotReproduced` when it never does, and `Flaky`
         when too seldom. ``first`` are failing runs that selected ``whole``: they count only if all others fail, too.
         """
         seen = self._runs(whole, REPLAYS, first)
@@ -171,7 +176,7 @@ class Certainty:
             seen += self._runs(whole, MEASURED_RUNS - len(seen))
             rate = Rate.of(self.check, whole, seen)
         self.reproduces = str(rate)
-        tell(rate)
+        on_rate(rate)
         found = next((f for f in (*first, *seen) if f is not None and self._is_same(f, whole)), None)
         if found is None:
             raise NotReproduced(

@@ -55,6 +55,16 @@ class Resumed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class ExecutorLost(Event):
+    """The executor failed in this way; from here on candidates run on this machine."""
+
+    trouble: str
+
+    def __str__(self) -> str:
+        return f"the executor failed ({self.trouble}); the reduction goes on on this machine"
+
+
+@dataclass(frozen=True, slots=True)
 class PassStarted(Event):
     """A pass begins in a round (counted from 1, 0 for the cut before the first) with what is left."""
 

@@ -17,9 +17,10 @@ from reprokit.locate.calls import short_name
 from reprokit.locate.domains import spectrum_of
 from reprokit.locate.failure import Failure
 from reprokit.locate.ways import bad_mask, ways_of
-from reprokit.program.functions import UnknownFunction, all_written, hidden_writes
+from reprokit.program.dataflow import needed_calls, written_in_place
+from reprokit.program.functions import UnknownFunction
 from reprokit.program.interpreter import Tensors, run
-from reprokit.program.ir import Call, Input, Program, Ref, iter_refs
+from reprokit.program.ir import Call, Input, Program, Ref
 from reprokit.program.memory import copy_of
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.references import default_dtype, in_dtype
@@ -84,6 +85,10 @@ class OriginCall:
             (found,) = torch.autograd.grad(results, outcome.inputs[value], ones)
             return float(found.abs().max()) if not ways_of(found) else None
         return None
+
+    def shows(self, failure: Failure) -> bool:
+        """True if the bad value is bad as in the failure, or if that is a gradient, which only a backward pass has."""
+        return failure.is_derivative or (self.bad is not None and failure.way in ways_of(self.bad))
 
     def is_overflow(self, failure: Failure) -> bool:
         """True if the result, or the derivative, is in float64 a number that the dtype cannot hold."""
@@ -153,12 +158,24 @@ class _Watch:
 
 
 def origin_of(program: Program, tensors: Tensors, failure: Failure) -> OriginCall | None:
-    """The origin as it runs here; ``None`` without one, or when the program does not get there."""
+    """The origin as it runs here; ``None`` without one, or when the program does not get there.
+
+    Runs the calls that the origin depends on, and all before it where these do not give the recorded value.
+    """
     if failure.call_index is None:
         return None
+    needed = needed_calls(program.calls, {failure.call_index})
+    found = _watched(program, tensors, failure, needed)
+    if needed is None or len(needed) > failure.call_index or (found is not None and found.shows(failure)):
+        return found
+    return _watched(program, tensors, failure, None)
+
+
+def _watched(program: Program, tensors: Tensors, failure: Failure, only: list[int] | None) -> OriginCall | None:
+    assert failure.call_index is not None
     watch = _Watch(failure.call_index, failure)
     try:
-        run(program, tensors, observer=watch, keep=frozenset())
+        run(program, tensors, observer=watch, keep=frozenset(), only=only)
     except _Stop:
         value = failure.value if failure.value in watch.made else None
         return OriginCall(watch.call, watch.given, watch.made, value) if watch.call is not None else None
@@ -169,10 +186,7 @@ def origin_of(program: Program, tensors: Tensors, failure: Failure) -> OriginCal
 
 def written_by(call: Call) -> tuple[int, ...]:
     """The values that a call makes or writes into, running statistics included."""
-    if call.is_optimizer_step:
-        return tuple(ref.value for ref in iter_refs(call.kwargs["params"]))
-    places = (all_written(call.target, call.args, call.kwargs), hidden_writes(call.target, call.args, call.kwargs))
-    return tuple(dict.fromkeys((*call.output_refs(), *(ref.value for ref in iter_refs(places)))))
+    return tuple(dict.fromkeys((*call.output_refs(), *written_in_place(call))))
 
 
 def _run(program: Program, tensors: Tensors) -> dict[int, torch.Tensor] | None:

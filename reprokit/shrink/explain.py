@@ -15,10 +15,11 @@ import torch
 
 from reprokit.grammar import Count, Name, left_out
 from reprokit.program.ir import Call, Input
+from reprokit.program.memory import contents
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.leaves import Path, leaves, parameters_of, with_leaf
 from reprokit.shrink.oracle import OutOfBudget
-from reprokit.shrink.plainness import constant_of, contents, is_number, shortened
+from reprokit.shrink.plainness import constant_of, is_number, shortened
 from reprokit.shrink.probe import is_safe, trusts_arguments
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.signature import Verdict
@@ -45,7 +46,8 @@ class ProgramPart:
 
 @dataclass(frozen=True, slots=True)
 class VariedPart(ProgramPart):
-    """A part of the result that is ``free`` if every other content fails too. ``tried`` is false if none could run."""
+    """A part of the result that is ``free`` if every other content fails too. ``tried`` is false if that is not known,
+    and no other content passes."""
 
     free: bool = False
     tried: bool | None = left_out()
@@ -190,7 +192,8 @@ class _Trials:
 
     def verdict(self, candidate: Candidate, change: str) -> Verdict:
         """The verdict on a variant; invalid, which says nothing, when it may not be run."""
-        if self.is_over or self._oracle.checks >= self._limit or not is_safe(candidate.program, candidate.shapes):
+        is_fit = is_safe(candidate.program, candidate.shapes) and self._oracle.predicate.is_clean(candidate)
+        if self.is_over or self._oracle.checks >= self._limit or not is_fit:
             return Verdict.INVALID
         try:
             return self._oracle.check(candidate, change)
@@ -199,18 +202,17 @@ class _Trials:
             return Verdict.INVALID
 
     def passes(self, change: Change, number: float | int | bool) -> bool:
-        """True if nothing goes wrong with this number in place of another one."""
+        """True if the program runs to its end without the failure, with this number in place of another one."""
         return self.verdict(change.apply(number), f"{change.name} = {number:.6g}") is Verdict.PASSES
 
     def is_free(self, part: Part) -> bool | None:
-        """True if every variant fails in the same way; ``None`` when none could be run."""
-        was_run = False
+        """True if every variant that can run fails in the same way, false if one passes; else ``None``."""
+        seen = set()
         for candidate in part.variants:
-            verdict = self.verdict(candidate, f"other contents of {part.name}")
-            if verdict in (Verdict.PASSES, Verdict.OTHER):
+            seen.add(self.verdict(candidate, f"other contents of {part.name}"))
+            if Verdict.PASSES in seen:
                 return False
-            was_run = was_run or verdict is Verdict.SAME
-        return True if was_run and not self.is_over else None
+        return True if Verdict.SAME in seen and Verdict.OTHER not in seen and not self.is_over else None
 
 
 def _varied(place: ProgramPart, free: bool | None) -> VariedPart:

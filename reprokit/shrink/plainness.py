@@ -12,6 +12,8 @@ import math
 
 import torch
 
+from reprokit.program.memory import contents
+
 ZEROS, ONES, CONSTANT, SHORT, ANY = 0.0, 1.0, 2.0, 4.0, 5.0
 MAX_LITERALS = 64  # a script lists at most so many numbers
 NUM_SEEDS = 8  # each seed costs a check
@@ -49,18 +51,6 @@ def constant_of(tensor: torch.Tensor) -> float | complex | int | bool | None:
             return None
     number: float | complex | int | bool = first.item()
     return number
-
-
-def contents(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in one row, as numbers that torch computes with: it can hardly do anything with an 8-bit float."""
-    plain = tensor.detach()
-    if plain.layout is not torch.strided:
-        plain = plain.to_dense()
-    if plain.is_quantized:
-        plain = plain.dequantize()
-    if plain.is_floating_point() and plain.element_size() == 1:
-        plain = plain.float()
-    return plain.resolve_conj().resolve_neg().reshape(-1)
 
 
 def state_of_seed(seed: int, num_bytes: int) -> torch.Tensor:

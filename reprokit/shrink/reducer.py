@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from reprokit.errors import NotReproduced, ReprokitError, UsageError
+from reprokit.locate.compiled import Compiled
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import determinism
 from reprokit.program.statement import variables
@@ -22,6 +23,7 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.certainty import Certainty
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.checks.function import FunctionCheck
+from reprokit.shrink.checks.mismatch import MismatchCheck
 from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck, OutOfMemoryCheck
 from reprokit.shrink.context.finder import find_context
 from reprokit.shrink.context.piece import Context
@@ -101,12 +103,14 @@ def shrink(
         warnings.simplefilter("ignore")
         chosen = choose_check(check, snapshot)
         is_foreign = observe is not None or isinstance(chosen, (FunctionCheck, OutOfMemoryCheck))
+        is_foreign = is_foreign or (isinstance(chosen, MismatchCheck) and isinstance(chosen.reference, Compiled))
         task = Task.of(observe or chosen, snapshot.settings)
         with closing(Isolation(task, isolation, jobs, limits, is_foreign, executor)) as places:
-            tell = on_event or (lambda event: None)
+            on_event = on_event or (lambda event: None)
+            places.on_trouble = lambda trouble: on_event(events.ExecutorLost(trouble))
             oracle = Oracle(chosen, places, max_time, max_checks)
             certainty = Certainty(oracle, places, chosen, snapshot.settings, observe is None, snapshot.failure)
-            return _Run(snapshot, file, tell, origin, earlier, oracle, certainty, level).reduce(on_minimum)
+            return _Run(snapshot, file, on_event, origin, earlier, oracle, certainty, level).reduce(on_minimum)
 
 
 @contextmanager
@@ -127,7 +131,7 @@ class _Run:
 
     snapshot: Snapshot
     file: Path | None
-    tell: Callable[[Event], None]
+    on_event: Callable[[Event], None]
     origin: Origin
     earlier: Reduction | None
     oracle: Oracle
@@ -147,10 +151,10 @@ class _Run:
         """Run the whole schedule."""
         whole = Candidate(self.snapshot.program, self.snapshot.tensors)
         self.ledger = Ledger(whole.num_calls, whole.num_elements)
-        self.tell(events.Started(whole.num_calls, whole.num_elements, self.oracle.max_time, self.oracle.max_checks))
+        self.on_event(events.Started(whole.num_calls, whole.num_elements, self.oracle.max_time, self.oracle.max_checks))
         self.oracle.on_check = self._checked
         whole, runs = self._needed(whole)
-        self.certainty.establish(whole, lambda rate: self.tell(events.Replayed(rate.failed, rate.runs)), runs)
+        self.certainty.establish(whole, lambda rate: self.on_event(events.Replayed(rate.failed, rate.runs)), runs)
         problem = Problem(whole, self.oracle)
         try:
             self._search(problem)
@@ -169,7 +173,7 @@ class _Run:
                 self._keep(problem.best)
             raise
         reduction = self._keep(problem.best)
-        self.tell(
+        self.on_event(
             events.Finished(
                 reduction.program.num_calls,
                 problem.best.num_elements,
@@ -248,7 +252,7 @@ class _Run:
         self.context = earlier.context
         self.oracle.on_check = self._checked
         self.oracle.recall(earlier.known)
-        self.tell(events.Resumed(candidate.num_calls, candidate.num_elements, earlier.checks))
+        self.on_event(events.Resumed(candidate.num_calls, candidate.num_elements, earlier.checks))
 
     def _find_context(self, whole: Candidate) -> Context | None:
         """The piece of the model that shows the failure, if that is one value or exception that comes every time."""
@@ -259,11 +263,11 @@ class _Run:
         left = None if self.oracle.max_time is None else max(0.0, self.oracle.seconds_left)
         oracle = Oracle(certainty.check, certainty.isolation, left, self.oracle.max_checks)
 
-        def tell(candidate: Candidate, verdict: Verdict, change: str) -> None:
-            self.tell(events.ContextChecked(oracle.checks, verdict.value, change))
+        def report(candidate: Candidate, verdict: Verdict, change: str) -> None:
+            self.on_event(events.ContextChecked(oracle.checks, verdict.value, change))
 
-        oracle.on_check = tell
-        self.tell(events.ContextStarted(min(budget.seconds, oracle.seconds_left)))
+        oracle.on_check = report
+        self.on_event(events.ContextStarted(min(budget.seconds, oracle.seconds_left)))
         with oracle.within(budget):
             found = find_context(whole, certainty.failure, oracle, variables(self.snapshot.program.calls))
         if oracle.was_late and self.oracle.max_time is None:
@@ -299,8 +303,8 @@ class _Run:
         except Exception as error:
             self.broken.add(name)
             first_line = f"{type(error).__name__}: {error}".splitlines()[0]
-            told = f"`{name}` stopped after an internal error ({first_line}); the other parts ran"
-            self.certainty.notes.append(told)
+            note = f"`{name}` stopped after an internal error ({first_line}); the other parts ran"
+            self.certainty.notes.append(note)
 
     def _budget(self, name: str) -> PartBudget:
         """What is left of the budget of a part of the work."""
@@ -323,31 +327,33 @@ class _Run:
 
     @contextmanager
     def _passing(self, name: str, number: int, problem: Problem) -> Iterator[None]:
-        """Book and tell what a pass does."""
-        self.tell(events.PassStarted(name, number, problem.best.num_calls, problem.best.num_elements))
+        """Book and report what a pass does."""
+        self.on_event(events.PassStarted(name, number, problem.best.num_calls, problem.best.num_elements))
         with self.ledger.passing(name) as row, self._within_budget(name):
             yield
         is_over = name in self.over
         if not row.successes and not is_over:
             self.ledger.settled.add(name)
         best = problem.best
-        self.tell(events.PassEnded(name, number, row.checks, row.successes, best.num_calls, best.num_elements, is_over))
+        self.on_event(
+            events.PassEnded(name, number, row.checks, row.successes, best.num_calls, best.num_elements, is_over)
+        )
 
     def _checked(self, candidate: Candidate, verdict: Verdict, change: str) -> None:
         self.ledger.checked(candidate, verdict.value, change)
-        self.tell(
+        self.on_event(
             events.Checked(self.ledger.checks, candidate.num_calls, candidate.num_elements, verdict.value, change),
         )
 
     def _varied(self, candidate: Candidate, verdict: Verdict, change: str) -> None:
         self.ledger.varied()
-        self.tell(events.Varied(self.ledger.variants, verdict.value, change))
+        self.on_event(events.Varied(self.ledger.variants, verdict.value, change))
 
     def _accepted(self, candidate: Candidate) -> None:
         change = self.ledger.accepted(candidate)
         self.certainty.accepted(candidate)
         self._keep(candidate)
-        self.tell(events.Improved(candidate.num_calls, candidate.num_elements, change))
+        self.on_event(events.Improved(candidate.num_calls, candidate.num_elements, change))
 
     def _keep(self, best: Candidate) -> Reduction:
         """The reduction as it stands, written to disk if there is a place for it."""

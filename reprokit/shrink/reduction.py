@@ -21,10 +21,11 @@ from reprokit.locate.diagnosis import Diagnosis
 from reprokit.locate.failure import Failure
 from reprokit.program import plain
 from reprokit.program.ir import Program
+from reprokit.program.memory import contents
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.context.piece import Context
 from reprokit.shrink.explain import Nearest, VariedPart
-from reprokit.shrink.plainness import contents, raw_bytes
+from reprokit.shrink.plainness import raw_bytes
 from reprokit.shrink.signature import Signed
 from reprokit.snapshot.format import (
     Snapshot,

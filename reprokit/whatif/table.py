@@ -15,6 +15,7 @@ from itertools import repeat
 from typing import cast
 
 from reprokit.errors import UsageError
+from reprokit.locate.differences import MISMATCH
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Settings
 from reprokit.program.ir import Program
@@ -38,7 +39,7 @@ _LEAST_SECONDS = 0.2  # less is not worth a process
 _SECONDS_TO_END = 60.0  # after the budget, for a table in a process of its own
 
 Subjects = Mapping[str, tuple[Candidate, SignatureCheck]]
-Tell = Callable[[str, Variant, Trial], None]
+OnTrial = Callable[[str, Variant, Trial], None]
 
 
 def of_reduction(
@@ -47,14 +48,14 @@ def of_reduction(
     *,
     seconds: float = SECONDS,
     check: str | None = None,
-    tell: Tell | None = None,
+    on_trial: OnTrial | None = None,
 ) -> WhatIfResult:
     """The table of a reduction's minimum, and of its context where it has one.
 
     ``check`` is the check that the reduction was made with, if that is a function of the user's: a file that names one
-    is no reason to run it, so without it such a reduction raises `UsageError`. ``tell`` is given every answer.
+    is no reason to run it, so without it such a reduction raises `UsageError`. ``on_trial`` is given every answer.
     """
-    return make_table(_subjects_of(reduction, check), settings, seconds, tell=tell)
+    return make_table(_subjects_of(reduction, check), settings, seconds, on_trial=on_trial)
 
 
 @contextmanager
@@ -93,11 +94,11 @@ def _subjects_of(reduction: Reduction, check: str | None) -> Subjects:
     return {name: (made, check_of(made, found, spec, check)) for name, (made, found) in programs.items()}
 
 
-def of_snapshot(snapshot: Snapshot, *, seconds: float = SECONDS, tell: Tell | None = None) -> WhatIfResult:
-    """The table of a whole snapshot. ``tell`` is given every answer."""
+def of_snapshot(snapshot: Snapshot, *, seconds: float = SECONDS, on_trial: OnTrial | None = None) -> WhatIfResult:
+    """The table of a whole snapshot. ``on_trial`` is given every answer."""
     whole = Candidate(snapshot.program, snapshot.tensors)
     check = check_of(whole, snapshot.failure, None, None)
-    return make_table({SNAPSHOT: (whole, check)}, snapshot.settings, seconds, tell=tell)
+    return make_table({SNAPSHOT: (whole, check)}, snapshot.settings, seconds, on_trial=on_trial)
 
 
 def make_table(
@@ -105,14 +106,14 @@ def make_table(
     settings: Settings,
     seconds: float,
     variants: Sequence[Variant] = VARIANTS,
-    tell: Tell | None = None,
+    on_trial: OnTrial | None = None,
 ) -> WhatIfResult:
     """The rows of every subject by its name."""
     checks = {candidate.digest: check for candidate, check in subjects.values()}
     # Reports carry any dataclass of reprokit's; the reducer's are failures.
     task = Task.of(cast(Observe, Trials(checks)), settings)
     with closing(Isolation(task, always_apart=True)) as places:
-        return _Table(subjects, places, seconds, variants, tell).make()
+        return _Table(subjects, places, seconds, variants, on_trial).make()
 
 
 @dataclass
@@ -123,7 +124,7 @@ class _Table:
     places: Isolation
     budget: float
     variants: Sequence[Variant]
-    tell: Tell | None
+    on_trial: OnTrial | None
     trials: dict[tuple[str, str], Trial] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -134,19 +135,25 @@ class _Table:
         """Run everything that there is time for."""
         quick = [job for job in self._jobs() if not job[1].is_slow]
         slow = [job for job in self._jobs() if job[1].is_slow]
-        for job in quick:
+        compares = any(check.signature.kind == MISMATCH for _, check in self.subjects.values())
+        for job in () if compares else quick:
             self._run([job])
         if slow:
             _load_compilers()
         for name in self.subjects:
             self._run([job for job in slow if job[0] == name])
+        for job in quick if compares else ():  # which compiler differs is the question
+            self._run([job])
         tables = {name: tuple(self._rows(name)) for name in self.subjects}
         return WhatIfResult(self.budget, round(time.monotonic() - self._started, 3), tables)
 
     def _jobs(self) -> Iterator[tuple[str, Variant]]:
         """What there is to run; the whole table of one subject comes before the next one's."""
-        for name, (candidate, _) in self.subjects.items():
-            yield from ((name, variant) for variant in self.variants if variant.is_of_interest(candidate))
+        for name, (candidate, check) in self.subjects.items():
+            for variant in self.variants:
+                is_asked = not variant.is_of_mismatch or check.signature.kind == MISMATCH
+                if is_asked and variant.is_of_interest(candidate):
+                    yield name, variant
 
     def _run(self, jobs: Sequence[tuple[str, Variant]]) -> None:
         """Run these at once."""
@@ -162,8 +169,8 @@ class _Table:
     def _note(self, jobs: Sequence[tuple[str, Variant]], trials: Iterable[Trial]) -> None:
         for (name, variant), trial in zip(jobs, trials, strict=True):
             self.trials[name, variant.key] = trial
-            if self.tell is not None:
-                self.tell(name, variant, trial)
+            if self.on_trial is not None:
+                self.on_trial(name, variant, trial)
 
     def _trial(self, report: Report) -> Trial:
         error = report.error

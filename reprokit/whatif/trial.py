@@ -19,13 +19,15 @@ from functools import partial
 import torch
 from torch.utils.benchmark import Timer
 
+from reprokit.locate.compiled import Compiled, CompiledProgram
+from reprokit.locate.differences import NOT_FINITE, compare, results_of
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.ways import ways_of
 from reprokit.program.interpreter import Outcome, Settings, determinism, run
 from reprokit.program.ir import Phase
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.checks.mismatch import results_of
-from reprokit.shrink.checks.references import CompiledProgram, default_dtype, in_dtype, on_device
+from reprokit.shrink.checks.mismatch import MismatchCheck
+from reprokit.shrink.checks.references import default_dtype, in_dtype, on_device
 from reprokit.shrink.signature import SignatureCheck, Verdict
 
 AS_IT_IS = "as_it_is"
@@ -52,7 +54,8 @@ class Variant:
     """A way to run a program. ``key`` is for machines, ``name`` for people.
 
     ``change`` makes the other program, ``around`` holds torch's settings while it runs, and ``is_of_interest`` tells
-    whether it is another way at all for a candidate. With a ``backend`` the program is compiled.
+    whether it is another way at all for a candidate. With a ``backend`` the program is compiled; ``is_of_mismatch``: it
+    says something about compilers that differ from eager only.
     """
 
     key: str
@@ -61,6 +64,7 @@ class Variant:
     around: Around = contextlib.nullcontext
     is_of_interest: Callable[[Candidate], bool] = lambda candidate: True
     backend: str = ""
+    is_of_mismatch: bool = False
 
     @property
     def is_slow(self) -> bool:
@@ -136,6 +140,7 @@ VARIANTS = (
     _kernel("efficient", "memory-efficient", "EFFICIENT_ATTENTION"),
     _device("cpu", "the CPU"),
     _device("cuda", "CUDA"),
+    Variant(f"{COMPILED}eager", "`torch.compile`, graph only (`eager`)", backend="eager", is_of_mismatch=True),
     Variant(f"{COMPILED}aot_eager", "`torch.compile`, aot_eager", backend="aot_eager"),
     Variant(f"{COMPILED}inductor", "`torch.compile`, inductor", backend="inductor"),
 )
@@ -191,10 +196,10 @@ class Trials:
 
 def one_line(error: Exception) -> str:
     """An exception in one line: ``RuntimeError: expected a float``."""
-    return told(type(error).__name__, str(error))
+    return exception_line(type(error).__name__, str(error))
 
 
-def told(kind: str, message: str) -> str:
+def exception_line(kind: str, message: str) -> str:
     """An exception's type with the first line of its message, cut."""
     line = next((line.strip() for line in message.splitlines() if line.strip()), "")
     text = f"{kind}: {line}" if line else kind
@@ -223,7 +228,7 @@ def _judged(
         return Trial(Answer.SAME, _silence(failure, changed) if is_anomaly else "")
     if failure.exception is None:
         return Trial(Answer.OTHER, _words(failure))
-    words = told(*failure.exception)
+    words = exception_line(*failure.exception)
     if is_anomaly and _ANOMALY_WORDS in failure.exception[1]:
         return Trial(Answer.SAME, words)
     is_about_exceptions = check.signature.kind == EXCEPTION
@@ -257,6 +262,8 @@ def _words(failure: Failure) -> str:
 
 
 def _compiled(candidate: Candidate, check: SignatureCheck, backend: str) -> Trial:
+    if isinstance(check, MismatchCheck) and isinstance(check.reference, Compiled):
+        return _compared(candidate, check, backend)
     if check.signature.kind not in ("nan", "inf", EXCEPTION):
         raise Unsuitable(f"`{check.spec}` runs the program in ways of its own")
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # processes of its own would outlive this one
@@ -276,6 +283,15 @@ def _compiled(candidate: Candidate, check: SignatureCheck, backend: str) -> Tria
         return Trial(Answer.SAME, seconds=seconds)
     place, ways = next(iter(found.items()))
     return Trial(Answer.OTHER, f"{'/'.join(sorted(ways))} in {_place_words(candidate, *place)}", seconds)
+
+
+def _compared(candidate: Candidate, check: MismatchCheck, backend: str) -> Trial:
+    """Does this compiler differ from eager in the way of the failure?"""
+    compiler = Compiled(backend)
+    found = compare(candidate, compiler, compiler.name + NOT_FINITE * check.way.endswith(NOT_FINITE))
+    if isinstance(found, Failure):
+        return Trial(Answer.OTHER, exception_line(*found.exception) if found.exception is not None else _words(found))
+    return Trial(Answer.PASSES if found is None else Answer.SAME)
 
 
 def _compiled_raised(error: Exception, wanted: Exception | None) -> Trial:

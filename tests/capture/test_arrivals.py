@@ -199,7 +199,7 @@ def test_a_patch_on_top_stays() -> None:
             for (owner, name), top in zip(places, tops, strict=True):
                 setattr(owner, name, top)
             step()
-        assert watched.has_judged
+        assert watched.has_checked
         assert [vars(owner)[name] for owner, name in places] == tops
         del seen[:]
         step()

@@ -60,7 +60,13 @@ WITHOUT_FAULTS = {
     *("session", "launch", "block", "options", "rank_name"),
     *("hooks.torch_hooks", "hooks.composite_calls", "record.kinds", "record.stack", "record.structure"),
 }
-NOT_IN_THESE_RUNS = {"failure_text", "save.exceptions"}
+NOT_IN_THESE_RUNS = {
+    "rewind.meeting",
+    "save.miscompiled",
+    *("failure_text", "save.exceptions"),
+    "hooks.compiled_calls",  # `test_compiled.py`
+    *("run.exchange", "run.shards", "save.unshard", "save.stage"),  # several processes: `test_sharded.py`
+}
 HOME = "reprokit.capture."
 MODULES = (part for part in pkgutil.walk_packages(sys.modules["reprokit.capture"].__path__, HOME) if not part.ispkg)
 PARTS = [name for part in MODULES if (name := part.name.removeprefix(HOME)) not in WITHOUT_FAULTS]

@@ -211,3 +211,20 @@ def test_what_a_run_has_always_been_like_is_no_pattern() -> None:
 def test_a_pattern_names_its_evidence_and_the_usual_range() -> None:
     (found,) = gradient_patterns(rows({"h.2.fc.weight": 60.0}))
     assert found.text.startswith("one abnormal layer: `h.2.fc.weight` ") and found.text.endswith("usually 0.001 to 0.1")
+
+
+def test_recording_ends_inside_of_a_cuda_graph(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[dict[str, float]] = []
+    monkeypatch.setattr(norms, "is_capturing", lambda: len(seen) >= 2)
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with reprokit.capture(record="1", on_numbers=seen.append):
+        for _ in range(6):
+            optimizer.zero_grad()
+            net(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+    assert len(seen) == 2
+    assert capsys.readouterr().err.count("`--record` is off") == 1

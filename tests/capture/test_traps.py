@@ -809,14 +809,13 @@ def test_a_bad_batch_is_named(watch: str, tmp_path: Path) -> None:
     assert fidelity(snapshot) == EXACT
 
 
-def test_a_compiled_function_of_the_loop_is_named_and_not_reduced(tmp_path: Path) -> None:
+def test_a_function_that_was_compiled_before_the_capture_is_named_and_not_reduced(tmp_path: Path) -> None:
+    @torch.compile(backend="eager")
+    def loss_of(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (logits[:, 0] - torch.log1p(y)).pow(2).mean()
+
     def loop() -> list[torch.Tensor]:
         torch._dynamo.reset()
-
-        @torch.compile(backend="eager")
-        def loss_of(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            return (logits[:, 0] - torch.log1p(y)).pow(2).mean()
-
         model = plain_net()
         optimizer = torch.optim.Adam(model.parameters())
         with warnings.catch_warnings():

@@ -111,6 +111,29 @@ def test_the_hint_names_the_command_that_was_meant(run_here: Run) -> None:
     assert run_here("--watch").stderr.splitlines()[1] == "hint: see `reprokit --help`"
 
 
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("torchrun --nproc-per-node 2 train.py --lr 1", "torchrun --nproc-per-node 2 {} train.py --lr 1"),
+        ("torchrun -m pkg.train", "torchrun {} -m pkg.train"),
+        ("accelerate launch --cpu train.py", "accelerate launch --cpu {} train.py"),
+        ("python -m torch.distributed.run train.py", "python -m torch.distributed.run {} train.py"),
+        ("srun -m cyclic python3 -u train.py", "srun -m cyclic python3 -u {} train.py"),
+        ("mpiexec -n 2 /usr/bin/python3.11 train.py", "mpiexec -n 2 /usr/bin/python3.11 {} train.py"),
+        ("torchrun", "torchrun [OPTIONS] {} train.py [ARGS]"),
+    ],
+)
+def test_a_launcher_that_is_given_as_a_script(given: str, hint: str, run_here: Run) -> None:
+    result = run_here("capture", *given.split())
+    assert_one_error(result, f"`{given.split()[0]}` is a command, not a script")
+    assert result.stderr.splitlines()[1] == f"hint: {hint.format('-m reprokit capture')}"
+
+
+def test_a_script_with_the_name_of_a_launcher(run_reprokit: Run, tmp_path: Path) -> None:
+    (tmp_path / "accelerate").write_text("print('ran')\n")
+    assert run_reprokit("capture", "accelerate").stdout == "ran\n"
+
+
 def test_a_script_that_is_given_as_a_module(run_here: Run, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("raise RuntimeError('it ran')\n")
     result = run_here("capture", "-q", "-m", "train.py")

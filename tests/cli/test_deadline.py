@@ -33,12 +33,14 @@ COMMANDS = {
 
 @pytest.fixture
 def endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A snapshot whose step begins with one call that takes minutes."""
+    """A snapshot whose step begins with a call that takes minutes, and whose result the failure depends on."""
     snapshot = snapshot_of(masked_softmax())
     ones = Call("torch.ones", (3000, 3000), {}, Ref(7))
     matrix = ones, Call("torch.linalg.matrix_power", (Ref(7), 2**40), {}, Ref(8))
-    program: Program = replace(snapshot.program, calls=(*matrix, *snapshot.program.calls))
-    failure = replace(snapshot.failure, call_index=2)
+    given = Ref(snapshot.program.inputs[0].value)
+    used = Call("torch.sum", (Ref(8),), {}, Ref(9)), Call("torch.Tensor.add_", (given, Ref(9)), {}, given)
+    program: Program = replace(snapshot.program, calls=(*matrix, *used, *snapshot.program.calls))
+    failure = replace(snapshot.failure, call_index=4)
     save(replace(snapshot, program=program, failure=failure), tmp_path / "x.pt")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(reprokit.cli.shrink, "FIRST_SECONDS", 0.5)

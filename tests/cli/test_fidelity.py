@@ -68,7 +68,7 @@ def test_a_capture_ends_with_it(unfaithful: Told) -> None:
 
 
 def test_shrink_says_it_among_its_last_lines(unfaithful: Told) -> None:
-    assert any(DIFFERS in line for line in unfaithful.shrink[-4:])
+    assert any(DIFFERS in line for line in unfaithful.shrink[-6:])
 
 
 def test_the_issue_says_it_beside_the_rate(unfaithful: Told) -> None:

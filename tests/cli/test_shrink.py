@@ -20,7 +20,9 @@ from reprokit.cli import main
 from reprokit.cli.shrink import default_folder
 from reprokit.errors import Flaky, NotReproduced, ReprokitError
 from reprokit.locate.diagnosis import Diagnosis
+from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Settings
+from reprokit.program.ir import Phase
 from reprokit.render.script import Script
 from reprokit.render.verify import CleanProcesses
 from reprokit.shrink.events import Checked, Improved, Replayed
@@ -49,6 +51,7 @@ class FakeReduction:
     whatif: WhatIfResult = field(default_factory=WhatIfResult)
     origin: Origin = field(default_factory=Origin)
     diagnosis: Diagnosis | None = None
+    failure: Failure = field(default_factory=lambda: Failure(Phase.FORWARD, "nan"))
 
     def summary(self) -> dict[str, Any]:
         return dict(SUMMARY)
@@ -142,6 +145,7 @@ def test_the_result_is_written_and_told(reducer: SimpleNamespace, capsys: pytest
     assert said.err.splitlines()[-1] == "reprokit: next: python train-step7/repro.py"
     assert Path("train-step7", "reduction.pt").is_file()
     wanted = {"out_dir": Path("train-step7"), "level": "op", "max_time": 60.0, "jobs": 2, "resume": False}
+    wanted["executor"] = None
     assert {name: reducer.options[name] for name in wanted} == wanted
 
 

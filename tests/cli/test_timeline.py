@@ -28,6 +28,7 @@ def test_steps_as_a_table_lines_csv_and_events(tmp_path: Path, run_reprokit: Run
     assert run_reprokit("capture", "-o", "x.pt", "train.py").returncode == 3
     rows = [json.loads(line) for line in run_reprokit("timeline", "x.pt", "--to", "jsonl").stdout.splitlines()]
     assert [(row["step"], row["loss"], row["lr"]) for row in rows[:-1]] == [(0, 2.0, 0.5), (1, 1.0, 0.5), (2, 0.0, 0.5)]
+    assert rows[-1]["loss"] == "nan"  # which JSON has no number for
     assert rows[0]["grad_norm"] == pytest.approx(2**0.5) and "lr" not in rows[-1]
     table = run_reprokit("timeline", "x.pt").stdout.splitlines()
     assert table[0].split()[:2] == ["step", "loss"] and len(table) == 5

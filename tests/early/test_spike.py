@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import reprokit
+from reprokit.capture.early.course import Course
 from tests.conftest import run_python_in
 from tests.early.healthy import mlp
 
@@ -77,6 +80,7 @@ def test_events_are_told_and_logged(captured: tuple[Path, subprocess.CompletedPr
     told = [line for line in done.stderr.splitlines() if "spike at step" in line]
     assert len(told) == 1
     assert "began at step 30" in told[0]
+    assert done.stderr.count("median") == 1  # the line of losses has no other one
     (line,) = (folder / "train.events.jsonl").read_text().splitlines()
     event = json.loads(line)
     assert (event["kind"], event["severity"], event["began_at"]) == ("spike", "error", 30)
@@ -93,7 +97,9 @@ def test_the_repro_asserts_the_recorded_threshold(captured: tuple[Path, subproce
     assert "10000" in text
     assert "assert loss < " in text
     issue = next(folder.glob("train-step30*/issue.md")).read_text()
-    assert "In step 30 the loss was" in issue
+    assert "In training step 30 the loss was" in issue
+    assert "; its median in the steps before was" in issue
+    assert "# spike: the loss of this reduced program is" in text
     assert _run(folder, "verify", "train-step30.repro.pt").returncode == 0
 
 
@@ -175,6 +181,33 @@ def test_a_nan_soon_after_is_traced_to_the_spike(tmp_path: Path) -> None:
     assert (result["failure"]["kind"], result["failure"]["step"]) == ("spike", 60)
 
 
+def _with_written_momentum() -> list[torch.Tensor]:
+    """A training that writes into its momentum in step 60; the parameters and the momentum that it ends with."""
+    torch.manual_seed(0)
+    model = mlp(8, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    for step in range(70):
+        if step == 60:
+            optimizer.state[model[0].weight]["momentum_buffer"].mul_(1e4)
+        x = torch.randn(16, 8)
+        loss = F.mse_loss(model(x), x.abs().sum(1, keepdim=True))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [*model.parameters(), *(state["momentum_buffer"] for state in optimizer.state.values())]
+
+
+def test_a_write_into_the_state_of_an_optimizer_is_played(tmp_path: Path) -> None:
+    """The copy is from before the optimizer had any state, so the replay makes a state of its own."""
+    bare = _with_written_momentum()
+    with reprokit.capture(tmp_path / "run.pt", on=("early",), history=1000, after="continue", quiet=True) as session:
+        watched = _with_written_momentum()
+    (result,) = session.results
+    failure = result["failure"]
+    assert (failure["step"], failure["event"]["quantity"], result["fidelity"]) == (60, "update", "exact")
+    assert bare[0].isfinite().all() and all(map(torch.equal, bare, watched))
+
+
 def test_without_events_the_nan_itself_is_saved(tmp_path: Path) -> None:
     session, events = _loop(tmp_path, lambda step, *rest: _bad_rows(step, *rest).pow(3), on=("nonfinite",))
     (result,) = session.results
@@ -247,3 +280,37 @@ def test_a_label_that_is_written_in_place_is_the_origin(tmp_path: Path) -> None:
     failure = result["failure"]
     assert (failure["step"], failure["call"]) == (40, "torch.Tensor.__setitem__")
     assert failure["event"]["rows"] == "row 7"
+
+
+def _alarms(losses: list[float]) -> list[tuple[str, int, float]]:
+    """What a course says of losses: the severity, the step it began, and the limit."""
+    course = Course()
+    found = (course.add(step, step, loss) for step, loss in enumerate(losses))
+    return [(one.severity, one.began.step, one.limit) for one in found if one is not None]
+
+
+def _falling(length: int) -> list[float]:
+    """A loss that falls from 3 to 0.02, by half in 14 steps, and varies by a fifth."""
+    chance = random.Random(0)
+    return [(3 * math.exp(-step / 20) + 0.02) * math.exp(chance.gauss(0, 0.2)) for step in range(length)]
+
+
+@pytest.mark.parametrize("begin", [30, 40, 50, 65, 100])
+def test_a_spike_of_a_young_run_whose_loss_falls(begin: int) -> None:
+    losses = _falling(150)
+    assert _alarms(losses) == []
+    losses[begin : begin + 5] = [30.0] * 5  # ten times the first loss
+    ((severity, began, limit),) = _alarms(losses)
+    assert (severity, began) == ("error", begin)
+    assert limit < 30
+
+
+def test_a_loss_that_falls_and_returns_to_its_start_is_no_error() -> None:
+    falling = _falling(60)
+    assert all(severity == "warning" for severity, *_ in _alarms([*falling, *falling, *falling]))
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_bad_first_loss_does_not_teach_the_course(bad: float) -> None:
+    losses = _falling(60)
+    assert _alarms([*losses[:5], bad, *losses[5:]]) == []

@@ -6,9 +6,11 @@ import csv
 import json
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import Run
 
@@ -160,3 +162,21 @@ def test_the_callback_of_transformers_keeps_numbers_both_ways(tmp_path: Path, ru
     assert done.returncode == 3, done.stderr
     steps, noted = map(json.loads, done.stdout.splitlines()[-2:])
     assert steps == [0, 1, 2] and "learning_rate" in noted[0]
+
+
+def test_the_log_history_of_a_trainer_holds_the_last_hundred_rows() -> None:
+    pytest.importorskip("transformers")
+    from reprokit.integrations.transformers import ReprokitCallback
+
+    callback, own = ReprokitCallback(record="1", quiet=True), {"loss": 1.0, "step": 0}
+    state = SimpleNamespace(log_history=[own])
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    callback.on_train_begin(None, state, None)
+    for _ in range(130):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    callback.on_train_end(None, state, None)
+    assert state.log_history[0] is own
+    assert [row["step"] for row in state.log_history[1:]] == list(range(30, 130))

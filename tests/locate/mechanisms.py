@@ -34,7 +34,10 @@ def step(compute: Callable[..., torch.Tensor], **tensors: torch.Tensor) -> Make:
         (loss if loss.dim() == 0 else loss.sum()).backward()
         return None
 
-    return lambda: record(run, **tensors)
+    def copies() -> dict[str, torch.Tensor]:
+        return {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in tensors.items()}
+
+    return lambda: record(run, **copies())  # a step may write into what it is given
 
 
 def optimizer(name: str, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], **options: Any) -> Make:

@@ -26,7 +26,7 @@ from reprokit.render.defined import find_edge
 from reprokit.render.definitions import Defect
 from reprokit.render.expectation import expect
 from reprokit.render.facts import where
-from reprokit.render.issue import MAX_CHARACTERS, Issue, make_issue, rate, title
+from reprokit.render.issue import MAX_CHARACTERS, Issue, make_issue, rate, title_of
 from reprokit.render.script import Script
 from reprokit.render.sharing import MAX_URL, create_command, issue_url, write_zip
 from reprokit.render.sources import snapshot_script
@@ -279,7 +279,7 @@ def batch_norm(x: Any, **names: int) -> Snapshot:
 def test_what_a_call_wrote_in_place_is_looked_at_too(names: dict[str, int]) -> None:
     snapshot = batch_norm([[0.0], [1e20]], **names)
     found = expect(snapshot)
-    assert title(snapshot).startswith("batch_norm writes inf into running_var for a value above 3.4028e+38 (")
+    assert title_of(snapshot).startswith("batch_norm writes inf into running_var for a value above 3.4028e+38 (")
     assert found.owner == "own" and "the exact `running_var`, about " in found.expected
     assert "writes inf into `running_var` although" in found.observed
     assert "an input of the step, `x`" in found.remark
@@ -444,17 +444,17 @@ def test_the_title_says_that_training_ran_under_autocast() -> None:
     snapshot = one_call("torch.log", [-1.0])
     call = replace(snapshot.program.calls[0], mode=Mode(autocast=(("cpu", "torch.bfloat16"),)))
     recorded = replace(snapshot, program=replace(snapshot.program, calls=(call,)))
-    assert "(float32, bfloat16 autocast in training, CPU" in title(recorded, reduction_of(snapshot))
-    assert "(autocast to bfloat16, CPU" in title(recorded)
+    assert "(float32, bfloat16 autocast in training, CPU" in title_of(recorded, reduction_of(snapshot))
+    assert "(autocast to bfloat16, CPU" in title_of(recorded)
 
 
 def test_the_device_and_dtype_of_the_title_are_those_of_the_program() -> None:
     snapshot = replace(one_call("torch.log", [-1.0]), environment=Environment(torch="2.13.0", devices=("A GPU",)))
-    assert title(snapshot).endswith("(float32, CPU, torch 2.13.0)")  # that the machine has another one says nothing
+    assert title_of(snapshot).endswith("(float32, CPU, torch 2.13.0)")  # that the machine has another one says nothing
     (call,) = snapshot.program.calls
     mixed = replace(call, mode=Mode(autocast=(("cpu", "torch.bfloat16"),)))
     snapshot = replace(snapshot, program=replace(snapshot.program, calls=(mixed,)))
-    assert title(snapshot).endswith("(autocast to bfloat16, CPU, torch 2.13.0)")
+    assert title_of(snapshot).endswith("(autocast to bfloat16, CPU, torch 2.13.0)")
 
 
 def test_the_message_of_an_exception_is_short_and_has_no_secrets() -> None:
@@ -611,7 +611,7 @@ def test_paths_are_the_same_wherever_an_issue_names_a_line() -> None:
     snapshot = replace(snapshot, program=program, failure=replace(snapshot.failure, site=site))
     fix = Fix("clamp", ("clamp the argument",), "x = x", ("lib/losses.py:7",), True, "loss 1")
     found = Diagnosis(id="a", title="A title", confidence="likely", mechanism="It is.", advice="Do.", fix=fix)
-    shown = f"{title(snapshot)}\n{issue_of(snapshot).text}\n{diagnosis_text.markdown(found)}"
+    shown = f"{title_of(snapshot)}\n{issue_of(snapshot).text}\n{diagnosis_text.markdown(found)}"
     assert "in lib/losses.py:7 (" in shown and "(`lib/losses.py:7`)" in shown
     assert not re.search(r"(?<!lib/)losses\.py", shown)
 

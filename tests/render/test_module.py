@@ -190,7 +190,7 @@ def test_a_context_that_cannot_be_shown_is_told(reduction: Reduction, tmp_path: 
     reasons: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(import_module("reprokit.render.texts"), "MAX_LINES", 3)
-        assert render_context(reduction, None, tmp_path, tell=reasons.append) is None
+        assert render_context(reduction, None, tmp_path, on_reason=reasons.append) is None
     assert len(reasons) == 1 and reasons[0].endswith("lines, and 3 is the limit")
 
 

@@ -17,7 +17,7 @@ from reprokit.errors import UsageError
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
 from reprokit.render import facts
-from reprokit.render.issue import MAX_CHARACTERS, cut, make_issue, title
+from reprokit.render.issue import MAX_CHARACTERS, cut, make_issue, title_of
 from reprokit.render.report import write_report
 from reprokit.render.sources import reduction_script, snapshot_script
 from reprokit.render.templates import fence, jinja_environment, template_folder
@@ -123,7 +123,7 @@ def test_a_template_of_the_users_own(tmp_path: Path) -> None:
     path.write_text("{{ title }} / {{ rate }}")
     snapshot = attention_step()
     text = make_issue(snapshot, snapshot_script(snapshot), VERIFIED, template=str(path)).text
-    assert text == f"{title(snapshot)} / It failed 20 of 20 runs in the same way, each in a process of its own."
+    assert text == f"{title_of(snapshot)} / It failed 20 of 20 runs in the same way, each in a process of its own."
     with pytest.raises(UsageError, match="no issue template `nothing`"):
         make_issue(snapshot, snapshot_script(snapshot), VERIFIED, template="nothing")
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Mode, Program, Ref
-from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.candidate import Candidate, _digest_of
 from reprokit.shrink.checks.recorded import NonfiniteCheck
 from reprokit.shrink.isolation.runner import Isolation
 from reprokit.shrink.isolation.task import Task
@@ -133,3 +133,14 @@ def test_budgets() -> None:
     made, _ = oracle(max_time=0.0)
     with pytest.raises(OutOfBudget):
         made.check(candidate(0))
+
+
+def test_a_tensor_that_was_written_has_another_digest() -> None:
+    with torch.inference_mode():
+        unversioned = torch.zeros(3)
+    for tensor in (torch.zeros(3), unversioned):
+        before = _digest_of(tensor)
+        assert _digest_of(tensor) == before
+        with torch.inference_mode():
+            tensor.add_(1)
+        assert _digest_of(tensor) != before

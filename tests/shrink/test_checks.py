@@ -20,6 +20,14 @@ from torch.nn import functional as F
 from reprokit.cli import main
 from reprokit.errors import NotReproduced, UsageError
 from reprokit.locate.blame import locate
+from reprokit.locate.compiled import Compiled
+from reprokit.locate.differences import (
+    Difference,
+    differences,
+    halves_in,
+    is_above_noise,
+    tolerances,
+)
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import Outcome
 from reprokit.program.ir import Call, Input, Mode, Program, Ref
@@ -30,16 +38,9 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks import spec as specs
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.checks.function import FunctionCheck
-from reprokit.shrink.checks.mismatch import (
-    Difference,
-    MismatchCheck,
-    differences,
-    halves_in,
-    is_above_noise,
-    tolerances,
-)
+from reprokit.shrink.checks.mismatch import MismatchCheck
 from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck, requested_bytes
-from reprokit.shrink.checks.references import Compiled, Double
+from reprokit.shrink.checks.references import Double
 from reprokit.shrink.passes.setting import drop_autocast, simplify_precision
 from reprokit.shrink.problem import Problem
 from reprokit.shrink.reducer import shrink

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +12,14 @@ from torch.nn import functional as F
 from reprokit.locate.blame import locate
 from reprokit.program.ir import Program
 from reprokit.shrink import explain as explaining
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.events import Event, Varied
 from reprokit.shrink.explain import Nearest
 from reprokit.shrink.leaves import leaves, with_leaf
 from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction
+from reprokit.shrink.signature import Verdict
 from tests.shrink import failing
 
 
@@ -82,7 +86,7 @@ def test_a_constant_that_does_not_matter_is_free() -> None:
 
 def test_a_whole_number_that_is_zero_is_varied_too() -> None:
     reduction = shrink(failing.record(lambda x, y: x / y, x=torch.zeros(2), y=torch.zeros(2, dtype=torch.int64)))
-    assert [(item.free, item.tried) for item in reduction.explain] == [(False, None)] * 2
+    assert [(item.free, item.tried) for item in reduction.explain] == [(False, False), (False, None)]  # 1 / 0 is inf
     nearest = nearest_of(reduction)
     assert (nearest.input, nearest.from_, nearest.to) == (reduction.program.inputs[1].name, 0, 1)
 
@@ -97,6 +101,24 @@ def test_without_a_budget_nothing_is_claimed() -> None:
     assert set(items) == {"x", "mask"} and not reduction.one_minimal
     assert all(item.tried is False for item in items.values())  # that it matters is not known
     assert reduction.untried[-1] == "explain" and reduction.nearest is None
+
+
+def test_a_run_that_raises_is_no_pass(tmp_path: Path) -> None:
+    """Nor where the user's function does not see the failure in it."""
+    (tmp_path / "large.py").write_text("def large(o):\n    return o.loss is not None and bool(o.loss > 0.5)\n")
+
+    def step(logits: torch.Tensor, target: torch.Tensor) -> None:
+        F.cross_entropy(logits, target).backward()
+
+    snapshot = failing.traced(step, logits=torch.zeros(1, 2, requires_grad=True), target=torch.tensor([0]))
+    whole = Candidate(snapshot.program, snapshot.tensors)
+    check = choose_check(f"{tmp_path / 'large.py'}:large", snapshot)
+    found = check(whole)
+    assert found is not None
+    check = check.adopted(found, whole)
+    target = next(item.value for item in whole.program.inputs if item.name == "target")
+    out_of_bounds = whole.with_tensors({target: torch.tensor([2])})
+    assert check.judge(check(out_of_bounds), out_of_bounds) is Verdict.INVALID
 
 
 def test_sizes_and_places_are_no_constants() -> None:

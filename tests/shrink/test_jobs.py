@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.recorded import NonfiniteCheck
 from reprokit.shrink.events import Checked, Event
 from reprokit.shrink.isolation import processes as places
+from reprokit.shrink.isolation import runner
+from reprokit.shrink.isolation.processes import RunLimits
 from reprokit.shrink.isolation.runner import Isolation, Reports
 from reprokit.shrink.isolation.task import Report, Task
 from reprokit.shrink.oracle import Oracle, OutOfBudget
@@ -186,15 +189,6 @@ def processes() -> Iterator[Executor]:
         yield executor
 
 
-@contextmanager
-def dask() -> Iterator[Any]:
-    """A cluster of one process on this machine."""
-    distributed = pytest.importorskip("distributed")
-    options = {"n_workers": 1, "threads_per_worker": 2, "dashboard_address": None}
-    with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster) as client:
-        yield client.get_executor(pure=False)
-
-
 class Counting:
     """An executor that counts what goes through it."""
 
@@ -212,17 +206,6 @@ class Counting:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("start", [threads, processes])
 def test_any_executor_will_do(start: Callable[[], Any]) -> None:
-    through_executor(start)
-
-
-@needs_fork
-@pytest.mark.filterwarnings("default")
-def test_a_dask_cluster_will_do() -> None:
-    through_executor(dask)
-
-
-def through_executor(start: Callable[[], Any]) -> None:
-    """A reduction whose candidates go through an executor is the same one."""
     run = reduce(failing.gated_recurrence)
     alone = outcome(run)
     with start() as executor:
@@ -273,6 +256,23 @@ def test_without_its_executor_a_reduction_goes_on_here(num_good: int, monkeypatc
     run = reduce(failing.gated_recurrence)
     assert outcome(run, executor=Broken(num_good), jobs=2) == outcome(run)
     assert used[0].trouble == "ConnectionError: the cluster is gone"
+
+
+class Silent:
+    """An executor whose workers are gone for good."""
+
+    def submit(self, function: Any, /, *arguments: Any) -> Future[Any]:
+        return Future()
+
+
+@needs_fork
+def test_an_executor_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "_SECONDS_ON_THE_WAY", 0.0)
+    said: list[str] = []
+    places = Isolation(Task.of(by_number, Settings()), limits=RunLimits(0.5), executor=Silent(), jobs=10**6)
+    places.on_trouble = said.append
+    assert [report.error for report in places.reports([candidate(0), candidate(1)])] == [None, None]
+    assert said == ["TimeoutError"] and places.jobs == os.cpu_count()
 
 
 def test_forking_is_tried_before_it_is_relied_on(monkeypatch: pytest.MonkeyPatch) -> None:

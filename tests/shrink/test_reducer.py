@@ -282,8 +282,8 @@ def test_another_failure_is_not_this_one() -> None:
 def test_a_flaky_failure_is_told_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[Failure | None] = []
 
-    def sometimes(program: Program, tensors: dict[int, torch.Tensor]) -> Failure | None:
-        runs.append(locate(program, tensors) if len(runs) % 2 else None)
+    def sometimes(program: Program, tensors: dict[int, torch.Tensor], **options: bool) -> Failure | None:
+        runs.append(locate(program, tensors, **options) if len(runs) % 2 else None)
         return runs[-1]
 
     monkeypatch.setattr(import_module("reprokit.shrink.checks.recorded"), "locate", sometimes)

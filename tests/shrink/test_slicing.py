@@ -65,9 +65,9 @@ def test_what_cannot_be_left_out_stays(step: failing.Step) -> None:
     assert slice_to(Candidate(snapshot.program, snapshot.tensors), snapshot.failure) is None
 
 
-def test_nothing_goes_when_an_optimizer_has_stepped_before() -> None:
+def test_nothing_goes_when_an_optimizer_has_written_what_is_read() -> None:
     snapshot = failing.zero_by_zero()
-    options: dict[str, Any] = {"params": [[]], "grads": [[]], "options": [{}], "state": [[]]}
+    options: dict[str, Any] = {"params": [[Ref(0)]], "grads": [[None]], "options": [{}], "state": [[{}]]}
     stepped = Call("torch.optim.SGD.step", (), options, phase="optimizer")
     program = snapshot.program.__class__((stepped, *snapshot.program.calls), snapshot.program.inputs, (Ref(0),))
     failure = snapshot.failure.__class__("forward", "nan", call_index=(snapshot.failure.call_index or 0) + 1)

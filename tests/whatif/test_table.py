@@ -188,6 +188,6 @@ def test_an_answer_is_told_before_the_next_variant_runs(tmp_path: Path, monkeypa
         Settings(),
         300.0,
         [BY_KEY[AS_IT_IS], marked],
-        tell=lambda program, variant, trial: told.append((variant.key, (tmp_path / "ran").exists())),
+        on_trial=lambda program, variant, trial: told.append((variant.key, (tmp_path / "ran").exists())),
     )
     assert told == [(AS_IT_IS, False), ("mark", True)]

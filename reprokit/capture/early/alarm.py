@@ -5,17 +5,17 @@ Imports no torch: `reprokit.TrainingEvent` is part of the public API.
 
 from __future__ import annotations
 
+import functools
 import json
-import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from reprokit.capture.early.course import Departure, Severity
-from reprokit.words import times_words
+from reprokit.words import jsonable, times_words
 
 EventKind = Literal["spike", "explosion", "dead", "scale"]
 QUANTITIES: Mapping[EventKind, str] = {"spike": "loss", "explosion": "gradient norm", "scale": "scale"}
@@ -52,12 +52,8 @@ class TrainingEvent:
 
     def to_json(self) -> str:
         """The event as a line of JSON; numbers that JSON does not have are texts, and what is unknown is left out."""
-        items = {name: _jsonable(value) for name, value in asdict(self).items() if value is not None}
+        items = {name: jsonable(value) for name, value in asdict(self).items() if value is not None}
         return json.dumps(items, allow_nan=False)
-
-
-def _jsonable(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def event_of(kind: EventKind, departure: Departure, step: int) -> TrainingEvent:
@@ -86,12 +82,18 @@ def event_of(kind: EventKind, departure: Departure, step: int) -> TrainingEvent:
 class EventLog:
     """Events as JSON lines in a file, which appears with the first one.
 
-    Any thread may add. A file that grows beyond 1 MiB is renamed to ``<name>.1``, in the place of an older one.
+    Any thread may add. A file that grows beyond 1 MiB is renamed to ``<name>.1``, in the place of an older one. The
+    function ``name`` is called for the first event: a process may learn its rank after its capture has begun.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, name: Callable[[], Path]) -> None:
+        self._name = name
         self._lock = threading.Lock()
+
+    @functools.cached_property
+    def path(self) -> Path:
+        """The file."""
+        return self._name()
 
     def add(self, event: TrainingEvent) -> None:
         """Append an event; raises `OSError` if the disk says no."""

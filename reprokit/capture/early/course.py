@@ -2,8 +2,9 @@
 
 A value is off the course if it lies more than `SPREADS` spreads above the median of the last values. The spread is the
 median absolute deviation, scaled to the standard deviation of a normal distribution, and at least a share of what the
-run has shown. Numbers above zero are compared as logarithms. One value says little: an alarm needs several in a row,
-and one of them above everything that the run has had so far. Needs no torch.
+run has shown; a fall that goes on through all of these values does not count. Numbers above zero are compared as
+logarithms. One value says little: an alarm needs several in a row, and one of them above everything that the run has
+had so far. Needs no torch.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 Severity = Literal["warning", "error"]
 
 LENGTH = 100  # steps that a value is compared with
 LEAST = 16  # steps before any value is compared: the first ones of a run change fastest
-_EVERY = 25  # steps after which the limit is computed again, which takes 20 us
+_EVERY = 25  # steps after which the limit is computed again, which takes 20 us; sooner in a young run
+_PARTS = 4  # of the last values: the limit of a young run is learned again after one, and a fall shows in all
 SPREADS = 8.0  # of a normal distribution nothing lies that far; of one with heavy tails a single value may
-HIGH = 4.0  # spreads that tell a step of a rise that is known to go on
+HIGH = 4.0  # spreads from which a step belongs to a rise that is known to go on
+USUAL = 2.0  # spreads up to which a step is one to compare with; the steps of a slow rise look like one another
 _BEYOND = 2.0  # spreads by which an alarm exceeds the highest value so far
 _NORMAL = 1.4826  # the standard deviation of a normal distribution over its median absolute deviation
 _LEAST_RATIO = 0.1  # of the spread of logarithms: losses of full batches hardly vary
@@ -45,7 +49,7 @@ class Value(NamedTuple):
 class Departure:
     """A number that has left its course: the ``values`` off it in a row, the last one of now, and what was usual.
 
-    ``limit`` is the highest number on the course, ``healthy`` the last value on it. ``is_over``: the number has come
+    ``limit`` is the highest number on the course, ``healthy`` the last usual value. ``is_over``: the number has come
     back.
     """
 
@@ -81,7 +85,7 @@ class Band:
         is_log = min(numbers) > 0
         values = list(map(math.log, numbers)) if is_log else list(numbers)
         center = _median(values)
-        spread = _NORMAL * _median([abs(value - center) for value in values])
+        spread = _NORMAL * _median(_deviations(values, center))
         least = least_ratio if is_log else max(_LEAST_SHARE * (max(values) - min(values)), sys.float_info.min)
         return cls(center, max(spread, least), is_log)
 
@@ -118,9 +122,13 @@ class Course:
     _rose: bool = False
     _is_told: bool = False
     _left: int = LEAST
+    _high: float = math.inf
+    _is_old: bool = False
 
     def add(self, place: int, step: int, number: float, rate: float | None = None) -> Departure | None:
-        """Take the number of a step, and the learning rate it was made with; a departure if it is time to tell one."""
+        """Take the number of a step, and the learning rate it was made with; a departure if there is one to report."""
+        if number > self._high and self._is_old:  # no value is judged by steps that are long over
+            self._learn()
         if number <= self.limit:
             departure = self._come_back() if self._streak else None
             self._window.append(Value(place, step, number))
@@ -131,6 +139,7 @@ class Course:
             if number < self._lowest:
                 self._lowest = number
             self._left -= 1
+            self._is_old = True
             if not self._left:
                 self._learn()
             return departure
@@ -143,9 +152,9 @@ class Course:
         return self._departure("error") if self._streak and not self._is_told else None
 
     def _learn(self) -> None:
-        self._left = _EVERY
+        self._left, self._is_old = min(_EVERY, len(self._window) // _PARTS), False
         self.band = Band.of([value.number for value in self._window], self.least_ratio)
-        self.limit = self.band.number(SPREADS)
+        self.limit, self._high = self.band.number(SPREADS), self.band.number(HIGH)
 
     def _leave(self, value: Value, rate: float | None) -> Departure | None:
         streak = self._streak
@@ -180,7 +189,7 @@ class Course:
         finite = [value for value in self._streak if math.isfinite(value.number)]
         self._window.clear()
         self._forget_streak()
-        self.limit, self._left = _LARGEST, LEAST
+        self.limit, self._high, self._left = _LARGEST, math.inf, LEAST
         for value in finite:
             self._highest, self._lowest = max(self._highest, value.number), min(self._lowest, value.number)
             self._window.append(value)
@@ -209,8 +218,23 @@ class Course:
         while len(before) > 1 and self.band.spreads(before[-1].number) > HIGH:
             values.insert(0, before.pop())
             limit = self.band.number(HIGH)
-        healthy = before[-1] if before else values[0]
+        usual = (value for value in reversed(before) if self.band.spreads(value.number) <= USUAL)
+        healthy = next(usual, before[-1] if before else values[0])
         return Departure(severity, tuple(values), self.band.number(0.0), limit, healthy, is_over)
+
+
+def _deviations(values: Sequence[float], center: float) -> list[float]:
+    """Distances from the center; for a series that falls from quarter to quarter, from the median of the quarter.
+
+    The fall itself says nothing about how much the values vary.
+    """
+    if len(values) >= LEAST:
+        ends = [len(values) * part // _PARTS for part in range(_PARTS + 1)]
+        parts = [values[begin:end] for begin, end in pairwise(ends)]
+        medians = [_median(part) for part in parts]
+        if all(later < before for before, later in pairwise(medians)):
+            return [abs(value - median) for part, median in zip(parts, medians, strict=True) for value in part]
+    return [abs(value - center) for value in values]
 
 
 def _median(values: Iterable[float]) -> float:

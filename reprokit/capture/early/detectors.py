@@ -7,6 +7,7 @@ computed for them, and a device is not waited for: numbers that are on one are s
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 
 from reprokit.capture.early.alarm import EventKind
 from reprokit.capture.early.course import Course, Departure, Value
+from reprokit.locate.quantity import number_of
 
 _BATCH = 8  # steps whose numbers are sent to the host together
 _NORMS_IN_A_ROW = 5  # of gradients: their norm varies more than the loss
@@ -31,7 +33,7 @@ class Numbers(NamedTuple):
     norm: Any
     scale: Any
     rate: Any
-    optimizer: int | None
+    optimizer: weakref.ref[torch.optim.Optimizer] | None
 
 
 class Alarm(NamedTuple):
@@ -52,9 +54,10 @@ class Alarm(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A parameter that learns nothing, and the first ``step`` that shows it, of ``num_steps`` that were played.
+    """A parameter that learns nothing, and the first ``step`` that shows it; ``num_steps`` played ones do.
 
-    ``way`` is ``zeros`` if its gradient is zero from there on, ``nan`` if a hook makes it finite in that step.
+    ``way`` is ``zeros`` if its gradient is zero from there on, ``none`` if it has none any more, ``nan`` if a hook
+    makes it finite in that step.
     """
 
     kind: EventKind
@@ -66,16 +69,16 @@ class Finding(NamedTuple):
 
 
 class Detectors:
-    """Follows the numbers of a run and calls ``tell`` with an alarm as soon as there is one.
+    """Follows the numbers of a run and calls ``on_alarm`` with an alarm as soon as there is one.
 
     ``kinds`` are those that are looked for. Each optimizer has numbers of its own.
     """
 
-    def __init__(self, kinds: Collection[EventKind], tell: Callable[[Alarm], None]) -> None:
+    def __init__(self, kinds: Collection[EventKind], on_alarm: Callable[[Alarm], None]) -> None:
         self._kinds = frozenset(kinds)
-        self._tell = tell
-        self._losses: dict[int | None, Course] = {}
-        self._norms: dict[int | None, Course] = {}
+        self._on_alarm = on_alarm
+        self._losses: dict[weakref.ref[torch.optim.Optimizer] | None, Course] = {}
+        self._norms: dict[weakref.ref[torch.optim.Optimizer] | None, Course] = {}
         self._scale = _ScaleFalls()
         self._waiting: list[Numbers] = []
         self._sent: list[tuple[list[Numbers], torch.Tensor, Any]] = []
@@ -86,7 +89,7 @@ class Detectors:
         if _is_far(loss) or _is_far(norm) or _is_far(scale) or self._waiting or self._sent:
             self._wait(numbers)
         else:
-            self._follow(numbers, _number(loss), _number(norm), _number(scale))
+            self._follow(numbers, number_of(loss), number_of(norm), number_of(scale))
 
     @property
     def pending(self) -> Alarm | None:
@@ -111,7 +114,7 @@ class Detectors:
                 course = self._losses[key] = Course()
             departure = course.add(place, step, loss, rate)
             if departure is not None:
-                self._tell(Alarm("spike", departure))
+                self._on_alarm(Alarm("spike", departure))
         is_skipped = scale is not None and norm is not None and not math.isfinite(norm)  # a scaler looks for its scale
         if norm is not None and norm != 0.0 and not is_skipped and "explosion" in self._kinds:
             course = self._norms.get(key)
@@ -119,11 +122,11 @@ class Detectors:
                 course = self._norms[key] = Course(_NORMS_IN_A_ROW, _LEAST_RATIO_OF_NORMS)
             departure = course.add(place, step, norm, rate)
             if departure is not None:
-                self._tell(Alarm("explosion", departure))
+                self._on_alarm(Alarm("explosion", departure))
         if scale is not None and "scale" in self._kinds:
             departure = self._scale.add(Value(place, step, scale))
             if departure is not None:
-                self._tell(Alarm("scale", departure))
+                self._on_alarm(Alarm("scale", departure))
 
     def _wait(self, numbers: Numbers) -> None:
         """Keep numbers until they are on the host."""
@@ -152,7 +155,7 @@ class Detectors:
         arrived = iter(host.tolist())
         for numbers in waiting:
             values = (numbers.loss, numbers.norm, numbers.scale)
-            loss, norm, scale = (next(arrived) if _is_far(value) else _number(value) for value in values)
+            loss, norm, scale = (next(arrived) if _is_far(value) else number_of(value) for value in values)
             self._follow(numbers, loss, norm, scale)
 
 
@@ -183,12 +186,3 @@ class _ScaleFalls:
 def _is_far(value: Any) -> bool:
     """True for a number on a CUDA device."""
     return value.__class__ is not float and isinstance(value, torch.Tensor) and value.is_cuda
-
-
-def _number(value: Any) -> float | None:
-    """The number, ``None`` for what is none."""
-    if value.__class__ is float:
-        return value
-    if isinstance(value, torch.Tensor):
-        return float(value.item()) if value.numel() == 1 and not value.is_complex() else None
-    return float(value) if isinstance(value, (int, float)) else None

@@ -1,4 +1,4 @@
-"""Parameters that may learn nothing: their gradient is zero, or hooks may change it."""
+"""Parameters that may learn nothing: they get no gradient or one of zeros, or hooks may change it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable
 import torch
 
 
-def silent_or_hooked(optimizers: Iterable[torch.optim.Optimizer]) -> frozenset[int]:
-    """The ids of the parameters of optimizers whose gradient is zero, or that have a hook on it.
+def silent(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """The parameters of optimizers that are trained and whose gradient is missing or zero.
 
     One fused norm over all gradients and one number per parameter; a device is waited for once.
     """
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    found = {id(p) for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks}
+    found = [p for p in parameters if p.grad is None and p.requires_grad]
     dense = [p for p in parameters if p.grad is not None and p.grad.layout is torch.strided and p.grad.numel()]
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for parameter in dense:
@@ -22,5 +22,11 @@ def silent_or_hooked(optimizers: Iterable[torch.optim.Optimizer]) -> frozenset[i
         for group in by_kind.values():
             gradients = [p.grad.detach() for p in group if p.grad is not None]
             norms = torch.stack(list(torch._foreach_norm(gradients))).tolist()
-            found.update(id(p) for p, norm in zip(group, norms, strict=True) if norm == 0.0)
-    return frozenset(found)
+            found += [p for p, norm in zip(group, norms, strict=True) if norm == 0.0]
+    return found
+
+
+def hooked(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """The parameters of optimizers that have a hook on their gradient."""
+    parameters = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    return [p for p in parameters if p._backward_hooks or p._post_accumulate_grad_hooks]

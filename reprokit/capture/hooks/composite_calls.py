@@ -15,7 +15,7 @@ import torch
 from reprokit.arrivals import has_arrived
 from reprokit.capture.hooks.policy import Policy
 from reprokit.capture.record import kinds
-from reprokit.capture.record.entry import Entry
+from reprokit.capture.record.entry import Entry, versions_of
 from reprokit.capture.record.kinds import EntryKind
 from reprokit.capture.record.state import owned_by
 from reprokit.capture.record.structure import repeatable
@@ -23,6 +23,8 @@ from reprokit.capture.run.run_state import RunState
 from reprokit.program.ir import Mode
 
 _PLAIN_MODE = Mode()
+MOST_KEPT = 65_536  # elements that a collective may have written for them to be kept
+_OF_CALL = ("tensor", "async_op")  # are not given again
 
 
 class WholeCalls:
@@ -77,7 +79,8 @@ class WholeCalls:
         if self._tape.only_judges or not self._tape.enabled:
             return target(*args, **kwargs)
         output, _ = self._perform(kinds.CLIP, target, args, kwargs, sys._getframe(2))
-        if isinstance(output, torch.Tensor):
+        is_spread = hasattr(output, "to_local")  # then all ranks are needed to read it
+        if isinstance(output, torch.Tensor) and not is_spread:
             self._policy.clipped = self._run_state.timeline.grad_norm = output.detach()
         return output
 
@@ -113,6 +116,33 @@ class WholeCalls:
             return target(*args, **kwargs)
         with self._tape.paused():
             return target(*args, **kwargs)
+
+    def collective(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Write what all processes have into a tensor: averaged gradients, or a number that is kept as it is then."""
+        tape = self._tape
+        is_noted = tape.enabled and tape.is_outermost and not tape.only_judges
+        with tape.paused():
+            output = target(*args, **kwargs)
+        if is_noted:
+            tape.guard(self._note_collective, target, args, kwargs, sys._getframe(2))
+        return output
+
+    def _note_collective(
+        self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> None:
+        tensor = args[0] if args else kwargs.get("tensor")
+        if not isinstance(tensor, torch.Tensor):
+            return
+        is_gradient = self._run_state.is_gradient(tensor)
+        if is_gradient:
+            self._run_state.meet_averaging()
+        elif tensor.numel() > MOST_KEPT or kwargs.get("async_op"):
+            return
+        with torch._C.DisableTorchFunction():
+            entry = self._tape.note(kinds.COLLECTIVE, target, frame, (tensor,))
+            entry.settings = (args[1:], {name: value for name, value in kwargs.items() if name not in _OF_CALL})
+            entry.versions = versions_of(entry.args, {})
+            entry.outcome = None if is_gradient else tensor.detach().clone()
 
     def _perform(
         self,

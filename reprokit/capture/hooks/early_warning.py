@@ -6,30 +6,39 @@ An error here ends early warning, not the capture, and never the training.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Set
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
 from reprokit.arrivals import pass_on
 from reprokit.capture.early.alarm import EventKind, EventLog, TrainingEvent, event_of
 from reprokit.capture.early.detectors import Alarm, Detectors, Finding, Numbers
-from reprokit.capture.early.silent import silent_or_hooked
+from reprokit.capture.early.silent import hooked, silent
 from reprokit.capture.failure_text import event_words
-from reprokit.capture.rewind.checkpoint import LEAST_STEPS
 from reprokit.capture.run.run_state import RunState
 from reprokit.capture.save.event_step import LEAST_SILENT
 from reprokit.visible import visible_line
 
-_PACE = 300  # times the steps that were played to look for silent parameters pass until the next look
+_MOST_LOOKS = 2  # for one reason to look at a parameter
+_UNPAID_LOOKS = 4  # of a run: two for its hooks at the start, two for a layer that dies later
+_UNPAID_SECONDS = 1.0  # of CPU time for these: a look plays up to 256 steps, three times as slow as training
+LOOKING_SHARE = 0.01  # of the CPU time from then on
+
+
+_Parameters = WeakTensorKeyDictionary  # an id would be that of another parameter once its own is gone
 
 
 class EventHost(Protocol):
-    """The session that events are told to."""
+    """The session that reports events."""
 
     def say(self, text: str) -> None:
-        """Tell the user."""
+        """Print a line."""
 
     def complain(self, what: str, error: BaseException) -> None:
         """Say what broke."""
@@ -44,15 +53,17 @@ class EventSaver(Protocol):
     def save_event(self, alarm: Alarm | Finding, frame: FrameType | None) -> tuple[Path, dict[str, Any]] | None:
         """Write a snapshot of the step where an alarm began, if that was kept; its path and its summary."""
 
-    def find_silent(self) -> Finding | None:
+    def find_silent(self, always: Set[int]) -> Finding | None:
         """Play kept steps to find a parameter that learns nothing."""
 
 
 class EarlyWarning:
     """Follows the numbers of a run. ``on_event`` is called with every event.
 
-    ``_suspicion`` are the parameters without a gradient other than zero, and the number of hooks on gradients, when the
-    state was copied last; ``_looked_at`` those for which kept steps were played. Until place ``_next_look`` none are.
+    ``_always`` are the parameters that had no gradient, or one of zeros, at every look so far. ``_silent_looks`` and
+    ``_hook_looks`` count for how many looks kept steps were played because a parameter was silent, or had a hook.
+    After `_UNPAID_LOOKS` or `_UNPAID_SECONDS` none are before the CPU time ``_next_look``; other processes on the
+    machine do not change that.
     """
 
     def __init__(
@@ -72,9 +83,10 @@ class EarlyWarning:
         self._alarms: list[Alarm] = []
         self._detectors = Detectors(kinds, self._alarms.append)
         self._finds_silent = "dead" in kinds
-        self._num_copies = 1
-        self._next_look = 0
-        self._looked_at: frozenset[int] = frozenset()
+        self._next_look = 0.0
+        self._num_looks, self._spent = 0, 0.0
+        self._always: _Parameters | None = None
+        self._silent_looks, self._hook_looks = _Parameters(), _Parameters()
         run_state.on_step = self._see
         run_state.history.keeps_earlier = True
 
@@ -90,23 +102,24 @@ class EarlyWarning:
         return self._detectors.pending
 
     def act(self) -> None:
-        """A step is over: tell what was seen in it; raises `CaptureStop` if it was saved and the loop is to stop."""
-        num_copies = self._run_state.history.num_copies
-        if num_copies == self._num_copies and not self._alarms:
+        """A step is over: report what was seen in it; raises `CaptureStop` if it was saved and the loop is to stop."""
+        history = self._run_state.history
+        holds_fewer = history.num_copies > 2 and history.num_kept == LEAST_SILENT  # two copies of short memory
+        is_look = holds_fewer or len(history.steps) == LEAST_SILENT
+        if not is_look and not self._alarms:
             return
         frame = sys._getframe(1)
         is_saved = False
         for alarm in self._take_alarms():
             is_saved = self._tell(alarm, frame, may_save=not is_saved) or is_saved
-        if num_copies != self._num_copies:
-            self._num_copies = num_copies
-            is_saved = is_saved or self._look_at_gradients(frame) is not None
+        if is_look and not is_saved:
+            is_saved = self._look_at_gradients(frame) is not None
         if is_saved:
             self._session.stop()
 
     def look_back(self, frame: FrameType | None) -> Path | None:
         """The run is over: look for parameters that have learned nothing; the path of the file, if one was written."""
-        self._next_look = 0
+        self._next_look = 0.0
         return self._look_at_gradients(frame)
 
     def _take_alarms(self) -> list[Alarm]:
@@ -114,42 +127,65 @@ class EarlyWarning:
         return alarms
 
     def _look_at_gradients(self, frame: FrameType | None) -> Path | None:
-        """Look for zeros and hooks, and play kept steps if there are any that were not looked at."""
-        place = self._run_state.iterations.total
-        if not self._finds_silent or place < self._next_look or self._run_state.history.num_kept < LEAST_SILENT:
+        """Look for zeros and hooks, and play kept steps if there are any that were not looked at often enough.
+
+        That is twice: what began less than `LEAST_SILENT` steps ago is found at the next look, when the steps before
+        that copy of the state are still kept.
+        """
+        history = self._run_state.history
+        if not self._finds_silent or history.num_kept < LEAST_SILENT:
             return None
         try:
-            suspicious = silent_or_hooked(self._run_state.history.optimizers)
-            if not suspicious - self._looked_at:
-                return None
-            finding = self._saver.find_silent()
+            finding = self._find_silent(silent(history.optimizers), hooked(history.optimizers))
         except Exception as error:
             self._break_off(error)
             return None
-        self._looked_at |= suspicious
-        self._next_look = place + _PACE * LEAST_STEPS
-        saved = self._saver.save_event(finding, frame) if finding is not None else None
+        saved = self._save(finding, frame) if finding is not None else None
         if finding is None or saved is None:  # a gradient may be zero by design
             return None
         self.tell_saved(finding, *saved)
         return saved[0]
 
+    def _find_silent(self, without: list[torch.Tensor], with_hook: list[torch.Tensor]) -> Finding | None:
+        """Play kept steps for the parameters that were not looked at often enough, if the time has come."""
+        always = without if self._always is None else [p for p in without if p in self._always]
+        self._always = _Parameters({p: 0 for p in always})
+        looks = [(self._silent_looks, p) for p in without] + [(self._hook_looks, p) for p in with_hook]
+        due = [(counts, p) for counts, p in looks if p not in counts or counts[p] < _MOST_LOOKS]
+        started = time.process_time()
+        is_unpaid = self._num_looks < _UNPAID_LOOKS and self._spent < _UNPAID_SECONDS
+        if not due or not (is_unpaid or started >= self._next_look):
+            return None
+        finding = self._saver.find_silent({id(p) for p in always})
+        ended = time.process_time()
+        for counts, p in due:
+            counts[p] = counts[p] + 1 if p in counts else 1
+        self._num_looks, self._spent = self._num_looks + 1, self._spent + ended - started
+        self._next_look = ended + (ended - started) / LOOKING_SHARE
+        return finding
+
     def _silent(self, finding: Finding) -> TrainingEvent:
         """The event of a parameter that learns nothing."""
-        words = f"the gradient of `{finding.name}` is zero in {finding.num_steps} steps from step {finding.step} on"
+        share = {"zeros": "the gradient of `{}` is zero", "none": "`{}` gets no gradient", "nan": ""}[finding.way]
+        words = f"{share.format(finding.name)} in {finding.num_steps} steps from step {finding.step} on"
         if finding.way == "nan":
             words = f"the gradient of `{finding.name}` is nan in step {finding.step}, and a hook makes it finite"
         place = finding.name.rpartition(".")[0] or finding.name
         return TrainingEvent(finding.kind, self._step, "error", words, place, finding.step)
 
     def tell_saved(self, alarm: Alarm | Finding, path: Path, result: dict[str, Any]) -> None:
-        """Tell an event whose step was saved."""
+        """Report an event whose step was saved."""
         failure = result["failure"]
         found = failure.get("event") or {}
         origin = f"; `{failure['call']}` is the origin" if failure["call"] is not None else ""
         if isinstance(alarm, Finding):
-            event = self._silent(alarm)
-            event = replace(event, evidence=event.evidence + origin)
+            event, module = self._silent(alarm), failure["module"]
+            is_layer = failure["kind"] == "dead" and module is not None and not module.startswith("<")
+            lead = f"`{failure['call']}` lets no gradient through{f' in `{module}`' if is_layer else ''}: "
+            if failure["kind"] == "dead":
+                event = replace(event, evidence=lead + event.evidence, place=module if is_layer else event.place)
+            else:
+                event = replace(event, evidence=event.evidence + origin)
         else:
             event = event_of(alarm.kind, alarm.departure, self._step)
             layers = (chapter["module"] for chapter in result["story"])
@@ -159,14 +195,22 @@ class EarlyWarning:
         self._emit(replace(event, **known, snapshot=str(path)))
 
     def _tell(self, alarm: Alarm, frame: FrameType | None, *, may_save: bool) -> bool:
-        """Tell an event; whether it was saved. The capture is over with the first one that was."""
+        """Report an event; whether it was saved. The capture is over with the first one that was."""
         is_error = alarm.departure.severity == "error"
-        saved = self._saver.save_event(alarm, frame) if is_error and may_save else None
+        saved = self._save(alarm, frame) if is_error and may_save else None
         if saved is None:
             self._emit(event_of(alarm.kind, alarm.departure, self._step))
             return False
         self.tell_saved(alarm, *saved)
         return True
+
+    def _save(self, alarm: Alarm | Finding, frame: FrameType | None) -> tuple[Path, dict[str, Any]] | None:
+        """Save the step where an event began; after an error of ours nothing is looked for any more."""
+        try:
+            return self._saver.save_event(alarm, frame)
+        except Exception as error:
+            self._break_off(error)
+            return None
 
     @property
     def _step(self) -> int:

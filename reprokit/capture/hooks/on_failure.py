@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +26,13 @@ from reprokit.capture.hooks.policy import Policy
 from reprokit.capture.hooks.suspects import Suspects
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.skips import Suspect, Verdict
+from reprokit.capture.rewind.meeting import Parted, SavedElsewhere
 from reprokit.capture.run.run_state import RunState
 from reprokit.capture.save import exceptions
 from reprokit.capture.save.build_snapshot import BuiltSnapshot
-from reprokit.capture.save.choose_step import Noticed, Place, SkippedLoss, snapshot_of
+from reprokit.capture.save.choose_step import NOT_ALL, NothingFound, Noticed, Place, SkippedLoss, snapshot_of
 from reprokit.capture.save.event_step import EventStep, NotKept
+from reprokit.capture.save.stage import first_bad
 from reprokit.snapshot.format import Snapshot
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ class Owner(Protocol):
         """Say what broke."""
 
     def say(self, text: str) -> None:
-        """Tell the user."""
+        """Print a line."""
 
     def hand_over(self, path: Path) -> None:
         """Call the user's function for a new snapshot."""
@@ -164,6 +166,11 @@ class Failures:
             self._policy.forget_flags()
             self.count_skipped(suspect.observed_at, step)
 
+    def note_unseen(self, what: str) -> None:
+        """Say what the run does that is not known, and keep it for the notes of a snapshot."""
+        self._run_state.unseen.append(what)
+        self._session.say(what)
+
     def count_skipped(self, observed_at: str, step: int) -> None:
         """The loop has skipped a step; say so at the first one."""
         self.num_skipped += 1
@@ -176,21 +183,15 @@ class Failures:
         self._run_state.timeline.loss = suspect.loss
         return Noticed(suspect.observed_at, frame, suspect.pending, last=suspect.last)
 
-    def fail_together(self, is_seen_by_all: bool) -> None:
+    def fail_together(self, is_seen_by_all: bool, observed_at: str = "gradient") -> None:
         """One of several processes had a bad loss or gradient: its rank saves, and all stop in the same step."""
         frame, session, ranks = sys._getframe(1), self._session, self._run_state.ranks
         try:
-            guilty = ranks.guilty()
-            suspect = self._run_state.running.suspect
-            if suspect is not None and self.is_held:
-                self._save(self._noticed(suspect, frame))
-            elif guilty:
-                session.leave()
-                session.say(f"the loss is nan or inf on rank {guilty[0]}, which saves its step")
-            else:
-                self._save(Noticed("gradient", frame), self._is_ours if is_seen_by_all else None)
-                ranks.tell(False)  # in case that it could not find out: the others wait for an answer
-            all_stop = session.stops and (self._is_terminated or (is_seen_by_all and ranks.meet_all()))
+            if not (is_seen_by_all and self._go_back_together(frame, observed_at)):
+                self._save_or_leave(frame, is_seen_by_all)
+            may_meet = is_seen_by_all and not self._is_terminated and (session.stops or ranks.is_sharded)
+            is_met = may_meet and ranks.meet_all()
+            all_stop = session.stops and (self._is_terminated or is_met)
         except Exception as error:
             session.switch_off(error)
             return
@@ -199,13 +200,42 @@ class Failures:
         elif session.stops:
             session.say("the other processes have not seen it, so the training goes on, unwatched")
 
+    def _save_or_leave(self, frame: FrameType | None, is_seen_by_all: bool) -> None:
+        """Save the step that is running if this rank is to, or say which one is."""
+        session, ranks, suspect = self._session, self._run_state.ranks, self._run_state.running.suspect
+        culprits = self._culprits(is_seen_by_all)
+        first = next(iter(culprits), None)
+        saves = not ranks.is_sharded or ranks.rank == first  # one rank gathers the parameters
+        if saves and suspect is not None and self.is_held:
+            self._save(self._noticed(suspect, frame))
+        elif saves and ranks.is_sharded:
+            self._save(Noticed("gradient", frame))
+        elif first is not None:
+            session.leave()
+            bad = "the loss" if culprits[first] == "loss" else f"a {culprits[first]}"
+            session.say(f"{bad} is nan or inf on rank {first}, which saves its step")
+        else:
+            self._save(Noticed("gradient", frame), self._is_ours if is_seen_by_all else None)
+            ranks.report_finding(False)  # in case that it could not find out: the others wait for an answer
+
+    def _culprits(self, is_seen_by_all: bool) -> dict[int, str]:
+        """The ranks whose step failed, in order; before those with a bad loss the one whose update came before it."""
+        run_state, ranks = self._run_state, self._run_state.ranks
+        culprits = ranks.culprits()
+        if not (ranks.is_sharded and is_seen_by_all):
+            return culprits
+        bad = run_state.updates.first_bad()
+        steps = ranks.compare(bad.update.step if bad is not None and bad.where == "parameter" else None)
+        return {min(steps, key=lambda rank: (steps[rank], rank)): "parameter"} if steps else culprits
+
     def look_back(self, error: BaseException | None) -> Path | None:
-        """The block ends: judge what has not been judged yet, and what it ended with; the file, if one was written."""
+        """The block ends: check what has not been checked yet, and what it ended with; the file, if one was written."""
         raised = self._run_state.running.raised
         cause = exceptions.cause_of(error, raised[0] if raised is not None else None)
         place = exceptions.innermost_user_place(cause) if cause is not None else None
         frame = sys._getframe(2) if cause is None else place.tb_frame if place is not None else None
         with self._run_state.tape.paused():
+            self._run_state.ranks.part()
             self._settle_skipped(error)
             bad = self._policy.state()
             if bad is not None:
@@ -266,14 +296,29 @@ class Failures:
             entries.append(entry)
         return self._save(Noticed("exception", frame, raised=described))
 
+    def _go_back_together(self, frame: FrameType | None, observed_at: str) -> bool:
+        """If the state of a rank is bad, all find the step that made it so; true if a rank has saved that step."""
+        try:
+            together = self._run_state.go_back_together()
+            if together is None:
+                return False
+            self._save(Noticed(observed_at, frame, is_late=True, together=together))
+        except (Parted, NothingFound) as reason:
+            self._run_state.unseen.append(str(reason) or NOT_ALL)
+            return False
+        except SavedElsewhere as elsewhere:
+            self._session.leave()
+            self._session.say(f"the first bad value is that of rank {elsewhere.rank}, which saves its step")
+        return True
+
     def _is_ours(self, snapshot: Snapshot) -> bool:
         """True if this process's own step made the bad gradient that all of them have after averaging."""
         own, ranks = _has_origin(snapshot), self._run_state.ranks
-        ranks.tell(own)
-        guilty, rank = ranks.hear(), ranks.rank
-        if guilty and rank not in guilty:
-            self._session.say(f"a gradient is nan or inf on rank {guilty[0]}, which saves its step")
-        return rank in guilty or (not guilty and rank == 0)
+        ranks.report_finding(own)
+        culprits, rank = ranks.wait_for_findings(), ranks.rank
+        if culprits and rank not in culprits:
+            self._session.say(f"a gradient is nan or inf on rank {culprits[0]}, which saves its step")
+        return rank in culprits or (not culprits and rank == 0)
 
     def save_event(self, alarm: Alarm | Finding, frame: FrameType | None) -> tuple[Path, dict[str, Any]] | None:
         """Save the step in which an alarm began; the session is over then. ``None`` if that step was not kept."""
@@ -282,12 +327,12 @@ class Failures:
         path = self._save(Noticed("loss" if alarm.kind == "spike" else "gradient", frame, alarm=alarm))
         return (path, self.results[-1]) if path is not None else None
 
-    def find_silent(self) -> Finding | None:
-        """Play kept steps to find a parameter that learns nothing."""
+    def find_silent(self, always: Set[int]) -> Finding | None:
+        """Play kept steps to find a parameter that learns nothing; ``always`` are those that never got a gradient."""
         with self._session.replaying(ends=False):
             try:
                 noticed = Noticed("gradient", sys._getframe(1))
-                return EventStep(self._run_state, noticed, self._command, {}).find_silent()
+                return EventStep(self._run_state, noticed, self._command, {}).find_silent(always)
             except NotKept:
                 return None
 
@@ -340,6 +385,10 @@ class Failures:
         path = self._save_pending(noticed)
         if path is not None:
             return path
+        if self._is_of_other_stage(noticed):
+            self._session.leave()
+            self._session.stop()
+            return None
         with _termination_deferred() as terminated:
             path = self._write(noticed, is_wanted)
             if path is not None:
@@ -349,8 +398,23 @@ class Failures:
             signal.raise_signal(signal.SIGTERM)
         return path
 
+    def _is_of_other_stage(self, noticed: Noticed) -> bool:
+        """True if another stage of the pipeline sent the bad value, and saves its step."""
+        ranks = self._run_state.ranks
+        if ranks.stage is None or noticed.raised is not None or noticed.is_late or noticed.alarm is not None:
+            return False
+        found = first_bad(self._run_state.running.entries, is_first=ranks.stage.is_first)
+        if found is None or found[0] != "sent":
+            ranks.claim()
+            return False
+        rank = ranks.wait_for_claim()
+        if rank is not None:
+            self._session.say(f"another stage of the pipeline sent a nan or inf; rank {rank} saves its step")
+        return rank is not None
+
     def _write(self, noticed: Noticed, is_wanted: Callable[[Snapshot], bool] | None) -> Path | None:
-        with self._session.replaying(ends=noticed.alarm is None):
+        path = None
+        with self._session.replaying(ends=noticed.alarm is None and noticed.together is None):
             try:
                 self._session.say(self._announcement(noticed))
                 made = self._snapshot(noticed)
@@ -360,7 +424,7 @@ class Failures:
                 is_exception = noticed.raised is not None and snapshot.observed_at == "exception"
                 self.is_deliberate = is_exception and noticed.raised.is_deliberate  # type: ignore[union-attr]
                 result = {**snapshot.summary(), "path": str(path)}
-            except SkippedLoss:
+            except (SkippedLoss, Parted, NothingFound, SavedElsewhere):
                 raise
             except NotKept as reason:
                 if str(reason) not in self._reasons:  # every later event has the same one
@@ -372,7 +436,10 @@ class Failures:
                 return None
             self.snapshots.append(path)
             self.results.append(result)
-        self._session.leave()
+            if self._run_state.ranks.stage is not None:
+                self._session.say("the file holds one stage of the pipeline, with what the other stages sent to it")
+        if path is not None:  # `SkippedLoss` ends the context, and not the session
+            self._session.leave()
         return path
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
 
 from reprokit.capture.options import Watch
 from reprokit.capture.record.entry import Entry
-from reprokit.capture.record.screens import LaterFlags, Sentinel, bad_tensor, is_bad_start, judged
+from reprokit.capture.record.screens import LaterFlags, Sentinel, bad_tensor, is_bad, is_bad_start, unscaled_start
 from reprokit.capture.record.state import parameters_of
 from reprokit.capture.run.run_state import RunState
 from reprokit.locate.ways import is_finite_sum
@@ -60,23 +60,54 @@ class Policy:
             return "now" if self.matter and not math.isfinite(seen) else None
         entry.settings = [start.detach() for start in starts] if sum(map(torch.Tensor.numel, starts)) == 1 else None
         tensors = (
-            [judged(run_state.running.entries, start) for start in starts] if run_state.scalers.is_used else starts
+            [unscaled_start(run_state.running.entries, start) for start in starts]
+            if run_state.scalers.is_used
+            else starts
         )
         if entry.settings is not None and entry.name in _OF_LOSSES:
             run_state.timeline.loss = tensors[0].detach() if run_state.scalers.is_used else entry.settings[0]
         if not self.matter:
             return None
-        if self._can_wait or (starts and starts[0].is_cuda and self.watch != "every-step" and not self.is_urgent):
-            self._later.add(() if entry.gives_gradients else tensors, run_state.iterations.total)
-            suspicious, run_state.tape.has_read_bad = run_state.tape.has_read_bad, False  # the device has caught up
-            bad = self._later.read() if suspicious and self.watch != "deferred" else self._later.poll()
-            return "before" if bad else None
+        if self._waits_for(starts):
+            return self._look_later(() if entry.gives_gradients else tensors)
         return "now" if is_bad_start(entry, tensors) else None
+
+    def results(self, losses: Sequence[torch.Tensor]) -> Literal["now", "before"] | None:
+        """Like `start`, for the losses that a compiled step has returned."""
+        if losses:
+            self._run_state.timeline.loss = losses[0]
+        if not self.matter:
+            return None
+        if self._waits_for(losses):
+            return self._look_later(losses)
+        return "now" if bad_tensor(losses) is not None else None
+
+    def _waits_for(self, tensors: Sequence[torch.Tensor]) -> bool:
+        is_far = bool(tensors) and tensors[0].is_cuda and self.watch != "every-step" and not self.is_urgent
+        return self._can_wait or is_far
+
+    def _look_later(self, tensors: Sequence[torch.Tensor]) -> Literal["now", "before"] | None:
+        """Have flags of tensors read when they have arrived; ``before`` if one that has says that a value was bad.
+
+        One of several processes cannot go back by itself. Where ranks meet, flags wait until then. Elsewhere the loss
+        of the running step is checked at once: it is bad too, unless the loop skipped the step of the earlier one.
+        """
+        run_state = self._run_state
+        self._later.add(tensors, run_state.iterations.total)
+        suspicious, run_state.tape.has_read_bad = run_state.tape.has_read_bad, False  # the device has caught up
+        if run_state.ranks.meeting is not None:
+            return None
+        bad = self._later.read() if suspicious and self.watch != "deferred" else self._later.poll()
+        if not bad or run_state.ranks.is_alone:
+            return "before" if bad else None
+        return "now" if any(map(is_bad, tensors)) else None
 
     @property
     def _can_wait(self) -> bool:
         """True if a bad value may be found later, because the user wants it so and one can go back."""
-        return self.watch == "deferred" and self._run_state.history.is_complete and not self.is_urgent
+        run_state = self._run_state
+        has_past = run_state.history.is_complete and run_state.ranks.is_alone
+        return self.watch == "deferred" and has_past and not self.is_urgent
 
     def gradients(self, optimizer: torch.optim.Optimizer, are_scaled: bool) -> bool:
         """The quick look at the gradients of a step; a hit is confirmed tensor by tensor.
@@ -84,16 +115,20 @@ class Policy:
         Gradients that ``are_scaled`` are left to the grad scaler.
         """
         history, clipped = self._run_state.history, self.clipped
+        ranks = self._run_state.ranks
         is_thorough = self.watch == "every-step" or self.is_urgent
-        if clipped is None and history.is_short and history.is_complete and not is_thorough:
+        has_past = history.is_complete if ranks.is_alone else ranks.goes_back  # all ranks have to look at the same
+        if clipped is None and history.is_short and history.is_complete and ranks.is_alone and not is_thorough:
             return False  # cheaper to go back a few short steps than to look at every one
         self.clipped = None
+        if self._run_state.ranks.is_sharded:
+            return False  # whose shard is bad says nothing: a rank looks at its own gradients before they are averaged
         if not self.matter or are_scaled or self._can_wait:
             return False
         gradient = self._sentinel.gradient(optimizer)
         is_far = any(gradient.is_cuda for gradient in _gradients(optimizer)) if gradient is None else gradient.is_cuda
         is_noted = self._run_state.running.is_noted
-        if is_thorough or (is_noted and not history.is_complete and not is_far):
+        if is_thorough or (is_noted and not has_past and not is_far):
             return bad_tensor(_gradients(optimizer)) is not None
         if gradient is None or gradient.is_cuda:
             self._later.add([clipped] if clipped is not None else [], self._run_state.iterations.total)

@@ -1,6 +1,6 @@
 """A step from its loss to its update: checks the tensor that starts a backward pass, then the gradients, then ends.
 
-Optimizers are told apart from what else the loop does by torch's own hooks, grad scalers by a hook of ours. While an
+Optimizers are distinguished from what else the loop does by torch's own hooks, grad scalers by a hook of ours. While an
 optimizer or a scaler steps, the tape is out of the way.
 """
 
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, wh
 
 from reprokit.capture.hooks.early_warning import EarlyWarning
 from reprokit.capture.hooks.on_failure import Failures
+from reprokit.capture.hooks.own_gradient import OwnGradient
 from reprokit.capture.hooks.policy import Policy
 from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import Noted, is_of_torch
@@ -28,6 +30,7 @@ from reprokit.capture.record.frames import compiled_call, learn_loop
 from reprokit.capture.record.screens import is_handed_to_kernel
 from reprokit.capture.record.state import options_of
 from reprokit.capture.record.structure import repeatable
+from reprokit.capture.rewind.meeting import AT_END, GOOD, PATIENCE
 from reprokit.capture.run.run_state import SETTLED_AFTER, RunState
 
 _NO_SCALER: dict[str, Any] = {}
@@ -39,7 +42,7 @@ class Stepping:
     ``_optimizer`` is the one that steps or stepped last; while it steps ``_popped`` is not ``None`` (see
     `StackedMode.step_aside`). ``_in_kernel`` is the scale that a fused kernel of it got, ``_attributes`` are
     those that it began its step with. ``_scaler`` is the grad scaler that steps. ``_inside`` is an optimizer that has
-    stepped inside the backward call that runs. ``early`` is told that a step is over.
+    stepped inside the backward call that runs. ``early`` is called when a step is over.
     """
 
     def __init__(self, run_state: RunState, policy: Policy, failures: Failures) -> None:
@@ -56,6 +59,7 @@ class Stepping:
         self._scaler: torch.amp.GradScaler | None = None
         self._inside: torch.optim.Optimizer | None = None
         self.early: EarlyWarning | None = None
+        self._own_gradient = OwnGradient(run_state)
         run_state.running.memory.on_rebound_write = self._before_rebound_write
         run_state.before_interrupt = self.before_conversion
 
@@ -63,8 +67,9 @@ class Stepping:
         """Let go of everything that belongs to the user."""
         self._optimizer = self._met = self._inside = self._scaler = self._attributes = None
         self._in_kernel = _NO_SCALER
+        self._own_gradient.forget()
 
-    # -- what the tape tells -------------------------------------------------------------------------------------
+    # -- what the tape reports ----------------------------------------------------------------------------------
 
     def meet_module(self, module: torch.nn.Module) -> None:
         """See `running.Listener`."""
@@ -89,9 +94,11 @@ class Stepping:
             if not can_wait:
                 self._failures.fail("loss", pending=entry)
             self._tape.guard(suspects.begin, entry)
-            self._tape.guard(self._run_state.accuse)  # the other processes wait for this backward
+            self._tape.guard(self._run_state.report_bad)  # the other processes wait for this backward
         elif verdict == "before" and settled != "skipped" and self._tape.enabled:
             self._failures.fail("loss", is_late=True)
+        if self._run_state.ranks.is_sharded and self._tape.enabled and self._policy.matter:
+            self._tape.guard(self._own_gradient.before_backward)
 
     def finish_differentiation(self, entry: Entry) -> None:
         """See `running.Listener`: optimizers may have stepped inside it, as soon as a gradient was complete."""
@@ -132,7 +139,7 @@ class Stepping:
                 self.end_step(None)
 
     def before_conversion(self) -> None:
-        """See `running.Listener`: judge what has not been judged, as one cannot go back behind it later."""
+        """See `running.Listener`: check what has not been checked, as one cannot go back behind it later."""
         run_state = self._run_state
         if self._tape.enabled and (run_state.history.is_complete or not run_state.is_converted):
             with self._tape.paused():
@@ -141,7 +148,7 @@ class Stepping:
                     self._failures.fail(bad, is_late=True)
 
     def _before_rebound_write(self) -> None:
-        """The loop writes a buffer that a forward has replaced since the last copy: judge, and begin a new past."""
+        """The loop writes a buffer that a forward has replaced since the last copy: check, and begin a new past."""
         if self._run_state.history.is_complete:
             self.before_conversion()
             self._run_state.history.interrupt()
@@ -166,11 +173,10 @@ class Stepping:
         else:
             self.before_registration(module, name, value)
 
-    def before_compiling(self, arguments: Any) -> None:
-        """A whole step that is compiled cannot be noted, so the tape gets out of its way."""
-        if self._tape.is_outermost:
-            self._tape.leave_stack()
-            self._run_state.meet_compiled(compiled_call(sys._getframe(1)))
+    def before_compiled(self, frame: FrameType) -> None:
+        """A function that was compiled before the capture began cannot be noted, so the tape gets out of its way."""
+        self._tape.leave_stack()
+        self._run_state.meet_compiled(compiled_call(frame))
 
     # -- steps of which only the loss is checked -----------------------------------------------------------------
 
@@ -209,7 +215,7 @@ class Stepping:
     # -- optimizer steps -----------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        """An optimizer's step begins: judge the gradients and get out of the way; may return other arguments for it."""
+        """An optimizer's step begins: check the gradients and get out of the way; may return other arguments for it."""
         if is_compiling() or not self._tape.enabled or self._tape.only_judges:
             return None
         if self._tape.depth and self._popped is None and self._tape.thread == get_ident():
@@ -237,16 +243,20 @@ class Stepping:
             ranks = self._run_state.ranks
             held = suspect if closure is None else None
             verdict = self._failures.suspects.at_update(held, optimizer) if held is not None else None
-            is_accused = ranks.is_sharded and self._run_state.is_accused
+            if ranks.is_sharded and closure is None and self._policy.matter:
+                self._own_gradient.before_update()
+            is_bad_elsewhere = ranks.is_sharded and self._run_state.is_bad_elsewhere
         except BaseException as error:
             self._tape.switch_off(error)
             return None
         if suspect is not None and verdict is not None and (ranks.is_alone or verdict != "failed"):
             self._failures.settle(suspect, verdict)
-        if (is_bad or is_accused or verdict == "failed") and not ranks.is_alone:
-            self._failures.fail_together(is_accused or (is_bad and ranks.is_parallel))
+        if (is_bad or is_bad_elsewhere or verdict == "failed") and not ranks.is_alone:
+            self._failures.fail_together(is_bad_elsewhere or (is_bad and ranks.is_parallel))
         elif is_bad and self._tape.enabled:
             self._failures.fail("gradient")
+        if closure is None:
+            self._tape.guard(self._run_state.begin_update, optimizer)
         if closure is None or not self._tape.enabled:
             return None
         wrapped = self._watched_closure(optimizer, closure)
@@ -312,7 +322,7 @@ class Stepping:
             self._failures.settle(suspect, verdict)
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer's step ended: when it is time to, judge the state; a good step becomes the past."""
+        """An optimizer's step ended: when it is time to, check the state; a good step becomes the past."""
         tape = self._tape
         if tape.only_judges and tape.enabled and self._popped is None and not is_compiling():
             self._end_judged(optimizer)
@@ -330,6 +340,7 @@ class Stepping:
                 entry.settings = {"options": options_of(optimizer), "scaler": self._in_kernel, "attributes": noted}
                 if (kwargs or len(args) > 1) and not is_of_torch(optimizer):
                     _note_arguments(entry, args, kwargs)
+                self._run_state.updates.end(optimizer, entry)
             if self._in_kernel and self._is_collapsing():
                 self._running.entries.pop()  # the kernel has left the parameters alone
                 self._failures.fail("gradient")
@@ -352,11 +363,13 @@ class Stepping:
         return self._run_state.scalers.skipped(scaler)
 
     def end_step(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """When it is time to, judge everything; then begin a new step. ``None`` stands for an update made by hand."""
+        """When it is time to, check everything; then begin a new step. ``None`` stands for an update made by hand."""
         run_state = self._run_state
         started = time.perf_counter()
-        is_due = run_state.history.is_due(started) or run_state.is_before_first
-        if (is_due or self._policy.watch == "every-step") and run_state.ranks.is_alone:
+        is_due = run_state.is_due(started)
+        if is_due and run_state.ranks.meeting is not None:
+            started = self._check_together(started)
+        elif (is_due or self._policy.watch == "every-step") and run_state.ranks.is_alone:
             bad = self._policy.state()
             if bad is not None:
                 self._failures.fail(bad, is_late=True)
@@ -366,6 +379,37 @@ class Stepping:
             run_state.end_step(optimizer, started, was_checked=is_due)
             if self.early is not None and self._tape.enabled:
                 self.early.act()
+
+    def _check_together(self, started: float, patience: float = PATIENCE) -> float:
+        """All ranks check their state before they copy it, and go back if one is bad; the start, less the wait."""
+        bad = self._policy.state()
+        if bad == "loss" and self._run_state.history.newly_bad() is None:
+            bad = None  # no update was made of it
+            self._failures.count_skipped("loss", self._run_state.iterations.completed)
+        checked = time.perf_counter()
+        answers = self._run_state.meet_for_copy(bad, started, patience)
+        waited = time.perf_counter() - checked
+        if answers is not None and any(answer.bad != GOOD for answer in answers):
+            self._failures.fail_together(True, bad or "parameter")
+        return started + waited
+
+    def before_parting(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The process group is about to be destroyed: the last moment for going back together."""
+        group = args[0] if args else kwargs.get("group")
+        if self._tape.enabled and self._tape.is_outermost and (group is None or group is torch.distributed.group.WORLD):
+            with self._tape.paused():
+                self.check_at_end(has_failed=sys.exc_info()[0] is not None)
+        return target(*args, **kwargs)
+
+    def check_at_end(self, *, has_failed: bool) -> None:
+        """All ranks have come to the end of their loops, unless this one ``has_failed``: check what was not checked.
+
+        Raises `CaptureStop` if a step was bad and the loop is to stop.
+        """
+        if self._run_state.ranks.meeting is not None:
+            if not has_failed and self._tape.enabled:
+                self._check_together(time.perf_counter(), AT_END)
+            self._tape.guard(self._run_state.part)
 
     # -- grad scalers' steps -------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
-from types import FrameType, MethodType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -23,11 +23,13 @@ from torch._functorch import eager_transforms
 from torch.compiler import is_dynamo_compiling as is_compiling  # a constant, where `is_compiling` makes calls
 from torch.optim import optimizer as optimizers
 
+from reprokit.capture.hooks.compiled_calls import CompiledCalls
 from reprokit.capture.hooks.composite_calls import WholeCalls
 from reprokit.capture.hooks.stepping import Stepping
 from reprokit.capture.launch import hide_from_formatting
 from reprokit.capture.record.tape import Tape
-from reprokit.capture.record.transformed import DERIVES, MAKES, RUNS, TransformCalls
+from reprokit.capture.record.transformed import MAKES, PULLS, RUNS, TransformCalls
+from reprokit.locate.compiled import DEFAULT
 from reprokit.program.functions import name_of
 from reprokit.program.scripted import SCRIPTED
 
@@ -35,10 +37,12 @@ from reprokit.program.scripted import SCRIPTED
 class Hooks:
     """Installs and removes all hooks of one capture: they lead to its tape, its stepping and its whole calls."""
 
-    def __init__(self, tape: Tape, stepping: Stepping, calls: WholeCalls) -> None:
+    def __init__(self, tape: Tape, stepping: Stepping, calls: WholeCalls, compiled: CompiledCalls) -> None:
         self._tape = tape
         self._stepping = stepping
         self._calls = calls
+        self._compiled = compiled
+        self._before_compiled: list[Callable[..., Any]] = []
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
@@ -58,6 +62,10 @@ class Hooks:
         self._wrap(torch.amp.GradScaler, "update", calls.quietly)
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             self._wrap(torch.nn.utils, name, calls.clip)
+        if torch.distributed.is_available():
+            self._wrap(torch.distributed, "destroy_process_group", stepping.before_parting)
+            for name in ("all_reduce", "broadcast"):
+                self._wrap(torch.distributed, name, calls.collective)
         transforms = TransformCalls(self._tape)
         for owner, name in RUNS:
             self._wrap(owner, name, transforms.run)
@@ -65,8 +73,8 @@ class Hooks:
             self._wrap(compiled, "__call__", transforms.run_scripted)
         for name in MAKES:
             self._wrap(eager_transforms, name, transforms.make)
-        for owner, name in DERIVES:
-            self._wrap(owner, name, transforms.derive)
+        self._wrap(eager_transforms, PULLS, transforms.pull)
+        self._wrap(torch.func, "linearize", transforms.derive)
         self._wrap_backward()
         self._wrap_tensor_backward()
         self._wrap_handing_over()
@@ -119,35 +127,46 @@ class Hooks:
         self._replace(threading.Thread, "start", start)
 
     def _watch_compiler(self) -> None:
-        """Register a callback for the start of a compilation, as soon as the compiler is loaded."""
-        told, original, tape = self._stepping.before_compiling, torch.compile, self._tape
-
-        def register() -> None:
-            handler = _callback_handler()
-            if handler is not None and told not in handler.start_callbacks:
-                handler.register_start_callback(told)
-
-        def remove() -> None:
-            handler = _callback_handler()
-            if handler is not None and told in handler.start_callbacks:
-                handler.remove_start_callback(told)
+        """Note calls of functions that are compiled from now on; of those that are compiled already, that they run."""
+        original, tape = torch.compile, self._tape
 
         def compile(*args: Any, **kwargs: Any) -> Any:
-            compiled = original(*args, **kwargs)
-            if tape.enabled:
-                register()
-            return compiled
+            made = original(*args, **kwargs)
+            if not tape.enabled:
+                return made
+            self._watch_compiled()
+            tape.guard(self._compiled.note_compiler, kwargs.get("backend", DEFAULT))
+            return self._compiled.watched(made)
 
         self._replace(torch, "compile", compile)
-        register()
-        self._undo.append(remove)
+        self._watch_compiled()
+
+    def _watch_compiled(self) -> None:
+        """Have `Stepping` called before a compiled function runs that the loop calls and that is not noted.
+
+        Nothing happens while the compiler is not loaded, or if it is watched.
+        """
+        home: Any = sys.modules.get("torch._dynamo.eval_frame")
+        original = getattr(home, _BEFORE_COMPILED, None)
+        if original is None or original in self._before_compiled:
+            return
+        tape, stepping = self._tape, self._stepping
+
+        def before_compiled(callback: Any) -> Any:
+            if callable(callback) and tape.is_outermost:  # it is none for what is not to be compiled
+                stepping.before_compiled(sys._getframe(1))
+            return original(callback)
+
+        self._replace(home, _BEFORE_COMPILED, before_compiled)
+        self._before_compiled.append(before_compiled)
+        _keep_from_compiling()
 
     def _watch_registrations(self) -> None:
         """Call `Stepping` before a part of a module is replaced or added."""
-        modules, told = torch.nn.modules.module, self._guarded(self._stepping.before_registration)
+        modules, callback = torch.nn.modules.module, self._guarded(self._stepping.before_registration)
         handles = (
-            modules.register_module_parameter_registration_hook(told),
-            modules.register_module_module_registration_hook(told),
+            modules.register_module_parameter_registration_hook(callback),
+            modules.register_module_module_registration_hook(callback),
             modules.register_module_buffer_registration_hook(self._guarded(self._stepping.before_buffer)),
         )
         self._undo += [handle.remove for handle in handles]
@@ -253,12 +272,27 @@ def _put_back(owner: Any, name: str, wrapper: Any, original: Any) -> None:
         setattr(owner, name, original)
 
 
-def _callback_handler() -> Any:
-    """Where the compiler tells what it does; ``None`` while it is not loaded."""
-    module = sys.modules.get("torch._dynamo.callback")
-    return getattr(module, "callback_handler", None)
+@functools.cache
+def _keep_from_compiling() -> None:
+    """Tell the compiler to run our functions as they are: after a graph break it would compile those of the hooks."""
+    skip = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
+    owners: list[Any] = [vars(module) for name, module in list(sys.modules.items()) if name.startswith(_ROOMS)]
+    owners += [vars(value) for names in list(owners) for value in names.values() if isinstance(value, type)]
+    functions = [_function_of(value) for names in owners for value in list(names.values())]
+    waiting = [function.__code__ for function in functions if isinstance(function, FunctionType)]
+    while waiting and skip is not None:
+        code = waiting.pop()
+        if code.co_filename.startswith(_OWN):
+            skip(code)
+            waiting += [part for part in code.co_consts if isinstance(part, CodeType)]
 
 
+def _function_of(value: Any) -> Any:
+    return value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+
+
+_BEFORE_COMPILED = "_callback_from_stance"  # called by every compiled function right before it runs
+_ROOMS = ("reprokit.capture.hooks.", "reprokit.capture.record.")
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _DISPATCH = torch.overrides.handle_torch_function.__name__
 

@@ -404,10 +404,10 @@ class _Freezing:
 
 def _reached_backward(entries: Sequence[Entry]) -> set[int]:
     """The ids of the tensors whose graphs backward calls may go through; of all tensors if there is no such call."""
-    is_open = all(entry.kind is not kinds.BACKWARD for entry in entries)
+    is_open = all(entry.kind not in kinds.DIFFERENTIATING for entry in entries)
     reached: set[int] = set()
     for entry in reversed(entries):
-        is_start = is_open or entry.kind is kinds.BACKWARD or entry.writes_view
+        is_start = is_open or entry.kind in kinds.DIFFERENTIATING or entry.writes_view
         made = () if is_start or entry.reads_values else iter_tensors(entry.output)
         if is_start or any(id(tensor) in reached for tensor in made):
             reached.update(id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs)))
@@ -429,7 +429,7 @@ def _of_use(entries: list[Entry]) -> list[Entry]:
             if entry.is_nested:
                 needed.update(map(id, itertools.chain.from_iterable(_sequences(entry.args))))
         else:
-            is_trained = is_trained or entry.kind is kinds.BACKWARD
+            is_trained = is_trained or entry.kind in kinds.DIFFERENTIATING
             for value in (*entry.args, *entry.kwargs.values()):
                 needed.update((id(value),) if value.__class__ in TENSORS else map(id, iter_tensors(value)))
         kept.append(entry)
@@ -469,7 +469,7 @@ def _graphs_in(entry: Entry) -> set[int]:
     return set() if entry.reads_values else {id(tensor) for tensor in iter_tensors((entry.args, entry.kwargs))}
 
 
-_FORWARDS = (kinds.MODULE, kinds.TRANSFORM, kinds.BACKWARD)
+_FORWARDS = (kinds.MODULE, kinds.TRANSFORM, *kinds.DIFFERENTIATING)
 _MANY = 32  # tensors that a call joins, such as the samples of a batch
 _FEW = 256  # tensors that may be carried before those that are gone are looked for
 _PLAIN = object()  # marks an entry of the usual kind, with less before its arguments

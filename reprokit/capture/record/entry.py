@@ -33,6 +33,8 @@ class Entry:
     marks backward calls inside which optimizers stepped. ``library`` is the line of a library that made the call, if
     it was not made by the user's line itself. ``is_training`` is the training mode in which a module was called;
     ``forward`` is the attribute of that name that the module itself had, perhaps for this one call.
+    ``averaged`` pairs parameters with the gradients that a backward call has left after all processes averaged them,
+    where going back has computed these.
     ``instruction`` is the offset in ``code`` of the call in the user's code, in bytes. ``is_skipped`` marks calls of a
     step that the loop has skipped since.
     """
@@ -58,6 +60,7 @@ class Entry:
     generators: dict[str, Any] | None = None
     forward: Any = None
     library: tuple[str, int] | None = None
+    averaged: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     @property
     def line(self) -> int:
@@ -132,9 +135,15 @@ _LATE: Mapping[str, Any] = {
         for name in ("has_stepped", "is_training", "is_skipped", "writes_state", "writes_view")
     },
     "library": lambda entry: None,
+    "averaged": lambda entry: None,
     "name": lambda entry: facts_of(entry.target).name,
     "versions": _pairs_of,
 }
+
+
+def reads_gradient(entry: Entry) -> bool:
+    """True if the loop reads the gradient of a tensor."""
+    return entry.name in _GRAD_READS
 
 
 def gradients_read(entries: Iterable[Entry]) -> set[int]:

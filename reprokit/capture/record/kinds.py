@@ -14,22 +14,27 @@ class EntryKind(Enum):
 
     MODULE = auto()
     FUNCTION = auto()
-    TRANSFORM = auto()  # of `torch.func`, or a scripted function
+    TRANSFORM = auto()  # of `torch.func`, a scripted or a compiled function
+    COMPILED = auto()  # a compiled function that differentiates or updates parameters itself
     BACKWARD = auto()  # also `torch.autograd.grad`
     ZERO_GRAD = auto()
     CLIP = auto()
     SCALE = auto()
     UNSCALE = auto()
     OPTIMIZER = auto()
+    COLLECTIVE = auto()  # writes what all processes have into its first argument
 
 
 MODULE: Final = EntryKind.MODULE
 FUNCTION: Final = EntryKind.FUNCTION
 TRANSFORM: Final = EntryKind.TRANSFORM
+COMPILED: Final = EntryKind.COMPILED
 BACKWARD: Final = EntryKind.BACKWARD
 ZERO_GRAD: Final = EntryKind.ZERO_GRAD
 CLIP: Final = EntryKind.CLIP
 SCALE: Final = EntryKind.SCALE
 UNSCALE: Final = EntryKind.UNSCALE
 OPTIMIZER: Final = EntryKind.OPTIMIZER
+COLLECTIVE: Final = EntryKind.COLLECTIVE
 FORWARD: Final = (MODULE, FUNCTION, TRANSFORM)
+DIFFERENTIATING: Final = (BACKWARD, COMPILED)

@@ -143,19 +143,15 @@ class RootCalls:
             except BaseException as error:
                 mode.switch_off(error)
                 return original(module, *args, **kwargs)
-            watching = None
-            if self._original is not None and torch.nn.Module.__call__ is self._watcher:
-                # the modules inside are called as if nobody watched
-                watching = torch.nn.Module.__call__
-                torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
+            watching = mode.guard(self.lift_watch) if self._original is not None else None
             try:
                 output = original(module, *args, **kwargs)
             except BaseException as error:
                 self._running.fail(error, entry)
                 raise
             finally:
-                if watching is not None and torch.nn.Module.__call__ is self._original:
-                    torch.nn.Module.__call__ = watching  # type: ignore[method-assign]
+                if watching is not None:
+                    mode.guard(self.lower_watch, watching)
             try:
                 self._running.finish_module(entry, output)
             except BaseException as error:
@@ -163,6 +159,19 @@ class RootCalls:
             return output
         finally:
             mode.step_back(popped)
+
+    def lift_watch(self) -> Any:
+        """Have modules called as if nobody watched, until `lower_watch` is given what this returns."""
+        if self._original is None or torch.nn.Module.__call__ is not self._watcher:
+            return None
+        watching = torch.nn.Module.__call__
+        torch.nn.Module.__call__ = self._original  # type: ignore[method-assign]
+        return watching
+
+    def lower_watch(self, watching: Any) -> None:
+        """The inverse of `lift_watch`."""
+        if torch.nn.Module.__call__ is self._original:
+            torch.nn.Module.__call__ = watching  # type: ignore[method-assign]
 
     def _begin(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Entry:
         running = self._running

@@ -51,8 +51,8 @@ def bad_tensor(tensors: Iterable[torch.Tensor]) -> int | None:
     return next((number for number, tensor in enumerate(candidates) if ways_of(tensor)), None)
 
 
-def judged(entries: list[Entry], start: torch.Tensor) -> torch.Tensor:
-    """The tensor to judge: what the grad scaler was given, if ``start`` is its product."""
+def unscaled_start(entries: list[Entry], start: torch.Tensor) -> torch.Tensor:
+    """The tensor to check: what the grad scaler was given, if ``start`` is its product."""
     for entry in reversed(entries):
         if entry.kind is kinds.SCALE and any(tensor is start for tensor in iter_tensors(entry.output)):
             olds, news = iter_tensors(entry.args[1]), iter_tensors(entry.output)
@@ -115,7 +115,7 @@ class LaterFlags:
             self._num_own = min(self._num_own, len(self._waiting))
 
     def _send(self, tensors: list[torch.Tensor]) -> None:
-        """Have the device judge tensors of its own and send the verdict when it comes to it."""
+        """Check the tensors of a device there, and read the result when it has arrived."""
         with torch.cuda.device(tensors[0].device):
             flag = torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
             host = torch.empty((), dtype=torch.bool, pin_memory=True)

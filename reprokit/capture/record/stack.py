@@ -60,14 +60,21 @@ class StackedMode(TorchFunctionMode):
         self._is_lifted = False
         self._is_on = True
         self._is_turned = False
+        self._returns = True  # to the stack, in `step_back` and `lower`
 
     @property
     def is_outermost(self) -> bool:
         """True if the loop itself is running, on the thread that is watched."""
         return self.depth == 0 and self.enabled and get_ident() == self.thread
 
+    @property
+    def is_installed(self) -> bool:
+        """False once the capture is over or rests; the mode may be on torch's stack all the same."""
+        return self._returns
+
     def enter_stack(self) -> None:
         """Go on top of torch's stack, unless the mode is turned off."""
+        self._returns = True
         if self._is_on:
             _push_mode(self)
 
@@ -220,7 +227,7 @@ class StackedMode(TorchFunctionMode):
         if self._is_turned:
             if not self.depth:
                 self._settle()
-        elif popped:
+        elif popped and self._returns:
             _push_mode(self)
 
     def lift(self) -> None:
@@ -232,7 +239,8 @@ class StackedMode(TorchFunctionMode):
         """The inverse of `lift`."""
         if self._is_lifted:
             self._is_lifted = False
-            _push_mode(self)
+            if self._returns:
+                _push_mode(self)
 
     def step_back_lifted(self, popped: bool) -> None:
         """The inverse of `step_aside`, but the mode stays off torch's stack until `lower`."""

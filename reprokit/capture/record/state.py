@@ -201,6 +201,15 @@ class OptimizerNote:
         self._attributes = None if is_of_torch(optimizer) else Containers([optimizer])
         self._state = [(key, state, dict(state)) for key, state in optimizer.state.items() if isinstance(state, dict)]
 
+    def renewed(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The ids of tensors of that state in whose place the optimizer has made new ones, and these."""
+        for key, _, content in self._state:
+            now = self._optimizer.state.get(key, {})
+            for name, tensor in content.items():
+                made = now.get(name) if isinstance(tensor, torch.Tensor) else None
+                if isinstance(made, torch.Tensor) and made is not tensor:
+                    yield id(tensor), made
+
     def put_back(self) -> OptimizerNote:
         """Go back to it; returns a note of what was there before."""
         current = OptimizerNote(self._optimizer)
@@ -256,6 +265,10 @@ class State:
     def bind(self, module: torch.nn.Module) -> None:
         """Remember what the buffers of one more module are."""
         self._notes.append(Bindings(part._buffers for part in module.modules()))
+
+    def renewed(self) -> dict[int, torch.Tensor]:
+        """What optimizers have made anew in the place of tensors of that moment, by the ``id`` of these."""
+        return dict(pair for note in self._notes if isinstance(note, OptimizerNote) for pair in note.renewed())
 
     def clear(self) -> None:
         """Forget everything."""

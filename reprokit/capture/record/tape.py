@@ -59,14 +59,14 @@ class Tape(StackedMode):
 
     def install(self, listener: Listener) -> None:
         """Meet root modules and go on top of torch's stack of function modes."""
-        self._listener = listener
+        self._listener, self._returns = listener, True
         self.roots.install(listener)
         if not self.is_resting:
             self.enter_stack()
 
     def uninstall(self) -> None:
-        """Give every class its own ``__call__`` back; the mode stays on the stack."""
-        self.enabled = False
+        """Give every class its own ``__call__`` back; the mode stays on the stack if it is there, else away from it."""
+        self.enabled = self._returns = False
         self.roots.uninstall()
 
     def note(self, kind: EntryKind, target: Any, frame: FrameType, args: tuple[Any, ...] = ()) -> Entry:
@@ -321,7 +321,7 @@ class Tape(StackedMode):
 
     def _differentiate(self, entry: Entry) -> Any:
         self.is_claimed = True
-        output = entry.output = self.call_aside(entry, entry.target, entry.args, entry.kwargs, is_judged=True)
+        output = entry.output = self.call_aside(entry, entry.target, entry.args, entry.kwargs, is_checked=True)
         self.guard(self.running.add_differentiation, entry)
         self._listener.finish_differentiation(entry)
         return output
@@ -333,12 +333,12 @@ class Tape(StackedMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        is_judged: bool = False,
+        is_checked: bool = False,
     ) -> Any:
-        """Call a function with the mode out of the way; what its entry starts from is judged before, if it is to be."""
+        """Call a function with the mode out of the way; what its entry starts from is checked before, if wanted."""
         popped = self.step_aside()
         try:
-            if is_judged and entry is not None:
+            if is_checked and entry is not None:
                 self._listener.judge_start(entry)
             return target(*args, **kwargs)
         except BaseException as error:

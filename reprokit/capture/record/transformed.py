@@ -1,15 +1,19 @@
-"""Calls of `torch.func` transforms and of scripted functions by the loop, each noted as one call of the step.
+"""Calls of `torch.func` transforms, scripted and compiled functions by the loop, each noted as one call of the step.
 
-What runs inside is not noted: its tensors are transformed ones. A replay calls the transform again, with the variables
-that its function reads (of enclosing functions and of modules of Python) as they were.
+What runs inside is not noted: its tensors are transformed ones, or a compiler's. A replay calls the function again,
+with the variables that it reads (of enclosing functions, modules of Python and the object it is a method of) as they
+were.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from types import CellType, CodeType, FrameType, FunctionType
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from types import CellType, CodeType, FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +22,7 @@ from torch._functorch import apis, eager_transforms
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry, generator_states, versions_of
 from reprokit.capture.record.frames import first_user_frame
-from reprokit.capture.record.structure import iter_tensors
+from reprokit.capture.record.structure import ATOMS, iter_tensors
 from reprokit.capture.record.tape import Tape
 from reprokit.capture.record.tensor_names import note_unfollowed
 from reprokit.program.sites import kind_of_file
@@ -33,10 +37,8 @@ RUNS = (
     (eager_transforms, "_jvp_with_argnums"),
 )
 MAKES = ("jacrev", "jacfwd")  # functions that make a function, which is then called
-DERIVES = (  # they return a result and the function of its derivative
-    (eager_transforms, "_vjp_with_argnums"),
-    (torch.func, "linearize"),
-)
+PULLS = "_vjp_with_argnums"  # it returns a result and the function of its derivative
+_MOST = 1000  # values of a call's arguments that are looked at: some tenths of a millisecond
 Place = tuple[Any, str]  # a cell with an empty name, or the variables of a module of Python and a name in them
 
 
@@ -63,14 +65,43 @@ class TransformCalls:
 
         return transformed
 
-    def derive(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call what returns results and a derivative, neither of which is noted: what comes out of them is no data."""
-        made = target(*args, **kwargs)
-        tape = self._tape
-        if not tape.is_outermost or _peek_transforms() is not None:
+    def pull(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `torch.func.vjp`, and note the calls of the function that it returns: each replay pulls with its own."""
+        self._tape.has_transform = True
+        latest: list[Any] = []
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            made = getattr(eager_transforms, target.__name__)(*args, **kwargs)
+            latest[:] = made[1:2]
+            return made
+
+        is_noted = self._is_noted
+        made = self._perform(again, target, args, kwargs)
+        if not is_noted:
             return made
         result, function, *rest = made
-        tape.guard(note_unfollowed, (result, rest))
+        outputs = list(iter_tensors((result, rest)))  # a replay of a pull needs that of the call before
+
+        def pull_again(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return latest[0](*args, **kwargs)
+
+        @functools.wraps(function)
+        def pulled(*args: Any, **kwargs: Any) -> Any:
+            def pull_now(_: Any, *args: Any, **kwargs: Any) -> Any:
+                return function(*args, **kwargs)
+
+            return self._perform(pull_again, pull_now, (outputs, *args), kwargs, reads=())
+
+        return (result, pulled, *rest)
+
+    def derive(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call `torch.func.linearize`, neither of whose results is noted: what comes out of them is no data."""
+        made = target(*args, **kwargs)
+        if not self._is_noted:
+            return made
+        tape = self._tape
+        result, function = made
+        tape.guard(note_unfollowed, result)
 
         @functools.wraps(function)
         def derivative(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +110,7 @@ class TransformCalls:
                 tape.guard(note_unfollowed, found)
             return found
 
-        return (result, derivative, *rest)
+        return result, derivative
 
     def run_scripted(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what `torch.jit` has compiled: torch's ``target``, given a function or method and its arguments."""
@@ -87,36 +118,62 @@ class TransformCalls:
         again = functools.partial(_latest, type(function), "__call__", function)
         return self._perform(again, functools.partial(target, function), tuple(given), kwargs)
 
-    def _perform(self, again: Callable[..., Any], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @property
+    def _is_noted(self) -> bool:
+        """True if the loop itself calls."""
+        return self._tape.is_outermost and _peek_transforms() is None and _tracing_state() is None
+
+    def _perform(
+        self,
+        again: Callable[..., Any],
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        reads: Any = None,
+    ) -> Any:
+        """Call ``target`` and note it; ``reads`` is the function whose variables a replay restores, if another one."""
         tape = self._tape
-        if not tape.is_outermost or _peek_transforms() is not None or _tracing_state() is not None:
+        if not self._is_noted:
             return target(*args, **kwargs)
-        entry = tape.guard(self._begin, again, target, args, kwargs, sys._getframe(2))
+        reads = target if reads is None else reads
+        entry = tape.guard(begin_call, tape, again, reads, args, kwargs, sys._getframe(2))
         output = tape.call_aside(entry, target, args, kwargs)
         if entry is not None:
             entry.output = output
             tape.guard(tape.running.add, entry)
         return output
 
-    def _begin(self, again: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Entry:
-        tape = self._tape
-        tape.begin_forward()
-        user = first_user_frame(frame)
-        found = list(_read_by((target, args, kwargs)))
-        for _, value in found:
-            if isinstance(value, torch.nn.Module):
-                tape.roots.meet(value)
-        values = [value for _, value in found]
-        where = ("", user.f_code, user.f_lasti)
-        entry = Entry(kinds.TRANSFORM, again, (args, kwargs, values), {}, current_mode(), None, *where)
-        entry.versions = versions_of(entry.args, {})
-        entry.rng = generator_states(entry.versions)
-        entry.settings = [place for place, _ in found]
-        return entry
+
+def begin_call(
+    tape: Tape, again: Any, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+) -> Entry:
+    """The entry of a call of ``target`` that is about to run; ``again`` is called by a replay."""
+    tape.begin_forward()
+    user = first_user_frame(frame)
+    found = list(_read_by((target, args, kwargs)))
+    values = [value for _, value in found]
+    for owner in owners_in((args, kwargs, values)):
+        if isinstance(owner, torch.nn.Module):
+            tape.roots.meet(owner)
+    where = ("", user.f_code, user.f_lasti)
+    entry = Entry(kinds.TRANSFORM, again, (args, kwargs, values), {}, current_mode(), None, *where)
+    entry.versions = versions_of(entry.args, {})
+    entry.rng = generator_states(entry.versions)
+    entry.settings = [place for place, _ in found]
+    return entry
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledCall:
+    """The settings of the entry of a compiled function: the ``places`` of the variables that it reads, and the single
+    numbers ``seen`` among its results, by their position."""
+
+    places: list[Place]
+    seen: dict[int, float | torch.Tensor]
 
 
 def play(target: Callable[..., Any], args: tuple[Any, dict[str, Any], list[Any]], places: list[Place]) -> Any:
-    """Call a transform with other values in the variables that its function reads."""
+    """Call a function with other values in the variables that it reads."""
     given, kwargs, values = args
     before = [_value_at(place) for place in places]
     try:
@@ -161,12 +218,68 @@ def _read_by(value: Any) -> Iterator[tuple[Place, Any]]:
             waiting += value.values()
         elif hasattr(value, "__self__") and hasattr(value, "__func__"):
             waiting.append(value.__func__)
+            held, code = value.__self__, getattr(value.__func__, "__code__", None)
+            attributes = _attributes_of(held, names_in(code)) if code is not None else iter(())
+            found = iter([(({"self": held}, "self"), held)]) if _is_owner(held) else attributes
+            yield from ((place, part) for place, part in found if _is_state(part))
+        elif hasattr(value, "_torchdynamo_orig_callable"):  # of a compiled function
+            waiting.append(value._torchdynamo_orig_callable)
         elif isinstance(value, FunctionType):
             for place, held in _variables_of(value):
-                if isinstance(held, torch.nn.Module) or next(iter_tensors(held), None) is not None:
+                if _is_state(held):
                     yield place, held
-                elif isinstance(held, (FunctionType, functools.partial)) or hasattr(held, "__func__"):
+                elif _is_function(held):
                     waiting.append(held)
+                else:
+                    names = names_in(value.__code__) if _is_of_user(held) else ()
+                    parts = list(_attributes_of(held, names))
+                    waiting += [part for _, part in parts if _is_function(part)]
+                    owned = [(place, part) for place, part in parts if _is_owner(part)]
+                    yield from owned or ([(place, held)] if any(True for _ in owners_in(held)) else [])
+
+
+def owners_in(value: Any) -> Iterator[torch.nn.Module | torch.optim.Optimizer]:
+    """The modules and optimizers in containers and in objects of the user's, among the nearest `_MOST` values."""
+    waiting, seen = deque([value]), set[int]()
+    for _ in range(_MOST):
+        if not waiting:
+            return
+        value = waiting.popleft()
+        if type(value) in ATOMS or isinstance(value, torch.Tensor) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if _is_owner(value):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            waiting.extend(value[:_MOST])
+        elif isinstance(value, dict):
+            waiting.extend(islice(value.values(), _MOST))
+        elif isinstance(value, SimpleNamespace) or (type(value).__module__ != "builtins" and _is_of_user(value)):
+            waiting.extend(vars(value).values())
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, (FunctionType, functools.partial)) or hasattr(value, "__func__")
+
+
+def _is_owner(value: Any) -> bool:
+    return isinstance(value, (torch.nn.Module, torch.optim.Optimizer))
+
+
+def _is_state(value: Any) -> bool:
+    return _is_owner(value) or next(iter_tensors(value), None) is not None
+
+
+def _is_of_user(value: Any) -> bool:
+    """True for an object of a class that the user wrote."""
+    module = sys.modules.get(type(value).__module__)
+    return hasattr(value, "__dict__") and kind_of_file(getattr(module, "__file__", None) or "") == "user"
+
+
+def _attributes_of(owner: Any, names: Iterable[str]) -> Iterator[tuple[Place, Any]]:
+    """The attributes with these names that an object itself has."""
+    known = getattr(owner, "__dict__", {})
+    yield from (((known, name), known[name]) for name in dict.fromkeys(names) if name in known)
 
 
 def _variables_of(function: FunctionType) -> Iterator[tuple[Place, Any]]:
@@ -178,12 +291,13 @@ def _variables_of(function: FunctionType) -> Iterator[tuple[Place, Any]]:
                 continue
     if kind_of_file(function.__code__.co_filename) == "user":
         known = function.__globals__
-        names = dict.fromkeys(_names_in(function.__code__))
+        names = dict.fromkeys(names_in(function.__code__))
         yield from (((known, name), known[name]) for name in names if name in known)
 
 
-def _names_in(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
+    """The names that a function reads, and those inside of it."""
     yield from code.co_names
     for part in code.co_consts:
         if isinstance(part, CodeType):
-            yield from _names_in(part)
+            yield from names_in(part)

@@ -27,9 +27,10 @@ DEFAULT_STEP_BYTES = 256 * 2**20
 MOST_STEPS = 1000
 LEAST_STEPS = 32  # since a copy that is kept when the next one is taken: 20, and those that an alarm takes to come
 _BEGINNING = 2  # steps: a graph that a step may not use again is used again in the next one
+_FEW_STEPS = 8  # until the next copy, while nothing is known of what one costs
 _STATISTICS = ("running_mean", "running_var")
 _SHORT = 0.005  # seconds: in a step that short every microsecond counts
-_SHARE = 0.003  # of the training time, for copying and checking together
+SHARE = 0.003  # of the training time, for copying and checking together
 _FREE_SHARE = 0.1  # of a device's free memory, for the batches of the steps before the last copy
 
 
@@ -66,6 +67,7 @@ class History:
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
         self._parts: set[int] | None = None
+        self._parameters: list[torch.Tensor] | None = None
         self._held: list[object] = []
         self._ways_met: dict[int, frozenset[str]] = {}  # of buffers at first, if no copies are taken
         self._has_grown = False
@@ -84,7 +86,7 @@ class History:
         if (known is not None and known() is module) or is_unmade(module):
             return False
         self._modules[id(module)] = weakref.ref(module)
-        self._parts = None
+        self._parts = self._parameters = None
         self._hold(module)
         if self._every == 0:
             self._ways_met.update((id(buffer), ways_of(buffer)) for buffer in module.buffers())
@@ -105,6 +107,7 @@ class History:
         if known is not None and known() is optimizer:
             return False
         self._optimizers[id(optimizer)] = weakref.ref(optimizer)
+        self._parameters = None
         self._hold(optimizer)
         self._add(list(state_tensors(optimizer)), (optimizer,))
         return True
@@ -145,6 +148,20 @@ class History:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers that are alive."""
         return [optimizer for reference in self._optimizers.values() if (optimizer := reference()) is not None]
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Those of all roots and optimizers, each once; looked up again for a new one of these and after a copy."""
+        if self._parameters is None:
+            known: dict[int, torch.Tensor] = {id(p): p for module in self.modules for p in module.parameters()}
+            known.update((id(p), p) for optimizer in self.optimizers for p in parameters_of(optimizer))
+            self._parameters = list(known.values())
+        return self._parameters
+
+    @property
+    def is_off(self) -> bool:
+        """True if no copies are taken."""
+        return self._every == 0
 
     @property
     def num_optimizers(self) -> int:
@@ -242,19 +259,39 @@ class History:
         """True if it is time to check everything and to take the next copy."""
         if self._is_beginning:
             return False
-        if self._has_grown or self._step_bytes > self._most_bytes or len(self.steps) >= MOST_STEPS:
+        if self._has_grown or self.is_full or len(self.steps) >= MOST_STEPS:
             return True
         if self.keeps_earlier and self.is_complete and len(self.steps) < LEAST_STEPS:
             return False
         if self._every:
             return len(self.steps) >= self._every - 1 or not self.is_complete
-        return (now - self._taken_at) * _SHARE >= self._cost
+        return (now - self._taken_at) * SHARE >= self._cost
 
     @property
     def _is_beginning(self) -> bool:
         """True in the first steps, which can be played from the start of the training."""
         is_first = self.num_copies == 1 and self.is_complete and self._every != 0
         return is_first and len(self.steps) < _BEGINNING and self._step_bytes <= DEFAULT_STEP_BYTES
+
+    @property
+    def is_full(self) -> bool:
+        """True if the steps since the copy hold more than they may."""
+        return self._step_bytes > self._most_bytes
+
+    def wanted_steps(self, now: float) -> tuple[int, int]:
+        """The steps until the next copy: as many as the cost of the last one asks for, and the most that memory
+        allows."""
+        if self._every:
+            return self._every, self._every
+        num_steps = max(len(self.steps), 1)
+        by_cost = math.ceil(self._cost / SHARE * num_steps / max(now - self._taken_at, 1e-6)) or _FEW_STEPS
+        by_memory = self._most_bytes * num_steps // max(self._step_bytes, 1)
+        return min(by_cost, MOST_STEPS), min(by_memory, MOST_STEPS)
+
+    @property
+    def takes_copies(self) -> bool:
+        """True if copies of the state are taken: they fit into the limit."""
+        return self._every != 0 and num_bytes(self.changing()) <= self._limit
 
     def take(self, started: float, unfinished: Iterable[torch.optim.Optimizer] = (), *, may_keep: bool = False) -> None:
         """Copy the state of now and forget the steps; ``started`` is when the checks before it began.
@@ -273,7 +310,7 @@ class History:
             is_on_gpu = any(tensor.is_cuda for tensor in self.state.copies.tensors)
             self.is_short = self.step_seconds < _SHORT and not is_on_gpu
         self.forget_steps()
-        self._parts = None
+        self._parts = self._parameters = None
         self._held, self._has_grown = [], False  # those that only the history holds are gone now
         self._held = [*self.modules, *self.optimizers]
         if self._every != 0:
@@ -302,8 +339,10 @@ class History:
 
     @contextmanager
     def with_earlier(self) -> Iterator[None]:
-        """In this context the last copy is the one before it, if that was kept, and the steps are those since."""
+        """In this context the last copy is the one before it, if that was kept, and the steps are those since. In
+        another one inside it nothing changes."""
         earlier, kept = self.earlier, (self.state, self.steps, self.makers)
+        self.earlier = None
         if earlier is not None:
             self.state, self.makers = earlier.state, earlier.makers
             self.steps = [*earlier.steps, *self.steps]
@@ -311,6 +350,7 @@ class History:
             yield
         finally:
             self.state, self.steps, self.makers = kept
+            self.earlier = earlier
 
     def rest(self, started: float) -> None:
         """All that belongs to a copy, begun at ``started``, is done: its time decides when the next one is due."""
@@ -322,7 +362,7 @@ class History:
         self._taken_at += seconds
 
     def interrupt(self) -> None:
-        """Something happened that the steps do not tell: there is no going back behind this moment."""
+        """Something happened that is not in the steps: there is no going back behind this moment."""
         self.forget_steps()
         self.earlier = None
         self.is_complete = False

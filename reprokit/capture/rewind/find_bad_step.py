@@ -11,7 +11,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -20,14 +20,15 @@ from reprokit.arrivals import pass_on
 from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import attributes_kept, is_of_torch, put_first_back
 from reprokit.capture.record.compact_steps import PastStep, split
-from reprokit.capture.record.entry import Entry
+from reprokit.capture.record.entry import Entry, unwrapped
 from reprokit.capture.record.generators import python_generators_restored
-from reprokit.capture.record.screens import bad_tensor, is_bad_start, judged
+from reprokit.capture.record.screens import bad_tensor, is_bad_start, unscaled_start
 from reprokit.capture.record.skips import sets_gradients, was_skipped
 from reprokit.capture.record.state import State, give_gradients, parameters_of
 from reprokit.capture.record.structure import is_leaf, iter_tensors
 from reprokit.capture.rewind.checkpoint import History
 from reprokit.capture.rewind.measure_layers import LayerMeter
+from reprokit.capture.rewind.meeting import NOTHING, Together, short_collectives
 from reprokit.capture.rewind.replayer import Player, describe_mismatch, is_same, leaves_in
 from reprokit.capture.rewind.user_hooks import UserHooks
 from reprokit.locate.ways import ways_of
@@ -71,7 +72,8 @@ class Rewind:
 
     Looks for the step that makes one of the ``ruined`` parts of the state nan or inf, if there are any; else for the
     first bad loss, gradient or parameter. ``skipped`` are the numbers of steps with a bad loss of which no bad update
-    was made; with ``takes_skipped`` they are failures like any other.
+    was made; with ``takes_skipped`` they are failures like any other. ``together``: all ranks play at once, until one
+    of them has found something; `Stopped` is raised if that is another one.
     """
 
     def __init__(
@@ -81,7 +83,9 @@ class Rewind:
         ruined: Sequence[torch.Tensor] = (),
         *,
         takes_skipped: bool = False,
+        together: Together | None = None,
     ) -> None:
+        self._together = together
         self._history = history
         self._steps = steps
         self._ruined = ruined
@@ -91,10 +95,16 @@ class Rewind:
         self._carried: dict[int, torch.Tensor] = {}
         self._used_later = _used_later(steps)
         self._live: dict[int, torch.Tensor] = {}
+        self._before = State()
         self._live_gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._notes: list[str] = []
         self._other_losses: list[str] = []
         self.skipped: list[int] = []
+
+    @property
+    def is_together(self) -> bool:
+        """True while the other ranks wait for what this one plays."""
+        return self._together is not None
 
     @property
     def notes(self) -> list[str]:
@@ -120,11 +130,16 @@ class Rewind:
             stack.enter_context(python_generators_restored(None))
             stack.enter_context(attributes_kept(self._history.modules, self._history.optimizers))
             stack.enter_context(_unsafe_preserve_version_counter(tuple(self._history.changing())))
+            if self._together is not None:
+                stack.enter_context(short_collectives())
             live = self._history.state.put_back()
             stack.callback(live.give_back)
-            self._live = live.copies.contents()
+            self._live, self._before = live.copies.contents(), live
             self._live_gradients = [(leaf, leaf.grad) for leaf in leaves]
             stack.callback(give_gradients, self._live_gradients)
+            if self._together is not None:  # gradients may be views of memory that averaging writes
+                kept = [(leaf.grad, leaf.grad.clone()) for leaf in leaves if leaf.grad is not None]
+                stack.callback(_write, kept)
             give_gradients([(leaf, None) for leaf in leaves])
             give_gradients([(leaf, torch.zeros_like(leaf)) for leaf in self._history.state.with_gradient])
             give_gradients([(leaf, grad.clone()) for leaf, grad in self._history.state.gradients])
@@ -138,7 +153,12 @@ class Rewind:
         for number, step in enumerate(self._steps):
             player, carried, num_notes = self._player(number), self._carried, self._num_notes
             found, rest = self._play(step, player, self._saved[number])
+            if found is None or found.observed_at != "parameter":
+                _forget_averaged(step.entries)
             if found is not None:
+                if self._together is not None:
+                    self._together.stop(found.observed_at)
+                    self._together = player.together = None  # what follows needs no other rank
                 found.gradients = self._gradients_of_training(found, hooks)
                 if self._num_notes > num_notes or not self._agrees_afterwards(found, number, player, rest):
                     self._notes += self._other_attributes()
@@ -150,6 +170,8 @@ class Rewind:
                 return found
             self._notes += [note for note in player.mismatches if note not in self._notes]
             self._carried = player.made(self._used_later)
+        if self._together is not None:
+            self._together.stop(NOTHING)
         return None
 
     def _gradients_of_training(self, found: Found, hooks: UserHooks) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
@@ -233,7 +255,8 @@ class Rewind:
 
     def _player(self, number: int) -> Player:
         state = {id(tensor) for tensor in self._history.changing()}
-        return Player(self._saved[number], carried=self._carried, state=state)
+        carried = {**self._before.renewed(), **self._carried}
+        return Player(self._saved[number], carried=carried, state=state, together=self._together)
 
     def _play(self, step: PastStep, player: Player, saved: dict[int, torch.Tensor]) -> tuple[Found | None, list[Entry]]:
         """The nan or inf tensors of a step, and the entries that were not played."""
@@ -267,8 +290,9 @@ class Rewind:
                 if keep is None and self._has_ruined(entry):
                     keep = entry
                 if where is not None and (keep is not None or not self._ruined):
-                    end = position + (where == "parameter")
-                    pending = entry if where == "loss" else None
+                    is_over = where == "parameter" or entry.kind is kinds.COMPILED
+                    end = position + is_over
+                    pending = entry if where == "loss" and not is_over else None
                     found = Found(step, where, _without_update(entries[:end], where), saved, pending, keep)
                     return found, entries[end:]
             if keep is not None:
@@ -301,6 +325,8 @@ class Rewind:
                         return self._compare(player, entry, step)
                     try:
                         player.play(entry)
+                        if entry.kind is kinds.COMPILED and entry.settings.seen:
+                            return self._compare_results(player, entry, step)
                     except Exception as error:
                         pass_on(error)
                         if entry.kind is not kinds.MODULE or entry.output is not None:
@@ -319,7 +345,7 @@ class Rewind:
             calls = [entry for n, entry in enumerate(step.entries) if not was_skipped(step.entries, n)]
             starts = [e for e in calls if e.kind is kinds.BACKWARD and e.settings and not e.gives_gradients]
             is_scaled = any(entry.kind is kinds.SCALE for entry in step.entries)
-            if not is_scaled and any(ways_of(torch.as_tensor(seen)) for entry in starts for seen in entry.settings):
+            if not is_scaled and any(_is_bad(seen) for entry in starts for seen in entry.settings):
                 return step.completed
         return None
 
@@ -329,13 +355,13 @@ class Rewind:
         modules = {id(e.target): e.settings for e in entries if e.kind is kinds.MODULE}
         own = [e for e in entries if e.kind is kinds.OPTIMIZER and e.settings is not None and not is_of_torch(e.target)]
         optimizers = {id(e.target): e.settings["attributes"] for e in own}
-        told = []
+        reasons = []
         for owner, first in (("a module", modules), ("an optimizer", optimizers)):
             names = dict.fromkeys(name for noted in first.values() if noted for name in noted.changed_others())
-            told += [f"`{name}` of {owner} was set to something that is not put back" for name in names]
+            reasons += [f"`{name}` of {owner} was set to something that is not put back" for name in names]
             if None in first.values():
-                told.append(f"attributes of {owner} changed too often to be noted")
-        return told
+                reasons.append(f"attributes of {owner} changed too often to be noted")
+        return reasons
 
     def _watched(
         self, player: Player, entry: Entry, step: PastStep, before: list[Entry], is_skipped: bool
@@ -344,7 +370,7 @@ class Rewind:
         if entry.kind is kinds.BACKWARD:
             with torch.no_grad():
                 self._compare(player, entry, step)
-                starts = [player.stand_in(judged(before, start)) for start in entry.starts]
+                starts = [player.stand_in(unscaled_start(before, start)) for start in entry.starts]
                 if is_bad_start(entry, starts):
                     if not is_skipped:
                         return "loss"
@@ -354,17 +380,48 @@ class Rewind:
             grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
             if not (entry.settings or {}).get("scaler") and bad_tensor(grads) is not None:
                 return "gradient"
+        is_compared = entry.kind is kinds.COMPILED
+        then = self._parameters() if is_compared and any(map(_is_bad, entry.settings.seen.values())) else None
         player.play(entry)
-        if (entry.kind is kinds.OPTIMIZER or entry.has_stepped) and self._is_state_bad():
-            return "parameter"
-        return None
+        if self._together is not None and entry.kind is kinds.BACKWARD:
+            _forget_averaged(before)
+            entry.averaged = self._averaged()
+        if is_compared:
+            self._compare_results(player, entry, step)
+        is_bad = (entry.kind is kinds.OPTIMIZER or entry.has_stepped) and self._is_state_bad()
+        if is_compared and entry.has_stepped:
+            is_masked = then is not None and all(same_bits(new, old) for new, old in then)
+            if bad_tensor(player.seen(entry).values()) is not None:
+                if self._takes_skipped or not is_masked:
+                    return "loss"
+                self.skipped.append(step.completed)
+        return "parameter" if is_bad else None
 
     def _compare(self, player: Player, entry: Entry, step: PastStep) -> bool:
         """True if the backward pass starts from the same value as in training; a difference becomes a note."""
         starts = [(old, player.stand_in(start)) for old, start in zip(entry.settings or (), entry.starts, strict=False)]
+        return self._note_losses(starts, step)
+
+    def _compare_results(self, player: Player, entry: Entry, step: PastStep) -> bool:
+        """The same for the losses that a compiled function returned."""
+        new = player.seen(entry)
+        pairs = [(old, new[place]) for place, old in entry.settings.seen.items() if place in new]
+        return self._note_losses(pairs, step)
+
+    def _note_losses(self, starts: Sequence[tuple[Any, torch.Tensor]], step: PastStep) -> bool:
         differ = [(old, new) for old, new in starts if not is_same(old, new)]
         self._other_losses += [describe_mismatch(f"the loss of step {step.completed}", old, new) for old, new in differ]
         return not differ
+
+    def _averaged(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies of the gradients that torch averages over processes."""
+        wrapped = [module for module in self._history.modules if unwrapped(module) is not module]
+        leaves = [parameter for module in wrapped for parameter in module.parameters()]
+        return [(leaf, leaf.grad.clone()) for leaf in leaves if leaf.grad is not None]
+
+    def _parameters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What is trained, with copies."""
+        return [(t, t.detach().clone()) for t in self._history.changing() if t.requires_grad]
 
     def _is_state_bad(self) -> bool:
         return self._history.newly_bad() is not None
@@ -377,6 +434,21 @@ class Rewind:
         for step in self._steps:
             leaves.update((id(leaf), leaf) for leaf in leaves_in(step.entries))
         return list(leaves.values())
+
+
+def _is_bad(seen: float | torch.Tensor) -> bool:
+    return bool(ways_of(torch.as_tensor(seen)))
+
+
+def _forget_averaged(entries: list[Entry]) -> None:
+    for entry in entries:
+        if entry.kind in (kinds.BACKWARD, kinds.COLLECTIVE):
+            entry.averaged = None
+
+
+def _write(contents: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for tensor, content in contents:
+        tensor.data.copy_(content)
 
 
 def _without_update(entries: list[Entry], where: str, keep: Entry | None = None) -> list[Entry]:

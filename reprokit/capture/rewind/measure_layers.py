@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.structure import iter_tensors
+from reprokit.locate.quantity import norm_of, update_of
 from reprokit.locate.ranges import Range, measure
 from reprokit.story import LayerNumbers
 
@@ -58,12 +59,11 @@ class LayerMeter:
         with torch.no_grad():
             if entry.kind in (kinds.BACKWARD, kinds.UNSCALE):
                 grads = {name: [p.grad for p in own if p.grad is not None] for name, own in self._parameters.items()}
-                self._gradients.update((name, _norm(found)) for name, found in grads.items() if found)
+                self._gradients.update((name, norm_of(found) or 0.0) for name, found in grads.items() if found)
             for name, weights in before.items():
-                change = [new.detach() - old for new, old in zip(self._parameters[name], weights, strict=True)]
-                size = _norm(weights)
-                if size > 0:
-                    self._updates[name] = _norm(change) / size
+                update = update_of(weights, [parameter.detach() for parameter in self._parameters[name]])
+                if update is not None:
+                    self._updates[name] = update
 
     def _weights(self) -> dict[str, list[torch.Tensor]]:
         return {name: [parameter.detach().clone() for parameter in own] for name, own in self._parameters.items()}
@@ -92,18 +92,6 @@ def layers_of(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     for path, module in root.named_modules():
         if next(module.children(), None) is None or next(module.parameters(recurse=False), None) is not None:
             yield path, module
-
-
-def _norm(tensors: Iterable[torch.Tensor]) -> float:
-    """The 2-norm over all elements of some tensors, sparse ones included."""
-    dense = (tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors)
-    norms = (torch.linalg.vector_norm(tensor, dtype=_exact(tensor.dtype)).item() for tensor in dense)
-    return math.hypot(*norms)
-
-
-def _exact(dtype: torch.dtype) -> torch.dtype | None:
-    """Half precision is summed in float32: its squares overflow from 256 on."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
 
 
 def _largest(found: Range) -> float:

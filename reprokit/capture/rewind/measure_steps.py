@@ -5,6 +5,7 @@ They are measured while the steps are played, so they cost nothing until somebod
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -23,13 +24,15 @@ _READS_GRADIENTS = (kinds.CLIP, kinds.OPTIMIZER)
 @dataclass
 class MeasuredStep:
     """A step that was played. ``optimizer`` is the ``id`` of the one that made its update. ``zeros`` are the shares of
-    zeros in gradients, by the ``id`` of the parameter; ``bad`` are the parameters whose gradient is nan or inf."""
+    zeros in gradients, by the ``id`` of the parameter; ``missing`` are those that are trained and have none, ``bad``
+    the parameters whose gradient is nan or inf."""
 
     step: PastStep
     optimizer: int | None = None
     norm: float | None = None
     update: float | None = None
     zeros: dict[int, float] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)
     bad: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -37,20 +40,29 @@ class BadGradient(Exception):
     """A gradient is nan or inf, so that no later step will be that of training."""
 
 
+class OutOfTime(Exception):
+    """Steps were played for as long as was granted."""
+
+
 class StepMeter:
     """Measures every step that a rewind plays; ``steps`` has them in order.
 
-    With ``stops`` it raises `BadGradient` at the first gradient that is nan or inf.
+    With ``stops`` it raises `BadGradient` at the first gradient that is nan or inf. With ``seconds`` of CPU time it
+    raises `OutOfTime` at the first step that begins later, after ``least`` steps.
     """
 
-    def __init__(self, *, stops: bool = False) -> None:
+    def __init__(self, *, stops: bool = False, seconds: float | None = None, least: int = 0) -> None:
         self._stops = stops
+        self._least = least
+        self._ends = None if seconds is None else time.process_time() + seconds
         self.steps: list[MeasuredStep] = []
         self._before: list[torch.Tensor] = []
 
     def before(self, step: PastStep, entry: Entry, player: Player) -> None:
         """Measure gradients where they are complete and not yet clipped, and remember parameters."""
         if not self.steps or self.steps[-1].step is not step:
+            if self._ends is not None and len(self.steps) >= self._least and time.process_time() > self._ends:
+                raise OutOfTime
             self.steps.append(MeasuredStep(step))
         measured = self.steps[-1]
         if entry.kind not in _READS_GRADIENTS:
@@ -76,6 +88,7 @@ class StepMeter:
         pairs = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         measured.norm = norm_of(gradient for _, gradient in pairs)
         measured.zeros = {id(parameter): share_of_zeros(gradient) for parameter, gradient in pairs}
+        measured.missing = {id(p) for p in parameters if p.grad is None and p.requires_grad}
         measured.bad = [parameter for parameter, gradient in pairs if bad_tensor([gradient]) is not None]
 
 

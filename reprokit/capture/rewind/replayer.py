@@ -17,6 +17,7 @@ from reprokit.capture.record.entry import Entry, unwrapped
 from reprokit.capture.record.generators import set_python_generators
 from reprokit.capture.record.state import owned_by, parameters_of, set_options
 from reprokit.capture.record.structure import is_leaf, iter_tensors, map_tensors
+from reprokit.capture.rewind.meeting import Together
 from reprokit.program.functions import DATA_WRITES, written_argument
 from reprokit.program.memory import same_bits
 
@@ -26,7 +27,8 @@ class Player:
 
     ``saved`` holds what outside tensors contained before the loop wrote into them. ``mismatches`` says in words what is
     known to differ from what the loop did. ``carried`` is what earlier steps made for this one; ``state`` are the ids
-    of tensors that are put back as a whole, whoever wrote them.
+    of tensors that are put back as a whole, whoever wrote them. ``together``: all ranks play the same, and gradients
+    are averaged again.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class Player:
         saved: Mapping[int, torch.Tensor],
         carried: Mapping[int, torch.Tensor] | None = None,
         state: Set[int] = frozenset(),
+        together: Together | None = None,
     ) -> None:
         self.mismatches: list[str] = []
+        self.together = together
         self._state = state
         self._saved = saved
         self._new: dict[int, torch.Tensor] = dict(carried or {})
@@ -82,6 +86,8 @@ class Player:
                 return self._play_function(entry, args, kwargs)
             case kinds.TRANSFORM:
                 return transformed.play(entry.target, args, entry.settings)
+            case kinds.COMPILED:
+                return self._play_compiled(entry, args)
             case kinds.BACKWARD:
                 return self._play_backward(entry, args, kwargs)
             case kinds.SCALE:
@@ -94,6 +100,14 @@ class Player:
                 return self._play_zero_grad(entry, args)
             case kinds.OPTIMIZER:
                 return self._play_optimizer(entry, args, kwargs)
+            case kinds.COLLECTIVE:
+                return self._play_collective(entry, args)
+
+    def seen(self, entry: Entry) -> dict[int, torch.Tensor]:
+        """The losses that a compiled function returns in the replay, by their position among its results."""
+        outputs = list(iter_tensors(entry.output))
+        found = {place: self._new.get(id(outputs[place])) for place in entry.settings.seen}
+        return {place: tensor for place, tensor in found.items() if tensor is not None}
 
     def made(self, ids: Set[int]) -> dict[int, torch.Tensor]:
         """The values of the tensors with these ids after the step."""
@@ -104,6 +118,9 @@ class Player:
         if entry.settings is not None:
             entry.settings.put_back()
         attributes = vars(target)
+        if self.together is not None and target is not entry.target and entry.mode.grad:
+            self.together.meet("module")
+            target = entry.target
         now = {name: attributes[name] for name in ("forward",) if name in attributes}
         try:
             if entry.forward is not None:
@@ -124,6 +141,9 @@ class Player:
                 return entry.target(*args, **kwargs)
         return entry.target(*args, **kwargs)
 
+    def _play_compiled(self, entry: Entry, args: Any) -> Any:
+        return transformed.play(entry.target, args, entry.settings.places)
+
     def _play_scale(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         scaler = entry.args[0]
         now, scaler._scale = scaler._scale, entry.settings if entry.settings is not None else scaler._scale
@@ -135,7 +155,32 @@ class Player:
     def _call(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         return entry.target(*args, **kwargs)
 
-    _play_clip = _play_backward = _call
+    _play_clip = _call
+
+    def _play_backward(self, entry: Entry, args: Any, kwargs: Any) -> Any:
+        if self.together is not None:
+            self.together.meet("backward")
+        result = entry.target(*args, **kwargs)
+        self._give_averaged(entry)
+        return result
+
+    def _give_averaged(self, entry: Entry) -> None:
+        """Give parameters the gradients that all processes have averaged, where they are known."""
+        for parameter, gradient in entry.averaged or ():
+            self.stand_in(parameter).grad = gradient
+
+    def _play_collective(self, entry: Entry, args: Any) -> None:
+        """Write what training has written, if it was kept; gradients are averaged again if all ranks do that."""
+        is_kept = entry.outcome is not None
+        if is_kept:
+            args[0].copy_(entry.outcome)
+        elif self.together is not None:
+            others, named = entry.settings
+            self.together.meet("collective")
+            entry.target(args[0], *others, **named)
+            entry.averaged = [(entry.args[0], args[0].detach().clone())]
+        elif entry.averaged is not None:
+            args[0].copy_(entry.averaged[0][1])
 
     def _play_unscale(self, entry: Entry) -> None:
         """Multiply the gradients by what the scaler multiplied them with."""

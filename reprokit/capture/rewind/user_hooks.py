@@ -97,7 +97,8 @@ def _tables(modules: Iterable[torch.nn.Module], leaves: Iterable[torch.Tensor]) 
             yield ACCUMULATED, leaf._post_accumulate_grad_hooks
 
 
-def _code_of(hook: Any) -> Any:
+def code_of(hook: Any) -> Any:
+    """The code that a hook runs, ``None`` if that is not Python."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     function = getattr(hook, "__func__", hook)
@@ -106,7 +107,7 @@ def _code_of(hook: Any) -> Any:
 
 def _is_users(hook: Any) -> bool:
     """True if a hook is not torch's own."""
-    code = _code_of(hook)
+    code = code_of(hook)
     return code is None or kind_of_file(code.co_filename) not in ("torch", "own")
 
 
@@ -115,7 +116,7 @@ def _may_change(kind: str, hook: Any) -> bool:
 
     What a hook returns that is called with an accumulated gradient is not used; it may set that gradient.
     """
-    code = _code_of(hook)
+    code = code_of(hook)
     if code is None or any(name.endswith("_") and not name.endswith("__") for name in code.co_names):
         return True
     last: Any = None

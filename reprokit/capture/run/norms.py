@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import collections
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 
+from reprokit.arrivals import ignored_errors
 from reprokit.capture.record.state import parameters_of
 from reprokit.errors import UsageError
 from reprokit.locate.ways import local_part
@@ -58,9 +60,10 @@ class NormMeter:
         self.steps: collections.deque[RecordedStep] = collections.deque()
         self._pace = pace
         self._ask_names = names
-        self._names: dict[int, str] = {}
+        self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}  # an id may come back
         self._next = 0.0
         self._last_step = -1
+        self._is_off = False
         self._met: dict[int, torch.Tensor] | None = {}  # parameters of the first steps
         self._with_gradient: set[int] = set()
 
@@ -77,7 +80,11 @@ class NormMeter:
         if self._met is not None:
             self._look_for_gradients(step, optimizer, self._met)
         started = time.perf_counter()
-        if not self._is_due(step, started):
+        if self._is_off or not self._is_due(step, started):
+            return
+        if is_capturing():  # a graph would replay the measuring, and reading a number ends its capture
+            self._is_off = True
+            self.say("`--record` is off: the optimizer steps inside of a CUDA graph")
             return
         row = self._measure(step, list(parameters_of(optimizer)))
         if row is not None:
@@ -122,11 +129,18 @@ class NormMeter:
 
     def _name(self, parameter: torch.Tensor) -> str | None:
         """The name of a parameter that is to be measured."""
-        if id(parameter) not in self._names:
-            self._names |= self._ask_names()
-            self._names.setdefault(id(parameter), f"parameter {len(self._names)}")
-        name = self._names[id(parameter)]
+        name = self._known_name(parameter)
+        if name is None:
+            known = dict[int, str]()
+            with ignored_errors():  # then the parameters have numbers for names
+                known = self._ask_names()
+            name = known.get(id(parameter), f"parameter {len(self._names)}")
+            self._names[id(parameter)] = weakref.ref(parameter), name
         return name if self._pace.pattern is None or fnmatchcase(name, self._pace.pattern) else None
+
+    def _known_name(self, parameter: torch.Tensor) -> str | None:
+        reference, name = self._names.get(id(parameter), (None, None))
+        return name if reference is not None and reference() is parameter else None
 
     def _look_for_gradients(self, step: int, optimizer: torch.optim.Optimizer, met: dict[int, torch.Tensor]) -> None:
         """After the first steps print the parameters that have got no gradient in any of them."""
@@ -142,6 +156,11 @@ class NormMeter:
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
             self.say(f"no gradient in the first {FIRST_STEPS} steps: {shown}{more}")
         self._met = None
+
+
+def is_capturing() -> bool:
+    """True while a CUDA graph is captured on the stream of now."""
+    return bool(torch.cuda.is_initialized()) and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -2,41 +2,70 @@
 
 Nothing is exchanged while training with averaged gradients is healthy. A rank whose loss is bad writes that into the
 store the process group was made with and goes on into its backward pass, because the others wait there. After the
-all-reduce every rank holds the same bits, so all come to the same verdict about the gradients in the same step, and
-meet at the store. Where parameters are spread over the ranks, every rank asks the store once a step instead: what an
-accuser has written there before its backward pass is there once everybody's backward pass is over.
+all-reduce every rank holds the same bits, so all come to the same result about the gradients in the same step, and
+meet at the store. Where parameters are spread over the ranks, every rank asks the store once a step instead: what a
+rank has reported there before its last gradients are reduced is there once everybody's backward pass is over. That
+holds on a CPU. A GPU is not waited for, so there a rank may look before the report is written: it trains on, and those
+that have seen the report give up after `_PATIENCE`. The first guilty rank then asks the others for their shards.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import re
 import sys
+import time
+import weakref
 from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import distributed
 
+from reprokit.capture.rewind.meeting import CopyAnswer, Meeting, Parted
+from reprokit.capture.run.exchange import Exchange, Unanswered
+from reprokit.capture.run.shards import Shards
+
 # Words of gloo, NCCL and the store about a process that is not there any more.
 _OF_PEER = re.compile(r"gloo|NCCL|Connection (?:closed|reset) by peer|Broken pipe|ProcessGroup", re.IGNORECASE)
 _PATIENCE = datetime.timedelta(minutes=10)
+_SHORT_PATIENCE = datetime.timedelta(seconds=20)  # between ranks that do the same
+_FIRST_COPY = 2  # steps: a graph that a step may not use again is used again in the next one
+
+
+def _stage_of(modules: Collection[torch.nn.Module]) -> Any:
+    """The stage of a pipeline that one of the modules is; only a search through all objects finds it."""
+    base = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
+    if base is None:
+        return None
+    found = (one for one in gc.get_objects() if issubclass(type(one), base))
+    return next((stage for stage in found if any(stage.submod is module for module in modules)), None)
 
 
 class Ranks:
     """The state of the other processes as seen from this one. ``is_parallel``: gradients are averaged over processes;
-    ``is_sharded``: parameters are spread over them, so that even a forward needs all."""
+    ``is_sharded``: parameters are spread over them, so that even a forward needs all. ``meeting`` is where ranks with
+    averaged gradients exchange answers; they take the next copy of the state after step ``due_at`` (a count of steps).
+    ``goes_back``: all of them hold copies."""
 
     _runs = 0
 
     def __init__(self) -> None:
         self.is_parallel = False
         self.is_sharded = False
+        self.is_manual = False
+        self.meeting: Meeting | None = None
+        self.due_at = _FIRST_COPY
+        self.goes_back = False
         self.rank: int | None = None
+        self._stage: weakref.ref[Any] | None = None
+        self.shards = Shards()
+        self._exchange: Exchange | None = None
         self._size = 1
         self._store: Any = None
-        self._has_told = False
+        self._has_reported = False
         Ranks._runs += 1
         self._prefix = f"reprokit/{Ranks._runs}"
 
@@ -45,15 +74,66 @@ class Ranks:
         if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() < 2:
             return
         kinds = {type(part) for module in modules for part in module.modules()}
-        self.is_parallel = any(issubclass(kind, torch.nn.parallel.DistributedDataParallel) for kind in kinds)
+        wrapper = torch.nn.parallel.DistributedDataParallel
+        self.is_parallel = self.is_manual or any(issubclass(kind, wrapper) for kind in kinds)
         fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
         self.is_sharded = any(issubclass(kind, fsdp) for kind in kinds) or any(
             hasattr(parameter, "to_local") for module in modules for parameter in module.parameters()
         )
-        if not self.is_alone and self._store is None:
+        if self.stage is None and (stage := _stage_of(modules)) is not None:
+            self._stage = weakref.ref(stage)
+        self._join()
+        self._meet_shards(modules)
+
+    def _join(self) -> None:
+        if (not self.is_alone or self.stage is not None) and self._store is None:
             self.rank, self._size = distributed.get_rank(), distributed.get_world_size()
             self._store = distributed.distributed_c10d._get_default_store()
             self._store.set(self._key("watches", self.rank), "yes")
+            if not self.is_sharded and self.stage is None:
+                self.meeting = Meeting(self._store, f"{self._prefix}/meeting", self.rank, self._size)
+                self.goes_back = True
+        if self.is_sharded:
+            self.part()
+
+    def _meet_shards(self, modules: Collection[torch.nn.Module]) -> None:
+        if self.is_sharded:
+            self.shards.learn(modules)
+            if self._exchange is None and self.rank is not None:
+                self._exchange = Exchange(self._store, self._prefix, self.rank, self.shards.local)
+
+    def meet_averaging(self, total: int) -> None:
+        """The loop averages gradients by itself, first in the step that ``total`` counts."""
+        self.is_manual = self.is_parallel = True
+        self.due_at = total + _FIRST_COPY
+        self._join()
+
+    def part(self) -> None:
+        """No copies at one step and no going back together any more."""
+        if self.meeting is not None:
+            with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that keeps it
+                self.meeting.end()
+        self.meeting, self.goes_back = None, False
+
+    def meet_for_copy(self, own: CopyAnswer, total: int, patience: float) -> list[CopyAnswer] | None:
+        """The ranks' answers when a copy is due after step ``total``, and when the next one is; ``None`` if a rank is
+        gone."""
+        if self.meeting is None:
+            return None
+        try:
+            answers = [CopyAnswer.read(text) for text in self.meeting.exchange("copy", str(own), patience)]
+        except (Parted, RuntimeError):
+            self.part()
+            return None
+        self.goes_back = all(answer.holds for answer in answers)
+        wanted, most = max(answer.wanted for answer in answers), min(answer.most for answer in answers)
+        self.due_at = total + 1 + max(1, min(wanted, most))
+        return answers
+
+    @property
+    def stage(self) -> Any:
+        """The stage of a pipeline that this process trains."""
+        return self._stage() if self._stage is not None else None
 
     @property
     def is_alone(self) -> bool:
@@ -64,39 +144,91 @@ class Ranks:
         """True for an exception of a collective whose other processes have gone: it says nothing about this one."""
         return not self.is_alone and isinstance(error, RuntimeError) and _OF_PEER.search(str(error)) is not None
 
-    def accuse(self, step: int) -> None:
-        """The loss of this rank is bad in this step."""
+    def begin_update(self) -> None:
+        """An optimizer is about to write the parameters: what this rank would send of them is no state of a step."""
+        if self._exchange is not None:
+            self._exchange.place = None
+
+    def end_update(self, num_updates: int) -> None:
+        """The parameters have had so many updates."""
+        if self._exchange is not None:
+            self._exchange.place = num_updates
+
+    def gather(self) -> dict[int, torch.Tensor]:
+        """The whole parameters by the ``id`` of the spread ones, as this rank's step began; raises `Unanswered`."""
+        if self._exchange is None or self._exchange.place is None or not self._are_all("watches"):
+            raise Unanswered("not every process is watched, or an update was under way")
+        return self.shards.gather(self._exchange)
+
+    def report_bad(self, step: int, what: str) -> None:
+        """The loss, or a gradient, of this rank is bad in this step."""
         if self._store is not None:
-            self._store.set(self._key("guilty", self.rank), str(step))
-            self._store.set(self._key("accused", step), "yes")
+            self._store.set(self._key("bad", self.rank), what)
+            self._store.set(self._key("bad step", step), "yes")
+
+    def have_all_reported(self) -> bool:
+        """True once every rank has reported a bad value; ``False`` if one of them does not in a short time."""
+        try:
+            self._store.wait([self._key("bad", rank) for rank in range(self._size)], _SHORT_PATIENCE)
+        except RuntimeError:
+            return False
+        return True
+
+    def claim(self) -> None:
+        """This stage of a pipeline has made a bad value and saves its step."""
+        self._store.set(self._key("saves", self.rank), "yes")
+
+    def wait_for_claim(self) -> int | None:
+        """The rank of the stage that saves its step; ``None`` if there is none within a short time."""
+        ends_at = time.monotonic() + _SHORT_PATIENCE.total_seconds()
+        while time.monotonic() < ends_at:
+            for rank in range(self._size):
+                if self._has("saves", rank):
+                    return rank
+            time.sleep(0.05)
+        return None
+
+    def compare(self, step: int | None) -> dict[int, int]:
+        """The step that each rank has found, without those that found none; nothing if not all can say."""
+        if not self._are_all("watches"):
+            return {}
+        keys = [self._key("found", rank) for rank in range(self._size)]
+        self._store.set(self._key("found", self.rank), "" if step is None else str(step))
+        try:
+            self._store.wait(keys, _PATIENCE)
+        except RuntimeError:  # some rank is gone
+            return {}
+        found = [str(self._store.get(key), "utf-8") for key in keys]
+        return {rank: int(text) for rank, text in enumerate(found) if text}
 
     def withdraw(self, step: int) -> None:
-        """The loss of this rank was bad in this step, and the loop has skipped it."""
+        """The loss or gradient of this rank was bad in this step, and the loop has skipped it."""
         if self._store is not None:
-            self._store.delete_key(self._key("guilty", self.rank))
-            self._store.delete_key(self._key("accused", step))
+            self._store.delete_key(self._key("bad", self.rank))
+            self._store.delete_key(self._key("bad step", step))
 
-    def is_accused(self, step: int) -> bool:
-        """True if the loss of any rank is bad in this step."""
-        return self._store is not None and self._has("accused", step)
+    def is_bad_elsewhere(self, step: int) -> bool:
+        """True if any rank has reported for this step."""
+        return self._store is not None and self._has("bad step", step)
 
-    def guilty(self) -> list[int]:
-        """The ranks whose loss was bad."""
-        return [rank for rank in range(self._size) if self._store is not None and self._has("guilty", rank)]
+    def culprits(self) -> dict[int, str]:
+        """The ranks that have reported, in order, each with what is bad there."""
+        known = [rank for rank in range(self._size) if self._store is not None and self._has("bad", rank)]
+        return {rank: str(self._store.get(self._key("bad", rank)), "utf-8") for rank in known}
 
-    def tell(self, is_guilty: bool) -> None:
+    def report_finding(self, is_culprit: bool) -> None:
         """After a bad gradient that all have seen: whether this rank's own step made it; the first answer counts."""
-        if self._store is not None and not self._has_told:
-            self._has_told = True
-            self._store.set(self._key("finding", self.rank), "guilty" if is_guilty else "innocent")
+        if self._store is not None and not self._has_reported:
+            self._has_reported = True
+            self._store.set(self._key("finding", self.rank), "culprit" if is_culprit else "good")
 
-    def hear(self) -> list[int]:
+    def wait_for_findings(self) -> list[int]:
         """The ranks whose own steps made a bad gradient, once all have reported; none, at once, if some rank is not
         watched."""
         if not self._are_all("watches"):
             return []
         self._store.wait([self._key("finding", rank) for rank in range(self._size)], _PATIENCE)
-        return [rank for rank in range(self._size) if self._store.get(self._key("finding", rank)) == b"guilty"]
+        return [rank for rank in range(self._size) if self._store.get(self._key("finding", rank)) == b"culprit"]
 
     def meet_all(self) -> bool:
         """Wait until every rank has done its part; ``False``, at once, if some rank is not watched."""
@@ -111,6 +243,13 @@ class Ranks:
         """This rank goes on unwatched: nobody is to wait for it."""
         if self._store is not None:
             self._store.delete_key(self._key("watches", self.rank))
+        self.close()
+
+    def close(self) -> None:
+        """Nobody asks this rank for anything any more."""
+        if self._exchange is not None:
+            self._exchange.close()
+        self.shards = Shards()
 
     def describe(self) -> dict[str, Any]:
         """For the snapshot: the rank and the number of processes, nothing for a single process."""

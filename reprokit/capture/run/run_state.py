@@ -6,6 +6,7 @@ No decisions are made here, and nothing is hooked.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -16,16 +17,20 @@ from reprokit.capture.failure_text import COMPILED
 from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import Owner
 from reprokit.capture.record.compact_steps import Freezer, PastStep
-from reprokit.capture.record.entry import Entry
+from reprokit.capture.record.entry import Entry, reads_gradient
 from reprokit.capture.record.generators import GeneratorWatch
 from reprokit.capture.record.state import BufferCopies
+from reprokit.capture.record.structure import iter_tensors
 from reprokit.capture.record.tape import Tape
 from reprokit.capture.rewind.checkpoint import History, is_unmade
+from reprokit.capture.rewind.meeting import GOOD, CopyAnswer, Together
+from reprokit.capture.rewind.updates import Updates
 from reprokit.capture.run.budget import Budget
 from reprokit.capture.run.counting import Iterations, ScalerWatch
 from reprokit.capture.run.norms import NormMeter
 from reprokit.capture.run.ranks import Ranks
 from reprokit.capture.run.timeline import Timeline
+from reprokit.locate.compiled import Compiled
 from reprokit.program.functions import DATA_WRITES
 from reprokit.program.ir import Call
 
@@ -53,16 +58,21 @@ class RunState:
         self.norms: NormMeter | None = None
         self.scalers = ScalerWatch()
         self.ranks = Ranks()
+        self.updates = Updates()
+        self._keeps_updates = not history.is_off
         self.running.memory.on_first_write = history.add_written
         self.running.memory.on_conversion = self.convert
         self.running.on_lost = self._lose
         self.before_interrupt: Callable[[], None] = lambda: None
         self.on_step: Callable[[Numbers], None] | None = None
         self.unseen: list[str] = []  # what else the run does, in words, that is not known
+        self.compilers: dict[str, Compiled] = {}  # that the script has used, by name
         self.compiled: Call | None = None  # the first compiled function that the loop called itself
         self.is_converted = False
+        self.copied_at = -1  # the step of the last copy; the first ones begin before any step
         self._may_wait = 1  # steps
         self._waiting_bytes = 0  # an estimate of what they hold
+        self._num_states: dict[int, int] = {}  # parameters with a state that the loop may write, by optimizer
         self._finished: set[int] = set()  # optimizers that have stepped since the last backward call
 
     def meet_compiled(self, call: Call | None) -> None:
@@ -93,19 +103,26 @@ class RunState:
         """An optimizer is about to step."""
         self.running.memory.has_optimizer = True
         if self.history.meet_optimizer(optimizer):
+            self._num_states[id(optimizer)] = len(optimizer.state)
             self._meet_ranks()
             self.tape.roots.attributes.meet(optimizer)
             self._know_state()
 
     def _meet_ranks(self) -> None:
         self.ranks.meet(self.history.modules)
-        if not self.ranks.is_alone:
-            self.history.give_up()  # going back would need the gradients of the other processes
+        if self.ranks.is_sharded or self.ranks.stage is not None:
+            self.history.give_up()  # going back would need the parameters of the other processes
+
+    def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to write parameters."""
+        self.ranks.begin_update()
+        if self.ranks.is_sharded and self._keeps_updates:
+            self.updates.begin(optimizer, self.iterations.completed)
 
     @property
-    def is_accused(self) -> bool:
+    def is_bad_elsewhere(self) -> bool:
         """True if some process's loss was bad in the step that is running."""
-        return self.ranks.is_accused(self.iterations.completed)
+        return self.ranks.is_bad_elsewhere(self.iterations.completed)
 
     def end_step(self, optimizer: torch.optim.Optimizer | None, ended: float, *, was_checked: bool = False) -> None:
         """The running step is over: keep it, or, when everything ``was_checked``, take a new copy of the state.
@@ -128,10 +145,16 @@ class RunState:
             self.history.interrupt()
         elif self.history.is_complete:
             self._keep_step()
+            if self.ranks.meeting is not None and self.history.is_full:
+                self.history.interrupt()  # until the next copy of all ranks
+        if optimizer is not None and len(optimizer.state) != self._num_states.get(id(optimizer)):
+            self._num_states[id(optimizer)] = len(optimizer.state)
+            self._know_state()
         if optimizer is None:
             self.iterations.updated_by_hand()
         else:
             self.iterations.attempted(optimizer)
+        self.ranks.end_update(self.iterations.total)
         if self.iterations.total == SETTLED_AFTER:
             self.tape.roots.settle()
         if optimizer is not None:  # an update made by hand is seen only in a step that is noted
@@ -149,12 +172,12 @@ class RunState:
         rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
         if isinstance(rate, torch.Tensor):
             rate = rate.detach().clone()
-        key = id(optimizer) if optimizer is not None else None
+        key = weakref.ref(optimizer) if optimizer is not None else None  # an id may come back
         total, completed = self.iterations.total, self.iterations.completed
         timeline, scale = self.timeline, self.scalers.scale
         if self.on_step is not None:
             self.on_step(Numbers(total, completed, timeline.loss, timeline.grad_norm, scale, rate, key))
-        timeline.end_step(total, completed, rate, scale, ended, key)
+        timeline.end_step(total, completed, rate, scale, ended, id(optimizer) if optimizer is not None else None)
         if self.norms is not None and optimizer is not None:
             self.norms.end_step(completed, optimizer, timeline.last)
 
@@ -231,7 +254,7 @@ class RunState:
         return self.budget.from_step == self.iterations.completed + 1
 
     def interrupt(self) -> None:
-        """Something happened that the tape does not tell; the step starts anew."""
+        """Something happened that is not on the tape; the step starts anew."""
         self.history.interrupt()
         self.restart()
 
@@ -245,9 +268,60 @@ class RunState:
         self.restart()
         self.running.gaps.append(None)
 
-    def accuse(self) -> None:
-        """The loss of this process is bad; others, if there are any, are to know."""
-        self.ranks.accuse(self.iterations.completed)
+    def meet_averaging(self) -> None:
+        """The loop averages gradients over processes by itself."""
+        if not self.ranks.is_manual:
+            self.ranks.meet_averaging(self.iterations.total)
+
+    def is_gradient(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor is a gradient that the loop has read in the running step, or was computed from some."""
+        wanted = {id(tensor)}
+        for entry in reversed(self.running.entries):
+            if entry.kind is kinds.BACKWARD:
+                return False
+            if any(id(made) in wanted for made in iter_tensors(entry.output)):
+                if reads_gradient(entry):
+                    return True
+                wanted.update(id(given) for given, _ in entry.versions)
+        return False
+
+    def is_due(self, now: float) -> bool:
+        """True if the running step, which is over, is followed by a copy; all ranks copy after the same step."""
+        if self.is_before_first:
+            return True
+        if self.ranks.meeting is not None:
+            return self.iterations.total + 1 >= self.ranks.due_at
+        return self.history.is_due(now)
+
+    def meet_for_copy(self, bad: str | None, now: float, patience: float) -> list[CopyAnswer] | None:
+        """The answers of the ranks when a copy is due; ``None`` if one has not come in ``patience`` seconds: then they
+        meet no more."""
+        answer = CopyAnswer(bad or GOOD, *self.history.wanted_steps(now), self.history.takes_copies)
+        answers = self.ranks.meet_for_copy(answer, self.iterations.total, patience)
+        if answers is None:
+            self.history.give_up()
+        return answers
+
+    def go_back_together(self) -> Together | None:
+        """For all ranks to play the steps since their copies; ``None`` if these differ, or no state was made bad."""
+        meeting, history = self.ranks.meeting, self.history
+        if meeting is None or not self.ranks.goes_back:
+            return None
+        self.freeze_past()
+        place = f"{self.copied_at} {len(history.steps)} {history.is_complete}"
+        bad = GOOD if history.newly_bad() is None else "bad"
+        answers = [answer.split("/") for answer in meeting.exchange("back", f"{place}/{bad}")]
+        is_same = history.is_complete and all(other == place for other, _ in answers)
+        return Together(meeting) if is_same and any(state != GOOD for _, state in answers) else None
+
+    def part(self) -> None:
+        """From here on this process is by itself: without the others it cannot go back."""
+        self.ranks.part()
+        self.history.give_up()
+
+    def report_bad(self, what: str = "loss") -> None:
+        """The loss, or a gradient, of this process is bad; others, if there are any, are to know."""
+        self.ranks.report_bad(self.iterations.completed, what)
 
     def skip(self, seconds: float) -> None:
         """So much time has passed unwatched: it counts neither for the pace of copies nor as part of a step."""
@@ -259,8 +333,10 @@ class RunState:
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
         self.running.memory.forget()
+        self.compilers.clear()
         self.history.forget()
         self.freezer.forget()
+        self.updates.forget()
         self.buffers.clear()
         if self.norms is not None:
             self.norms.forget()
@@ -290,12 +366,13 @@ class RunState:
         for module in self.history.modules:
             self.buffers.add_module(module)
         entries = self.running.entries
-        if not any(entry.kind in (kinds.MODULE, kinds.BACKWARD) for entry in entries):
+        if not any(entry.kind in (kinds.MODULE, *kinds.DIFFERENTIATING) for entry in entries):
             entries[:] = [entry for entry in entries if not (entry.writes_state or entry.name in DATA_WRITES)]
             self._copy_state(time.perf_counter())
 
     def _copy_state(self, started: float) -> None:
         is_kept = self._keep_makers()
+        self.copied_at = self.iterations.total
         unfinished = [o for o in self.history.optimizers if id(o) not in self._finished]
         self.history.take(started, unfinished, may_keep=is_kept and not self.running.memory.has_rebound)
         earlier = self.history.earlier

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from reprokit.locate.quantity import number_of
 from reprokit.series import StepNumbers
 
 TIMELINE_STEPS = 100
@@ -87,13 +88,6 @@ class Timeline:
             return steps
         running = StepNumbers(number, loss, grad_norm=number_of(self.grad_norm), noted=self._noted or None)
         return [*steps, Turn(running, None)]
-
-
-def number_of(value: Any) -> float | None:
-    """A tensor of one element or a number as a float; ``None`` for anything else."""
-    if isinstance(value, torch.Tensor):
-        return float(value.detach()) if value.numel() == 1 and not value.is_complex() else None
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 def with_optimizers(turns: Sequence[Turn], names: Mapping[int, str]) -> list[StepNumbers]:

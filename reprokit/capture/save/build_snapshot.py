@@ -9,7 +9,7 @@ import contextlib
 import io
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -31,8 +31,11 @@ from reprokit.capture.rewind.user_hooks import EVERY, FORWARD, UserHooks, guarde
 from reprokit.capture.run.timeline import Turn, with_optimizers
 from reprokit.capture.save.collect_state import collect_state
 from reprokit.capture.save.exceptions import Raised
+from reprokit.capture.save.miscompiled import compiled_mismatch
 from reprokit.capture.save.record_program import ReplayedStep, replay
 from reprokit.locate.blame import last_bad, locate
+from reprokit.locate.compiled import Compiled
+from reprokit.locate.differences import Reference
 from reprokit.locate.failure import EXCEPTION, Failure, kind_of
 from reprokit.locate.ways import NAN, local_part, ways_of
 from reprokit.program.functions import hidden_writes, written_argument
@@ -66,9 +69,11 @@ class FailedStep:
     there to name tensors by. ``lead`` is what the loop did by hand before, which parameters hold already and
     ``buffers`` do not.
     ``keep`` is an entry that belongs to the failure even if no backward pass depends on it.
-    ``compiled`` is a call of the loop that was not followed. ``gradients`` are those of training, if they are not the
+    ``compiled`` is a call of the loop that was not followed, ``compilers`` are those that the
+    script has used. ``gradients`` are those of training, if they are not the
     live ones and known all the same. ``put_back`` are the ids of the state that going back has put back.
-    ``notes`` say what is known to differ from training. ``explain`` finds the failure in the place of `locate`.
+    ``notes`` say what is known to differ from training. ``stand_ins`` are whole parameters in the place of those that
+    are spread over processes, by the ``id`` of these. ``explain`` finds the failure in the place of `locate`.
     """
 
     observed_at: str
@@ -90,9 +95,11 @@ class FailedStep:
     notes: list[str] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     compiled: Call | None = None
+    compilers: tuple[Compiled, ...] = ()
     gradients: Gradients | None = None
     recorded: Sequence[RecordedStep] = ()
     put_back: Set[int] = frozenset()
+    stand_ins: Mapping[int, torch.Tensor] = field(default_factory=dict)
     explain: Callable[[Program, Tensors], Failure | None] | None = None
 
     @property
@@ -105,13 +112,14 @@ class FailedStep:
 class BuiltSnapshot:
     """A snapshot; ``culprit`` is the tensor that was bad already when the step began, if that is the failure.
 
-    ``losses`` and ``devices`` are those of the replay.
+    ``losses`` and ``devices`` are those of the replay; ``reference`` is that of a mismatch.
     """
 
     snapshot: Snapshot
     culprit: torch.Tensor | None = None
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     devices: dict[int, torch.device] = field(default_factory=dict)
+    reference: Reference | None = None
 
 
 def make_snapshot(step: FailedStep, frame: FrameType | None) -> BuiltSnapshot:
@@ -129,8 +137,12 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> BuiltSnapshot:
             replayed.program = program.pruned()
             where = "gradient" if failure.phase == Phase.BACKWARD else "output"
             step = replace(step, raised=None, observed_at=where)
-    notes = list(step.notes)
-    if failure is None:
+    notes, reference = list(step.notes), None
+    if failure is None and step.raised is None:
+        failure, reference = compiled_mismatch(replayed, step.compilers)
+    if failure is not None and reference is not None:
+        played.notes.clear()  # gradients are others than in training, as they have to be
+    elif failure is None:
         failure = _unexplained(step)
         if step.raised is None or (step.raised.is_call and replayed.error is None and not is_hook):
             notes += _why_not_again(replayed)
@@ -151,7 +163,7 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> BuiltSnapshot:
     is_given = failure.call is None and failure.input_name is not None and failure.value is not None
     culprit = replayed.sources.get(failure.value or 0) if is_given else None
     snapshot = _assemble(step, replayed, failure, notes, played.rng, frame, played.before)
-    return BuiltSnapshot(snapshot, culprit, replayed.losses, replayed.devices)
+    return BuiltSnapshot(snapshot, culprit, replayed.losses, replayed.devices, reference)
 
 
 def replay_step(step: FailedStep, frame: FrameType | None) -> None:
@@ -203,7 +215,8 @@ def _replay_without(out: Set[str], step: FailedStep, frame: FrameType | None) ->
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         rng = get_rng_state()
         roots = root_names(step.modules, frame)
-        before, copies = collect_state(step.modules, step.optimizers, roots | names_of(step.optimizers, frame))
+        optimizers = [] if step.stand_ins else step.optimizers  # whose state is spread as well
+        before, copies = collect_state(step.modules, optimizers, roots | names_of(step.optimizers, frame))
         replayed = replay(
             step.all_entries,
             step.saved,
@@ -213,6 +226,7 @@ def _replay_without(out: Set[str], step: FailedStep, frame: FrameType | None) ->
             state=step.put_back | {id(buffer) for module in step.modules for buffer in module.buffers()},
             root_names=roots,
             keep=step.keep,
+            stand_ins=step.stand_ins,
         )
         if step.observed_at == "output" and step.pending is not None:
             replayed.program = _without_last(replayed.program)
@@ -234,7 +248,7 @@ def _other_gradients(step: FailedStep, seen: Gradients | None, hooks: UserHooks)
     cleared = [entry.args[0] for entry in step.entries[:first] if entry.kind is kinds.ZERO_GRAD]
     fresh = {id(parameter) for owner in cleared for parameter in owned_by(owner)}
     is_alone = not any(isinstance(module, torch.nn.parallel.DistributedDataParallel) for module in step.modules)
-    if step.observed_at not in ("gradient", "parameter") or not is_alone:
+    if step.observed_at not in ("gradient", "parameter") or not is_alone or step.stand_ins:
         return
     if seen is not None:
         pairs = [(old, leaf.grad) for leaf, old in seen if id(leaf) in fresh]

@@ -6,8 +6,12 @@ one.
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
+import os
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,33 +26,71 @@ from reprokit.capture.record.compact_steps import PastStep, split
 from reprokit.capture.record.drop_unused import without_preparation
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.screens import bad_tensor
-from reprokit.capture.record.state import CannotGoBack
+from reprokit.capture.record.state import CannotGoBack, parameters_of
 from reprokit.capture.record.structure import iter_tensors
 from reprokit.capture.record.tensor_names import root_names
+from reprokit.capture.rewind.checkpoint import DEFAULT_STATE_BYTES
 from reprokit.capture.rewind.find_bad_step import Found, Rewind
 from reprokit.capture.rewind.measure_layers import LayerMeter, layers_of
+from reprokit.capture.rewind.meeting import FAILED, Parted, SavedElsewhere, Stopped, Together
+from reprokit.capture.rewind.updates import BadUpdate, give, on_plain
 from reprokit.capture.rewind.user_hooks import ACCUMULATED, EVERY, UserHooks, guarded
+from reprokit.capture.run.exchange import Unanswered
 from reprokit.capture.run.run_state import RunState
-from reprokit.capture.run.timeline import number_of
 from reprokit.capture.save.build_snapshot import BuiltSnapshot, FailedStep, make_snapshot, snapshot_without_replay
 from reprokit.capture.save.exceptions import Raised
 from reprokit.capture.save.fidelity import checked, unchecked
-from reprokit.program.ir import AUTOGRAD_GRAD
+from reprokit.capture.save.stage import first_bad
+from reprokit.capture.save.unshard import unsharded
+from reprokit.locate.quantity import number_of
+from reprokit.program.ir import AUTOGRAD_GRAD, Mode
 from reprokit.snapshot.format import CaptureSettings, Snapshot, save
 from reprokit.snapshot.source import Source, private
 from reprokit.story import LayerNumbers
 from reprokit.words import in_root
 
 NOT_KEPT = "the state from before the step was not kept, so there was no going back"
+NOT_ALL = "gradients are averaged over processes, and not all of them went back together"
 BEGUN_BEFORE = "a step goes on with a graph from before the last copy of the state, so there was no going back"
 NOT_REPLAYED = (
-    "the parameters are spread over several processes, so the step could not be replayed in one; "
+    "the parameters are spread over several processes, and the step could not be replayed in one ({}); "
     "the snapshot holds what the step was given"
 )
 HAS_GAP = "the loop went on in this step after an exception, and what the interrupted call wrote is not known"
 _STORY_SECONDS = 30.0  # of training in the steps to measure; a longer wait for a snapshot is not worth a story
 _MOST_JOINED = 64  # steps: a program of more takes too long to be reduced
+OTHER_SHARDS = "playing the updates since the last copy did not lead to the shards that training has"
 NOT_SHOWN = "replaying the steps since the last copy did not show which one made the state nan or inf"
+
+
+class NothingFound(Exception):
+    """Going back together has shown no bad step; the message says why."""
+
+
+class GoneBack(Enum):
+    """What going back together has shown a rank: its own loss, or what all ranks have, and if its step explains it."""
+
+    OWN = auto()
+    SHOWN = auto()
+    SEEN = auto()
+    NONE = auto()
+
+    @classmethod
+    def of(cls, made: BuiltSnapshot) -> GoneBack:
+        """The outcome for a snapshot."""
+        if not _is_shown(made.snapshot):
+            return cls.SEEN
+        return cls.OWN if made.snapshot.observed_at == "loss" else cls.SHOWN
+
+
+def saver_among(outcomes: Sequence[GoneBack], own: int) -> int | None:
+    """The rank that saves: each whose own loss is bad, else the first one whose step shows the cause."""
+    if outcomes[own] is GoneBack.OWN:
+        return own
+    for wanted in (GoneBack.OWN, GoneBack.SHOWN, GoneBack.SEEN):
+        if wanted in outcomes:
+            return outcomes.index(wanted)
+    return None
 
 
 class SkippedLoss(Exception):
@@ -67,7 +109,7 @@ class Noticed:
     loop gave up over a value, and nothing says that it is a loss. ``last`` is the last entry of the
     step, if the loop has gone on since. ``takes_skipped``: a step that the loop skipped is a failure too.
     ``has_earlier``: an earlier step had a bad loss, of which no bad update was made. ``alarm``: no value is bad, but
-    numbers of the run have left their course.
+    numbers of the run have left their course. ``together``: all ranks go back.
     """
 
     observed_at: str
@@ -79,6 +121,7 @@ class Noticed:
     takes_skipped: bool = False
     has_earlier: bool = False
     alarm: Alarm | Finding | None = None
+    together: Together | None = None
 
 
 @dataclass(frozen=True)
@@ -102,8 +145,9 @@ class Place:
 
     @property
     def log(self) -> Path:
-        """The file of events: beside the snapshot, with its name or that of the run."""
-        part = rank_suffix() or self.part
+        """The file of events: beside the snapshot, with its name or that of the run; one for each child process."""
+        own = f".pid{os.getpid()}" if multiprocessing.parent_process() is not None else ""
+        part = rank_suffix() or self.part or own
         if self.output is None:
             return self.directory / f"{self.name}{part}.events.jsonl"
         path = with_part(self.output, part)
@@ -120,7 +164,7 @@ class Place:
         save(snapshot, path)
         snapshot.tensors.clear()  # what is read back takes their place
         try:
-            return path, checked(path, made.losses, made.devices)
+            return path, checked(path, made.losses, made.devices, made.reference)
         except Exception as error:
             pass_on(error)
             return path, unchecked(path, error)
@@ -156,6 +200,10 @@ class Describing:
         culprit = None
         if not run_state.running.is_noted and noticed.observed_at == "loss":
             culprit = next((entry for entry in entries if entry.kind is kinds.MODULE and _is_output_bad(entry)), None)
+        stage = run_state.ranks.stage
+        if stage is not None and noticed.observed_at == "gradient":
+            found = first_bad(entries, is_first=stage.is_first)
+            culprit = found[1] if found is not None and found[0] == "output" else None
         if culprit is not None:  # all that is known of how the loss was made
             noticed = self._noticed = replace(noticed, observed_at="output", pending=None, last=culprit)
             entries = _until(entries, culprit)
@@ -163,9 +211,7 @@ class Describing:
             entries = [entry for entry in entries if not entry.is_skipped or entry.writes_state]
         step = run_state.step_of(entries, run_state.running.memory.saved)
         if run_state.ranks.is_sharded:
-            failed = self._failed(step, noticed.observed_at, entries, step.saved, noticed.pending)
-            failed = replace(failed, raised=noticed.raised, notes=[NOT_REPLAYED])
-            return BuiltSnapshot(snapshot_without_replay(failed, noticed.frame))
+            return self._with_whole_parameters(step, entries)
         notes = list(dict.fromkeys(run_state.unseen))
         if self._has_gap():
             notes.append(HAS_GAP)
@@ -173,7 +219,7 @@ class Describing:
         if not run_state.running.is_noted:
             notes.append(run_state.budget.why_not(run_state.iterations.completed))
         lead, rest = split(entries)
-        is_past = noticed.is_late or noticed.has_earlier or any(entry.writes_state for entry in rest)
+        is_past = noticed.is_late or noticed.has_earlier or any(_changes_state(entry, stage) for entry in rest)
         is_past = is_past or (noticed.raised is None and run_state.history.newly_bad() is not None)
         if is_past:
             buffers = run_state.history.newly_bad_buffers() if noticed.observed_at == "output" else []
@@ -202,12 +248,60 @@ class Describing:
             return past or made
         return made
 
+    def _with_whole_parameters(self, step: PastStep, entries: list[Entry]) -> BuiltSnapshot:
+        """The running step of this rank by itself; what it was given, if the parameters cannot be put together."""
+        run_state, noticed = self._run_state, self._noticed
+        kept = [entry for entry in entries if not (entry.writes_state or entry.kind is kinds.OPTIMIZER)]
+        failed = self._failed(step, noticed.observed_at, kept, step.saved, noticed.pending)
+        failed = replace(failed, raised=noticed.raised, lead=split(entries)[0], notes=list(run_state.unseen))
+        ranks, history = run_state.ranks, run_state.history
+        try:
+            bad = run_state.updates.first_bad() if noticed.raised is None else None
+            if bad is not None and bad.where == "parameter":
+                return self._of_update(step, bad)
+            if ranks.shards.num_bytes > DEFAULT_STATE_BYTES:
+                raise Unanswered(f"they take over {DEFAULT_STATE_BYTES // 2**30} GiB")
+            whole = ranks.gather()
+            with unsharded(history.modules, history.optimizers, ranks.shards.slots, whole) as stand_ins:
+                return make_snapshot(replace(failed, stand_ins=stand_ins), noticed.frame)
+        except Exception as reason:
+            pass_on(reason)
+            kind = "" if isinstance(reason, Unanswered) else f"{type(reason).__name__}: "
+            failed = replace(failed, notes=[NOT_REPLAYED.format(f"{kind}{reason}".partition("\n")[0])])
+            return BuiltSnapshot(snapshot_without_replay(failed, noticed.frame))
+
+    def _of_update(self, step: PastStep, bad: BadUpdate) -> BuiltSnapshot:
+        """The update that made a shard of this rank nan or inf: one call, with the averaged gradients as inputs."""
+        run_state, update = self._run_state, bad.update
+        history, slots = run_state.history, run_state.ranks.shards.slots
+        parameters = list(parameters_of(bad.optimizer))
+        shards = {id(slot.parameter): slot.parameter._local_tensor.detach() for slot in slots}
+        shards.update(zip(map(id, parameters), bad.shards, strict=True))
+        place = step.place - (run_state.iterations.completed - update.step)
+        failed = self._failed(replace(step, completed=update.step, place=place, loss=None), "parameter", [], {}, None)
+        notes = [] if bad.is_same else [OTHER_SHARDS]
+        with unsharded(history.modules, history.optimizers, slots, shards) as stand_ins:
+            plain = [stand_ins.get(id(p), p) for p in parameters]
+            given = Entry(kinds.FUNCTION, give, (), {}, Mode(), name=give.__name__)
+            given.target = functools.partial(give, plain, update)
+            made = update.entry or Entry(kinds.OPTIMIZER, bad.optimizer, (), {}, Mode())
+            settings: dict[str, Any] = {"options": update.options, "scaler": {}, "attributes": None}
+            entries = [given, replace(made, target=bad.optimizer, settings=settings)]
+            failed = replace(failed, entries=entries, stand_ins=stand_ins, notes=notes, buffers=None)
+            with on_plain(bad.optimizer, plain, bad.states):
+                return make_snapshot(failed, self._noticed.frame)
+
     def layers(self, snapshot: Snapshot) -> list[LayerNumbers]:
-        """The numbers of every layer in the steps since the last copy, up to the one saved, of an event in all; empty
-        where that is not possible, or would take too long."""
+        """The numbers of every layer in the steps that are kept, up to the one saved, of an event in all; empty where
+        that is not possible, or would take too long."""
+        with self._run_state.history.with_earlier():
+            return self._layers(snapshot)
+
+    def _layers(self, snapshot: Snapshot) -> list[LayerNumbers]:
         run_state = self._run_state
         seconds = [row.seconds for row in snapshot.timeline if row.seconds is not None]
-        past = run_state.past() if self._noticed.raised is None and run_state.history.is_complete else []
+        can_play = self._noticed.raised is None and run_state.history.is_complete and run_state.ranks.is_alone
+        past = run_state.past() if can_play else []
         if not past or not seconds or len(past) * sum(seconds) / len(seconds) > _STORY_SECONDS:
             return []
         running = run_state.step_of(run_state.running.entries, run_state.running.memory.saved)
@@ -250,7 +344,11 @@ class Describing:
         run_state, pending = self._run_state, self._noticed.pending
         if not run_state.history.is_complete:
             return None, [NOT_KEPT]
+        if not run_state.ranks.is_alone and self._noticed.together is None:
+            return None, [NOT_ALL]
         steps = self._complete([*run_state.past(), run_state.freezer.lightened(step, pending)])
+        if self._noticed.together is not None:
+            return self._from_the_past_together(steps, self._noticed.together), []
         if steps is None:
             return None, [BEGUN_BEFORE]
         has_stepped = any(entry.has_stepped for past in steps for entry in past.entries)
@@ -261,12 +359,49 @@ class Describing:
             return made, reasons
         return self._from_the_past(step, [made.culprit])[0] or made, []
 
+    def _from_the_past_together(self, steps: list[PastStep] | None, together: Together) -> BuiltSnapshot:
+        """The snapshot of the first bad step, if this rank made it. Raises `SavedElsewhere` if another one did,
+        `NothingFound` if going back shows no such step.
+
+        What began with a bad part of the state is played once more by all, to find what made that bad.
+        """
+        made = others = None
+        ruined: list[torch.Tensor] = []
+        for is_again in (False, True):
+            again, reasons = self._played_together(steps, ruined, together)
+            made, others = (again, reasons) if again is not None or not is_again else (made, others)
+            culprit = made.culprit if made is not None else None
+            is_ruined = culprit is not None and self._run_state.history.has_worsened(culprit)
+            ruined = [culprit] if culprit is not None and is_ruined else []
+            if is_again or "ruined" not in together.agree("ruined" if is_ruined else "whole"):
+                break
+        own = GoneBack.of(made).name if made is not None else GoneBack.NONE.name
+        rank = saver_among([GoneBack[name] for name in together.agree(own)], together.rank)
+        if rank is None:
+            raise NothingFound("; ".join(others or [NOT_SHOWN]))
+        if rank != together.rank or made is None:
+            raise SavedElsewhere(rank, "a value")
+        return made
+
+    def _played_together(
+        self, steps: list[PastStep] | None, ruined: Sequence[torch.Tensor], together: Together
+    ) -> tuple[BuiltSnapshot | None, list[str]]:
+        """The snapshot of what this rank finds, or why there is none; the others are never left waiting."""
+        if steps is None:
+            together.stop(FAILED)
+            return None, [BEGUN_BEFORE]
+        has_stepped = any(entry.has_stepped for past in steps for entry in past.entries)
+        made, reasons, _ = self._played(steps, ruined, EVERY - {ACCUMULATED} if has_stepped else EVERY)
+        return made, reasons
+
     def _played(
         self, steps: list[PastStep], ruined: Sequence[torch.Tensor], out: Set[str]
     ) -> tuple[BuiltSnapshot | None, list[str], int]:
         """The snapshot or why there is none, played without the user's hooks of the kinds ``out``, and their number."""
         history = self._run_state.history
-        rewind, hooks = Rewind(history, steps, ruined, takes_skipped=self._noticed.takes_skipped), UserHooks()
+        together = self._noticed.together
+        rewind = Rewind(history, steps, ruined, takes_skipped=self._noticed.takes_skipped, together=together)
+        hooks = UserHooks()
         try:
             with rewind.going_back():
                 with guarded(history.modules, rewind.leaves(), out) as hooks:
@@ -284,9 +419,13 @@ class Describing:
                     made = replace(made, culprit=history.newly_bad())
         except CannotGoBack as reason:
             return None, [str(reason)], 0
-        except SkippedLoss:
+        except Stopped as stopped:
+            return None, [f"another process has stopped going back ({stopped})"], 0
+        except (SkippedLoss, Parted):
             raise
         except Exception as error:  # of the user's code, which the state of then may not suit
+            if rewind.is_together and together is not None:
+                together.stop(FAILED)
             pass_on(error)
             reasons = [f"playing the steps since the last copy raised {type(error).__name__}: {error}"]
             return None, reasons, hooks.left_out.total()
@@ -302,6 +441,8 @@ class Describing:
         The latter if only they fail as training did: then parameters were updated between forward and backward pass.
         """
         last = steps[-1].entries
+        if not self._run_state.ranks.is_alone:
+            return made
         first = self._run_state.freezer.first_joined([step.entries for step in steps[:-1]], last)
         differentiates = [any(entry.kind is kinds.BACKWARD for entry in step.entries) for step in steps]
         owner = steps[-1]
@@ -414,6 +555,7 @@ class Describing:
             recorded=[row for row in run_state.norms.steps if row.step <= number] if run_state.norms else [],
             optimizers=run_state.history.optimizers,
             compiled=run_state.compiled,
+            compilers=tuple(run_state.compilers.values()),
             command=self._command,
             capture=CaptureSettings(
                 **self._described,
@@ -423,6 +565,12 @@ class Describing:
                 **run_state.ranks.describe(),
             ),
         )
+
+
+def _changes_state(entry: Entry, stage: Any) -> bool:
+    """True if an entry writes state; a ``stage`` of a pipeline prepares the memory that it receives in."""
+    is_preparing = stage is not None and entry.name == "torch.Tensor.requires_grad_"
+    return entry.writes_state and not is_preparing
 
 
 def _is_output_bad(entry: Entry) -> bool:

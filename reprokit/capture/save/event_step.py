@@ -7,33 +7,36 @@ last healthy one become programs; comparing them shows the call, the input and t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from reprokit.arrivals import ignored_errors
-from reprokit.capture.early.course import HIGH, SPREADS, Band
+from reprokit.capture.early.course import HIGH, SPREADS, USUAL, Band
 from reprokit.capture.early.detectors import Alarm, Finding
 from reprokit.capture.record import kinds
 from reprokit.capture.record.compact_steps import PastStep
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.state import CannotGoBack
 from reprokit.capture.rewind.find_bad_step import Rewind
-from reprokit.capture.rewind.measure_steps import BadGradient, MeasuredStep, StepMeter
+from reprokit.capture.rewind.measure_steps import BadGradient, MeasuredStep, OutOfTime, StepMeter
 from reprokit.capture.rewind.user_hooks import ACCUMULATED, EVERY, FORWARD, guarded
 from reprokit.capture.save.build_snapshot import BuiltSnapshot, FailedStep, make_snapshot, replay_step
 from reprokit.capture.save.choose_step import BEGUN_BEFORE, NOT_KEPT, Describing
 from reprokit.locate.failure import Failure, Predicate
-from reprokit.locate.gains import Step, explained, zeroed
+from reprokit.locate.gains import Step, blocked, explained
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import Phase, Program
 
 _PLAYED = 256  # steps, of those kept, that are looked at for parameters that learn nothing
+_PLAYED_SECONDS = 1.0  # of CPU time for them; twice `LEAST_SILENT` steps are played however long they take
 LEAST_SILENT = 20  # steps with a gradient of zeros
 _MOSTLY = 0.5  # of the elements of a gradient
 _RECENT = 32  # of them: numbers of a run drift, and those of its first steps are far above all others
 _LEAST = 8  # healthy steps that a played number is compared with
+_GAP = 8  # steps before a number that it is not compared with: a slow rise would be its own reference
 _LEAST_RATIO = 0.3  # of gradient norms and updates, see `early.detectors`
 _PHASES = {"loss": Phase.FORWARD, "gradient norm": Phase.BACKWARD, "update": Phase.OPTIMIZER}
 _OBSERVED = {"loss": "loss", "gradient norm": "gradient", "update": "parameter"}
@@ -63,8 +66,8 @@ class EventStep(Describing):
             number = _position(steps, alarm.place)
             if number is None:
                 raise NotKept(f"step {alarm.step} is no longer kept")
-            if isinstance(alarm, Finding) and alarm.way == "zeros":
-                made = self._zeroed(steps, number, alarm)
+            if isinstance(alarm, Finding) and alarm.way != "nan":
+                made = self._without_gradient(steps, number, alarm)
             elif alarm.kind == "scale" or isinstance(alarm, Finding):
                 with self._begun(steps, number, "gradient norm", EVERY) as failed:
                     made = make_snapshot(failed, self._noticed.frame)
@@ -74,13 +77,18 @@ class EventStep(Describing):
                 return replace(made, snapshot=replace(made.snapshot, layers=self.layers(made.snapshot) or None))
             return made
 
-    def find_silent(self) -> Finding | None:
-        """A parameter that learns nothing: its gradient is zero from a step on, or a hook repairs it."""
+    def find_silent(self, always: Set[int] = frozenset()) -> Finding | None:
+        """A parameter that learns nothing: it gets no gradient from a step on, or a hook repairs it.
+
+        The parameters with an ``id`` in ``always`` had no gradient whenever somebody looked.
+        """
         history = self._run_state.history
         with self._kept() as steps:
             played = steps[:_PLAYED]
-            rewind, meter = Rewind(history, played), StepMeter(stops=not self._run_state.scalers.is_used)
-            with rewind.going_back(), guarded(history.modules, rewind.leaves(), EVERY) as hooks, suppress(BadGradient):
+            stops = not self._run_state.scalers.is_used
+            meter = StepMeter(stops=stops, seconds=_PLAYED_SECONDS, least=2 * LEAST_SILENT)
+            rewind, ends = Rewind(history, played), suppress(BadGradient, OutOfTime)
+            with rewind.going_back(), guarded(history.modules, rewind.leaves(), EVERY) as hooks, ends:
                 rewind.play_until(len(played), meter)
             if rewind.notes:
                 return None  # hooks do more than that
@@ -89,7 +97,7 @@ class EventStep(Describing):
             if last is not None and last.bad and hooks.may_change - {FORWARD}:
                 name = named.get(id(last.bad[0]), "a parameter")
                 return Finding("dead", name, "nan", len(meter.steps), last.step.place, last.step.completed)
-            return _silent(meter.steps, named)
+            return _silent(meter.steps, named, always)
 
     @contextmanager
     def _kept(self) -> Iterator[list[PastStep]]:
@@ -107,8 +115,8 @@ class EventStep(Describing):
             except CannotGoBack as reason:
                 raise NotKept(str(reason)) from reason
 
-    def _zeroed(self, steps: list[PastStep], number: int, finding: Finding) -> BuiltSnapshot:
-        """The snapshot of a step in which a parameter gets a gradient of zeros."""
+    def _without_gradient(self, steps: list[PastStep], number: int, finding: Finding) -> BuiltSnapshot:
+        """The snapshot of a step in which a parameter gets no gradient, or one of zeros."""
         parameters = {n: p for module in self._run_state.history.modules for n, p in module.named_parameters()}
         address = parameters[finding.name].data_ptr()
         before = steps[max(number - 1, 0)].completed
@@ -118,17 +126,18 @@ class EventStep(Describing):
             owned = (item.value for item in program.inputs if item.role == "parameter")
             value = next((value for value in owned if tensors[value].data_ptr() == address), None)
             failure = Failure(Phase.BACKWARD, "dead", value=value, event=event)
-            return zeroed(Step(program, tensors), failure)
+            return blocked(Step(program, tensors), failure)
 
         with self._begun(steps, number, "gradient norm", EVERY) as failed:
             made = make_snapshot(replace(failed, explain=explain), self._noticed.frame)
         if made.snapshot.failure.call is None:
-            raise NotKept(f"no call behind `{finding.name}` returns only zeros")
+            raise NotKept(f"no call behind `{finding.name}` keeps its gradient back")
         return made
 
     def _made(self, steps: list[PastStep], alarm: Alarm, number: int) -> BuiltSnapshot:
         """The snapshot of the step in which a number has left its course, at ``number`` or before."""
-        out, measured = self._numbers(steps, number)
+        last = _position(steps, alarm.departure.values[-1].place)
+        out, measured = self._numbers(steps, number if last is None else max(number, last))
         beginning = _beginning(steps, measured, alarm, number)
         quantity = beginning.predicate.quantity
         recorded: list[Step] = []
@@ -180,18 +189,53 @@ class EventStep(Describing):
             )
 
 
-def _silent(measured: Sequence[MeasuredStep], named: Mapping[int, str]) -> Finding | None:
-    """The first parameter whose gradient is zero from a step on, for enough steps that gave another one a gradient.
+def _silent(measured: Sequence[MeasuredStep], named: Mapping[int, str], always: Set[int]) -> Finding | None:
+    """The first parameter that gets no gradient from a step on, for enough steps that gave another one a gradient.
 
-    In the step before, if that was played, less than half of it was: a layer may fade out by design, as under a decay.
+    In the step before less than half of it was zero, and of those that end with it: a layer may fade out by design,
+    unit by unit, as under a decay. Without a step before it has to have been so ``always``. One that has a gradient in
+    some steps and none in others may rest by design, as the head of a task does, so a gradient that is missing has to
+    have been there in every step before.
     """
+    series = {key: _Shares.of(measured, key) for key in named}
+    faded = {one.since[-1].place for one in series.values() if one.since and one.before and one.is_fading}
     for key, name in named.items():
-        shares = [(one.step, one.zeros[key]) for one in measured if key in one.zeros and one.norm]
-        since = [step for step, _ in takewhile(lambda pair: pair[1] == 1.0, reversed(shares))]
-        is_sudden = len(since) == len(shares) or shares[-len(since) - 1][1] < _MOSTLY
-        if len(since) >= LEAST_SILENT and is_sudden:
-            return Finding("dead", name, "zeros", len(since), since[-1].place, since[-1].completed)
+        one = series[key]
+        if len(one.since) < LEAST_SILENT or one.since[-1].place in faded or not (one.before or key in always):
+            continue
+        if not one.is_missing or one.has_learned:
+            way = "none" if one.is_missing else "zeros"
+            return Finding("dead", name, way, len(one.since), one.since[-1].place, one.since[-1].completed)
     return None
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """The shares of zeros in the gradient of one parameter ``before`` the steps ``since``, latest first, in which it
+    has no other elements. ``None``: it has no gradient, which ``is_missing`` says of the last step."""
+
+    before: list[float | None]
+    since: list[PastStep]
+    is_missing: bool
+
+    @classmethod
+    def of(cls, measured: Sequence[MeasuredStep], key: int) -> _Shares:
+        """Those in the steps that gave any parameter a gradient."""
+        given = (one for one in measured if one.norm and (key in one.zeros or key in one.missing))
+        shares = [(one.step, one.zeros.get(key)) for one in given]
+        since = [step for step, _ in takewhile(lambda pair: pair[1] in (None, 1.0), reversed(shares))]
+        before = [share for _, share in shares[: len(shares) - len(since)]]
+        return cls(before, since, bool(shares) and shares[-1][1] is None)
+
+    @property
+    def is_fading(self) -> bool:
+        """True if at least half of the last gradient was zero."""
+        return (self.before[-1] or 0.0) >= _MOSTLY
+
+    @property
+    def has_learned(self) -> bool:
+        """True if there were gradients in all steps before, and enough of them."""
+        return len(self.before) >= _LEAST and all(share not in (None, 1.0) for share in self.before)
 
 
 def _position(steps: Sequence[PastStep], place: int) -> int | None:
@@ -210,7 +254,7 @@ def _until_seen(entries: list[Entry], quantity: str) -> list[Entry]:
 def _beginning(steps: list[PastStep], measured: list[MeasuredStep], alarm: Alarm, number: int) -> _Beginning:
     """Where an alarm begins: its own first step, or an earlier one that is off in a number that was not followed live.
 
-    That number has to be off in every step from there up to the one before the alarm's first.
+    That number has to be off in every step from there up to the alarm's last.
     """
     departure = alarm.departure
     healthy = _position(steps, departure.healthy.place)
@@ -223,13 +267,14 @@ def _beginning(steps: list[PastStep], measured: list[MeasuredStep], alarm: Alarm
         departure.usual,
     )
     found = _Beginning(number, healthy if healthy is not None else max(number - 1, 0), own)
-    own_turn = [n for n, one in enumerate(measured) if one.optimizer == measured[number].optimizer and n < number]
+    own_turn = [n for n, one in enumerate(measured) if one.optimizer == measured[number].optimizer]
     for quantity in ("gradient norm", "update"):
         numbers = [measured[n].norm if quantity == "gradient norm" else measured[n].update for n in own_turn]
         turn = _first_off(numbers)
         if turn is not None and own_turn[turn] < found.number:
-            band = Band.of(_recent(numbers[:turn]), _LEAST_RATIO)
-            first, before = own_turn[turn], own_turn[turn - 1]
+            band = _band(numbers, turn)
+            usual = (n for n in range(turn - 1, -1, -1) if (value := numbers[n]) and band.spreads(value) <= USUAL)
+            first, before = own_turn[turn], own_turn[next(usual, turn - 1)]
             predicate = Predicate(
                 quantity,
                 numbers[turn] or 0.0,
@@ -242,8 +287,15 @@ def _beginning(steps: list[PastStep], measured: list[MeasuredStep], alarm: Alarm
     return found
 
 
-def _recent(numbers: Sequence[float | None]) -> list[float]:
-    return [value for value in numbers if value][-_RECENT:]
+def _band(numbers: Sequence[float | None], position: int) -> Band:
+    """The course of the numbers before a position, without the last ones if there are enough others."""
+    older = _known(numbers[: max(position - _GAP, 0)])
+    before = older if len(older) >= _LEAST else _known(numbers[:position])
+    return Band.of(before[-_RECENT:], _LEAST_RATIO)
+
+
+def _known(numbers: Sequence[float | None]) -> list[float]:
+    return [value for value in numbers if value and math.isfinite(value)]
 
 
 def _first_off(numbers: Sequence[float | None]) -> int | None:
@@ -253,9 +305,9 @@ def _first_off(numbers: Sequence[float | None]) -> int | None:
     """
     first, limit = None, SPREADS
     for position in range(len(numbers) - 1, _LEAST - 1, -1):
-        before = _recent(numbers[:position])
         value = numbers[position]
-        if value is None or len(before) < _LEAST or not value > Band.of(before, _LEAST_RATIO).number(limit):
+        is_known = len(_known(numbers[:position])) >= _LEAST
+        if value is None or not is_known or not _band(numbers, position).spreads(value) > limit:
             break
         first, limit = position, HIGH
     return first

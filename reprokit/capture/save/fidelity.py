@@ -18,6 +18,7 @@ import torch
 from reprokit.arrivals import pass_on
 from reprokit.capture.rewind.replayer import describe_mismatch, is_close
 from reprokit.locate.blame import exception_failure, locate_with_losses
+from reprokit.locate.differences import MISMATCH, Difference, Reference, compare
 from reprokit.locate.failure import EXCEPTION, Failure
 from reprokit.locate.quantity import observed
 from reprokit.program.interpreter import Settings, determinism, run
@@ -25,11 +26,16 @@ from reprokit.program.memory import same_bits
 from reprokit.snapshot.format import Snapshot, load, save
 
 
-def checked(path: Path, losses: Mapping[int, torch.Tensor], devices: Mapping[int, torch.device]) -> Snapshot:
+def checked(
+    path: Path,
+    losses: Mapping[int, torch.Tensor],
+    devices: Mapping[int, torch.device],
+    reference: Reference | None = None,
+) -> Snapshot:
     """The snapshot in a file; its fidelity is that of the file afterwards.
 
     ``losses`` are what backward passes started from in the replay, ``devices`` where inputs were that the file has on
-    the host, both by value number.
+    the host, both by value number; ``reference`` is that of a mismatch.
     """
     snapshot = load(path)
     if not snapshot.program.calls:
@@ -37,7 +43,7 @@ def checked(path: Path, losses: Mapping[int, torch.Tensor], devices: Mapping[int
     placed = {value: tensor.to(devices.get(value, "cpu")) for value, tensor in snapshot.tensors.items()}
     with _by_itself(snapshot.settings):
         try:
-            differences = dict(_differences(replace(snapshot, tensors=placed), losses))
+            differences = dict(_differences(replace(snapshot, tensors=placed), losses, reference))
         except Exception as error:  # whatever a device or a kernel may object to
             pass_on(error)
             differences = {f"running the file raised {type(error).__name__}: {error}": False}
@@ -58,16 +64,22 @@ def _noted(snapshot: Snapshot, path: Path, differences: Mapping[str, bool]) -> S
     return snapshot
 
 
-def _differences(snapshot: Snapshot, losses: Mapping[int, torch.Tensor]) -> Iterator[tuple[str, bool]]:
+def _differences(
+    snapshot: Snapshot, losses: Mapping[int, torch.Tensor], reference: Reference | None
+) -> Iterator[tuple[str, bool]]:
     """The differences from training as text, and True if they are rounding only."""
     failure = snapshot.failure
     found, seen = _run(snapshot, losses.keys())
+    if reference is not None and not isinstance(compare(snapshot, reference, failure.way), Difference):
+        yield "the file does not differ when it is compiled", False
     for value, old in losses.items():
         new = seen.get(value)
         if new is not None and not same_bits(old, new):
             yield describe_mismatch("the program's loss", old, new), is_close(old, new)
     if found is not None and found.exception is not None and failure.kind != EXCEPTION:
         yield f"`{found.call}` raised in the replay: {found.exception[1]}", False
+    if reference is not None:
+        return
     if failure.call_index is not None or failure.input_name is not None or failure.event is not None:
         if found is None:
             yield "the file does not fail when it is run", False
@@ -81,7 +93,7 @@ def _run(snapshot: Snapshot, losses: Set[int]) -> tuple[Failure | None, Mapping[
     if failure.event is not None:
         found, outcome = observed(program, tensors, failure, losses)
         return found, outcome.values
-    if failure.kind != EXCEPTION and (failure.call_index is not None or failure.input_name is not None):
+    if failure.kind not in (EXCEPTION, MISMATCH) and (failure.call_index is not None or failure.input_name is not None):
         return locate_with_losses(program, tensors, losses)
     outcome = run(program, tensors, keep=frozenset(losses))
     return exception_failure(program, outcome) if outcome.error is not None else None, outcome.values

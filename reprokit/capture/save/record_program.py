@@ -6,11 +6,13 @@ user's own code runs once more; the state it changes is put back by the caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from reprokit.arrivals import pass_on
 from reprokit.capture.record import kinds
@@ -36,8 +38,8 @@ class ReplayedStep:
 
     ``mismatches`` says in words what differed, best known first; empty means bit-equal. ``error`` is what playing
     raised. ``borrowed`` are the inputs that share memory with live tensors until `own_tensors`; ``sources`` are the
-    loop's tensors behind the inputs, ``losses`` what backward passes started from, ``devices`` where inputs were, by
-    value number.
+    loop's tensors behind the inputs, ``losses`` what backward passes started from, ``seen`` the same in training,
+    ``devices`` where inputs were, by value number.
     """
 
     program: Program
@@ -49,6 +51,7 @@ class ReplayedStep:
     sources: dict[int, torch.Tensor | None] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     devices: dict[int, torch.device] = field(default_factory=dict)
+    seen: dict[int, torch.Tensor | float] = field(default_factory=dict)
 
     def own_tensors(self) -> None:
         """Copy what is borrowed to the host, before the live tensors get other contents."""
@@ -77,6 +80,7 @@ def replay(
     state: Set[int] = frozenset(),
     root_names: Mapping[int, str] | None = None,
     keep: Entry | None = None,
+    stand_ins: Mapping[int, torch.Tensor] | None = None,
 ) -> ReplayedStep:
     """Run ``entries`` again and record them.
 
@@ -84,8 +88,9 @@ def replay(
     last entry is a backward call that the loop did not come to, because its start was already bad; ``raises`` is true
     when the last entry is expected to raise. ``state`` are the ids of tensors that the caller has put back.
     ``root_names`` are those of the tracer. ``keep`` is an entry to run in any case.
+    ``stand_ins`` are used in the place of other tensors, by the ``id`` of these.
     """
-    recorder = _Recorder(saved, describe, state, root_names)
+    recorder = _Recorder(saved, describe, state, root_names, stand_ins)
     needed = entries if raises else needed_entries(entries, keep)
     error = None
     with recording(recorder.tracer), Modes() as modes:
@@ -107,12 +112,12 @@ def replay(
     borrowed = recorder.tracer.borrowed & tensors.keys()
     sources = {item.value: recorder.source_of(item.value) for item in program.inputs}
     known = recorder.mismatches, recorder.is_close, error, sources, recorder.losses
-    return ReplayedStep(program, tensors, borrowed, *known)
+    return ReplayedStep(program, tensors, borrowed, *known, seen=recorder.seen_losses)
 
 
 def needed_entries(entries: list[Entry], keep: Entry | None = None) -> list[Entry]:
     """Those entries that backward calls, optimizer steps and ``keep`` depend on, in order."""
-    if not any(entry.kind is kinds.BACKWARD for entry in entries):
+    if not any(entry.kind in kinds.DIFFERENTIATING for entry in entries):
         return entries
     grads = gradients_read(entries)
     needed: set[int] = set()
@@ -149,11 +154,13 @@ class _Recorder(Player):
         describe: Callable[[torch.Tensor], InputName | None],
         state: Set[int] = frozenset(),
         root_names: Mapping[int, str] | None = None,
+        stand_ins: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        super().__init__(saved, state=state)
+        super().__init__(saved, stand_ins, state)
         self._zeroed: dict[int, tuple[torch.Tensor, int]] = {}
         self.tracer = Tracer(self._describe, driver=_DRIVER, root_names=root_names)
         self.losses: dict[int, torch.Tensor] = {}
+        self.seen_losses: dict[int, torch.Tensor | float] = {}
         self.is_close = True
         self._describe_old = describe
         self._differentiated = False
@@ -180,6 +187,62 @@ class _Recorder(Player):
             return super()._play_clip(entry, args, kwargs)
         finally:
             self.tracer.phase = Phase.FORWARD
+
+    def _play_compiled(self, entry: Entry, args: Any) -> Any:
+        """Run the function as it was written; updates and the clearing of gradients in it are calls of their own."""
+        tracer, first = self.tracer, len(self.tracer.calls)
+        with self._watching_updates(entry):
+            result = super()._play_compiled(entry, args)
+        calls = tracer.calls[first:]
+        last = max((n for n, call in enumerate(calls) if call.is_differentiation), default=len(calls))
+        for number, call in enumerate(calls):
+            is_update = entry.has_stepped and number > last and call.phase == Phase.FORWARD
+            phase = Phase.BACKWARD if call.is_differentiation else Phase.OPTIMIZER if is_update else call.phase
+            tracer.calls[first + number] = replace(call, phase=phase)
+        self._differentiated = True
+        with torch._C.DisableTorchFunction():
+            self._compare_results(entry, list(iter_tensors(result)))
+        return result
+
+    def _compare_results(self, entry: Entry, results: list[torch.Tensor]) -> None:
+        """Are the losses that a compiled function returned the same as in the loop?"""
+        for place, old in entry.settings.seen.items():
+            new = results[place] if place < len(results) else None
+            if new is not None:
+                self._compare_loss(old, new)
+
+    @contextlib.contextmanager
+    def _watching_updates(self, entry: Entry) -> Iterator[None]:
+        """Record each step of an optimizer, and `zero_grad`, as one call."""
+        first, tracer = len(self.tracer.calls), self.tracer
+
+        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            self._differentiated |= any(call.is_differentiation for call in tracer.calls[first:])
+            if is_of_torch(optimizer):
+                with torch._C.DisableTorchFunction():
+                    tracer.record(self._optimizer_call(optimizer))
+                tracer.is_silent = True
+
+        def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            tracer.is_silent = False
+
+        def zero_grad(owner: Any, set_to_none: bool = True) -> None:
+            self._differentiated |= any(call.is_differentiation for call in tracer.calls[first:])
+            self._play_zero_grad(replace(entry, args=(owner,), settings=None), (owner,))
+
+        handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+        owners: tuple[Any, ...] = (torch.optim.Optimizer, torch.nn.Module)
+        originals = [owner.zero_grad for owner in owners]
+        try:
+            for owner in owners:
+                owner.zero_grad = zero_grad
+            yield
+        finally:
+            tracer.is_silent = False
+            for owner, original in zip(owners, originals, strict=True):
+                owner.zero_grad = original
+            for handle in handles:
+                handle.remove()
 
     def _play_zero_grad(self, entry: Entry, args: Any) -> None:
         owner = entry.args[0]
@@ -252,7 +315,9 @@ class _Recorder(Player):
                 return None
             if name == AUTOGRAD_BACKWARD:
                 return self.tracer.perform(name, entry.target, args, kwargs)
-            return entry.target(*args, **kwargs)
+            result = entry.target(*args, **kwargs)
+            self._give_averaged(entry)
+            return result
         finally:
             self.tracer.phase = Phase.FORWARD
 
@@ -260,12 +325,16 @@ class _Recorder(Player):
         """Is what the backward call starts from the same as in the loop?"""
         olds = entry.settings if entry.settings is not None else entry.starts
         for old, new in zip(olds, starts_of(args, kwargs), strict=False):
-            if (entry.settings is not None or old.numel()) and not is_same(old, new):
-                self.mismatches.append(describe_mismatch("the loss", old, new))
-                self.is_close = self.is_close and is_close(old, new)
-            value = self.tracer.value_of(new)
-            if value is not None:
-                self.losses[value] = new.detach().clone()
+            if entry.settings is not None or old.numel():
+                self._compare_loss(old, new)
+
+    def _compare_loss(self, old: torch.Tensor | float, new: torch.Tensor) -> None:
+        if not is_same(old, new):
+            self.mismatches.append(describe_mismatch("the loss", old, new))
+            self.is_close = self.is_close and is_close(old, new)
+        value = self.tracer.value_of(new)
+        if value is not None:
+            self.losses[value], self.seen_losses[value] = new.detach().clone(), old
 
     def _describe(self, tensor: torch.Tensor) -> InputName | None:
         old = self._old.get(id(tensor), tensor)

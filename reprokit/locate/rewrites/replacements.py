@@ -279,4 +279,4 @@ def _is_float(scene: Scene, value: int) -> bool:
         if item.value == value:
             return scene.tensors[value].is_floating_point()
     index = scene.writer(value, len(scene.program.calls))
-    return index is None or index in scene.peaks
+    return index is None or scene.is_float(index)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from reprokit.locate.failure import EVENTS
+from dataclasses import replace
+
+from reprokit.locate.compiled import Compiled
+from reprokit.locate.differences import MISMATCH, NOT_FINITE, Reference
+from reprokit.locate.failure import EVENTS, Failure
 from reprokit.locate.failure import EXCEPTION as RAISED
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks import spec as specs
@@ -10,7 +14,7 @@ from reprokit.shrink.checks.function import FunctionCheck
 from reprokit.shrink.checks.mismatch import MismatchCheck
 from reprokit.shrink.checks.predicate import PredicateCheck
 from reprokit.shrink.checks.recorded import ExceptionCheck, NonfiniteCheck, OutOfMemoryCheck, requested_bytes
-from reprokit.shrink.checks.references import Compiled, Double, OtherDevice, Reference
+from reprokit.shrink.checks.references import Double, OtherDevice
 from reprokit.shrink.signature import SignatureCheck
 from reprokit.snapshot.format import Snapshot
 
@@ -23,10 +27,14 @@ def choose_check(text: str | None, snapshot: Snapshot) -> SignatureCheck:
     is_exception = snapshot.failure.kind == RAISED
     if snapshot.failure.event is not None and text in (None, *EVENTS):
         return PredicateCheck(event=snapshot.failure)
+    if text is None and snapshot.failure.kind == MISMATCH:
+        return _as_recorded(_mismatch(_recorded(*snapshot.failure.reference)), snapshot.failure)
     if text is None:
         text = specs.EXCEPTION if is_exception else specs.NONFINITE
     is_refused = is_exception and requested_bytes(snapshot.failure) is not None
     check = OutOfMemoryCheck() if is_refused and text == specs.EXCEPTION else _made(specs.parse(text))
+    if isinstance(check, MismatchCheck):
+        return _as_recorded(check, snapshot.failure)
     if isinstance(check, ExceptionCheck if is_exception else NonfiniteCheck):
         return check.adopted(snapshot.failure, Candidate(snapshot.program, snapshot.tensors))
     return check
@@ -38,14 +46,28 @@ def _made(spec: specs.Spec) -> SignatureCheck:
     if spec.kind == specs.EXCEPTION:
         return ExceptionCheck()
     if spec.kind == specs.MISMATCH:
-        reference = _reference(spec)
-        reference.require()
-        return MismatchCheck(reference=reference)
+        return _mismatch(_reference(spec))
     assert spec.file is not None, "a check by function has a file"
     return FunctionCheck(file=spec.file.resolve(), function=spec.detail)
 
 
+def _as_recorded(check: MismatchCheck, failure: Failure) -> MismatchCheck:
+    """With a value that is not finite on one side, if that is what capture found."""
+    is_not_finite = failure.kind == MISMATCH and failure.way.endswith(NOT_FINITE)
+    return replace(check, way=check.reference.name + NOT_FINITE) if is_not_finite else check
+
+
+def _mismatch(reference: Reference) -> MismatchCheck:
+    reference.require()
+    return MismatchCheck(reference=reference)
+
+
+def _recorded(detail: str, option: str) -> Reference:
+    """The reference of a mismatch that capture found; a file of the user's is run for nothing that a file says."""
+    return Compiled(option) if detail == specs.COMPILE else _reference(specs.Spec("", MISMATCH, detail))
+
+
 def _reference(spec: specs.Spec) -> Reference:
     if spec.detail == specs.COMPILE:
-        return Compiled(spec.option)
+        return Compiled(spec.option, spec.file.resolve() if spec.file is not None else None)
     return Double() if spec.detail == specs.FP64 else OtherDevice()

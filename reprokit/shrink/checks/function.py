@@ -7,10 +7,6 @@ than any that the snapshot was given, so that a loss of 1e4 stays one that grew.
 
 from __future__ import annotations
 
-import functools
-import runpy
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -18,11 +14,12 @@ from typing import Any, Self
 import torch
 
 from reprokit.errors import ReprokitError, UsageError
+from reprokit.locate.compiled import variable_of
+from reprokit.locate.differences import results_of
 from reprokit.locate.failure import Failure
 from reprokit.program.interpreter import run
 from reprokit.program.ir import Phase
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.checks.mismatch import results_of
 from reprokit.shrink.plainness import largest_of
 from reprokit.shrink.signature import SignatureCheck, Verdict
 
@@ -65,16 +62,18 @@ class FunctionCheck(SignatureCheck):
         """Run, and ask the function; that it has no answer is an observation too, as errors do not leave a worker."""
         outcome = outcome_of(candidate)
         error = outcome.exception
-        told = (type(error).__name__, str(error)) if error is not None else None
+        raised = (type(error).__name__, str(error)) if error is not None else None
         try:
-            verdict = _verdict_of(function_in(str(self.file), self.function)(outcome))
+            verdict = _verdict_of(variable_of(str(self.file), self.function)(outcome))
         except Exception as trouble:  # the function is anybody's code
             said = f"{type(trouble).__name__}: {trouble}" if str(trouble) else type(trouble).__name__
-            return Failure(Phase.FORWARD, FUNCTION, said, NO_VERDICT, exception=told)
+            return Failure(Phase.FORWARD, FUNCTION, said, NO_VERDICT, exception=raised)
         if verdict is Verdict.PASSES:
-            return None
+            if raised is None:
+                return None
+            verdict = Verdict.INVALID  # nothing passes that does not run to its end
         return Failure(
-            Phase.FORWARD, FUNCTION, self.spec, None if verdict is Verdict.SAME else verdict.value, exception=told
+            Phase.FORWARD, FUNCTION, self.spec, None if verdict is Verdict.SAME else verdict.value, exception=raised
         )
 
     def complaint(self, observation: Failure | None) -> ReprokitError | None:
@@ -134,18 +133,6 @@ def loss_of(candidate: Candidate) -> int | None:
         ended = replace(program, outputs=())
         return next(iter(results_of(ended)), None)
     return program.outputs[0].value if len(program.outputs) == 1 else None
-
-
-@functools.cache
-def function_in(file: str, name: str) -> Callable[[StepOutcome], Any]:
-    """The function, from running its file once beside its neighbours; raises what that raises."""
-    folder = str(Path(file).parent)
-    sys.path.insert(0, folder)
-    try:
-        found: Callable[[StepOutcome], Any] = runpy.run_path(file)[name]
-    finally:
-        sys.path.remove(folder)
-    return found
 
 
 def _verdict_of(answer: Any) -> Verdict:

@@ -1,9 +1,10 @@
 """The event of a run as a check: a quantity of the step, such as its loss, is not below the recorded threshold.
 
-A dead layer is one as long as the same call makes zeros of something else. Three guards keep a candidate from slipping
-to something trivial. What it asserts has to be computed, not given. An input of the step may hold no larger numbers
-than in training, so a threshold that only wrong labels exceed still needs them. What a call of the step computed may be
-given as an input only while its numbers are no larger than those of the inputs that do not carry the event.
+A dead layer is one as long as the same call lets no gradient through, between the call that reads its parameter and the
+loss. Three guards keep a candidate from slipping to something trivial. What it asserts has to be computed, not given.
+An input of the step may hold no larger numbers than in training, so a threshold that only wrong labels exceed still
+needs them. What a call of the step computed may be given as an input only while its numbers are no larger than those of
+the inputs that do not carry the event.
 """
 
 from __future__ import annotations
@@ -14,28 +15,30 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from reprokit.locate.calls import VIEWS, short_name
+from reprokit.locate.differences import results_of
 from reprokit.locate.failure import EVENTS, Failure
-from reprokit.locate.gains import Step, zeroed
-from reprokit.locate.quantity import observed
+from reprokit.locate.gains import Step, blocked, zeroed
+from reprokit.locate.quantity import measured_in, observed
 from reprokit.shrink.candidate import Candidate
-from reprokit.shrink.checks.mismatch import results_of
 from reprokit.shrink.plainness import constant_of, largest_of
 from reprokit.shrink.signature import SignatureCheck
 
 _LEAST_BOUND = 1.0
+_NO_CALL, _NO_QUANTITY = "no call", "no quantity"  # in the place of the call that a failure names
 
 
 @dataclass(frozen=True)
 class PredicateCheck(SignatureCheck):
     """An event of a run. ``event`` is the failure that has the predicate; ``largest`` bounds the inputs of the step,
     by value number, ``usual`` all other inputs; those in ``filled`` are not all zeros, and stay so. ``blocking`` is the
-    call that lets no gradient through to a dead layer."""
+    call that lets no gradient through to a dead layer; with ``is_cut`` it does so whatever the values are."""
 
     event: Failure | None = None
     largest: Mapping[int, float] = field(default_factory=dict)
     usual: float = math.inf
     filled: frozenset[int] = frozenset()
     blocking: str | None = None
+    is_cut: bool = False
 
     def recognises(self, failure: Failure) -> bool:
         """True if it is an event."""
@@ -47,12 +50,17 @@ class PredicateCheck(SignatureCheck):
         return self.event.kind if self.event is not None else EVENTS[0]
 
     def observe(self, candidate: Candidate) -> Failure | None:
-        """Run, and measure the quantity."""
+        """Run, and measure the quantity. Without it, or with the gradient blocked elsewhere, it is another failure."""
         assert self.event is not None, "the check has an event"
-        found, _ = observed(candidate.program, candidate.tensors, self.event)
-        if found is None or self.blocking is None:
+        program, tensors = candidate.program, candidate.tensors
+        found, outcome = observed(program, tensors, self.event)
+        if found is None:
+            is_measured = measured_in(outcome, program, tensors, self.event) is not None
+            return None if is_measured else Failure(self.event.phase, self.event.kind, call=_NO_QUANTITY)
+        if self.blocking is None or found.exception is not None:
             return found
-        return found if zeroed(Step(candidate.program, candidate.tensors), found).call == self.blocking else None
+        call = blocked(Step(program, tensors), found).call
+        return found if call == self.blocking else replace(found, call=call or _NO_CALL)
 
     def adopted(self, failure: Failure, whole: Candidate) -> Self:
         """This check for a whole step."""
@@ -66,9 +74,17 @@ class PredicateCheck(SignatureCheck):
                 largest.update((value, largest[read[0]]) for value in call.output_refs())
         made = super().adopted(failure, whole)
         blocking = self.event.call if self.event is not None and self.spec == "dead" else None
+        is_cut = blocking is not None and zeroed(Step(whole.program, whole.tensors), failure).call is None
+        usual = max(usual, _LEAST_BOUND)
         return replace(
-            made, event=failure, blocking=blocking, largest=largest, usual=max(usual, _LEAST_BOUND), filled=filled
+            made, event=failure, blocking=blocking, is_cut=is_cut, largest=largest, usual=usual, filled=filled
         )
+
+    @property
+    def may_bypass(self) -> bool:
+        """True if a call cuts the graph: without a part of the model a step has another loss and other gradients, but
+        no gradient stays none."""
+        return self.is_cut
 
     def is_clean(self, candidate: Candidate) -> bool:
         """True if a candidate passes the three guards."""

@@ -70,7 +70,8 @@ class NonfiniteCheck(SignatureCheck):
         A result that is too large for its dtype stays one, and does not become a sum that overflows on the way. A
         matrix with repeated singular values does not become one of lower rank.
         """
-        found = locate(candidate.program, candidate.tensors)
+        is_gradient = self.wanted is not None and self.wanted.backward_node is not None
+        found = locate(candidate.program, candidate.tensors, looks_into_backward=is_gradient)
         if found is None or is_vacuous(found, candidate.program):
             return None
         is_compared = self.wanted is not None and (self.wanted.is_overflow or self.wanted.spectrum)
@@ -184,7 +185,7 @@ class OutOfMemoryCheck(ExceptionCheck):
         """Compare signatures; a smaller request could be granted, so its refusal says nothing."""
         verdict = super().judge(observation, candidate)
         if verdict is Verdict.SAME and observation is not None and (requested_bytes(observation) or 0) < self.least:
-            return Verdict.PASSES
+            return Verdict.INVALID
         return verdict
 
 

@@ -1,29 +1,22 @@
-"""What a program is compared with: itself in float64, itself compiled, itself on the other kind of device.
+"""What a program is compared with: itself in float64, itself on the other kind of device (compiled: `locate.compiled`).
 
 Each reference runs a candidate twice, as it is and in the other way, on the same inputs. Random calls run as they were
-recorded in both, on inputs cast for them, because another dtype or device draws other numbers. Compiled, every stretch
-of plain calls in one mode becomes one graph; backward passes, optimizer steps and random calls run eagerly between.
+recorded in both, on inputs cast for them, because another dtype or device draws other numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import operator
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import fx
 
 from reprokit.errors import UsageError
-from reprokit.program.functions import function_named
-from reprokit.program.interpreter import Modes, Outcome, assign, bind_arguments, execute, run
+from reprokit.locate.compiled import HasProgram
+from reprokit.program.interpreter import Outcome, run
 from reprokit.program.ir import (
-    OPAQUE,
-    ZERO_GRAD,
     Call,
     Device,
     Mode,
@@ -34,7 +27,6 @@ from reprokit.program.ir import (
     map_leaves,
     substitute,
 )
-from reprokit.program.memory import copy_of
 from reprokit.shrink.candidate import Candidate
 
 _METHOD = "torch.Tensor."
@@ -46,130 +38,6 @@ _CASTS = {
     torch.float32: "torch.Tensor.float",
     torch.float64: "torch.Tensor.double",
 }
-
-
-class CompiledProgram:
-    """A program whose stretches are compiled when they first run, and kept for later runs."""
-
-    def __init__(self, program: Program, keep: frozenset[int], backend: str) -> None:
-        self._program, self._keep, self._backend = program, keep, backend
-        calls = [call for call in program.calls if call.target != OPAQUE]
-        groups = groupby(enumerate(calls), key=lambda item: item[1].mode if _is_compilable(item[1]) else item[0])
-        self._stretches = [[call for _, call in group] for _, group in groups]
-        self._compiled: dict[int, _CompiledStretch] = {}
-
-    def run(self, tensors: Mapping[int, torch.Tensor]) -> Outcome:
-        """Run on copies, like `program.run.run`, but raise what a call raises."""
-        values = {item.value: copy_of(tensors[item.value].detach()) for item in self._program.inputs}
-        for item in self._program.inputs:
-            values[item.value].requires_grad_(item.requires_grad)
-        outcome = Outcome(inputs=dict(values))
-        with Modes() as modes:
-            for number, stretch in enumerate(self._stretches):
-                mode = stretch[0].mode
-                modes.enter(mode, values[mode.rng.value] if mode.rng is not None else None)
-                if _is_compilable(stretch[0]):
-                    self._run_stretch(number, values)
-                else:
-                    assign(stretch[0].outputs, execute(stretch[0], *bind_arguments(stretch[0], values)), values)
-        outcome.values = {value: values[value] for value in self._keep if value in values}
-        outcome.gradients = {
-            v: t.grad for v, t in outcome.inputs.items() if t.is_leaf and t.requires_grad and t.grad is not None
-        }
-        return outcome
-
-    def _run_stretch(self, number: int, values: dict[int, torch.Tensor]) -> None:
-        if number not in self._compiled:
-            later = {v for calls in self._stretches[number + 1 :] for call in calls for v in call.input_refs()}
-            calls = self._stretches[number]
-            self._compiled[number] = _CompiledStretch.of(calls, later | self._keep, values, self._backend)
-        self._compiled[number].run(values)
-
-
-def run_compiled(candidate: Candidate, keep: frozenset[int], backend: str) -> Outcome:
-    """Compile and run once; the compiler forgets it afterwards."""
-    try:
-        return CompiledProgram(candidate.program, keep, backend).run(candidate.tensors)
-    finally:
-        torch._dynamo.reset()
-
-
-def _is_compilable(call: Call) -> bool:
-    is_special = call.is_differentiation or call.is_optimizer_step or call.target == ZERO_GRAD
-    is_method_without_self = call.target.startswith(_METHOD) and not call.args
-    return not (is_special or is_method_without_self or call.mode.rng is not None or call.name == "__set__")
-
-
-@dataclass(frozen=True, slots=True)
-class _CompiledStretch:
-    """A compiled function of the values ``given`` that returns the values ``wanted``."""
-
-    function: Callable[..., tuple[torch.Tensor, ...]]
-    given: list[int]
-    wanted: list[int]
-
-    @classmethod
-    def of(
-        cls, calls: Sequence[Call], later: set[int], values: Mapping[int, torch.Tensor], backend: str
-    ) -> _CompiledStretch:
-        """Calls that return what is read later."""
-        made = dict.fromkeys(value for call in calls for value in call.output_refs())
-        given = [value for value in dict.fromkeys(v for call in calls for v in call.input_refs()) if value in values]
-        wanted = [value for value in made if value in later]
-        return cls(torch.compile(_graph(calls, given, wanted), backend=backend, dynamic=False), given, wanted)
-
-    def run(self, values: dict[int, torch.Tensor]) -> None:
-        """Run it on the values, and add what it returns."""
-        results = self.function(*(values[value] for value in self.given))
-        values.update(zip(self.wanted, results, strict=True))
-
-
-def _graph(calls: Sequence[Call], given: list[int], wanted: list[int]) -> fx.GraphModule:
-    graph = fx.Graph()
-    nodes: dict[int, Any] = {value: graph.placeholder(f"v{value}") for value in given}
-    for call in calls:
-        _bind(call.outputs, _node(graph, call, nodes), nodes)
-    graph.output(tuple(nodes[value] for value in wanted))
-    return fx.GraphModule(torch.nn.Module(), graph)
-
-
-def _node(graph: fx.Graph, call: Call, nodes: Mapping[int, Any]) -> Any:
-    args, kwargs = bind_arguments(call, nodes)
-    if call.name == "__get__":
-        return graph.call_function(getattr, (args[0], call.target.split(".")[-2]))
-    if call.target.startswith(_METHOD):
-        return graph.call_method(call.name, args, kwargs)
-    return graph.call_function(function_named(call.target), args, kwargs)
-
-
-def _bind(outputs: Any, node: Any, nodes: dict[int, Any]) -> None:
-    """Name the parts of a result after the values of the same structure."""
-    if isinstance(outputs, Ref):
-        nodes[outputs.value] = node
-    elif isinstance(outputs, (list, tuple)):
-        for place, part in enumerate(outputs):
-            _bind(part, _part(node, place), nodes)
-    elif isinstance(outputs, dict):
-        for key, part in outputs.items():
-            _bind(part, _part(node, key), nodes)
-
-
-def _part(node: Any, key: Any) -> Any:
-    return node.graph.call_function(operator.getitem, (node, key))
-
-
-class Reference(Protocol):
-    """Another way to run a program."""
-
-    @property
-    def name(self) -> str:
-        """What follows ``mismatch:`` on the command line."""
-
-    def require(self) -> None:
-        """Raise `UsageError` when this machine cannot run it."""
-
-    def pair(self, candidate: Candidate, keep: frozenset[int]) -> tuple[Outcome, Outcome]:
-        """What is under suspicion, and what it should equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,43 +52,12 @@ class Double:
     def require(self) -> None:
         """Every machine can."""
 
-    def pair(self, candidate: Candidate, keep: frozenset[int]) -> tuple[Outcome, Outcome]:
+    def pair(self, step: HasProgram, keep: frozenset[int]) -> tuple[Outcome, Outcome]:
         """As it is, and in float64."""
-        actual = run(candidate.program, candidate.tensors, keep=keep)
-        other = in_dtype(candidate, torch.float64)
+        actual = run(step.program, step.tensors, keep=keep)
+        other = in_dtype(step, torch.float64)
         with default_dtype(torch.float64):
             return actual, run(other.program, other.tensors, keep=keep)
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """The same calls compiled; eager is the reference."""
-
-    backend: str
-
-    @property
-    def name(self) -> str:
-        """``compile:inductor``."""
-        return f"compile:{self.backend}"
-
-    def require(self) -> None:
-        """Compile something small."""
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                torch.compile(_plus_one, backend=self.backend)(torch.zeros(2))
-        except Exception as error:  # a backend may fail in as many ways as there are compilers
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UsageError(
-                f'`torch.compile(backend="{self.backend}")` does not work on this machine: {reason}',
-                hint="install a C++ compiler, or compare with `mismatch:compile:aot_eager`",
-            ) from None
-        finally:
-            torch._dynamo.reset()
-
-    def pair(self, candidate: Candidate, keep: frozenset[int]) -> tuple[Outcome, Outcome]:
-        """Compiled, and eager."""
-        return run_compiled(candidate, keep, self.backend), run(candidate.program, candidate.tensors, keep=keep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,13 +74,13 @@ class OtherDevice:
         if not torch.cuda.is_available():
             raise UsageError("`mismatch:cpu-cuda` needs CUDA, and this torch sees none", hint="run it on a GPU machine")
 
-    def pair(self, candidate: Candidate, keep: frozenset[int]) -> tuple[Outcome, Outcome]:
+    def pair(self, step: HasProgram, keep: frozenset[int]) -> tuple[Outcome, Outcome]:
         """On CUDA, and on the CPU."""
-        first, second = (on_device(candidate, kind) for kind in ("cuda", "cpu"))
+        first, second = (on_device(step, kind) for kind in ("cuda", "cpu"))
         return run(first.program, first.tensors, keep=keep), run(second.program, second.tensors, keep=keep)
 
 
-def in_dtype(candidate: Candidate, dtype: torch.dtype) -> Candidate:
+def in_dtype(candidate: HasProgram, dtype: torch.dtype) -> Candidate:
     """The candidate with everything that is a floating-point number in ``dtype``, and without autocast."""
     dtypes = _dtypes_read(candidate)
 
@@ -264,7 +101,7 @@ def in_dtype(candidate: Candidate, dtype: torch.dtype) -> Candidate:
     return Candidate(program, tensors)
 
 
-def on_device(candidate: Candidate, kind: str) -> Candidate:
+def on_device(candidate: HasProgram, kind: str) -> Candidate:
     """The candidate on the CPU or on CUDA; generator states stay what they are."""
     states = {item.value for item in candidate.program.inputs if item.role == "rng"}
     device = Device(kind)
@@ -343,7 +180,7 @@ class _Dtypes:
         """Nothing more."""
 
 
-def _dtypes_read(candidate: Candidate) -> dict[tuple[int, int], torch.dtype]:
+def _dtypes_read(candidate: HasProgram) -> dict[tuple[int, int], torch.dtype]:
     """The dtypes of what random calls read, by call and value."""
     watch = _Dtypes({})
     if any(call.mode.rng is not None for call in candidate.program.calls):
@@ -360,7 +197,3 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _plus_one(x: torch.Tensor) -> torch.Tensor:
-    return x + 1

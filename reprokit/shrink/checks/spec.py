@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reprokit.errors import UsageError
@@ -12,7 +12,10 @@ NONFINITE, EXCEPTION, MISMATCH = "nonfinite", "exception", "mismatch"
 FP64, COMPILE, DEVICES = "fp64", "compile", "cpu-cuda"
 DEFAULT_BACKEND = "inductor"
 WRITTEN = frozenset({"repro.py", "repro_module.py", "test_repro.py"})
-SYNTAX = "nonfinite, exception, mismatch:fp64, mismatch:compile[:BACKEND], mismatch:cpu-cuda or FILE.py:FUNCTION"
+SYNTAX = (
+    "nonfinite, exception, mismatch:fp64, mismatch:compile[:BACKEND | :FILE.py:FUNCTION], mismatch:cpu-cuda "
+    "or FILE.py:FUNCTION"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +40,12 @@ def parse(text: str) -> Spec:
         return Spec(text, kind)
     if kind == MISMATCH and detail in (FP64, DEVICES) and not option:
         return Spec(text, kind, detail)
+    file, _, function = (option if kind == MISMATCH and detail == COMPILE else text).rpartition(":")
+    if file.endswith(".py") and function:
+        found = _function(text, Path(file), function)
+        return replace(found, kind=kind, detail=COMPILE, option=f"{Path(file).name}:{function}") if option else found
     if kind == MISMATCH and detail == COMPILE:
         return Spec(text, kind, detail, option or DEFAULT_BACKEND)
-    file, _, function = text.rpartition(":")
-    if file.endswith(".py") and function:
-        return _function(text, Path(file), function)
     raise UsageError(f"`{text}` is not a check", hint=f"one of {SYNTAX}")
 
 

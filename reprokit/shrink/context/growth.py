@@ -13,11 +13,12 @@ import torch
 
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Phase
+from reprokit.program.memory import contents
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.context.step import StepGraph, StepSlice
 from reprokit.shrink.oracle import Oracle
 from reprokit.shrink.passes.cut import cuts
-from reprokit.shrink.plainness import contents, is_number
+from reprokit.shrink.plainness import is_number
 from reprokit.shrink.signature import Verdict
 
 _LIMIT = 1e3

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from reprokit.errors import UsageError
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.isolation import processes
+from reprokit.shrink.isolation.engines import described
 from reprokit.shrink.isolation.processes import ChildRun, ForkedRun, RunLimits, uninterrupted, wait_for
 from reprokit.shrink.isolation.task import NotObserved, Report, Task, pack, pack_report, unpack, unpack_report
 from reprokit.shrink.isolation.worker import Worker, observe_freshly
@@ -26,14 +27,15 @@ from reprokit.shrink.probe import trusts_arguments
 _here = threading.local()
 Reports = Generator[Report, None, None]
 MODES = ("auto", "process", "fork", "worker")
+_SECONDS_ON_THE_WAY = 60.0  # a large model's tensors over a slow network, or a queue; a worker may be gone for good
 _WORTH_A_PROCESS = 0.1  # seconds; a quicker candidate is done here before a child has started
 
 
 class Future(Protocol):
     """What `Executor.submit` hands out."""
 
-    def result(self) -> Any:
-        """The result, once there is one; raises what the function raised."""
+    def result(self, timeout: float | None = None) -> Any:
+        """The result, once there is one; raises what the function raised, or that there is none after ``timeout`` s."""
 
     def cancel(self) -> Any:
         """Do not start what has not started."""
@@ -51,11 +53,12 @@ def reports_from(
 ) -> Generator[Report, None, None]:
     """The reports on candidates in their order; raises what is wrong with the executor."""
     futures: list[Future] = []
+    seconds = None if limits.seconds is None else limits.seconds + _SECONDS_ON_THE_WAY
     try:
         for candidate in candidates:
             futures.append(executor.submit(observe_packed, task, pack(candidate), limits))
         for future in futures:
-            yield unpack_report(future.result())
+            yield unpack_report(future.result(seconds))
     finally:
         for future in futures:
             future.cancel()
@@ -79,7 +82,7 @@ class Isolation:
     are code of the user's) or after a candidate did take its process down; ``process`` runs everything here, ``fork``
     and ``worker`` nothing. With an ``executor`` that is where candidates go that do not run here. Up to ``jobs`` run at
     once. Without ``limits`` these follow from the first run, which has none. ``ended`` counts the reasons for which
-    candidates took a process down, ``trouble`` says what was wrong with the executor.
+    candidates took a process down, ``trouble`` says what was wrong with the executor; ``on_trouble`` is called with it.
     """
 
     task: Task
@@ -90,6 +93,7 @@ class Isolation:
     executor: Executor | None = None
     ended: Counter[str] = field(default_factory=Counter)
     trouble: str = ""
+    on_trouble: Callable[[str], None] | None = None
     _workers: list[Worker] = field(default_factory=list)
     _latest_seconds: float = 0.0
     _measured: RunLimits | None = None
@@ -223,8 +227,15 @@ class Isolation:
                     self._time(time.monotonic() - started)
                     yield report
         except Exception as error:  # executors fail in as many ways as there are; candidates never raise here
-            self.trouble = f"{type(error).__name__}: {error}"
-            self.executor = None
+            self._lose_executor(described(error))
+
+    def _lose_executor(self, trouble: str) -> None:
+        """Go on here, with as many at once as there are cores."""
+        self.trouble = trouble
+        self.executor = None
+        self.jobs = min(self.jobs, os.cpu_count() or 1)
+        if self.on_trouble is not None:
+            self.on_trouble(trouble)
 
     def _noted(self, report: Report) -> Report:
         if report.took_its_process_down:

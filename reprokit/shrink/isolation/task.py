@@ -125,12 +125,12 @@ def used_tensors(candidate: Candidate) -> Tensors:
 
 def pack_report(report: Report) -> bytes:
     """A report as bytes; an observation that does not pickle becomes an error."""
-    reason, told = "", ""
+    reason, message = "", ""
     if report.error is not None:
         reason = report.error.reason if isinstance(report.error, NotObserved) else "error"
-        told = str(report.error) if reason != "error" else f"{type(report.error).__name__}: {report.error}"
+        message = str(report.error) if reason != "error" else f"{type(report.error).__name__}: {report.error}"
     try:
-        return pickle.dumps((report.observation, reason, told))
+        return pickle.dumps((report.observation, reason, message))
     except Exception as error:  # pickling fails in as many ways as there are classes
         return pickle.dumps((None, "error", f"the observation cannot be sent: {error}"))
 
@@ -138,10 +138,10 @@ def pack_report(report: Report) -> bytes:
 def unpack_report(packed: bytes) -> Report:
     """The inverse of `pack_report`; anything else becomes an error."""
     try:
-        observation, reason, told = _PlainUnpickler(io.BytesIO(packed)).load()
+        observation, reason, message = _PlainUnpickler(io.BytesIO(packed)).load()
     except Exception as error:  # damaged data fails in as many ways
         return Report(error=NotObserved("error", f"the report cannot be read: {error}"))
-    return Report(error=NotObserved(reason, told)) if reason else Report(observation)
+    return Report(error=NotObserved(reason, message)) if reason else Report(observation)
 
 
 class _PlainUnpickler(pickle.Unpickler):

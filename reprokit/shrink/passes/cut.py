@@ -1,23 +1,19 @@
 """Cut: to the calls that the failure depends on, then to the origin call with its recorded inputs, and upstream again.
 
-`slice_to` reads the data flow alone and leaves out the rest of a long step before anything runs. In-place calls are all
-kept, because what shares memory is not known before a program runs. `cuts` needs one instrumented run, which records
-the arguments of the calls around the origin and the gradients of their outputs. The smallest cut is tried first; every
-refusal doubles the number of calls that are kept, and the whole program comes last.
+`slice_to` reads the data flow alone and leaves out the rest of a long step before anything runs. `cuts` needs one
+instrumented run, which records the arguments of the calls around the origin and the gradients of their outputs. The
+smallest cut is tried first; every refusal doubles the number of calls that are kept, and the whole program comes last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from reprokit.locate.failure import EXCEPTION, Failure
-from reprokit.program.functions import GRAD_READ, GRAD_WRITES, is_in_place
+from reprokit.program.dataflow import BACKWARDS, needed_calls
+from reprokit.program.functions import is_in_place
 from reprokit.program.ir import (
-    AUTOGRAD_BACKWARD,
-    BACKWARD,
-    OPAQUE,
-    ZERO_GRAD,
     Call,
     Input,
     Phase,
@@ -32,9 +28,6 @@ from reprokit.shrink.recording import Excerpt, Recording, record
 from reprokit.shrink.signature import ACCUMULATION
 
 _MAX_WRITES = 4  # autograd objects to one of the latest writes
-_GRAD_READS = frozenset({GRAD_READ, "torch.Tensor._grad.__get__"})
-_BACKWARDS = frozenset({BACKWARD, AUTOGRAD_BACKWARD})
-_ONLY_GRADIENTS = GRAD_WRITES | _BACKWARDS | {ZERO_GRAD}  # matter to who reads ``.grad`` alone
 
 
 def cuts(candidate: Candidate, failure: Failure) -> Iterator[tuple[str, Candidate]]:
@@ -202,7 +195,7 @@ def slice_to(candidate: Candidate, failure: Failure) -> tuple[Candidate, Failure
     """
     program, origin = candidate.program, failure.call_index
     end = _end(program, failure)
-    kept = _needed(program.calls, {end, *_rest_of_layer(candidate, failure)}) if end is not None else None
+    kept = needed_calls(program.calls, {end, *_rest_of_layer(candidate, failure)}) if end is not None else None
     if origin is None or kept is None or origin not in kept or len(kept) == len(program.calls):
         return None
     outputs = (Ref(failure.value),) if failure.phase == Phase.FORWARD and failure.value is not None else ()
@@ -219,8 +212,8 @@ def _end(program: Program, failure: Failure) -> int | None:
         return origin
     if failure.phase != Phase.BACKWARD or failure.kind == EXCEPTION or failure.backward_node == ACCUMULATION:
         return None
-    passes = (i for i in range(origin + 1, len(program.calls)) if program.calls[i].target in _BACKWARDS)
-    return next((index for index in passes if origin in (_needed(program.calls, {index}) or ())), None)
+    passes = (i for i in range(origin + 1, len(program.calls)) if program.calls[i].target in BACKWARDS)
+    return next((index for index in passes if origin in (needed_calls(program.calls, {index}) or ())), None)
 
 
 def _rest_of_layer(candidate: Candidate, failure: Failure) -> list[int]:
@@ -229,23 +222,3 @@ def _rest_of_layer(candidate: Candidate, failure: Failure) -> list[int]:
     if origin is None or failure.phase != Phase.FORWARD or failure.kind == EXCEPTION:
         return []
     return [index for index in StepGraph(candidate).units[origin] if index > origin]
-
-
-def _needed(calls: Sequence[Call], ends: Set[int]) -> list[int] | None:
-    """The indexes of the calls that some calls depend on, their own included; ``None`` if that is not known."""
-    needed: set[int] = set()
-    kept: list[int] = []
-    for index in range(max(ends), -1, -1):
-        call = calls[index]
-        if index not in ends:
-            if call.is_optimizer_step or call.target in _GRAD_READS:
-                return None
-            if call.target in _ONLY_GRADIENTS or not _matters(call, needed):
-                continue
-        needed.update(call.input_refs())
-        kept.append(index)
-    return kept[::-1]
-
-
-def _matters(call: Call, needed: set[int]) -> bool:
-    return call.target != OPAQUE and (is_in_place(call.target) or not needed.isdisjoint(call.output_refs()))

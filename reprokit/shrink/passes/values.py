@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import torch
 
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, Call, Input, Phase
+from reprokit.program.memory import contents
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.plainness import (
     MAX_LITERALS,
     ONES,
     constant_of,
-    contents,
     filled,
     is_number,
     ladder,

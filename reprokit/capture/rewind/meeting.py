@@ -1,0 +1,160 @@
+"""The ranks of a training with averaged gradients write to one another in the store: copies at one step, going back.
+
+Every rank answers the same question and reads the others' answers. Nobody waits for a rank for ever: one that has ended
+says so, and for any other there is a time limit. Collectives run only right after an exchange in which all were ready.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed
+
+PATIENCE = 120.0  # seconds for an answer; after a step's backward pass all ranks are at the same place
+AT_END = 20.0  # seconds; one rank may evaluate or save the model while the others have nothing to do any more
+_IN_COLLECTIVE = datetime.timedelta(seconds=60)  # for a rank that was ready a moment ago
+_SHORTEST, _LONGEST = 0.0002, 0.02  # seconds between looks
+READY = "ready"
+FAILED = "failed"  # a rank cannot play its steps
+NOTHING = "nothing"  # was found in the steps that were played
+GOOD = "good"  # of the state of a rank, where a bad one is called by what is bad: `parameter`
+
+
+class Parted(Exception):
+    """A rank has not answered; going back or copying at one step is over."""
+
+
+class Stopped(Exception):
+    """A rank plays no further: ``answers`` say what every rank has found."""
+
+    def __init__(self, answers: Sequence[str]) -> None:
+        super().__init__(", ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers)))
+        self.answers = answers
+
+
+class SavedElsewhere(Exception):
+    """Going back has shown that ``rank`` made the bad value, at ``what``; that rank saves its step."""
+
+    def __init__(self, rank: int, what: str) -> None:
+        super().__init__(f"rank {rank} saves its step")
+        self.rank = rank
+        self.what = what
+
+
+@dataclass(frozen=True)
+class CopyAnswer:
+    """What a rank says when a copy is due: if its state is bad, and how many steps may pass until the next copy.
+
+    ``most`` is for the memory that steps take, ``wanted`` for what a copy costs. ``holds``: it takes copies at all.
+    """
+
+    bad: str
+    wanted: int
+    most: int
+    holds: bool
+
+    def __str__(self) -> str:
+        return f"{self.bad} {self.wanted} {self.most} {int(self.holds)}"
+
+    @classmethod
+    def read(cls, text: str) -> CopyAnswer:
+        """The inverse of ``str``."""
+        bad, wanted, most, holds = text.split(" ")
+        return cls(bad, int(wanted), int(most), holds == "1")
+
+
+class Meeting:
+    """Exchanges answers through the ``store`` under keys that begin with ``prefix``."""
+
+    def __init__(self, store: Any, prefix: str, rank: int, size: int) -> None:
+        self.rank = rank
+        self._store = store
+        self._prefix = prefix
+        self._size = size
+        self._num_asked = 0
+        self._old: str | None = None
+
+    def exchange(self, what: str, answer: str, patience: float = PATIENCE) -> list[str]:
+        """The answers of all ranks, in their order, to the next question. Raises `Parted` if one does not come in
+        ``patience`` seconds."""
+        self._num_asked += 1
+        keys = [f"{self._prefix}/{self._num_asked}/{what}/{rank}" for rank in range(self._size)]
+        self._store.set(keys[self.rank], answer)
+        self._wait(keys, patience)
+        answers = [self._store.get(key).decode() for key in keys]
+        if self._old is not None:
+            self._store.delete_key(self._old)  # all have answered this question, so all have read the one before
+        self._old = keys[self.rank]
+        return answers
+
+    def _wait(self, keys: list[str], patience: float) -> None:
+        started = time.monotonic()
+        while not self._store.check(keys):
+            waited = time.monotonic() - started
+            missing = [rank for rank, key in enumerate(keys) if waited > 1 and not self._store.check([key])]
+            if waited > patience or any(self._store.check([self._end(rank)]) for rank in missing):
+                raise Parted
+            time.sleep(min(_LONGEST, _SHORTEST + waited / 10))
+
+    def end(self) -> None:
+        """This rank answers no more."""
+        self._store.set(self._end(self.rank), "yes")
+
+    def _end(self, rank: int) -> str:
+        return f"{self._prefix}/ended/{rank}"
+
+
+class Together:
+    """All ranks play the same steps again, so that gradients are averaged as they were in training.
+
+    Before each call that needs the others the ranks meet; one that has found something, or that failed, plays no
+    further, and so do the others.
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self.answers: Sequence[str] = ()
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+        return self._meeting.rank
+
+    def meet(self, what: str) -> None:
+        """All ranks are about to do the same thing; raises `Stopped` if they are not, `Parted` if one is gone."""
+        answers = self._meeting.exchange("play", f"{READY} {what}")
+        if set(answers) != {f"{READY} {what}"}:
+            raise Stopped([READY if answer.startswith(READY) else answer for answer in answers])
+
+    def stop(self, found: str) -> Sequence[str]:
+        """This rank plays no further; what the others say at this point."""
+        answers = self._meeting.exchange("play", found)
+        self.answers = [READY if answer.startswith(READY) else answer for answer in answers]
+        return self.answers
+
+    def agree(self, answer: str) -> Sequence[str]:
+        """The answers of all to a question between two rounds of playing."""
+        return self._meeting.exchange("round", answer)
+
+
+@contextlib.contextmanager
+def short_collectives() -> Iterator[None]:
+    """In this context a collective of gloo waits a minute for the others, not half an hour."""
+    group = distributed.distributed_c10d._get_default_group()
+    kind = getattr(distributed, "ProcessGroupGloo", ())
+    backend = group._get_backend(torch.device("cpu")) if torch.device("cpu") in group._device_types else None
+    if not isinstance(backend, kind):
+        yield
+        return
+    before = backend.options._timeout
+    backend._set_default_timeout(_IN_COLLECTIVE)
+    try:
+        yield
+    finally:
+        backend._set_default_timeout(before)

@@ -1,0 +1,242 @@
+"""The last updates of parameters that are spread over processes, to find the one that made a parameter nan or inf.
+
+To play a forward pass of the past would need all processes. An update needs none: each rank copies its own shards and
+the optimizer's state for them from time to time, and keeps the averaged gradients of every update since, which it only
+refers to. Optimizers treat elements one by one, so an update of the shards is a call with plain tensors.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from reprokit.capture.record.entry import Entry
+from reprokit.capture.record.screens import bad_tensor
+from reprokit.capture.record.state import Copies, num_bytes, options_of, parameters_of, set_options
+from reprokit.capture.rewind.checkpoint import DEFAULT_STATE_BYTES, DEFAULT_STEP_BYTES, SHARE
+from reprokit.capture.rewind.replayer import step_without_hooks
+from reprokit.locate.ways import local_part
+from reprokit.program.memory import same_bits
+
+
+@dataclass
+class Update:
+    """One update: its step, the optimizer's options, and the gradients with their version counters.
+
+    ``entry`` is the loop's call of the optimizer, once it is over, without the optimizer.
+    """
+
+    step: int
+    options: list[dict[str, Any]]
+    gradients: list[tuple[torch.Tensor, int] | None]
+    entry: Entry | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if nobody wrote the gradients since."""
+        return all(given is None or given[0]._version == given[1] for given in self.gradients)
+
+
+@dataclass
+class _Past:
+    """The updates of one optimizer since its shards and their state were copied; none if memory was short since.
+
+    ``ruined`` are the shards after the last of them, if some were bad when the next copy was due: nothing is kept from
+    then on.
+    """
+
+    reference: weakref.ref[torch.optim.Optimizer]
+    shards: list[torch.Tensor] = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)
+    updates: list[Update] = field(default_factory=list)
+    copied_at: float = 0.0
+    cost: float = 0.0
+    copies_gradients: bool = False
+    num_bytes: int = 0  # of the gradients
+    copies: Copies = field(default_factory=Copies)
+    ruined: list[torch.Tensor] | None = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self.reference()
+
+    def parameters(self) -> list[torch.Tensor]:
+        return list(parameters_of(self.optimizer)) if self.optimizer is not None else []
+
+    def drop_updates(self) -> None:
+        self.updates.clear()
+        self.num_bytes = 0
+
+
+@dataclass(frozen=True)
+class BadUpdate:
+    """The first update after which a shard of this rank is nan or inf, or whose averaged gradients are, by ``where``.
+
+    ``shards`` and ``states`` are those before it. ``is_same``: playing all updates leads to the shards of now.
+    """
+
+    optimizer: torch.optim.Optimizer
+    update: Update
+    where: str
+    shards: list[torch.Tensor]
+    states: list[dict[str, Any]]
+    is_same: bool
+
+
+class Updates:
+    """Keeps the last updates of the optimizers that the loop holds, all of them together in the memory of one copy and
+    its steps, and at the cost of copies (see `checkpoint`)."""
+
+    def __init__(self) -> None:
+        self._pasts: dict[int, _Past] = {}
+
+    def begin(self, optimizer: torch.optim.Optimizer, step: int) -> None:
+        """An optimizer is about to write its shards."""
+        past, now = self._past_of(optimizer), time.perf_counter()
+        if past.ruined is not None:
+            return
+        is_due = (now - past.copied_at) * SHARE >= past.cost
+        if past.updates and not past.updates[-1].is_whole:
+            past.copies_gradients = is_due = True
+            past.drop_updates()
+        gradients = [local_gradient(parameter) for parameter in past.parameters()]
+        size = num_bytes(gradient for gradient in gradients if gradient is not None)
+        if past.updates and (is_due or not self._has_room(size)):
+            if bad_tensor(map(_local, past.parameters())) is not None:
+                past.ruined = [_copied(parameter) for parameter in past.parameters()]
+                return
+            past.drop_updates()
+        if not past.updates and not (is_due and self._has_room(size) and self._copy(past, optimizer, now)):
+            return
+        if past.copies_gradients:
+            gradients = [gradient.clone() if gradient is not None else None for gradient in gradients]
+        kept = [(gradient, gradient._version) if gradient is not None else None for gradient in gradients]
+        past.updates.append(Update(step, options_of(optimizer), kept))
+        past.num_bytes += size
+
+    def end(self, optimizer: torch.optim.Optimizer, entry: Entry) -> None:
+        """The update is over."""
+        past = self._pasts.get(id(optimizer))
+        if past is not None and past.updates:
+            past.updates[-1].entry = replace(entry, target=None)
+
+    def forget(self) -> None:
+        """Let go of everything that belongs to the user."""
+        self._pasts.clear()
+
+    def first_bad(self) -> BadUpdate | None:
+        """The first bad update of this rank's shards; ``None`` if there is none, or it was not kept."""
+        found = [bad for past in self._pasts.values() if (bad := _first_bad(past)) is not None]
+        return min(found, key=lambda bad: bad.update.step, default=None)
+
+    def _past_of(self, optimizer: torch.optim.Optimizer) -> _Past:
+        key, pasts = id(optimizer), self._pasts
+        if key not in pasts:
+            pasts[key] = _Past(weakref.ref(optimizer, lambda _: pasts.pop(key, None)))
+        return pasts[key]
+
+    def _has_room(self, size: int) -> bool:
+        """True if so many bytes of gradients can be kept beside those of all optimizers."""
+        return size + sum(past.num_bytes for past in self._pasts.values()) <= DEFAULT_STEP_BYTES
+
+    def _copy(self, past: _Past, optimizer: torch.optim.Optimizer, now: float) -> bool:
+        """Copy shards and state; ``False`` if they are too large beside the copies of other optimizers."""
+        parameters = past.parameters()
+        states = [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
+        tensors = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+        others = sum(other.copies.num_bytes for other in self._pasts.values() if other is not past)
+        if others + num_bytes(map(_local, [*parameters, *tensors])) > DEFAULT_STATE_BYTES:
+            past.copies = Copies()
+            return False
+        past.copies.take([*map(_local, parameters), *map(_local, tensors)])
+        copied = past.copies.contents()
+        past.shards = [copied[id(tensor)] for tensor in past.copies.tensors[: len(parameters)]]
+        past.states = [{name: _stored(value, copied) for name, value in state.items()} for state in states]
+        past.copied_at = time.perf_counter()
+        past.cost = past.copied_at - now
+        return True
+
+
+def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of a gradient."""
+    return _local(parameter.grad) if parameter.grad is not None else None
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # the very tensor, not a view of it
+    return part
+
+
+def _stored(value: Any, copied: Mapping[int, torch.Tensor]) -> Any:
+    """A value of an optimizer's state as it was copied."""
+    return copied[id(_local(value))] if isinstance(value, torch.Tensor) else value
+
+
+def _copied(value: Any) -> Any:
+    return local_part(value.detach()).clone() if isinstance(value, torch.Tensor) else value
+
+
+def _first_bad(past: _Past) -> BadUpdate | None:
+    optimizer, live = past.optimizer, past.ruined or [_local(parameter) for parameter in past.parameters()]
+    if (
+        optimizer is None
+        or not past.updates
+        or bad_tensor(live) is None
+        or bad_tensor(past.shards) is not None
+        or not all(update.is_whole for update in past.updates)
+    ):
+        return None
+    plain = [torch.nn.Parameter(shard.clone()) for shard in past.shards]
+    copies = [{name: _copied(value) for name, value in state.items()} for state in past.states]
+    found: tuple[Update, str, list[torch.Tensor], list[dict[str, Any]]] | None = None
+    with on_plain(optimizer, plain, copies):
+        for update in past.updates:
+            if found is None:
+                states = [dict(optimizer.state[parameter]) for parameter in plain]
+                before = ([p.detach().clone() for p in plain], [{n: _copied(v) for n, v in s.items()} for s in states])
+            give(plain, update)
+            bad_gradient = bad_tensor(p.grad for p in plain if p.grad is not None) is not None
+            set_options(optimizer, update.options)
+            step_without_hooks(optimizer)
+            if found is None and (bad_gradient or bad_tensor(plain) is not None):
+                found = (update, "gradient" if bad_gradient else "parameter", *before)
+    is_same = all(map(same_bits, live, plain))
+    return BadUpdate(optimizer, *found, is_same) if found is not None else None
+
+
+def give(parameters: Sequence[torch.Tensor], update: Update) -> None:
+    """Give plain parameters the gradients of an update."""
+    with torch._C.DisableTorchFunction():  # a program has the gradients as inputs
+        for parameter, given in zip(parameters, update.gradients, strict=True):
+            parameter.grad = given[0].clone() if given is not None else None
+
+
+@contextlib.contextmanager
+def on_plain(
+    optimizer: torch.optim.Optimizer, plain: Sequence[torch.Tensor], states: Sequence[Mapping[str, Any]]
+) -> Iterator[None]:
+    """An optimizer with plain parameters and states in the place of its own."""
+    groups, state, options = (
+        [group["params"] for group in optimizer.param_groups],
+        optimizer.state,
+        options_of(optimizer),
+    )
+    rest = iter(plain)
+    optimizer.state = collections.defaultdict(dict)
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = [next(rest) for _ in group["params"]]
+        optimizer.state.update((parameter, dict(kept)) for parameter, kept in zip(plain, states, strict=True) if kept)
+        yield
+    finally:
+        optimizer.state = state
+        set_options(optimizer, options)
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = parameters

@@ -1,0 +1,323 @@
+"""Mismatch: the results of a program differ from those of a reference, by the first call that differs by itself.
+
+A call is blamed when its own output differs although it was given identical inputs. Where no call does, as with errors
+that add up or kernels that a compiler fuses, the whole program is the failure and its origin is none. Tolerances are
+those of ``torch.testing.assert_close`` (its documentation lists them), so that a repro can assert with it; where a
+program computes in half precision, half precision's hold for all that it returns. Equal NaNs and infinities are equal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from reprokit.errors import ReprokitError
+from reprokit.locate.blame import exception_failure
+from reprokit.locate.compiled import HasProgram
+from reprokit.locate.failure import Failure, module_of
+from reprokit.program.functions import display_name
+from reprokit.program.interpreter import Outcome, Tensors, run
+from reprokit.program.ir import (
+    AUTOGRAD_GRAD,
+    OPAQUE,
+    ZERO_GRAD,
+    Call,
+    Input,
+    Phase,
+    Program,
+    Ref,
+    Symbol,
+    iter_refs,
+    map_leaves,
+)
+from reprokit.program.memory import contents, copy_of
+
+MARGIN = 10.0  # how many times larger than the noise of eager runs a difference has to be
+_TOLERANCES = {
+    torch.float16: (1e-3, 1e-5),
+    torch.bfloat16: (1.6e-2, 1e-5),
+    torch.float32: (1.3e-6, 1e-5),
+    torch.float64: (1e-7, 1e-7),
+    torch.complex64: (1.3e-6, 1e-5),
+    torch.complex128: (1e-7, 1e-7),
+}
+_EXACT = (0.0, 0.0)
+_HALVES = {"torch.float16": torch.float16, "torch.half": torch.float16, "torch.bfloat16": torch.bfloat16}
+_CASTS = {"torch.Tensor.half": torch.float16, "torch.Tensor.bfloat16": torch.bfloat16}
+MISMATCH = "mismatch"
+NOT_FINITE = ", not finite"
+_EAGER_RUNS = 2
+
+
+class Reference(Protocol):
+    """Another way to run a program."""
+
+    @property
+    def name(self) -> str:
+        """What follows ``mismatch:`` on the command line."""
+
+    def require(self) -> None:
+        """Raise `UsageError` when this machine cannot run it."""
+
+    def pair(self, step: HasProgram, keep: frozenset[int]) -> tuple[Outcome, Outcome]:
+        """What is under suspicion, and what it should equal."""
+
+
+class Incomparable(ReprokitError):
+    """Two results that should be alike have different shapes, or one of them is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A result that differs: a value of the program or the ``.grad`` of one, where, and in how many elements.
+
+    ``is_finite`` tells two different numbers from a number beside a NaN or an infinity.
+    """
+
+    value: int
+    is_gradient: bool
+    is_finite: bool
+    element: tuple[int, ...]
+    num_bad: int
+    num_elements: int
+
+
+def results_of(program: Program) -> list[int]:
+    """The values that a comparison looks at: outputs, what differentiation starts from, its results, parameters."""
+    found = dict.fromkeys(ref.value for ref in program.outputs)
+    for call in program.calls:
+        if call.is_differentiation:
+            starts = call.args[0] if call.args else call.kwargs.get("tensors", call.kwargs.get("outputs"))
+            found.update(dict.fromkeys(ref.value for ref in iter_refs(starts)))
+        if call.target == AUTOGRAD_GRAD:
+            found.update(dict.fromkeys(call.output_refs()))
+        elif call.is_optimizer_step:
+            found.update(dict.fromkeys(ref.value for ref in iter_refs(call.kwargs["params"])))
+    return list(found)
+
+
+def halves_in(program: Program, tensors: Tensors) -> frozenset[torch.dtype]:
+    """The half-precision formats that a program computes in: inputs, casts, arguments and autocast."""
+    found = {tensors[item.value].dtype for item in program.inputs}
+
+    def look(leaf: Any) -> Any:
+        if isinstance(leaf, Symbol) and leaf.name in _HALVES:
+            found.add(_HALVES[leaf.name])
+        return leaf
+
+    for call in program.calls:
+        map_leaves((call.args, dict(call.kwargs)), look)
+        found.update(_HALVES[name] for _, name in call.mode.autocast if name in _HALVES)
+        found.update(dtype for target, dtype in _CASTS.items() if target == call.target)
+    return frozenset(found & set(_HALVES.values()))
+
+
+def tolerances(dtype: torch.dtype, halves: frozenset[torch.dtype]) -> tuple[float, float]:
+    """Relative and absolute tolerance for a result of a program that computes in these half-precision formats."""
+    if dtype not in _TOLERANCES:
+        return _EXACT
+    return max(_TOLERANCES[known] for known in (dtype, *halves))
+
+
+def differences(actual: Outcome, expected: Outcome, halves: frozenset[torch.dtype]) -> Iterator[Difference]:
+    """Every result that differs beyond its tolerances, values before gradients."""
+    for is_gradient, one, other in _paired(actual, expected):
+        for value, tensor in one.items():
+            if value not in other:
+                raise Incomparable(f"value {value} is missing")
+            found = _difference(value, is_gradient, tensor, other[value], tolerances(tensor.dtype, halves))
+            if found is not None:
+                yield found
+
+
+def is_above_noise(found: Difference, actual: Outcome, expected: Outcome, eager: Sequence[Outcome]) -> bool:
+    """True if the largest difference is clearly larger than any between eager runs of the same program."""
+    runs = [_tensor(outcome, found) for outcome in eager]
+    noise = max((_largest(first, second) for first in runs for second in runs), default=0.0)
+    return _largest(_tensor(actual, found), _tensor(expected, found)) > MARGIN * noise
+
+
+def _tensor(outcome: Outcome, found: Difference) -> torch.Tensor:
+    return (outcome.gradients if found.is_gradient else outcome.values)[found.value]
+
+
+def _paired(
+    actual: Outcome, expected: Outcome
+) -> tuple[tuple[bool, dict[int, torch.Tensor], dict[int, torch.Tensor]], ...]:
+    return (False, actual.values, expected.values), (True, actual.gradients, expected.gradients)
+
+
+def _difference(
+    value: int, is_gradient: bool, actual: torch.Tensor, expected: torch.Tensor, allowed: tuple[float, float]
+) -> Difference | None:
+    one, other = _numbers(actual), _numbers(expected.to(actual.dtype))
+    if one.shape != other.shape:
+        raise Incomparable(f"shapes {tuple(one.shape)} and {tuple(other.shape)}")
+    relative, absolute = allowed
+    finite = one.isfinite() & other.isfinite()
+    far = finite & ((one - other).abs() > absolute + relative * other.abs())
+    unlike = ~finite & (one != other) & ~(one.isnan() & other.isnan())
+    is_finite = bool(far.any())
+    bad = far if is_finite else unlike
+    if not bool(bad.any()):
+        return None
+    gaps = torch.where(bad, (one - other).abs() if is_finite else torch.ones_like(one), -1.0)
+    worst = int(gaps.argmax())
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), bad.shape)) if bad.dim() else ()
+    num_bad = int((bad.any(dim=-1) if actual.is_complex() else bad).sum())
+    return Difference(value, is_gradient, is_finite, place[: actual.dim()], num_bad, actual.numel())
+
+
+def _largest(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest gap between two results; infinite where only one of them is finite."""
+    first, second = _numbers(one), _numbers(other.to(one.dtype))
+    if first.shape != second.shape:
+        return float("inf")
+    equal = (first == second) | (first.isnan() & second.isnan())
+    gaps = torch.where(equal, 0.0, (first - second).abs()).nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return float(gaps.max()) if gaps.numel() else 0.0
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    plain = contents(tensor.cpu()).reshape(tensor.shape)
+    return torch.view_as_real(plain).double() if plain.is_complex() else plain.double()
+
+
+def compare(step: HasProgram, reference: Reference, way: str | None = None) -> Difference | Failure | None:
+    """The first result that differs (in this ``way`` of a failure), an exception, or ``None``.
+
+    Raises `Incomparable` when the reference alone cannot be run.
+    """
+    program = step.program
+    keep = frozenset(results_of(program))
+    try:
+        actual, expected = reference.pair(step, keep)
+    except Exception as error:  # compilers and devices fail in as many ways as there are
+        said = (str(error).strip().splitlines() or [""])[0]
+        raise Incomparable(
+            f"the reference `{reference.name}` cannot be run: {type(error).__name__}: {said}",
+            hint="see whether it runs on the whole step, or use another check",
+        ) from error
+    for outcome in (actual, expected):
+        if outcome.error is not None:
+            return exception_failure(program, outcome) if outcome.error_call is not None else None
+    halves = halves_in(program, step.tensors)
+    found = list(differences(_ordered(actual, program), _ordered(expected, program), halves))
+    found = [one for one in found if way is None or way_of(one, reference) == way]
+    if not found:
+        return None
+    eager = _eager_runs(step, keep)
+    return next((one for one in found if is_above_noise(one, actual, expected, eager)), None)
+
+
+def _eager_runs(step: HasProgram, keep: frozenset[int]) -> list[Outcome]:
+    """Two runs as they are; the second one with another number of threads, which adds up in another order."""
+    threads = torch.get_num_threads()
+    outcomes = []
+    try:
+        for number in range(_EAGER_RUNS):
+            torch.set_num_threads(threads if number == 0 else 1 if threads > 1 else 2)
+            outcomes.append(run(step.program, step.tensors, keep=keep))
+    finally:
+        torch.set_num_threads(threads)
+    if any(outcome.error is not None for outcome in outcomes):
+        raise Incomparable("an eager run ended early")
+    return outcomes
+
+
+def _ordered(outcome: Outcome, program: Program) -> Outcome:
+    """The outcome with its values in the order in which results are looked at, which a set does not keep."""
+    values = {value: outcome.values[value] for value in results_of(program) if value in outcome.values}
+    gradients = {i.value: outcome.gradients[i.value] for i in program.inputs if i.value in outcome.gradients}
+    return Outcome(values, gradients, outcome.inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """One call with what it was given."""
+
+    program: Program
+    tensors: Tensors
+
+
+def way_of(found: Difference, reference: Reference) -> str:
+    """The way of a failure: the reference, and whether numbers differ or one side has a NaN or infinity."""
+    return reference.name if found.is_finite else reference.name + NOT_FINITE
+
+
+class _Stop(Exception):
+    """Ends the run at the first call that is to blame."""
+
+
+@dataclass
+class LoneCalls:
+    """An observer of an eager run that compares every call by itself; with ``target`` only calls of that name.
+
+    A difference of another ``way`` is none. After ``seconds`` no more calls are looked at.
+    """
+
+    reference: Reference
+    program: Program
+    target: str | None
+    way: str | None = None
+    seconds: float = math.inf
+    found: Failure | None = None
+    _given: dict[int, torch.Tensor] = field(default_factory=dict)
+    _ends: float = math.inf
+
+    def of(self, step: HasProgram) -> Failure | None:
+        """The first call that differs although its inputs are identical."""
+        self._ends = time.monotonic() + self.seconds
+        with contextlib.suppress(_Stop):
+            run(step.program, step.tensors, observer=self, keep=frozenset())
+        return self.found
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Copy what the call reads."""
+        self._given = {v: copy_of(values[v].detach()) for v in call.input_refs()} if self._is_asked(call) else {}
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Compare the call alone."""
+        if not self._is_asked(call):
+            return
+        outputs = tuple(Ref(value) for value in call.output_refs())
+        inputs = tuple(Input(value, f"v{value}") for value in self._given)
+        alone = _Alone(Program((call,), inputs, outputs), self._given)
+        try:
+            found = compare(alone, self.reference, self.way)
+        except Exception:  # what the reference cannot do with one call says nothing about that call
+            return
+        if isinstance(found, Difference):
+            self.found = mismatch(found, self.reference, Phase.FORWARD, index, call)
+            raise _Stop
+
+    def _is_asked(self, call: Call) -> bool:
+        is_special = call.is_differentiation or call.is_optimizer_step or call.target in (ZERO_GRAD, OPAQUE)
+        is_over = time.monotonic() > self._ends
+        if is_over or is_special or call.mode.rng is not None or not call.output_refs():
+            return False
+        return self.target is None or display_name(call.target) == self.target
+
+
+def mismatch(
+    found: Difference, reference: Reference, phase: Phase, index: int | None = None, call: Call | None = None
+) -> Failure:
+    return Failure(
+        phase,
+        MISMATCH,
+        way_of(found, reference),
+        display_name(call.target) if call is not None else None,
+        index,
+        module=module_of(call) if call is not None else None,
+        site=call.site if call is not None else None,
+        value=found.value,
+        element=found.element,
+        num_bad=found.num_bad,
+        num_elements=found.num_elements,
+    )

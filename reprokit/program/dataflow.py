@@ -1,0 +1,86 @@
+"""Data flow: which calls some calls of a program depend on, what a call writes, and what may share memory.
+
+Read off the calls alone, before anything runs. `needed_calls` leaves nothing out that the others could notice: every
+random call starts from a generator state of its own, and a write in place stays while anything that may share its
+memory is read later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+
+from reprokit.program.functions import DATA_WRITES, GRAD_READ, GRAD_WRITES, all_written, hidden_writes
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, ZERO_GRAD, Call, Ref, iter_refs
+
+BACKWARDS = frozenset({BACKWARD, AUTOGRAD_BACKWARD})
+_GRAD_READS = frozenset({GRAD_READ, "torch.Tensor._grad.__get__"})
+_ONLY_GRADIENTS = GRAD_WRITES | BACKWARDS | {ZERO_GRAD}  # matter to who reads ``.grad`` alone
+
+
+def needed_calls(calls: Sequence[Call], ends: Set[int]) -> list[int] | None:
+    """The indexes of the calls that the calls ``ends`` depend on, these included, in order.
+
+    ``None`` if that is not known: one of them reads a ``.grad``, which any backward pass may have written.
+    """
+    memory = _Memory(calls[: max(ends) + 1])
+    needed, places, kept = set[int](), set[int](), list[int]()
+    for index in range(max(ends), -1, -1):
+        call = calls[index]
+        if index not in ends:
+            if call.target == OPAQUE or call.target in _ONLY_GRADIENTS:
+                continue
+            writes = {memory.place(value) for value in written_in_place(call)}
+            if places.isdisjoint(writes) and needed.isdisjoint(call.output_refs()):
+                continue
+        if call.is_optimizer_step or call.target in _GRAD_READS:
+            return None
+        needed.update(call.input_refs())
+        places.update(map(memory.place, call.input_refs()))
+        kept.append(index)
+    return kept[::-1]
+
+
+def calls_after(calls: Sequence[Call], index: int) -> list[int]:
+    """The later calls that read what call number ``index`` returned or wrote, or what was made of that."""
+    reached, led_to = list[int](), {*calls[index].output_refs(), *written_in_place(calls[index])}
+    for later in range(index + 1, len(calls)):
+        if not led_to.isdisjoint(calls[later].input_refs()):
+            reached.append(later)
+            led_to.update(calls[later].output_refs(), written_in_place(calls[later]))
+    return reached
+
+
+def written_in_place(call: Call) -> Iterator[int]:
+    """The values that a call writes into, running statistics included."""
+    if call.is_optimizer_step:
+        yield from (ref.value for ref in iter_refs(call.kwargs["params"]))
+        return
+    yield from (ref.value for ref in iter_refs(all_written(call.target, call.args, call.kwargs)))
+    yield from (ref.value for ref in iter_refs(hidden_writes(call.target, call.args, call.kwargs)))
+
+
+def bases(call: Call) -> tuple[int, ...]:
+    """The values that results of a call may share memory with: its first tensor, or any where it returns several."""
+    if call.target in _GRAD_READS:
+        return ()
+    return call.input_refs()[:1] if isinstance(call.outputs, Ref) else call.input_refs()
+
+
+class _Memory:
+    """Values in groups: two values of different groups share no memory."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._parents: dict[int, int] = {}
+        for call in calls:
+            together = list(iter_refs(call.args)) if call.target in DATA_WRITES else []
+            self._join([*call.output_refs(), *bases(call), *(ref.value for ref in together)])
+
+    def place(self, value: int) -> int:
+        """The group of a value."""
+        while (parent := self._parents.get(value, value)) != value:
+            self._parents[value] = value = self._parents.get(parent, parent)
+        return value
+
+    def _join(self, values: Sequence[int]) -> None:
+        for value in values[1:]:
+            self._parents[self.place(value)] = self.place(values[0])

@@ -1,0 +1,519 @@
+"""Functions that `torch.compile` made and that the loop calls itself: a loss, an optimizer's step, or a whole step."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from reprokit.capture.hooks import compiled_calls
+from reprokit.capture.record.stack import CaptureStop
+from reprokit.capture.rewind.checkpoint import History
+from reprokit.capture.run.run_state import RunState
+from reprokit.capture.session import Session
+from reprokit.errors import UsageError
+from reprokit.locate.compiled import Compiled, run_compiled
+from reprokit.render.sources import reduction_script
+from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks.choice import choose_check
+from reprokit.shrink.reducer import shrink
+from reprokit.shrink.reduction import Reduction
+from reprokit.shrink.signature import SignatureCheck
+from reprokit.whatif.table import check_of, make_table
+from reprokit.whatif.trial import VARIANTS
+from tests.capture.traps_checks import (
+    BAD_STEP,
+    WATCHES,
+    batches,
+    check_caught,
+    check_silent,
+    classify,
+    described_once,
+    ending,
+    plain_net,
+    random_seeded,
+    run_plain,
+    same_bits,
+    update,
+    where,
+)
+from tests.shrink.failing import zero_by_zero
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # dynamo looks at `grad` of tensors that are no leaves
+DIVISION, ROOT = ("forward", "torch.Tensor.div"), ("backward", "torch.Tensor.sqrt")
+Compile = Callable[[Any], Any]
+
+
+def factors() -> list[torch.Tensor]:
+    return [torch.full((), 0.0 if step == BAD_STEP else 1.0) for step in range(8)]
+
+
+def divided(logits: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, y) * (factor / factor)
+
+
+def rooted(logits: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    energy = logits.pow(2) * factor
+    return F.cross_entropy(logits, y) + torch.where(energy > 0, energy.sqrt(), energy).mean() * 1e-3
+
+
+def compiled(function: Any = None, **options: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(function, **{"backend": "eager", **options})
+
+
+def whole_step(loss_of: Any = divided) -> list[torch.Tensor]:
+    model = plain_net()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    @compiled()
+    def step(x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = loss_of(model(x), y, factor)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for (_, x, y), factor in zip(batches(), factors(), strict=False):
+        step(x, y, factor)
+    return ending(model, optimizer)
+
+
+class Trainer:
+    """Its step is a compiled method, and returns nothing."""
+
+    def __init__(self, loss_of: Any) -> None:
+        self.model = plain_net()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.loss_of = loss_of
+
+    def step(self, x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> None:
+        loss = self.loss_of(self.model(x), y, factor)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def method(loss_of: Any = divided) -> list[torch.Tensor]:
+    trainer = Trainer(loss_of)
+    step = compiled(trainer.step)
+    for (_, x, y), factor in zip(batches(), factors(), strict=False):
+        step(x, y, factor)
+    return ending(trainer.model)
+
+
+def by_hand() -> list[torch.Tensor]:
+    """Forward, gradients and update in one graph."""
+    model = plain_net()
+    parameters = dict(model.named_parameters())
+
+    @compiled(fullgraph=True)
+    def step(x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        def loss_of(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+            return divided(torch.func.functional_call(model, weights, (x,)), y, factor)
+
+        grads, loss = torch.func.grad_and_value(loss_of)({k: v.detach() for k, v in parameters.items()})
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.sub_(grads[name] * 0.1)
+        return loss
+
+    for (_, x, y), factor in zip(batches(), factors(), strict=False):
+        step(x, y, factor)
+    return ending(model)
+
+
+def loss_only() -> list[torch.Tensor]:
+    model = plain_net()
+    loss_of = compiled(rooted)
+    optimizer = torch.optim.Adam(model.parameters())
+    for (_, x, y), factor in zip(batches(), factors(), strict=False):
+        update(optimizer, loss_of(model(x), y, factor))
+    return ending(model, optimizer)
+
+
+def update_only() -> list[torch.Tensor]:
+    model = plain_net()
+    optimizer = torch.optim.Adam(model.parameters())
+    step = compiled(optimizer.step)
+    for (_, x, y), factor in zip(batches(), factors(), strict=False):
+        optimizer.zero_grad()
+        rooted(model(x), y, factor).backward()  # type: ignore[no-untyped-call]
+        step()
+    return ending(model, optimizer)
+
+
+CASES: dict[Callable[[], list[torch.Tensor]], tuple[str, str]] = {
+    whole_step: DIVISION,
+    method: DIVISION,
+    by_hand: DIVISION,
+    loss_only: ROOT,
+    update_only: ROOT,
+}
+
+
+@pytest.mark.parametrize("loop", CASES, ids=lambda loop: loop.__name__)
+def test_the_origin_is_inside_of_the_compiled_function(loop: Callable[[], list[torch.Tensor]], tmp_path: Path) -> None:
+    snapshot = check_caught(loop, tmp_path)
+    assert where(snapshot) == (BAD_STEP, *CASES[loop])
+    assert (snapshot.fidelity, snapshot.fidelity_note) == ("exact", None)
+    assert snapshot.failure.site is not None and Path(snapshot.failure.site.file).name == Path(__file__).name
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+@pytest.mark.parametrize("loop", [whole_step, method], ids=lambda loop: loop.__name__)
+def test_a_gradient_of_a_whole_step(loop: Any, watch: str, tmp_path: Path) -> None:
+    """No loss is bad: the parameters are, one step before any loss that the function returns."""
+    snapshot = check_caught(lambda: loop(rooted), tmp_path, watch=watch)
+    assert where(snapshot) == (BAD_STEP, *ROOT)
+    assert any(call.is_optimizer_step for call in snapshot.program.calls) and snapshot.fidelity == "exact"
+
+
+def healthy_step() -> list[torch.Tensor]:
+    return whole_step(lambda logits, y, factor: F.cross_entropy(logits, y) + factor)
+
+
+def skipping_step(loss_of: Any, *, is_masked: bool = True) -> list[torch.Tensor]:
+    """The function leaves its update out when its loss is bad, or makes a finite one."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    with torch.no_grad():
+        model.weight.fill_(0.1)
+        model.bias.zero_()
+
+    @compiled()
+    def step(x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = loss_of(model(x), y, factor)
+        (gradient,) = torch.autograd.grad(loss, [model.bias])
+        with torch.no_grad():
+            model.bias.copy_(torch.where(loss.isfinite() | (not is_masked), model.bias - 0.1 * gradient, model.bias))
+        return loss.detach()
+
+    for (_, x, y), factor in zip(batches(), factors(), strict=False):
+        step(x, y, factor)
+    return ending(model)
+
+
+def test_a_healthy_compiled_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check_silent(healthy_step, tmp_path, capsys)
+
+
+def shifted(logits: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, y) + factor / factor
+
+
+def infinite(logits: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, y) + 1 / factor
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+@pytest.mark.parametrize("loss_of", [shifted, infinite], ids=["nan", "inf"])
+def test_a_compiled_step_that_skips_its_update(
+    loss_of: Any, watch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = run_plain(lambda: skipping_step(loss_of))
+    random_seeded()
+    with Session(directory=tmp_path, watch=watch) as session:
+        watched = skipping_step(loss_of)
+    assert session.snapshots == [] and same_bits(plain, watched)
+    assert "the loop skipped it" in capsys.readouterr().err
+    assert session._run_state.iterations.total == len(
+        list(batches())
+    )  # the step that was skipped is over, and watched to the end
+
+
+@pytest.mark.parametrize("loss_of", [shifted, infinite], ids=["nan", "inf"])
+def test_a_finite_update_after_a_bad_loss_is_a_failure(loss_of: Any, tmp_path: Path) -> None:
+    snapshot = check_caught(lambda: skipping_step(loss_of, is_masked=False), tmp_path)
+    assert where(snapshot) == (BAD_STEP, *DIVISION)
+
+
+def test_a_loss_that_a_step_returns_after_it_has_cleared_the_gradients(tmp_path: Path) -> None:
+    seen = []
+
+    def loop() -> list[torch.Tensor]:
+        trainer = Trainer(divided)
+
+        @compiled()
+        def step(x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = trainer.loss_of(trainer.model(x), y, factor)
+            loss.backward()
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+            return loss.detach()
+
+        for (n, x, y), factor in zip(batches(), factors(), strict=False):
+            seen.append(n)
+            step(x, y, factor)
+        return ending(trainer.model)
+
+    random_seeded()
+    with pytest.raises(CaptureStop), Session(directory=tmp_path):
+        loop()
+    assert seen[-1] == BAD_STEP
+
+
+class Slots:
+    """Its attributes are not searched."""
+
+    __slots__ = ("model", "optimizer")
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+
+def given_state(make: Callable[..., Any], loss_of: Any = divided) -> list[torch.Tensor]:
+    """The function finds what it trains in an argument."""
+    model = plain_net()
+    optimizer = torch.optim.Adam(model.parameters())
+
+    @compiled()
+    def step(state: Any, x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        net, updates = state.values() if isinstance(state, dict) else (state.model, state.optimizer)
+        loss: torch.Tensor = loss_of(net(x), y, factor)
+        updates.zero_grad()
+        loss.backward()
+        updates.step()
+        return loss.detach()
+
+    state = make(model=model, optimizer=optimizer)
+    for (_, x, y), factor in zip(batches(), factors(), strict=False):
+        step(state, x, y, factor)
+    return ending(model, optimizer)
+
+
+def decorated() -> list[torch.Tensor]:
+    class Decorated(Trainer):
+        step = compiled(Trainer.step)
+
+    trainer = Decorated(divided)
+    for (_, x, y), factor in zip(batches(), factors(), strict=False):
+        trainer.step(x, y, factor)
+    return ending(trainer.model)
+
+
+STATES = [lambda: given_state(dict), lambda: given_state(SimpleNamespace), decorated]
+
+
+@pytest.mark.parametrize("loop", STATES, ids=["dict", "namespace", "self"])
+def test_what_a_step_trains_may_be_inside_of_its_arguments(loop: Any, tmp_path: Path) -> None:
+    snapshot = check_caught(loop, tmp_path)
+    assert where(snapshot) == (BAD_STEP, *DIVISION) and snapshot.fidelity == "exact"
+
+
+def test_a_step_whose_state_is_nowhere_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def healthy(logits: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, y) + factor
+
+    plain = run_plain(lambda: given_state(Slots, healthy))
+    random_seeded()
+    with Session(directory=tmp_path) as session:
+        watched = given_state(Slots, healthy)
+    assert session.snapshots == [] and same_bits(plain, watched)
+    assert capsys.readouterr().err.count("no gradient or update that it made was found") == 1
+
+
+def with_activation() -> list[torch.Tensor]:
+    model = plain_net()
+    bend = compiled(lambda h: h.sin() + 1)
+    with torch.inference_mode():
+        nn.Linear(4, 1)(torch.ones(1, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, x, y in batches():
+        update(optimizer, F.cross_entropy(bend(model(x)), y))
+    return ending(model)
+
+
+def test_a_compiled_activation_does_not_look_at_the_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(History, "parameters")
+    check_silent(with_activation, tmp_path, capsys)
+
+
+def test_parameters_made_in_inference_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def loop() -> list[torch.Tensor]:
+        with torch.inference_mode():
+            frozen = nn.Linear(4, 1)
+            frozen(torch.ones(1, 4))
+        return healthy_step()
+
+    check_silent(loop, tmp_path, capsys)
+
+
+def test_what_the_user_has_compiled_stays_compiled() -> None:
+    num = 0
+
+    def count(graph: Any, inputs: Any) -> Any:
+        nonlocal num
+        num += 1
+        return graph.forward
+
+    bend = compiled(lambda h: h.sin() + 1, backend=count)
+    bend(torch.ones(3))
+    snapshot = zero_by_zero()
+    outputs = frozenset(value for call in snapshot.program.calls for value in call.output_refs())
+    Compiled("eager").require()
+    for _ in range(10):  # more often than dynamo compiles one function again
+        run_compiled(snapshot, outputs, count)
+    bend(torch.ones(3))
+    assert num == 11
+
+
+def test_capture_does_not_make_a_compiled_step_compile_again(tmp_path: Path) -> None:
+    def num_graphs() -> int:
+        num = 0
+
+        def count(graph: Any, inputs: Any) -> Any:
+            nonlocal num
+            num += 1
+            return graph.forward
+
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        @compiled(backend=count)
+        def step(x: torch.Tensor, y: torch.Tensor) -> None:
+            loss = classify(model, x, y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        for _, x, y in batches():
+            step(x, y)
+        return num
+
+    plain = num_graphs()
+    with Session(directory=tmp_path):
+        watched = num_graphs()
+    assert plain == watched
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "loop"),
+    [
+        (compiled_calls.CompiledCalls, "_begin", loss_only),
+        (compiled_calls.CompiledCalls, "_finish", loss_only),
+        (RunState, "end_step", whole_step),
+    ],
+)
+def test_an_error_of_reprokit_in_a_compiled_call(
+    owner: Any,
+    name: str,
+    loop: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("broken")
+
+    plain = run_plain(loop)
+    monkeypatch.setattr(owner, name, fail)
+    random_seeded()
+    with described_once(), Session(directory=tmp_path, after="continue") as session:
+        watched = loop()
+    assert session.snapshots == [] and same_bits(plain, watched)
+    assert "switched off after an error of its own" in capsys.readouterr().err
+
+
+# -- failures that only the compiled code has ----------------------------------------------------------------------
+
+
+def miscompiling(graph: Any, inputs: Any) -> Any:
+    """A compiler that takes the exponential of what it is to take the hyperbolic tangent of."""
+    for node in graph.graph.nodes:
+        if node.target is torch.tanh:
+            node.target = torch.exp
+    graph.recompile()
+    return graph.forward
+
+
+def bounded(logits: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, y) + torch.tanh(200 * (1 - factor))
+
+
+def miscompiled(part: str) -> list[torch.Tensor]:
+    model = plain_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of = compiled(bounded, backend=miscompiling) if part == "loss" else bounded
+
+    def step(x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model(x), y, factor)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    run = compiled(step, backend=miscompiling) if part == "step" else step
+    for (_, x, y), factor in zip(batches(), factors(), strict=False):
+        run(x, y, factor)
+    return ending(model)
+
+
+@pytest.mark.parametrize("part", ["loss", "step"])
+def test_a_failure_that_only_the_compiled_code_has(part: str, tmp_path: Path) -> None:
+    snapshot = check_caught(lambda: miscompiled(part), tmp_path)
+    assert where(snapshot) == (BAD_STEP, "forward", "torch.tanh")
+    assert (snapshot.failure.kind, snapshot.fidelity) == ("mismatch", "exact")
+    assert snapshot.failure.way == f"compile:{Path(__file__).name}:miscompiling, not finite"
+    with pytest.raises(UsageError, match="which opening a file never runs") as raised:
+        choose_check(None, snapshot)
+    assert "--check mismatch:compile:" in (raised.value.hint or "")
+
+
+def test_a_mismatch_is_reduced_with_a_compiler_of_the_users(tmp_path: Path) -> None:
+    (tmp_path / "compiler.py").write_text(f"from typing import Any\nimport torch\n{inspect.getsource(miscompiling)}")
+    snapshot = check_caught(lambda: miscompiled("step"), tmp_path)
+    reduction = shrink(snapshot, check=f"mismatch:compile:{tmp_path / 'compiler.py'}:miscompiling")
+    assert [call.name for call in reduction.program.calls] == ["tanh"]
+    script = reduction_script(reduction)
+    assert script.files == ["repro.py", "compiler.py"] and "torch.compile(step, backend=backend)(" in script.text
+    script.write(tmp_path)
+    ended = subprocess.run([sys.executable, tmp_path / "repro.py"], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1 and "Absolute difference: inf" in ended.stderr
+    table = make_table({"minimum": _subject(reduction, tmp_path)}, snapshot.settings, 60, _COMPILERS)
+    answers = {row.variant: row.answer for row in table.tables["minimum"]}
+    assert answers == {"compile:eager": "passes", "compile:aot_eager": "passes"}
+
+
+_COMPILERS = [variant for variant in VARIANTS if variant.key in ("compile:eager", "compile:aot_eager")]
+
+
+def _subject(reduction: Reduction, folder: Path) -> tuple[Candidate, SignatureCheck]:
+    made = Candidate(reduction.program, reduction.tensors)
+    spec = f"mismatch:compile:{folder / 'compiler.py'}:miscompiling"
+    return made, check_of(made, reduction.failure, spec, spec)
+
+
+def test_random_numbers_of_a_compiler_are_no_mismatch(tmp_path: Path) -> None:
+    """In training the compiler drew a zero; the replay draws another number, and says that it is another one."""
+
+    def drawing(graph: Any, inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            if node.target is torch.nn.functional.dropout:
+                node.args = (node.args[0], 1.0)
+        graph.recompile()
+        return graph.forward
+
+    def loop() -> list[torch.Tensor]:
+        model = plain_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        drop = compiled(lambda h: F.dropout(h, 0.1, training=True), backend=drawing)
+        for _, x, y in batches():
+            hidden = drop(model(x))
+            update(optimizer, F.cross_entropy(hidden, y) * (hidden.abs().sum() / hidden.abs().sum()))
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path)
+    assert snapshot.failure.kind == "nan" and snapshot.fidelity == "unfaithful"
+    assert "did not occur again" in (snapshot.fidelity_note or "")

@@ -1,0 +1,305 @@
+"""`fully_shard` in several processes: the step of the culprit is replayed whole in one process, and nobody hangs."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from reprokit.cli import main
+from reprokit.snapshot.format import Snapshot, load
+from tests.conftest import start_python_in
+
+pytestmark = pytest.mark.slow
+
+MODEL = """
+import os
+import signal
+import sys
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+talks = False
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 10), nn.Linear(10, width)
+    def forward(self, x, how):
+        h = self.down(F.gelu(self.up(self.norm(x))))
+        if talks:
+            dist.all_reduce(torch.zeros(1))
+        if how == "forward":
+            h = h / (h - h)
+        if how in ("backward", "skip"):
+            h = h + (h * 0).sqrt()
+        if how == "raise":
+            h = h @ self.up.weight
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x + h
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 5)
+        self.blocks = nn.ModuleList([Block(5) for _ in range(2)])
+        self.head = nn.Linear(5, 3)
+    def forward(self, ids, how):
+        x = self.embedding(ids)
+        for number, block in enumerate(self.blocks):
+            x = block(x, how if number == 1 else "")
+        return self.head(x)
+
+KINDS = {
+    "plain": lambda: {},
+    "foreach": lambda: {},
+    "mixed": lambda: {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "offload": lambda: {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "hsdp": lambda: {"mesh": init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))},
+}
+
+def spread(model, kind):
+    if kind == "tp":
+        for block in model.blocks:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, init_device_mesh("cpu", (size,)), plan)
+        return
+    options = KINDS[kind]()
+    for part in (*model.blocks, model):
+        fully_shard(part, **options)
+
+def train(how, culprit, kind):
+    torch.manual_seed(0)
+    model = Net()
+    spread(model, kind)
+    foreach = kind == "foreach"
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=foreach)
+    is_alike = kind == "tp"  # all ranks do the same
+    generator = torch.Generator().manual_seed(0 if is_alike else rank)
+    losses = []
+    for step in range(5):
+        unseen = 2 if how.startswith("update") and step <= 3 else 0  # rows of the embedding, held by the last rank
+        ids = torch.randint(0, 16 - unseen, (4, 6), generator=generator)
+        if step == 3 and unseen:
+            optimizer.param_groups[0]["eps"] = 0.0  # then a row without gradient is divided by zero
+        if how == "updateend" and step == 4:
+            break
+        logits = model(ids, how if step == 3 and (rank == culprit or is_alike) else "")
+        loss = F.cross_entropy(logits.float().flatten(0, 1), ids.flatten() % 3)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach) if not is_alike else loss.detach()
+        norm = getattr(norm, "full_tensor", lambda: norm)()
+        if how == "skip" and not norm.isfinite():
+            continue
+        optimizer.step()
+        losses.append(loss.item().hex())
+    return losses, [p.to_local().detach().clone() for p in model.parameters()]
+"""
+PIPELINE = """
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.how = nn.ModuleList([Block(5), Block(5)]), ""
+    def forward(self, x):
+        return self.blocks[1](self.blocks[0](x, ""), self.how)
+
+def pipeline(how, culprit):
+    torch.manual_seed(0)
+    part = Part()
+    stage = PipelineStage(part, rank, size, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=F.mse_loss)
+    optimizer = torch.optim.Adam(part.parameters())
+    for step in range(5):
+        part.how = how if step == 3 and rank == culprit else ""
+        optimizer.zero_grad()
+        schedule.step(torch.randn(4, 5)) if rank == 0 else schedule.step(target=torch.randn(4, 5))
+        optimizer.step()
+"""
+SEVERAL = (
+    MODEL
+    + PIPELINE
+    + """
+import reprokit
+for case in sys.argv[1:]:
+    how, culprit, kind = case.split("-")
+    with reprokit.capture(f"{case}.pt"):
+        pipeline(how, int(culprit)) if kind == "pipeline" else train(how, int(culprit), kind)
+plain = train("", 0, "mixed")
+with reprokit.capture("healthy.pt"):
+    watched = train("", 0, "mixed")
+assert plain[0] == watched[0] and all(map(torch.equal, plain[1], watched[1]))
+dist.destroy_process_group()
+open(f"healthy.{rank}", "w").close()
+"""
+)
+UNSAVED = (
+    MODEL
+    + """
+import datetime
+import reprokit
+from reprokit.capture.run import exchange
+from reprokit.capture.save import choose_step
+
+def fail(name):
+    with reprokit.capture(f"{name}.pt"):
+        train("forward", 1, "plain")
+
+whole, choose_step.DEFAULT_STATE_BYTES = choose_step.DEFAULT_STATE_BYTES, 8
+fail("large")
+choose_step.DEFAULT_STATE_BYTES = whole
+talks = True
+fail("talks")
+talks = False
+exchange._TO_ANSWER = datetime.timedelta(seconds=0.5)
+exchange.Exchange._answer = lambda *args, **kwargs: None
+fail("silent")
+dist.destroy_process_group()
+"""
+)
+SINGLE = """
+import gc
+import weakref
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from reprokit.capture.run.exchange import Unanswered
+from reprokit.capture.run.shards import Shards, unit_parameters
+from reprokit.capture.save.unshard import unsharded
+
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+for part in (*model, model):
+    fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+shards = Shards()
+shards.learn([model])
+
+def hooks():
+    return [{n: list(t) for n, t in vars(p).items() if "hook" in n and isinstance(t, dict)} for p in model.modules()]
+
+model(torch.randn(2, 4))
+before, whole = hooks(), {id(slot.parameter): slot.parameter.full_tensor().detach() for slot in shards.slots}
+with unsharded([model], [], shards.slots, whole):
+    model(torch.randn(2, 4))
+assert hooks() == before
+
+class Older:
+    def __init__(self, **kept):
+        vars(self).update(kept)
+    def _get_fsdp_state(self):
+        return self
+
+(group,) = model[0]._get_fsdp_state()._fsdp_param_groups
+assert list(unit_parameters(Older(_fsdp_param_group=group))) == list(unit_parameters(model[0]))
+assert list(unit_parameters(Older(_fsdp_param_group=None))) == []
+assert shards.early_parameter() is not None
+model[0]._get_fsdp_state = Older()._get_fsdp_state
+assert shards.early_parameter() is None
+try:
+    list(unit_parameters(Older()))
+    raise SystemExit("a place that is not known")
+except Unanswered as reason:
+    assert "fully_shard" in str(reason)
+
+gone = [*map(weakref.ref, model.modules()), *map(weakref.ref, model.parameters())]
+del model, part, group
+gc.collect()
+assert not any(reference() is not None for reference in gone) and not shards.slots and not shards.units
+dist.destroy_process_group()
+"""
+ONE = MODEL + "train(*sys.argv[1:2], int(sys.argv[2]), sys.argv[3])\n"
+
+
+def launch(folder: Path, script: str, num_ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run a script under torchrun."""
+    (folder / "train.py").write_text(script)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    return start_python_in(folder, *torchrun, *words)
+
+
+def check(snapshot: Snapshot, phase: str, call: str) -> None:
+    """The origin is in the second block or the update of the step that failed; the replay is that of training."""
+    failure, module = snapshot.failure, "blocks.1" if phase != "optimizer" else None
+    assert (snapshot.step, failure.phase, failure.call, failure.module) == (3, phase, call, module)
+    assert (snapshot.fidelity, snapshot.fidelity_note) == ("exact", None)
+
+
+CASES = {
+    "forward-1-plain": ("forward", "torch.Tensor.div"),
+    "backward-0-plain": ("backward", "torch.Tensor.sqrt"),
+    "forward-0-mixed": ("forward", "torch.Tensor.div"),
+    "backward-1-mixed": ("backward", "torch.Tensor.sqrt"),
+    "forward-1-offload": ("forward", "torch.Tensor.div"),
+    "forward-0-tp": ("forward", "torch.Tensor.div"),
+    "backward-0-tp": ("backward", "torch.Tensor.sqrt"),
+    "forward-0-pipeline": ("forward", "torch.Tensor.div"),
+    "backward-1-pipeline": ("backward", "torch.Tensor.sqrt"),
+    "update-1-plain": ("optimizer", "torch.optim.Adam.step"),
+    "updateend-1-mixed": ("optimizer", "torch.optim.Adam.step"),
+    "backward-1-foreach": ("backward", "torch.Tensor.sqrt"),
+    "update-1-foreach": ("optimizer", "torch.optim.Adam.step"),
+}
+
+
+def test_the_step_of_the_culprit_becomes_a_program_of_one_process(tmp_path: Path) -> None:
+    done = launch(tmp_path, SEVERAL, 2, "train.py", *CASES, "skip-0-plain")
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.glob("healthy.*")} == {"healthy.0", "healthy.1"}
+    found = {path.name.replace(".rank", " ") for path in tmp_path.glob("*.pt")}
+    assert found == {f"{case} {case.split('-')[1]}.pt" for case in CASES}
+    for case, (phase, call) in CASES.items():
+        check(load(tmp_path / f"{case}.rank{case.split('-')[1]}.pt"), phase, call)
+    casts = [call for call in load(tmp_path / "forward-0-mixed.rank0.pt").program.calls if "bfloat16" in str(call.args)]
+    assert len(casts) >= 8  # of the parameters of the units that ran
+    for case in ("backward-1-mixed", "update-1-plain", "update-1-foreach"):
+        repro = tmp_path / case
+        assert main(["shrink", str(tmp_path / f"{case}.rank1.pt"), "--output", str(repro)]) == 0
+        assert "distributed" not in (repro / "repro.py").read_text()
+
+
+def test_an_exception_finds_the_other_ranks_inside_a_collective(tmp_path: Path) -> None:
+    done = launch(tmp_path, ONE, 4, "-m", "reprokit", "capture", "train.py", "raise", "1", "hsdp")
+    assert done.returncode != 0
+    (path,) = tmp_path.glob("*.pt")
+    assert path.name == "train.rank1-step3.repro.pt"
+    check(load(path), "forward", "torch.Tensor.matmul")
+
+
+def test_a_rank_that_is_killed_stops_nobody(tmp_path: Path) -> None:
+    done = launch(tmp_path, ONE, 2, "-m", "reprokit", "capture", "train.py", "kill", "1", "plain")
+    assert done.returncode != 0 and list(tmp_path.glob("*.pt")) == []
+    assert "terminate called" not in done.stderr
+
+
+def test_a_step_without_program_says_why(tmp_path: Path) -> None:
+    done = launch(tmp_path, UNSAVED, 2, "train.py")
+    assert done.returncode == 0, done.stderr
+    reasons = {
+        "large": "they take over 0 GiB",
+        "talks": "it calls `allreduce_",
+        "silent": "rank 0 did not answer",
+    }
+    assert {path.name for path in tmp_path.glob("*.pt")} == {f"{name}.rank1.pt" for name in reasons}
+    for name, reason in reasons.items():
+        snapshot = load(tmp_path / f"{name}.rank1.pt")
+        assert (snapshot.step, snapshot.program.calls) == (3, ())
+        assert reason in str(snapshot.fidelity_note)
+
+
+def test_modules_keep_no_trace_and_nothing_keeps_modules(tmp_path: Path) -> None:
+    (tmp_path / "single.py").write_text(SINGLE)
+    done = start_python_in(tmp_path, "single.py")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,137 @@
+"""Spread parameters as one process sees them: what their last updates and waiting cost, and that they hold nobody."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from reprokit.capture.hooks.own_gradient import OwnGradient
+from reprokit.capture.record import kinds
+from reprokit.capture.record.entry import Entry
+from reprokit.capture.rewind import updates
+from reprokit.capture.rewind.updates import Updates
+from reprokit.program.ir import Mode
+
+NUM_BYTES = 4 * 64 * 64  # of the parameters of a layer, and of its gradients
+
+
+class Counted(Updates):
+    """Counts the copies."""
+
+    num_copies = 0
+
+    def _copy(self, *args: object) -> bool:
+        self.num_copies += 1
+        return super()._copy(*args)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first copy of an optimizer is due."""
+    monkeypatch.setattr(updates, "SHARE", 1e-9)
+
+
+def layer() -> torch.optim.Optimizer:
+    return torch.optim.SGD(nn.Linear(64, 64, bias=False).parameters(), lr=0.1)
+
+
+def train(kept: Updates, optimizer: torch.optim.Optimizer, num_steps: int, bad: int | None = None) -> None:
+    """Update the parameters ``num_steps`` times; with infinity in step ``bad``."""
+    for step in range(num_steps):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.full_like(parameter, torch.inf if step == bad else 1e-3)
+        kept.begin(optimizer, step)
+        optimizer.step()
+        kept.end(optimizer, Entry(kinds.OPTIMIZER, optimizer, (), {}, Mode()))
+
+
+def test_gradients_over_the_limit_cost_no_copy(once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates, "DEFAULT_STEP_BYTES", NUM_BYTES - 1)
+    kept, optimizer = Counted(), layer()
+    train(kept, optimizer, 6, bad=4)
+    assert (kept.num_copies, kept.first_bad()) == (0, None)
+
+
+def test_memory_that_is_full_is_let_go_until_a_copy_is_due(once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates, "DEFAULT_STEP_BYTES", 3 * NUM_BYTES)
+    kept, optimizer = Counted(), layer()
+    train(kept, optimizer, 8, bad=6)
+    assert (kept.num_copies, kept.first_bad()) == (1, None)
+    monkeypatch.setattr(updates, "SHARE", 1e9)
+    (parameter,) = optimizer.param_groups[0]["params"]
+    with torch.no_grad():
+        parameter.zero_()
+    train(kept, optimizer, 2, bad=1)
+    found = kept.first_bad()
+    assert kept.num_copies == 3 and found is not None
+    assert (found.update.step, found.where, found.is_same) == (1, "gradient", True)
+
+
+def test_a_bad_update_is_found_when_memory_is_full(once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates, "DEFAULT_STEP_BYTES", 3 * NUM_BYTES)
+    kept, optimizer = Counted(), layer()
+    train(kept, optimizer, 6, bad=2)
+    found = kept.first_bad()
+    assert found is not None and (found.update.step, kept.num_copies) == (2, 1)
+
+
+def test_all_optimizers_share_one_limit(once: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updates, "DEFAULT_STATE_BYTES", 2 * NUM_BYTES)
+    kept, optimizers = Updates(), [layer() for _ in range(3)]
+    for optimizer in optimizers:
+        train(kept, optimizer, 2, bad=1)
+    found = kept.first_bad()
+    assert found is not None and found.optimizer is optimizers[0]
+    assert sum(past.copies.num_bytes for past in kept._pasts.values()) == 2 * NUM_BYTES
+    del found, optimizer, optimizers[0]
+    gc.collect()
+    train(kept, optimizers[1], 2)
+    assert sum(past.copies.num_bytes for past in kept._pasts.values()) == 2 * NUM_BYTES
+
+
+def test_an_optimizer_that_the_loop_drops_is_gone() -> None:
+    kept, optimizer = Updates(), layer()
+    train(kept, optimizer, 3)
+    known = [weakref.ref(optimizer), *map(weakref.ref, optimizer.param_groups[0]["params"])]
+    del optimizer
+    gc.collect()
+    assert not any(reference() is not None for reference in known)
+
+
+def test_a_gradient_that_others_do_not_report_is_waited_for_once() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.full((2,), torch.nan)
+    waits: list[bool] = []
+    ranks = SimpleNamespace(
+        shards=SimpleNamespace(units=[], slots=[SimpleNamespace(parameter=parameter)]),
+        have_all_reported=lambda: bool(waits.append(True)),
+        withdraw=lambda step: None,
+    )
+    run_state: Any = SimpleNamespace(
+        ranks=ranks,
+        running=SimpleNamespace(suspect=None, entries=[]),
+        scalers=SimpleNamespace(is_used=False),
+        tape=SimpleNamespace(enabled=True),
+        iterations=SimpleNamespace(completed=0),
+        report_bad=lambda what: None,
+    )
+    own = OwnGradient(run_state)
+    own.before_update()
+    own.before_update()
+    assert waits == [True]
+
+
+def test_an_early_parameter_is_chosen_once() -> None:
+    searches: list[bool] = []
+    shards = SimpleNamespace(units=[nn.Linear(1, 1)], early_parameter=lambda: searches.append(True))
+    own = OwnGradient(SimpleNamespace(ranks=SimpleNamespace(shards=shards)))  # type: ignore[arg-type]
+    own.before_backward()
+    own.before_backward()
+    assert searches == [True]
