@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
@@ -82,6 +82,7 @@ def test_markup_in_a_report_is_noticed(hostile: ModuleType, text: str) -> None:
 
 @settings(max_examples=200)
 @given(ANYTHING)
+@example("__0__")
 def test_prose_is_text_and_code(text: str) -> None:
     paragraphs = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(f"- {prose(visible(text))} end")
     assert {token.type for token in paragraphs} <= {

@@ -384,7 +384,7 @@ class Session:
     def _parameter_names(self) -> dict[int, str]:
         """State-dict names of all parameters by ``id``, behind the root's name where there are several roots."""
         modules = [unwrapped(module) for module in self._run_state.history.modules]
-        roots = root_names(modules, sys._getframe())
+        roots = root_names(modules, sys._getframe().f_back)
         named = ((roots.get(id(m)), name, p) for m in modules for name, p in m.named_parameters())
         return {id(parameter): f"{root}.{name}" if root else name for root, name, parameter in named}
 

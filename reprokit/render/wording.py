@@ -328,7 +328,9 @@ def prose(text: str) -> str:
 
 
 # Inline code begins and ends with as many backticks; tags, links, emphasis and cells begin with one of the rest.
-_MARKUP = re.compile(r"(?<!`)((`+)(?!`).*?(?<!`)\2(?!`))|`+|[\\<>~|\[\]]|\*(?! )|(?<! )\*|&(?=[#\w])|(?<!\w)_|_(?!\w)")
+_MARKUP = re.compile(
+    r"(?<!`)((`+)(?!`).*?(?<!`)\2(?!`))|`+|[\\<>~|\[\]]|\*(?! )|(?<! )\*|&(?=[#\w])|(?<![^\W_])_|_(?![^\W_])"
+)
 _AT_START = re.compile(r"^(\d*)([#+.)-]+(?=\s|$))")
 
 

@@ -131,7 +131,7 @@ class NormMeter:
         """The name of a parameter that is to be measured."""
         name = self._known_name(parameter)
         if name is None:
-            known = dict[int, str]()
+            known: Mapping[int, str] = {}
             with ignored_errors():  # then the parameters have numbers for names
                 known = self._ask_names()
             name = known.get(id(parameter), f"parameter {len(self._names)}")
