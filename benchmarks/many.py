@@ -197,7 +197,7 @@ def _compare(row: Row, folder: Path) -> None:
 
 
 def _judge(row: Row, folder: Path) -> None:
-    """What was saved, against the truth."""
+    """Compares the saved snapshots with what was planted."""
     phase, call = FAILURES[row.failure]
     paths = sorted(folder.glob("*.pt"))
     if len(paths) != 1:

@@ -117,7 +117,7 @@ class Trained(nn.Module):
         self.first, self.second, self.loss = nn.Linear(4, 16), nn.Linear(16, 2), loss
 
     def logits(self, x: Tensor) -> Tensor:
-        """What the network says; the features are those of the batch, within bounds."""
+        """The output of the network for the clamped features of the batch."""
         return self.second(F.gelu(F.normalize(self.first(x.clamp(-3, 3)), dim=1)))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:

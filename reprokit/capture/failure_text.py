@@ -97,7 +97,7 @@ def growth(timeline: Sequence[StepNumbers], quantity: str | None = None) -> Iter
 
 
 def _trend(values: Sequence[float]) -> str:
-    """How much the last finite number is above the median; empty for numbers below zero, or with few of them."""
+    """The ratio of the last finite number to the median; empty for negative numbers and fewer than three."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 3 or min(finite) < 0:
         return ""

@@ -33,6 +33,7 @@ from reprokit.whatif.trial import VARIANTS
 from tests.capture.traps_checks import (
     BAD_STEP,
     WATCHES,
+    CountingBackend,
     batches,
     check_caught,
     check_silent,
@@ -351,13 +352,7 @@ def test_parameters_made_in_inference_mode(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_what_the_user_has_compiled_stays_compiled() -> None:
-    num = 0
-
-    def count(graph: Any, inputs: Any) -> Any:
-        nonlocal num
-        num += 1
-        return graph.forward
-
+    count = CountingBackend()
     bend = compiled(lambda h: h.sin() + 1, backend=count)
     bend(torch.ones(3))
     snapshot = zero_by_zero()
@@ -366,18 +361,12 @@ def test_what_the_user_has_compiled_stays_compiled() -> None:
     for _ in range(10):  # more often than dynamo compiles one function again
         run_compiled(snapshot, outputs, count)
     bend(torch.ones(3))
-    assert num == 11
+    assert count.num_graphs == 11
 
 
 def test_capture_does_not_make_a_compiled_step_compile_again(tmp_path: Path) -> None:
     def num_graphs() -> int:
-        num = 0
-
-        def count(graph: Any, inputs: Any) -> Any:
-            nonlocal num
-            num += 1
-            return graph.forward
-
+        count = CountingBackend()
         model = plain_net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -390,7 +379,7 @@ def test_capture_does_not_make_a_compiled_step_compile_again(tmp_path: Path) -> 
 
         for _, x, y in batches():
             step(x, y)
-        return num
+        return count.num_graphs
 
     plain = num_graphs()
     with Session(directory=tmp_path):

@@ -28,6 +28,7 @@ from reprokit.capture.session import Session
 from tests.capture.traps_checks import (
     STEPS,
     WATCHES,
+    CountingBackend,
     Loop,
     batches,
     check_silent,
@@ -628,20 +629,14 @@ def a_compiled_step() -> list[torch.Tensor]:
 @pytest.mark.parametrize("watch", WATCHES)
 def test_capture_does_not_make_a_compiled_model_compile_again(watch: str, tmp_path: Path) -> None:
     def num_graphs() -> int:
-        num = 0
-
-        def count(graph: Any, inputs: Any) -> Any:
-            nonlocal num
-            num += 1
-            return graph.forward
-
+        count = CountingBackend()
         torch._dynamo.reset()
         model = plain_net()
         fast = torch.compile(model, backend=count)
         optimizer = torch.optim.Adam(model.parameters())
         for _, x, y in batches():
             update(optimizer, classify(fast, x, y))
-        return num
+        return count.num_graphs
 
     plain = num_graphs()
     with Session(directory=tmp_path, watch=watch):

@@ -53,6 +53,17 @@ def plain_net(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
+class CountingBackend:
+    """A backend of ``torch.compile`` that runs the graphs as they are and counts them."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.num_graphs += 1
+        return graph.forward
+
+
 class Gated(nn.Module):
     """A network with a parameter that is read only when asked for, and that the optimizer updates in every step."""
 

@@ -29,6 +29,13 @@ from tests.shrink.test_jobs import Counting, outcome, reduce
 
 needs_dask = pytest.mark.skipif(importlib.util.find_spec("distributed") is None, reason="`distributed` is absent")
 without_warnings = pytest.mark.filterwarnings("default")  # Dask's own, about sockets and loops
+
+
+def on_a_cluster(test: Callable[..., None]) -> Callable[..., None]:
+    """A test with a local Dask cluster."""
+    return needs_dask(needs_fork(without_warnings(pytest.mark.slow(test))))
+
+
 SECONDS_TO_START = 120.0
 
 
@@ -151,10 +158,7 @@ def wait_for_workers(address: str, num_workers: int) -> None:
     pytest.fail("no cluster has started")
 
 
-@needs_dask
-@needs_fork
-@without_warnings
-@pytest.mark.slow
+@on_a_cluster
 def test_a_dask_cluster_changes_no_result() -> None:
     run = reduce(failing.half_sum_overflow)
     alone = outcome(run)
@@ -165,10 +169,7 @@ def test_a_dask_cluster_changes_no_result() -> None:
     assert counting.num_submitted > 0
 
 
-@needs_dask
-@needs_fork
-@without_warnings
-@pytest.mark.slow
+@on_a_cluster
 def test_the_command_writes_the_same_repro_through_dask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(failing.half_sum_overflow(), tmp_path / "a.pt")
     written = []
@@ -182,10 +183,7 @@ def test_the_command_writes_the_same_repro_through_dask(tmp_path: Path, capsys: 
     assert ended.returncode == 1
 
 
-@needs_dask
-@needs_fork
-@without_warnings
-@pytest.mark.slow
+@on_a_cluster
 def test_a_scheduler_that_goes_away_does_not_end_the_reduction() -> None:
     run = reduce(failing.half_sum_overflow)
     alone = outcome(run)

@@ -127,7 +127,7 @@ class Course:
 
     def add(self, place: int, step: int, number: float, rate: float | None = None) -> Departure | None:
         """Take the number of a step, and the learning rate it was made with; a departure if there is one to report."""
-        if number > self._high and self._is_old:  # no value is judged by steps that are long over
+        if number > self._high and self._is_old:  # the median of long ago must not decide
             self._learn()
         if number <= self.limit:
             departure = self._come_back() if self._streak else None

@@ -267,7 +267,7 @@ class State:
         self._notes.append(Bindings(part._buffers for part in module.modules()))
 
     def renewed(self) -> dict[int, torch.Tensor]:
-        """What optimizers have made anew in the place of tensors of that moment, by the ``id`` of these."""
+        """Tensors of optimizer states that were replaced since then: the new one by the ``id`` of the old one."""
         return dict(pair for note in self._notes if isinstance(note, OptimizerNote) for pair in note.renewed())
 
     def clear(self) -> None:

@@ -420,7 +420,7 @@ class Rewind:
         return [(leaf, leaf.grad.clone()) for leaf in leaves if leaf.grad is not None]
 
     def _parameters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What is trained, with copies."""
+        """The trainable parameters, each with a copy."""
         return [(t, t.detach().clone()) for t in self._history.changing() if t.requires_grad]
 
     def _is_state_bad(self) -> bool:

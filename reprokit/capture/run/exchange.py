@@ -27,7 +27,7 @@ _TO_END = 5.0  # seconds
 
 
 class Unanswered(Exception):
-    """Another process did not send what it was asked for."""
+    """Another process did not answer a request within its time limit."""
 
 
 class Exchange:
