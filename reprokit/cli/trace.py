@@ -43,6 +43,7 @@ class Output:
     to: Format
     path: Path | None
     title: str
+    histograms: bool = False
     num_rows: int = 0
     _file: IO[str] | None = None
     _waiting: list[FrameRow] = field(default_factory=list)
@@ -69,7 +70,8 @@ class Output:
         elif self.to == "table":
             self._print_table(rows)
         elif self._file is not None:
-            self._file.write(json_lines(rows) if self.to == "jsonl" else csv_lines(rows, has_header=self.num_rows == 0))
+            header = {"has_header": self.num_rows == 0, "histograms": self.histograms}
+            self._file.write(json_lines(rows) if self.to == "jsonl" else csv_lines(rows, **header))
             self._file.flush()
         self.num_rows += len(rows)
 
@@ -87,7 +89,9 @@ class Output:
         if self.to == "html" and self._file is not None:
             from reprokit.render.templates import render_template
 
-            self._file.write(render_template("trace.html.j2", title=self.title, rows=self._waiting))
+            self._file.write(
+                render_template("trace.html.j2", title=self.title, rows=self._waiting, histograms=self.histograms)
+            )
             self._file.flush()
 
 
@@ -131,7 +135,12 @@ class TraceScript:
         from reprokit.measure.live import FrameRecorder
 
         tracer = FrameRecorder(
-            self.steps, self.output.write, self._complain, pattern=self.module, stop_after=self.stop_after
+            self.steps,
+            self.output.write,
+            self._complain,
+            pattern=self.module,
+            stop_after=self.stop_after,
+            histograms=self.output.histograms,
         )
         tracers.append(tracer)
         stack.callback(tracer.remove)
@@ -178,7 +187,7 @@ class TraceFile:
 
         snapshot = load(self.snapshot)
         with deadline(self.max_time, too_long(self.max_time, f"--max-time {2 * self.max_time:g} waits longer")):
-            rows = recorded_rows(snapshot, self.module)
+            rows = recorded_rows(snapshot, self.module, histograms=self.output.histograms)
         with self.output.opened(is_shared=False):
             self.output.write(rows)
         if not rows:
@@ -222,6 +231,7 @@ class _Command(click.Command):
 )
 @click.option("--stop-after", type=click.IntRange(min=0), metavar="N", help="Stop the script after step N.")
 @click.option("--module", metavar="PATTERN", help="Only modules whose path fits, such as 'h.0.*'.")
+@click.option("--histograms", is_flag=True, help="Add a histogram of magnitudes and the kurtosis to every row.")
 @click.option("--to", type=click.Choice(FORMATS), default="table", show_default=True, help="The format of the rows.")
 @click.option("-o", "--output", type=FilePath(), metavar="FILE", help="Write the rows to FILE.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite FILE if it exists.")
@@ -234,6 +244,7 @@ def command(
     steps: frozenset[int] | None,
     stop_after: int | None,
     module: str | None,
+    histograms: bool,
     to: Format,
     output: Path | None,
     force: bool,
@@ -254,7 +265,7 @@ def command(
         output = output if is_snapshot else with_part(output, rank_suffix())
         check_file(output, overwrite=force)
     to = "jsonl" if json else to
-    made = Output(to, output, f"{target[0]}")
+    made = Output(to, output, f"{target[0]}", histograms)
     if is_snapshot:
         if steps is not None or stop_after is not None:
             raise UsageError("a snapshot holds one step", hint="--steps and --stop-after are for scripts")

@@ -1,6 +1,7 @@
 """The range of a tensor: magnitudes, mean, standard deviation, and how many elements are zero, NaN or infinite.
 
-Reports, `reprokit trace` and events show tensors by their ranges. `measure` only reads its argument.
+Reports, `reprokit trace` and events show tensors by their ranges; a trace may add a histogram of the magnitudes.
+`measure` only reads its argument.
 """
 
 from __future__ import annotations
@@ -16,13 +17,41 @@ _ONE_BYTE = 1  # formats of one byte have next to no functions of their own
 _PLAIN = (1e-12, 1e12)  # magnitudes whose squares, summed over 2**40 elements, are normal float32 numbers
 
 
+_BARS = "▁▂▃▄▅▆▇█"
+_LEAST_FOR_TAILS = 8  # elements; fewer have no tails
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """The magnitudes of the finite elements that are not zero, in bins of a power of two.
+
+    ``counts[i]`` elements have a magnitude from 2**(lowest + i) up to the next power. ``kurtosis`` is the excess
+    kurtosis of these elements: 0 for a normal distribution, far above it for heavy tails; ``None`` for less than 8.
+    """
+
+    lowest: int
+    counts: tuple[int, ...]
+    kurtosis: float | None
+
+    def bars(self, room: int) -> str:
+        """``2^-9 ▁▃▅█ 2^-5`` in at most ``room`` bars; their height is the logarithm of the count."""
+        if not self.counts:
+            return ""
+        each = math.ceil(len(self.counts) / room)
+        sums = [sum(self.counts[place : place + each]) for place in range(0, len(self.counts), each)]
+        unit = (len(_BARS) - 1) / math.log2(max(*sums, 2))
+        drawn = "".join(_BARS[round(unit * math.log2(count))] if count else " " for count in sums)
+        return f"2^{self.lowest} {drawn} 2^{self.lowest + each * len(sums)}"
+
+
 @dataclass(frozen=True, slots=True)
 class Range:
     """A tensor in short. ``low`` and ``high`` are the smallest and largest magnitude of its finite elements, and
     ``least`` is the smallest that is not zero; ``mean`` and ``std`` (population) are of the finite elements too, those
     of complex numbers of their magnitudes. All are ``None`` without any. ``zeros`` is the share of zeros among all
     elements, ``num_inf`` counts infinities of either sign, ``num_negative_inf`` those below zero, ``num_true`` is for
-    booleans. A tensor that is spread over processes has the shape of the whole and the numbers of the local part."""
+    booleans. A tensor that is spread over processes has the shape of the whole and the numbers of the local part.
+    ``histogram`` is there on request."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,6 +65,7 @@ class Range:
     mean: float | None = None
     std: float | None = None
     zeros: float | None = None
+    histogram: Histogram | None = None
 
     @property
     def is_bad(self) -> bool:
@@ -66,10 +96,11 @@ class FormatLimits:
     largest: float
 
 
-def measure(tensor: torch.Tensor, *, moments: bool = True) -> Range:
+def measure(tensor: torch.Tensor, *, moments: bool = True, histogram: bool = False) -> Range:
     """The range of a tensor of any format, layout and shape; of a tensor on the meta device only these two.
 
-    ``moments``: with mean and standard deviation, which take half of the time.
+    ``moments``: with mean and standard deviation, which take half of the time. ``histogram``: of floating-point
+    numbers with that too, which takes several times as long as all the rest.
     """
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     numbers = _numbers(tensor)
@@ -88,6 +119,7 @@ def measure(tensor: torch.Tensor, *, moments: bool = True) -> Range:
         numbers = numbers[is_finite]
         magnitudes = numbers.abs().clamp(max=torch.finfo(magnitudes.dtype).max)  # of complex numbers it may overflow
         low, high = _extremes(magnitudes)
+    is_float = numbers.is_complex() or tensor.is_floating_point()
     num_zero = magnitudes.numel() - int(magnitudes.count_nonzero()) if low == 0 else 0
     return Range(
         dtype,
@@ -101,6 +133,7 @@ def measure(tensor: torch.Tensor, *, moments: bool = True) -> Range:
         num_negative_inf=num_negative,
         **(_moments(magnitudes if numbers.is_complex() else numbers, high) if moments else {}),
         zeros=num_zero / (magnitudes.numel() + num_nan + num_inf),
+        histogram=_histogram(magnitudes if numbers.is_complex() else numbers) if histogram and is_float else None,
     )
 
 
@@ -155,6 +188,24 @@ def _moments(numbers: torch.Tensor, high: float) -> dict[str, float]:
     centred = scaled.flatten() - mean
     std = math.sqrt(float(torch.dot(centred, centred)) / centred.numel())  # a ninth of the time of `torch.std`
     return {"mean": max(-high, min(high, mean * unit)), "std": min(high, std * unit)}
+
+
+def _histogram(numbers: torch.Tensor) -> Histogram:
+    """The histogram of finite numbers."""
+    numbers = numbers[numbers != 0]
+    numbers = numbers.float() if numbers.element_size() < torch.float32.itemsize else numbers
+    if not numbers.numel():
+        return Histogram(0, (), None)
+    exponents = torch.frexp(numbers).exponent.long() - 1
+    lowest = int(exponents.min())
+    counts = torch.bincount(exponents - lowest).tolist()
+    centred = numbers / numbers.abs().max()
+    centred -= centred.mean()
+    squares = centred.square_()
+    variance = float(squares.mean())
+    has_tails = numbers.numel() >= _LEAST_FOR_TAILS and variance > 0
+    kurtosis = float((squares / variance).square_().mean()) - 3.0 if has_tails else None
+    return Histogram(lowest, tuple(counts), kurtosis)
 
 
 def _extremes(magnitudes: torch.Tensor) -> tuple[float, float]:

@@ -1,8 +1,9 @@
 """Measures the module calls of chosen steps in a running script, forward and backward.
 
 Only in a chosen step ``nn.Module.__call__`` is replaced, and gradients are seen by hooks on the tensors that go in and
-come out. Nothing is added to a graph and no generator is used, so the training ends with the same bits. Code inside of
-`torch.compile` is left alone: the compiled module is measured from outside.
+come out; those of weights are read when an optimizer has stepped. Nothing is added to a graph and no generator is used,
+so the training ends with the same bits. Code inside of `torch.compile` is left alone: the compiled module is measured
+from outside.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import inspect
 import os
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +26,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils._python_dispatch import _disable_current_modes
 
 from reprokit.arrivals import pass_on
+from reprokit.capture.record.state import parameters_of
 from reprokit.capture.record.structure import ATOMS
 from reprokit.capture.record.tensor_names import root_names
 from reprokit.capture.run.counting import Iterations
@@ -58,8 +61,8 @@ class FrameRecorder:
     """Measures ``steps`` of the running process, and gives ``receive`` the rows of each when it is over.
 
     Steps are counted as a capture counts them. ``pattern`` is a shell pattern for paths of modules. After the step
-    ``stop_after`` it raises `TraceStop` in the script. An error of its own goes to ``complain`` and ends the
-    measuring, never the script.
+    ``stop_after`` it raises `TraceStop` in the script. ``histograms``: measure these too. An error of its own goes to
+    ``complain`` and ends the measuring, never the script.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class FrameRecorder:
         *,
         pattern: str | None = None,
         stop_after: int | None = None,
+        histograms: bool = False,
     ) -> None:
         self.num_steps = 0
         self.without_gradient: set[str] | None = None  # names of parameters; ``None`` before the first backward pass
@@ -78,6 +82,7 @@ class FrameRecorder:
         self._complain = complain
         self._pattern = pattern
         self._stop_after = stop_after
+        self._range_of = functools.partial(measure, histogram=histograms)
         self._process = os.getpid()
         self._iterations = Iterations()
         self._original: Any = None
@@ -89,8 +94,9 @@ class FrameRecorder:
         self._roots: dict[int, torch.nn.Module] = {}
         self._names: dict[int, str] = {}  # of roots that paths would mix up
         self._handles: list[Any] = []
-        self._with_grad: set[int] = set()  # modules whose gradients are seen in this step
+        self._with_grad: dict[int, int] = {}  # modules whose gradients are seen in this step: the first such call
         self._weights: dict[int, tuple[int, Any]] = {}  # version and range of those measured in this step
+        self._old_gradients: dict[int, tuple[weakref.ref[torch.Tensor] | None, int]] = {}  # and their versions
 
     def install(self) -> None:
         """Count the steps from now on, and measure those that are chosen."""
@@ -100,16 +106,20 @@ class FrameRecorder:
 
     def remove(self) -> None:
         """Take everything away; rows of a step that is not over are handed on."""
+        self._guarded(self._note_gradients)
         self._end_step()
         while self._undo:
             self._undo.pop()()
         self._paths.clear()
+        self._old_gradients.clear()
         self._roots.clear()
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
         if self._iterations.completed in self._steps and self._original is None:
+            for module, _, _ in self._paths.values():
+                self._remember_gradients(module)
             self._original = original = torch.nn.Module.__call__
             tracer = self
 
@@ -134,8 +144,8 @@ class FrameRecorder:
             handle.remove()
         self._handles.clear()
         rows = [replace(row, module=_label(called, self._names.get(called.root, ""))) for called, row in self._rows]
-        ends = {row.frame: place for place, row in enumerate(rows)}
-        rows.sort(key=lambda row: ends[row.frame])  # the frames in the order in which the modules were left
+        ends = {row.frame: place for place, row in enumerate(rows) if row.tensor != "grad_weight"}
+        rows.sort(key=lambda row: ends.get(row.frame, len(rows)))  # frames in the order in which the modules were left
         self._rows.clear()
         self._calls.clear()
         self._with_grad.clear()
@@ -156,13 +166,35 @@ class FrameRecorder:
         if not is_compiling() and os.getpid() == self._process:
             self._attempted(optimizer)
 
+    def _note_gradients(self, only: Collection[int] | None = None) -> None:
+        """Measure ``.grad`` of parameters (those with these ``id``s) where it changed since it was remembered."""
+        for module, path, root in list(self._paths.values()) if self._original is not None else ():
+            cls, call = type(module).__name__, self._with_grad.get(id(module), 0)
+            if self._pattern is not None and not self._is_wanted(path, root, cls):
+                continue
+            for name, weight in module.named_parameters(recurse=False):
+                gradient, (old, version) = weight.grad, self._old_gradients.get(id(weight), (None, 0))
+                if gradient is None or (only is not None and id(weight) not in only):
+                    continue
+                if old is None or old() is not gradient or version != gradient._version:
+                    self._old_gradients[id(weight)] = weakref.ref(gradient), gradient._version
+                    self._note(_Called(path, root, cls, call, False, False), "backward", "grad_weight", name, gradient)
+
+    def _remember_gradients(self, module: torch.nn.Module) -> None:
+        """The gradients of a module's own parameters belong to a step before, unless they change."""
+        for weight in module.parameters(recurse=False):
+            if weight.grad is not None:
+                self._old_gradients[id(weight)] = weakref.ref(weight.grad), weight.grad._version
+
     def _attempted(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer stepped, or a grad scaler left its step out."""
         before = self._iterations.completed
         try:
+            self._guarded(self._note_gradients, {id(parameter) for parameter in parameters_of(optimizer)})
             self._iterations.attempted(optimizer)
             self.num_steps = self._iterations.completed
             if self.num_steps != before:
+                self._guarded(self._note_gradients)
                 self._end_step()
                 self._begin_step()
         except BaseException as error:
@@ -233,9 +265,9 @@ class FrameRecorder:
         is_again = torch._C._current_graph_task_id() != -1
         if is_again and id(module) in self._with_grad:
             return None
-        if has_grad:
-            self._with_grad.add(id(module))
         key = (id(module), is_again)
+        if has_grad:
+            self._with_grad.setdefault(id(module), self._calls[key])
         called = _Called(path, root, cls, self._calls[key], is_again, has_grad)
         self._calls[key] += 1
         if not is_again:
@@ -268,11 +300,11 @@ class FrameRecorder:
         now = -1 if weight.is_inference() else weight._version
         version, found = self._weights.get(id(weight), (-1, None))
         if found is None or version != now or now < 0:
-            self._weights[id(weight)] = now, (found := measure(weight))
+            self._weights[id(weight)] = now, (found := self._range_of(weight))
         self._rows.append((called, self._row(called, "forward", "weight", name, found)))
 
     def _note(self, called: _Called, direction: Pass, role: Role, name: str, tensor: torch.Tensor) -> None:
-        self._rows.append((called, self._row(called, direction, role, name, measure(tensor))))
+        self._rows.append((called, self._row(called, direction, role, name, self._range_of(tensor))))
 
     def _row(self, called: _Called, direction: Pass, role: Role, name: str, found: Any) -> FrameRow:
         return FrameRow(self._iterations.completed, "", called.cls, called.call, direction, role, name, found)
@@ -288,6 +320,7 @@ class FrameRecorder:
             self._paths[id(module)] = module, "", id(module)
             for path, part in inner.named_modules():
                 self._paths.setdefault(id(part), (part, path, id(module)))
+                self._remember_gradients(part)
             self._names = root_names(list(self._roots.values()), sys._getframe())
             known = self._paths[id(module)]
         return known[1], known[2]

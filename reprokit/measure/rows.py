@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 Pass = Literal["forward", "backward"]
-Role = Literal["input", "weight", "output", "grad_input", "grad_output"]
+Role = Literal["input", "weight", "output", "grad_input", "grad_output", "grad_weight"]
 FIELDS = (
     *("step", "module", "class", "call", "pass", "tensor", "abs_min", "abs_max", "mean", "std", "zeros", "nonfinite"),
     *("dtype", "headroom", "name", "shape"),
 )
+HISTOGRAM_FIELDS = ("kurtosis", "histogram")  # behind the others, if the rows were measured with histograms
 HEADINGS = ("tensor", "|min|", "|max|", "mean", "std", "zeros", "dtype", "headroom")
+_BARS = 40
 _LEAST_NAME = 14  # columns of the terminal; longer names are folded where there is no room
 NEAR_LIMIT = 1.0  # doublings of headroom: one more layer of the same gain overflows
 
@@ -60,11 +62,15 @@ class FrameRow:
         return self.range.headroom is not None and self.range.headroom < NEAR_LIMIT
 
     def plain(self) -> dict[str, Any]:
-        """The values of `FIELDS`; numbers are finite or ``None``."""
+        """The values of `FIELDS`; numbers are finite or ``None``. A measured histogram is an object with the exponent
+        of the lowest bin and the counts."""
         found = self.range
         numbers = (found.low, found.high, found.mean, found.std, found.zeros, found.num_nan + found.num_inf)
         values = (*self.frame, self.tensor, *numbers, found.dtype, found.headroom, self.name, list(found.shape))
-        return dict(zip(FIELDS, values, strict=True))
+        plain: dict[str, Any] = dict(zip(FIELDS, values, strict=True))
+        if (bins := found.histogram) is not None:
+            plain |= {"kurtosis": bins.kurtosis, "histogram": {"lowest": bins.lowest, "counts": list(bins.counts)}}
+        return plain
 
     def cells(self) -> tuple[str, ...]:
         """The texts under `HEADINGS`."""
@@ -76,6 +82,13 @@ class FrameRow:
         room = "" if found.headroom is None else f"2^{found.headroom:.1f}"
         label = f"{self.tensor} {self.name}".rstrip()
         return (label, *numbers, zeros, found.dtype, bad or room)
+
+    def bars(self) -> str:
+        """The histogram in one line: ``2^-9 ▁▃▅█ 2^-5, kurtosis 0.13``; empty without one."""
+        bins = self.range.histogram
+        if bins is None or not bins.counts:
+            return ""
+        return bins.bars(_BARS) + (f", kurtosis {bins.kurtosis:.3g}" if bins.kurtosis is not None else "")
 
 
 def _number(number: float | None) -> str:
@@ -91,7 +104,7 @@ def frames(rows: Iterable[FrameRow]) -> Iterator[tuple[str, list[FrameRow]]]:
 
 def table(rows: Sequence[FrameRow], room: int) -> Group:
     """Frames for a terminal of ``room`` columns; bad rows are red and marked with ``!``, those near their limit yellow
-    with ``~``."""
+    with ``~``. A histogram is a line below its row."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -115,7 +128,11 @@ def table(rows: Sequence[FrameRow], room: int) -> Group:
 
     parts: list[Text | Table] = [grid((), HEADINGS)]
     for title, found in frames(rows):
-        parts += [Text(f"\n{title}", style="bold"), grid(found)]
+        parts.append(Text(f"\n{title}", style="bold"))
+        for has_bars, part in itertools.groupby(found, lambda row: row.range.histogram is not None):
+            for rows_of_grid in ([row] for row in part) if has_bars else [list(part)]:
+                parts.append(grid(rows_of_grid))
+                parts += [Text(f"    {row.bars()}", style="dim") for row in rows_of_grid if row.bars()]
     return Group(*parts)
 
 
@@ -124,12 +141,15 @@ def json_lines(rows: Iterable[FrameRow]) -> str:
     return "".join(f"{json.dumps(row.plain(), allow_nan=False)}\n" for row in rows)
 
 
-def csv_lines(rows: Iterable[FrameRow], *, has_header: bool) -> str:
-    """One row a line, under the names of `FIELDS`; a shape is ``8x16``."""
+def csv_lines(rows: Iterable[FrameRow], *, has_header: bool, histograms: bool = False) -> str:
+    """One row a line, under the names of `FIELDS`; a shape is ``8x16``, a histogram ``-9:1 5 20``."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    writer = csv.DictWriter(text, FIELDS + (HISTOGRAM_FIELDS if histograms else ()), lineterminator="\n")
     if has_header:
-        writer.writerow(FIELDS)
+        writer.writeheader()
     for row in rows:
-        writer.writerow({**row.plain(), "shape": "x".join(map(str, row.range.shape))}.values())
+        cells = {**row.plain(), "shape": "x".join(map(str, row.range.shape))}
+        if (bins := row.range.histogram) is not None:
+            cells["histogram"] = f"{bins.lowest}:{' '.join(map(str, bins.counts))}" if bins.counts else ""
+        writer.writerow(cells)
     return text.getvalue()

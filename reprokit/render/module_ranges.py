@@ -164,14 +164,16 @@ class _Frames:
         return {value: self._found.written.get((index, value)) for value, index in shown.items()}
 
 
-def recorded_rows(snapshot: Snapshot, pattern: str | None = None, *, last: int | None = None) -> list[FrameRow]:
+def recorded_rows(
+    snapshot: Snapshot, pattern: str | None = None, *, last: int | None = None, histograms: bool = False
+) -> list[FrameRow]:
     """Run the captured step, and return the rows of its module calls: forward in the order in which modules were left,
     then backward.
 
     ``pattern`` is a shell pattern for paths of modules. ``last`` asks for so many frames, up to the one in which the
-    step failed. Raises `ReprokitError` if the step cannot be run here.
+    step failed. ``histograms``: measure these too. Raises `ReprokitError` if the step cannot be run here.
     """
-    found = survey(snapshot)
+    found = survey(snapshot, histograms=histograms)
     if found.error is not None:
         reason = str(found.error).partition("\n")[0]
         raise ReprokitError(
@@ -202,12 +204,17 @@ def _forward(step: int, key: Key, parts: tuple[Ranges, ...], names: Mapping[int,
 
 
 def _backward(found: Survey, forward: list[tuple[int, FrameRow]]) -> list[tuple[int, FrameRow]]:
-    """The gradients that came back to outputs and inputs of a frame."""
+    """The gradients that came back to outputs and inputs of a frame, and in a module's first call those of weights."""
+    kinds: tuple[tuple[Role, Role, dict[int, Range]], ...] = (
+        ("output", "grad_output", found.gradients),
+        ("input", "grad_input", found.gradients),
+        ("weight", "grad_weight", found.leaf_gradients),
+    )
     return [
-        (value, replace(row, direction="backward", tensor=gradient_role, range=found.gradients[value]))
-        for role, gradient_role in _GRADIENTS
+        (value, replace(row, direction="backward", tensor=gradient_role, range=gradients[value]))
+        for role, gradient_role, gradients in kinds
         for value, row in forward
-        if row.tensor == role and value in found.gradients
+        if row.tensor == role and value in gradients and (role != "weight" or row.call == 0)
     ]
 
 
@@ -226,4 +233,3 @@ def _until_failure(
 
 
 _ROLES: tuple[Role, ...] = ("weight", "input", "output")
-_GRADIENTS: tuple[tuple[Role, Role], ...] = (("output", "grad_output"), ("input", "grad_input"))

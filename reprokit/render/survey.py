@@ -122,7 +122,8 @@ class Survey:
     """Ranges and places measured in one run.
 
     ``written`` holds the range of a value after a call, by (index, value); ``inputs`` the range of what the program was
-    given, when it was first read; ``gradients`` what the backward passes sent to a value. ``operands`` is what the
+    given, when it was first read; ``gradients`` what the backward passes sent to a value, ``leaf_gradients`` what the
+    step left in ``.grad`` of a leaf. ``operands`` is what the
     origin read, ``optimizer`` what an optimizer's step had for the parameter it ruined. ``positions`` is about the bad
     tensor. ``writers`` and ``readers`` list for every value the calls that write and read it, in order. ``error`` ended
     the run before its time.
@@ -134,6 +135,7 @@ class Survey:
     written: dict[tuple[int, int], Range] = field(default_factory=dict)
     inputs: dict[int, Range] = field(default_factory=dict)
     gradients: dict[int, Range] = field(default_factory=dict)
+    leaf_gradients: dict[int, Range] = field(default_factory=dict)
     operands: dict[int, Range] = field(default_factory=dict)
     optimizer: dict[str, Range] = field(default_factory=dict)
     positions: Positions | None = None
@@ -159,20 +161,23 @@ class Survey:
         return self.written.get((index, value)) if index is not None else self.inputs.get(value)
 
 
-def survey(snapshot: Snapshot, name: str = "", shown: Iterable[int] | None = None) -> Survey:
+def survey(
+    snapshot: Snapshot, name: str = "", shown: Iterable[int] | None = None, *, histograms: bool = False
+) -> Survey:
     """Run the captured step once and measure it, as far as it can be run here; ``name`` is that of the bad tensor.
 
     ``shown`` are the calls whose operands, results and gradients matter beside those of the origin, ``None`` for all:
-    only these run, with what they depend on, and means and deviations are left out.
+    only these run, with what they depend on, and means and deviations are left out. ``histograms``: measure these too.
     """
     only = needed_calls(snapshot.program.calls, {*shown, *ends(snapshot)}) if shown is not None else None
     found = Survey(snapshot.program, snapshot.failure, name)
+    range_of = partial(measure, moments=shown is None, histogram=histograms)
     with determinism(snapshot.settings), warnings.catch_warnings(action="ignore"):
         try:
             outcome = run(
                 snapshot.program,
                 snapshot.tensors,
-                observer=_Watch(found, moments=shown is None),
+                observer=_Watch(found, range_of),
                 keep=frozenset(),
                 only=only,
             )
@@ -180,6 +185,8 @@ def survey(snapshot: Snapshot, name: str = "", shown: Iterable[int] | None = Non
             found.error = error
         else:
             found.error = outcome.error if outcome.error_call != snapshot.failure.call_index else None
+            if shown is None:
+                found.leaf_gradients = {value: range_of(gradient) for value, gradient in outcome.gradients.items()}
     return found
 
 
@@ -195,9 +202,9 @@ def ends(snapshot: Snapshot) -> set[int]:
 class _Watch:
     """The observer that fills a survey."""
 
-    def __init__(self, found: Survey, *, moments: bool) -> None:
+    def __init__(self, found: Survey, range_of: Callable[[torch.Tensor], Range]) -> None:
         self._found = found
-        self._measure = partial(measure, moments=moments)
+        self._measure = range_of
         self._inputs = {item.value for item in found.program.inputs if item.role != "rng"}
         self._states = {item.value for item in found.program.inputs if item.role == "rng"}
         self._hooked: set[int] = set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +135,13 @@ def test_numbers_of_a_frame(tmp_path: Path, run_reprokit: Run) -> None:
     )
     done = run_reprokit("trace", "--json", "train.py")
     assert done.stderr.startswith("done\n")  # what the script prints is not mixed with rows
-    weight, given, output, gradient = rows_of(done.stdout)
+    weight, given, output, gradient, of_weight = rows_of(done.stdout)
     assert (weight["tensor"], weight["abs_max"], weight["shape"]) == ("weight", 2.0, [1, 1])
     assert (given["abs_min"], given["abs_max"], given["mean"], given["std"]) == (1.0, 3.0, 1.0, 2.0)
     assert (output["abs_max"], output["zeros"], output["nonfinite"], output["dtype"]) == (6.0, 0.0, 0, "float32")
     assert (gradient["tensor"], gradient["pass"], gradient["abs_max"]) == ("grad_output", "backward", 12.0)
     assert gradient["headroom"] == pytest.approx(128 - 3.585, abs=0.001)
+    assert (of_weight["tensor"], of_weight["name"], of_weight["abs_max"]) == ("grad_weight", "weight", 40.0)
 
 
 def test_patterns_formats_and_the_last_step(tmp_path: Path, run_reprokit: Run) -> None:
@@ -155,6 +157,50 @@ def test_patterns_formats_and_the_last_step(tmp_path: Path, run_reprokit: Run) -
     screen = run_reprokit("trace", "train.py", "--module", "head")
     assert "step 0  forward  head (Linear)" in screen.stderr and "step 0  backward  head (Linear)" in screen.stderr
     assert "emb" not in screen.stderr
+
+
+def test_gradients_of_weights_are_those_that_the_optimizer_was_given(tmp_path: Path, run_reprokit: Run) -> None:
+    (tmp_path / "train.py").write_text("""\
+import torch
+torch.manual_seed(0)
+net = torch.nn.ModuleDict({"attn": torch.nn.MultiheadAttention(4, 2), "frozen": torch.nn.Linear(4, 4)})
+net["frozen"].requires_grad_(False)
+head = torch.nn.Linear(4, 1)
+first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (net["attn"], head))
+for step in range(3):
+    for _ in range(2):
+        x = torch.randn(3, 2, 4)
+        head(net["frozen"](net["attn"](x, x, x)[0])).sum().backward()
+    torch.nn.utils.clip_grad_norm_(head.parameters(), 1e-3)
+    norms = [head.weight.grad.abs().max().item(), net["attn"].out_proj.weight.grad.abs().max().item()]
+    for optimizer in (second, first):
+        optimizer.step()
+        optimizer.zero_grad()
+    print(norms if step == 1 else "")
+""")
+    done = run_reprokit("trace", "--steps", "1", "--json", "train.py")
+    rows = [row for row in rows_of(done.stdout) if row["tensor"] == "grad_weight"]
+    found = {(row["module"], row["name"]): row["abs_max"] for row in rows}
+    norms = json.loads(done.stderr.split("\n")[1])
+    assert found["head", "weight"] == norms[0] and found["net.attn.out_proj", "weight"] == norms[1]
+    names = {("head", "bias"), *(("net.attn", f"in_proj_{name}") for name in ("weight", "bias"))}
+    assert found.keys() == {("head", "weight"), ("net.attn.out_proj", "weight"), ("net.attn.out_proj", "bias"), *names}
+
+
+def test_histograms_are_added_on_request(tmp_path: Path, run_reprokit: Run) -> None:
+    (tmp_path / "train.py").write_text(NET)
+    words = ("trace", "train.py", "--module", "h.0.fc", "--histograms")
+    rows = rows_of(run_reprokit(*words, "--to", "jsonl").stdout)
+    for row in rows:
+        num_elements = math.prod(row["shape"])
+        assert sum(row["histogram"]["counts"]) == num_elements - round(row["zeros"] * num_elements)
+        assert 2.0 ** row["histogram"]["lowest"] <= row["abs_max"] and isinstance(row["kurtosis"], float)
+    table = list(csv.DictReader(io.StringIO(run_reprokit(*words, "--to", "csv").stdout)))
+    assert [float(row["kurtosis"]) for row in table] == [row["kurtosis"] for row in rows]
+    lowest, _, counts = table[-1]["histogram"].partition(":")
+    assert rows[-1]["histogram"] == {"lowest": int(lowest), "counts": [int(count) for count in counts.split()]}
+    line = f"2^{lowest} ▁"
+    assert line in run_reprokit(*words).stderr and line in run_reprokit(*words, "--to", "html").stdout
 
 
 def test_what_follows_the_script_is_its_own_after_options(tmp_path: Path, run_reprokit: Run) -> None:
@@ -230,8 +276,8 @@ optimizer.step()
 """)
     rows = rows_of(run_reprokit("trace", "--json", "train.py").stdout)
     backward = sorted((row["module"], row["call"], row["tensor"]) for row in rows if row["pass"] == "backward")
-    inside = [(module, 1, tensor) for module in ("1", "2") for tensor in ("grad_input", "grad_output")]
-    assert backward == [("0", 1, "grad_output"), *inside]
+    seen = {"0": ("output", "weight", "weight"), "1": ("input", "output"), "2": ("input", "output", "weight", "weight")}
+    assert backward == [(module, 1, f"grad_{tensor}") for module, tensors in seen.items() for tensor in tensors]
 
 
 def test_a_narrow_terminal_shows_every_column(tmp_path: Path, run_python: Run) -> None:
@@ -274,6 +320,10 @@ def test_frames_of_a_snapshot_without_its_script(tmp_path: Path, run_reprokit: R
     assert (bad["module"], bad["tensor"]) == ("<Net>", "output")
     backward = [row["module"] for row in rows if row["tensor"] == "grad_output"]
     assert backward == ["<Net>", "b", "b.1", "b.0", "a"]
+    weights = [(row["module"], row["name"], row["shape"]) for row in rows if row["tensor"] == "grad_weight"]
+    assert weights == [("b.0", "weight", [8, 8]), ("b.0", "bias", [8]), ("a", "weight", [8, 4]), ("a", "bias", [8])]
+    (first, *_) = rows_of(run_reprokit("trace", "x.pt", "--histograms", "--json").stdout)
+    assert sum(first["histogram"]["counts"]) == math.prod(first["shape"])
     last = run_reprokit("show", "--frames", "2", "x.pt").stderr
     assert [line for line in last.splitlines() if line.startswith("step")] == [
         "step 2  forward  b (Sequential)",

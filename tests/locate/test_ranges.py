@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cmath
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -92,3 +93,34 @@ def test_what_has_no_elements_of_its_own_has_a_shape_only() -> None:
 def test_zeros_of_a_sparse_tensor_count_and_a_view_is_measured_alone() -> None:
     assert measure(torch.eye(4).to_sparse()).zeros == 0.75
     assert measure(torch.arange(6.0)[::2]).mean == 2.0
+
+
+@given(tensors())
+def test_a_histogram_counts_the_elements_of_every_power_of_two(tensor: torch.Tensor) -> None:
+    bins = measure(tensor, histogram=True).histogram
+    numbers = [value for value in tensor.flatten().tolist() if cmath.isfinite(value)]
+    if tensor.dtype not in WIDE or not numbers:
+        assert bins is None
+        return
+    sizes = [abs(value) for value in numbers if value != 0]
+    assert bins is not None and sum(bins.counts) == len(sizes)
+    if not tensor.dtype.is_complex:  # whose magnitudes are rounded
+        counted = Counter(math.frexp(size)[1] - 1 for size in sizes)
+        assert counted == {bins.lowest + place: count for place, count in enumerate(bins.counts) if count}
+    drawn = bins.bars(4)
+    assert len(drawn[drawn.index(" ") + 1 : drawn.rindex(" ")]) <= 4 if sizes else drawn == ""
+
+
+def test_kurtosis_is_zero_for_a_normal_distribution_and_large_for_heavy_tails() -> None:
+    normal = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
+    mostly_zero = torch.where(torch.arange(normal.numel()) % 10 == 0, normal, 0.0)
+    for tensor in (normal, normal * 1e-30, normal.bfloat16(), mostly_zero):
+        assert kurtosis_of(tensor) == pytest.approx(0, abs=0.1)
+    heavy = torch.cat([normal, torch.tensor([1000.0])])
+    assert (kurtosis_of(heavy) or 0) > 1000
+    assert kurtosis_of(normal[:7]) is None and kurtosis_of(torch.ones(9)) is None
+
+
+def kurtosis_of(tensor: torch.Tensor) -> float | None:
+    bins = measure(tensor, histogram=True).histogram
+    return bins.kurtosis if bins is not None else None
