@@ -47,11 +47,11 @@ class Histogram:
 @dataclass(frozen=True, slots=True)
 class Range:
     """A tensor in short. ``low`` and ``high`` are the smallest and largest magnitude of its finite elements, and
-    ``least`` is the smallest that is not zero; ``mean`` and ``std`` (population) are of the finite elements too, those
-    of complex numbers of their magnitudes. All are ``None`` without any. ``zeros`` is the share of zeros among all
-    elements, ``num_inf`` counts infinities of either sign, ``num_negative_inf`` those below zero, ``num_true`` is for
-    booleans. A tensor that is spread over processes has the shape of the whole and the numbers of the local part.
-    ``histogram`` is there on request."""
+    ``least`` is the smallest that is not zero; ``mean``, ``std`` (population) and ``norm`` (L2) are of the finite
+    elements too, those of complex numbers of their magnitudes. All are ``None`` without any. ``zeros`` is the share of
+    zeros among all elements, ``num_inf`` counts infinities of either sign, ``num_negative_inf`` those below zero,
+    ``num_true`` is for booleans. A tensor that is spread over processes has the shape of the whole and the numbers of
+    the local part. ``histogram`` is there on request."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -64,6 +64,7 @@ class Range:
     num_negative_inf: int = 0
     mean: float | None = None
     std: float | None = None
+    norm: float | None = None
     zeros: float | None = None
     histogram: Histogram | None = None
 
@@ -99,7 +100,7 @@ class FormatLimits:
 def measure(tensor: torch.Tensor, *, moments: bool = True, histogram: bool = False) -> Range:
     """The range of a tensor of any format, layout and shape; of a tensor on the meta device only these two.
 
-    ``moments``: with mean and standard deviation, which take half of the time. ``histogram``: of floating-point
+    ``moments``: with mean, standard deviation and norm, which take half of the time. ``histogram``: of floating-point
     numbers with that too, which takes several times as long as all the rest.
     """
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
@@ -179,7 +180,7 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _moments(numbers: torch.Tensor, high: float) -> dict[str, float]:
-    """Mean and population standard deviation of finite numbers up to ``high`` in magnitude."""
+    """Mean, population standard deviation and L2 norm of finite numbers up to ``high`` in magnitude."""
     if numbers.element_size() < torch.float32.itemsize:
         numbers = numbers.float()
     unit = 1.0 if _PLAIN[0] < high < _PLAIN[1] or not high else high
@@ -187,7 +188,9 @@ def _moments(numbers: torch.Tensor, high: float) -> dict[str, float]:
     mean = float(scaled.mean())
     centred = scaled.flatten() - mean
     std = math.sqrt(float(torch.dot(centred, centred)) / centred.numel())  # a ninth of the time of `torch.std`
-    return {"mean": max(-high, min(high, mean * unit)), "std": min(high, std * unit)}
+    norm = max(high, math.hypot(mean, std) * math.sqrt(centred.numel()) * unit)
+    known = {"mean": max(-high, min(high, mean * unit)), "std": min(high, std * unit)}
+    return known if math.isinf(norm) else {**known, "norm": norm}
 
 
 def _histogram(numbers: torch.Tensor) -> Histogram:

@@ -23,10 +23,11 @@ Pass = Literal["forward", "backward"]
 Role = Literal["input", "weight", "output", "grad_input", "grad_output", "grad_weight"]
 FIELDS = (
     *("step", "module", "class", "call", "pass", "tensor", "abs_min", "abs_max", "mean", "std", "zeros", "nonfinite"),
-    *("dtype", "headroom", "name", "shape"),
+    *("dtype", "headroom", "name", "shape", "norm"),
 )
 HISTOGRAM_FIELDS = ("kurtosis", "histogram")  # behind the others, if the rows were measured with histograms
-HEADINGS = ("tensor", "|min|", "|max|", "mean", "std", "zeros", "dtype", "headroom")
+HEADINGS = ("tensor", "|min|", "|max|", "mean", "std", "norm", "zeros", "dtype", "headroom")
+_NORM = HEADINGS.index("norm")  # which is left out where the terminal is narrow
 _BARS = 40
 _LEAST_NAME = 14  # columns of the terminal; longer names are folded where there is no room
 NEAR_LIMIT = 1.0  # doublings of headroom: one more layer of the same gain overflows
@@ -66,7 +67,16 @@ class FrameRow:
         of the lowest bin and the counts."""
         found = self.range
         numbers = (found.low, found.high, found.mean, found.std, found.zeros, found.num_nan + found.num_inf)
-        values = (*self.frame, self.tensor, *numbers, found.dtype, found.headroom, self.name, list(found.shape))
+        values = (
+            *self.frame,
+            self.tensor,
+            *numbers,
+            found.dtype,
+            found.headroom,
+            self.name,
+            list(found.shape),
+            found.norm,
+        )
         plain: dict[str, Any] = dict(zip(FIELDS, values, strict=True))
         if (bins := found.histogram) is not None:
             plain |= {"kurtosis": bins.kurtosis, "histogram": {"lowest": bins.lowest, "counts": list(bins.counts)}}
@@ -75,7 +85,7 @@ class FrameRow:
     def cells(self) -> tuple[str, ...]:
         """The texts under `HEADINGS`."""
         found = self.range
-        numbers = (_number(number) for number in (found.low, found.high, found.mean, found.std))
+        numbers = (_number(number) for number in (found.low, found.high, found.mean, found.std, found.norm))
         counts = ((found.num_nan, "nan"), (found.num_inf, "inf"))
         bad = ", ".join(f"{count:,} {name}" for count, name in counts if count)
         zeros = "" if found.zeros is None else f"{found.zeros:.0%}" if found.zeros in (0, 1) else f"{found.zeros:.2%}"
@@ -110,20 +120,24 @@ def table(rows: Sequence[FrameRow], room: int) -> Group:
     from rich.text import Text
 
     widths = [max(map(len, column)) for column in zip(HEADINGS, *(row.cells() for row in rows), strict=True)]
-    widths[0] = max(_LEAST_NAME, min(widths[0], room - sum(widths[1:]) - len(widths) - 1))
+    is_narrow = _LEAST_NAME + sum(widths[1:]) + len(widths) + 1 > room
+    shown = [place for place in range(len(HEADINGS)) if place != _NORM or not is_narrow]
+    widths[0] = max(_LEAST_NAME, min(widths[0], room - sum(widths[place] for place in shown[1:]) - len(shown) - 1))
 
     def grid(found: Sequence[FrameRow], heading: Sequence[str] = ()) -> Table:
         made = Table.grid(padding=(0, 1))
         made.add_column(min_width=1)
-        for name, width in zip(HEADINGS, widths, strict=True):
+        for place in shown:
+            name = HEADINGS[place]
             justify: Any = "left" if name in ("tensor", "dtype") else "right"
-            made.add_column(width=width, justify=justify, no_wrap=name != "tensor", overflow="fold")
+            made.add_column(width=widths[place], justify=justify, no_wrap=name != "tensor", overflow="fold")
         if heading:
-            made.add_row("", *heading, style="dim")
+            made.add_row("", *(heading[place] for place in shown), style="dim")
         for row in found:
             style = "red" if row.is_bad else "yellow" if row.is_near_limit else ""
             mark = "!" if row.is_bad else "~" if row.is_near_limit else ""
-            made.add_row(Text(mark), *(Text(cell) for cell in row.cells()), style=style)
+            cells = row.cells()
+            made.add_row(Text(mark), *(Text(cells[place]) for place in shown), style=style)
         return made
 
     parts: list[Text | Table] = [grid((), HEADINGS)]

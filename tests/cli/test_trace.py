@@ -141,6 +141,7 @@ def test_numbers_of_a_frame(tmp_path: Path, run_reprokit: Run) -> None:
     assert (output["abs_max"], output["zeros"], output["nonfinite"], output["dtype"]) == (6.0, 0.0, 0, "float32")
     assert (gradient["tensor"], gradient["pass"], gradient["abs_max"]) == ("grad_output", "backward", 12.0)
     assert gradient["headroom"] == pytest.approx(128 - 3.585, abs=0.001)
+    assert gradient["norm"] == pytest.approx(160**0.5, rel=1e-6)
     assert (of_weight["tensor"], of_weight["name"], of_weight["abs_max"]) == ("grad_weight", "weight", 40.0)
 
 
