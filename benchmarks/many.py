@@ -1,16 +1,20 @@
 """Failures in training of several processes: is the right rank, step and origin found, and does one process show it?
 
-    OMP_NUM_THREADS=1 python benchmarks/many.py [--kinds ddp manual fsdp] [--ranks 2 4] [--quick] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/many.py [--kinds ddp fsdp] [--ranks 2 4] [--failures late] [--json FILE]
+    OMP_NUM_THREADS=1 python benchmarks/many.py --parts overhead [--rounds 40]
 
-Every cell of kind x failure x culprit is a script that gloo processes run under `reprokit capture`; the snapshot is
-reduced and its repro verified in one process. Of each kind and number of ranks a healthy run is compared bit for bit
-with a bare one. With `--json` the cells that the file already has are not run again. Exit code 1 when an aim is missed.
+The trainings are in `many_trainings.py`. All cells of a kind and a number of ranks run one after another in one group
+of gloo processes; what a group that hangs or breaks off has left is run by another group. A healthy stage of a pipeline
+does not know of the failure of another one, so each cell of `pp` has a group of its own. Each snapshot is reduced and
+its repro verified in one process. With `--json` the cells that the file has already are not run again. Exit code 1 when
+an aim is missed.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -22,81 +26,22 @@ from pathlib import Path
 
 from command import JSON, new_parser, print_json
 
-ROOT = Path(__file__).resolve().parent.parent
-KINDS = {
-    "ddp": "model = nn.parallel.DistributedDataParallel(model)",
-    "manual": "",
-    "fsdp": "shard(fully_shard)",
-    "fsdp-offload": "shard(fully_shard, offload_policy=CPUOffloadPolicy(pin_memory=False))",
-    "fsdp-mixed": "shard(fully_shard, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))",
-    "fsdp-clip": "shard(fully_shard)",
-    "hsdp": 'shard(fully_shard, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "shard")))',
-}
+from reprokit.cli import main as reprokit
+from reprokit.snapshot.format import load
+
+FOLDER = Path(__file__).resolve().parent
+ONE_PROGRAM = ("ddp", "manual", "fsdp", "fsdp-offload", "fsdp-mixed", "fsdp-clip", "hsdp")  # has to be verified
+KINDS = (*ONE_PROGRAM, "tp", "pp")
 FAILURES = {  # the failure's phase and the origin
+    "healthy": ("", ""),
     "forward": ("forward", "torch.Tensor.div"),
     "backward": ("backward", "torch.Tensor.sqrt"),
     "optimizer": ("optimizer", "torch.optim.Adam.step"),
     "late": ("optimizer", "torch.Tensor.mul_"),
 }
-REPLICATED = ("optimizer", "late")  # every rank makes the same update: any of them may save it
-STEP = 6  # of the failure
-SECONDS = 240.0  # for one run, after which it counts as a hang
-SHARE = 0.9  # of the cells: the least for step, origin and repro
-SCRIPT = """\
-import sys
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-dist.init_process_group("gloo")
-rank, size = dist.get_rank(), dist.get_world_size()
-kind, how, culprit = sys.argv[1], sys.argv[2], int(sys.argv[3])
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-inner = model
-
-
-def shard(function, **options):
-    for part in (model[0], model[2], model):
-        function(part, **options)
-
-
-{spread}
-optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-generator = torch.Generator().manual_seed(rank)
-for step in range(10):
-    x = torch.randn(8, 8, generator=generator)
-    y = (x.sum(1) > 0).long()
-    is_bad = step == {step} and rank == culprit
-    logits = model(x).float()
-    loss = F.cross_entropy(logits, y)
-    if how == "forward":
-        count = torch.full((), 0.0 if is_bad else 1.0)
-        loss = loss * (count / count)
-    if how == "backward":
-        energy = logits.pow(2) * (0.0 if is_bad else 1.0)
-        loss = loss + torch.where(energy > 0, energy.sqrt(), energy).mean()
-    optimizer.zero_grad()
-    loss.backward()
-    if kind == "manual":
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= size
-    if kind == "fsdp-clip":
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    if step == {step} and how == "optimizer":
-        optimizer.param_groups[0]["lr"] = float("inf")
-    if step == {step} and how == "late":
-        with torch.no_grad():
-            inner[2].bias.mul_(float("inf"))
-    optimizer.step()
-    with open(f"losses.{{rank}}", "a") as file:
-        print(step, loss.item().hex(), file=file)
-dist.destroy_process_group()
-"""
+STEP = 6  # of the failure, as in `many_trainings.py`
+SECONDS = (90.0, 15.0)  # for a group, and for each of its cells; after that it hangs
+LIMIT = 1.02  # times the step without capture
 
 
 @dataclass
@@ -116,100 +61,141 @@ class Row:
     problem: str = ""
 
     @property
-    def cell(self) -> tuple[str, int, str, int]:
-        """The row's place in the matrix."""
-        return self.kind, self.ranks, self.failure, self.culprit
+    def cell(self) -> str:
+        """The cell's name in its group."""
+        return f"{self.failure}-{self.culprit}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; exit code 1 when an aim is missed."""
     options = _parse(argv)
-    known = _known(options.json)
-    rows: list[Row] = []
-    for cell in _cells(options):
-        rows.append(known.get(cell) or _measured(*cell))
-        print(_line(rows[-1]), file=sys.stderr, flush=True)
-        if options.json is not None:
-            options.json.write_text(json.dumps(_summary(rows)), encoding="utf-8")
-    summary = _summary(rows)
-    print_json(summary, options.json)
-    return 1 if summary["missed"] else 0
+    result: JSON = {}
+    if options.json is not None and options.json.exists():
+        result = json.loads(options.json.read_text(encoding="utf-8"))
+    if "matrix" in options.parts:
+        known = [Row(**row) for row in result.get("matrix", {}).get("rows", [])]
+        result["matrix"] = _matrix(options, known, result)
+    if "overhead" in options.parts:
+        result["overhead"] = _overhead(options)
+    print_json(result, options.json)
+    return 1 if any(part["missed"] for part in result.values()) else 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = new_parser(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=("matrix", "overhead"), default=["matrix"])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--ranks", nargs="+", type=int, choices=(2, 4), default=[2, 4])
-    parser.add_argument("--quick", action="store_true", help="two cells of each kind with 2 ranks")
-    options = parser.parse_args(argv)
-    options.ranks = [2] if options.quick else options.ranks
-    return options
+    parser.add_argument("--failures", nargs="+", choices=FAILURES, default=list(FAILURES))
+    parser.add_argument("--culprits", nargs="+", type=int, choices=(0, 1), default=[0, 1])
+    parser.add_argument("--rounds", type=int, default=60, help="quadruples of steps for the overhead (default 60)")
+    parser.add_argument("--again", action="store_true", help="run the chosen cells even if the file has them")
+    return parser.parse_args(argv)
 
 
-def _cells(options: argparse.Namespace) -> Iterator[tuple[str, int, str, int]]:
-    failures = ["healthy", "optimizer"] if options.quick else ["healthy", *FAILURES]
-    for kind, ranks, failure in itertools.product(options.kinds, options.ranks, failures):
-        for culprit in (0, 1) if failure not in ("healthy", *REPLICATED) else (0,):
-            yield kind, ranks, failure, culprit
+# -- the matrix -------------------------------------------------------------------------------------------------------
 
 
-def _known(file: Path | None) -> dict[tuple[str, int, str, int], Row]:
-    if file is None or not file.exists():
-        return {}
-    rows = [Row(**row) for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
-    return {row.cell: row for row in rows}
+def _matrix(options: argparse.Namespace, known: list[Row], result: JSON) -> JSON:
+    rows = list(known)
+    for kind in options.kinds:
+        for ranks in options.ranks:
+            if kind == "hsdp" and ranks == 2:
+                continue
+            chosen = [Row(kind, ranks, *cell) for cell in _cells(options)]
+            if not options.again:
+                chosen = [row for row in chosen if _place(row) not in map(_place, rows)]
+            for row in _measured(chosen):
+                rows = [other for other in rows if _place(other) != _place(row)] + [row]
+                print(_line(row), file=sys.stderr, flush=True)
+                if options.json is not None:
+                    options.json.write_text(json.dumps({**result, "matrix": _summary(rows)}), encoding="utf-8")
+    summary = _summary(rows)
+    print(_table(summary), file=sys.stderr)
+    return summary
 
 
-def _measured(kind: str, ranks: int, failure: str, culprit: int) -> Row:
-    row = Row(kind, ranks, failure, culprit)
-    with tempfile.TemporaryDirectory(prefix="many-") as scratch:
-        folder = Path(scratch)
+def _cells(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    for failure in options.failures:
+        for culprit in options.culprits if failure != "healthy" else (0,):
+            yield failure, culprit
+
+
+def _place(row: Row) -> tuple[str, int, str, int]:
+    return row.kind, row.ranks, row.failure, row.culprit
+
+
+def _measured(rows: Sequence[Row]) -> Iterator[Row]:
+    """Run the cells of one kind and one number of ranks, and judge them."""
+    left = list(rows)
+    if len(rows) > 1 and rows[0].kind == "pp":
+        for row in rows:
+            yield from _measured([row])
+        return
+    while left:
+        with tempfile.TemporaryDirectory(prefix="many-") as scratch:
+            folder = Path(scratch)
+            problem = _group(folder, left[0].ranks, "cells", left[0].kind, *(row.cell for row in left))
+            done = [row for row in left if _is_done(row, folder, problem)]
+            for row in done:
+                _judge(row, folder)
+                yield row
+        left = [row for row in left if row not in done]
+        if left:
+            row = left.pop(0)
+            row.hangs, row.problem = problem == "hangs", problem
+            yield row
+
+
+def _is_done(row: Row, folder: Path, problem: str) -> bool:
+    """True if every rank came to the end of a cell; of a pipeline, if the rank that saved its step ended the others."""
+    if row.kind == "pp" and row.failure != "healthy":
+        return problem != "hangs"
+    return len(list(folder.glob(f"{row.cell}.*.done"))) == row.ranks
+
+
+def _group(folder: Path, ranks: int, *words: str) -> str:
+    """Run the trainings in a group of processes; its problem, if it had one."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *launch, str(FOLDER / "many_trainings.py"), *words]
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"}
+    seconds = SECONDS[0] + SECONDS[1] * len(words)
+    with (folder / "log").open("w+") as log:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, text=True)
         try:
-            _run(row, folder, captured=True)
-            _compare(row, folder) if failure == "healthy" else _judge(row, folder)
+            process.wait(seconds)
         except subprocess.TimeoutExpired:
-            row.hangs, row.problem = True, "a run did not end"
-    return row
-
-
-def _run(row: Row, folder: Path, *, captured: bool) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / "train.py").write_text(SCRIPT.format(spread=KINDS[row.kind], step=STEP), encoding="utf-8")
-    capture = ["-m", "reprokit", "capture"] if captured else []
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(row.ranks)]
-    _python(folder, *launch, *capture, "train.py", row.kind, row.failure, str(row.culprit))
-
-
-def _python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS)
-
-
-def _compare(row: Row, folder: Path) -> None:
-    """A healthy run has the losses of a bare one, and saves nothing."""
-    bare = folder / "bare"
-    _run(row, bare, captured=False)
-    names = [f"losses.{rank}" for rank in range(row.ranks)]
-    is_same = all((folder / name).read_bytes() == (bare / name).read_bytes() for name in names)
-    row.rank_ok = row.step_ok = row.origin_ok = row.verified = is_same and not list(folder.glob("*.pt"))
-    row.problem = "" if row.verified else "not the same as a bare run"
+            process.terminate()  # torchrun ends its ranks, which are no children of this process
+            process.wait()
+            return "hangs"
+        log.seek(0)
+        errors = [line.strip() for line in log if "Error" in line]
+    return "" if process.returncode == 0 else (errors or [f"exit code {process.returncode}"])[0]
 
 
 def _judge(row: Row, folder: Path) -> None:
     """Compares the saved snapshots with what was planted."""
-    phase, call = FAILURES[row.failure]
-    paths = sorted(folder.glob("*.pt"))
+    paths = sorted(folder.glob(f"{row.cell}.*pt"))
+    if row.failure == "healthy":
+        answers = {file.read_text() for file in folder.glob(f"{row.cell}.*.done")}
+        row.rank_ok = row.step_ok = row.origin_ok = row.verified = answers == {"same"} and not paths
+        row.problem = "" if row.verified else f"not the same as a bare run, {len(paths)} snapshots"
+        return
     if len(paths) != 1:
         row.problem = f"{len(paths)} snapshots"
         return
-    failure = json.loads(_python(folder, "-m", "reprokit", "show", paths[0].name, "--json").stdout)["failure"]
-    row.found = f"{paths[0].name.removesuffix('.repro.pt')} {failure['phase']} {failure['call']}"
-    row.rank_ok = row.failure in REPLICATED or f".rank{row.culprit}-" in paths[0].name
-    row.step_ok = failure["step"] == STEP
-    row.origin_ok = (failure["phase"], failure["call"]) == (phase, call)
-    shrunk = _python(folder, "-m", "reprokit", "shrink", paths[0].name, "--json", "-o", "out", "--max-time", "60")
-    verified = json.loads(shrunk.stdout)["repro"]["verified"] if shrunk.returncode == 0 else None
+    snapshot = load(paths[0])
+    failure = snapshot.failure
+    rank = snapshot.settings.rank
+    row.found = f"rank {rank} step {snapshot.step} {failure.phase} {failure.call} {snapshot.fidelity}"
+    row.rank_ok = rank == row.culprit
+    row.step_ok = snapshot.step == STEP
+    row.origin_ok = (failure.phase, failure.call) == FAILURES[row.failure]
+    if not row.origin_ok:
+        row.problem = str(snapshot.fidelity_note or "")
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
+        code = reprokit(["shrink", str(paths[0]), "--json", "-q", "-o", str(folder / row.cell), "--max-time", "60"])
+    verified = json.loads(out.getvalue())["repro"]["verified"] if code == 0 else None
     row.verified = verified is not None and len(set(verified.split("/"))) == 1
 
 
@@ -219,14 +205,78 @@ def _line(row: Row) -> str:
 
 
 def _summary(rows: Sequence[Row]) -> JSON:
-    """The shares of all cells that failed on purpose, and the aims that were missed."""
+    """The shares of the cells that failed on purpose, each with its aim, and the aims that were missed."""
     failed = [row for row in rows if row.failure != "healthy"]
-    names = ("rank_ok", "step_ok", "origin_ok", "verified")
-    shares = {name: sum(getattr(row, name) for row in failed) / max(len(failed), 1) for name in names}
-    missed = [name for name in names if shares[name] < (1.0 if name == "rank_ok" else SHARE)]
-    missed += ["healthy"] if any(row.failure == "healthy" and not row.verified for row in rows) else []
-    missed += ["hangs"] if any(row.hangs for row in rows) else []
-    return {"cells": len(rows), "shares": shares, "missed": missed, "rows": [asdict(row) for row in rows]}
+    healthy = [row for row in rows if row.failure == "healthy"]
+    one_program = [row for row in failed if row.kind in ONE_PROGRAM]
+    aims = {
+        "right rank": (_share(row.rank_ok for row in failed), 1.0),
+        "right step": (_share(row.step_ok for row in failed), 0.9),
+        "right origin": (_share(row.origin_ok for row in failed), 0.9),
+        "verified in one process (DDP, FSDP2)": (_share(row.verified for row in one_program), 0.9),
+        "healthy runs with the same bits": (_share(row.verified for row in healthy), 1.0),
+        "without a hang": (_share(not row.hangs for row in rows), 1.0),
+    }
+    missed = [name for name, (share, aim) in aims.items() if share is not None and share < aim]
+    shares = {name: {"share": share, "aim": aim} for name, (share, aim) in aims.items()}
+    hangs = sum(row.hangs for row in rows)
+    return {
+        "cells": len(rows),
+        "hangs": hangs,
+        "shares": shares,
+        "missed": missed,
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def _share(answers: Iterator[bool]) -> float | None:
+    all_answers = list(answers)
+    return sum(all_answers) / len(all_answers) if all_answers else None
+
+
+def _table(summary: JSON) -> str:
+    """The shares beside their aims, then a line for each kind: cells with everything right, of all."""
+    lines = [f"{summary['cells']} cells, {summary['hangs']} hangs"]
+    for name, found in summary["shares"].items():
+        share = "-" if found["share"] is None else f"{found['share']:.0%}"
+        lines.append(f"{name:38} {share:>5}   aim {found['aim']:.0%}")
+    for kind in KINDS:
+        rows = [Row(**row) for row in summary["rows"] if row["kind"] == kind]
+        right = sum(row.rank_ok and row.step_ok and row.origin_ok and row.verified for row in rows)
+        lines += [f"{kind:13} {right} of {len(rows)}"] if rows else []
+    return "\n".join(lines)
+
+
+# -- overhead ---------------------------------------------------------------------------------------------------------
+
+
+def _overhead(options: argparse.Namespace) -> JSON:
+    """What watching costs two ranks, from quadruples of steps of the same process; the slower rank counts."""
+    kinds = [kind for kind in options.kinds if kind in ("ddp", "fsdp")]
+    result: JSON = {"kinds": {}, "missed": []}
+    for kind in kinds:
+        with tempfile.TemporaryDirectory(prefix="many-") as scratch:
+            problem = _group(Path(scratch), 2, "overhead", kind, str(options.rounds))
+            ranks = [json.loads(file.read_text()) for file in sorted(Path(scratch).glob("overhead.*.json"))]
+        result["kinds"][kind] = {"problem": problem, "ranks": ranks}
+        medians = [rank["variants"]["reprokit"]["wall"]["median"] for rank in ranks]
+        if len(medians) < 2 or max(medians) > LIMIT:
+            result["missed"].append(kind)
+        print(_overhead_lines(kind, ranks) or f"{kind}: {problem}", file=sys.stderr, flush=True)
+    return result
+
+
+def _overhead_lines(kind: str, ranks: Sequence[JSON]) -> str:
+    lines = []
+    for rank in ranks:
+        for name, race in rank["variants"].items():
+            texts = [f"{kind:5} rank {rank['rank']} {name:9}"]
+            for clock in ("wall", "cpu"):
+                found = race[clock]
+                texts.append(f"{clock} {found['median']:.3f} ({found['low']:.3f}-{found['high']:.3f})")
+            texts.append(f"mean {race['wall']['mean']:.3f}, step {race['wall']['plain_ms']:.1f} ms")
+            lines.append("  ".join(texts))
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

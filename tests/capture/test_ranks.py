@@ -204,6 +204,19 @@ def test_a_scaler_that_skips_the_step_of_a_bad_loss(tmp_path: Path) -> None:
     assert all(len(lines) == 6 for lines in losses(tmp_path))
 
 
+def test_ranks_that_are_started_again(tmp_path: Path) -> None:
+    """The second attempt ends well, and the file of the first one stays."""
+    new_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    again = "sys.argv[1] *= os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
+    script = TRAINING.format(spread=AVERAGED).replace("import sys", f"import os\nimport sys\n{again}")
+    (tmp_path / "train.py").write_text(script)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+    done = start_python_in(tmp_path, *torchrun, "-m", "reprokit", "capture", "train.py", "loss", **new_store)
+    assert done.returncode == 0, done.stderr
+    assert only_snapshot(tmp_path).failure.call == "torch.Tensor.div"
+    assert [len(lines) for lines in losses(tmp_path)] == [9, 9]
+
+
 LIGHTNING = """
 import lightning
 import torch
@@ -246,4 +259,5 @@ def test_launchers(script: str, name: str, exit_code: int, launcher: tuple[str, 
     (tmp_path / "train.py").write_text(script)
     done = start_python_in(tmp_path, *launcher, "-m", "reprokit", "capture", "train.py")
     assert done.returncode == exit_code, done.stderr
+    assert [path.name for path in tmp_path.glob("*.pt")] == [name]  # of the culprit alone
     assert load(tmp_path / name).failure.call == "torch.Tensor.mul"

@@ -101,6 +101,9 @@ def train(how, culprit, kind):
         norm = getattr(norm, "full_tensor", lambda: norm)()
         if how == "skip" and not norm.isfinite():
             continue
+        if how == "late" and step == 3 and rank == culprit:
+            with torch.no_grad():
+                model.head.weight.mul_(float("inf"))
         optimizer.step()
         losses.append(loss.item().hex())
     return losses, [p.to_local().detach().clone() for p in model.parameters()]
@@ -125,6 +128,11 @@ def pipeline(how, culprit):
         part.how = how if step == 3 and rank == culprit else ""
         optimizer.zero_grad()
         schedule.step(torch.randn(4, 5)) if rank == 0 else schedule.step(target=torch.randn(4, 5))
+        if how == "update" and step == 3 and rank == culprit:
+            optimizer.param_groups[0]["lr"] = float("inf")
+        if how == "late" and step == 3 and rank == culprit:
+            with torch.no_grad():
+                part.blocks[0].norm.weight.mul_(float("inf"))
         optimizer.step()
 """
 SEVERAL = (
@@ -249,6 +257,10 @@ CASES = {
     "backward-1-pipeline": ("backward", "torch.Tensor.sqrt"),
     "update-1-plain": ("optimizer", "torch.optim.Adam.step"),
     "updateend-1-mixed": ("optimizer", "torch.optim.Adam.step"),
+    "update-1-pipeline": ("optimizer", "torch.optim.Adam.step"),
+    "late-0-pipeline": ("optimizer", "torch.Tensor.mul_"),
+    "late-1-plain": ("optimizer", "torch.Tensor.mul_"),
+    "late-0-mixed": ("optimizer", "torch.Tensor.mul_"),
     "backward-1-foreach": ("backward", "torch.Tensor.sqrt"),
     "update-1-foreach": ("optimizer", "torch.optim.Adam.step"),
 }
@@ -264,7 +276,7 @@ def test_the_step_of_the_culprit_becomes_a_program_of_one_process(tmp_path: Path
         check(load(tmp_path / f"{case}.rank{case.split('-')[1]}.pt"), phase, call)
     casts = [call for call in load(tmp_path / "forward-0-mixed.rank0.pt").program.calls if "bfloat16" in str(call.args)]
     assert len(casts) >= 8  # of the parameters of the units that ran
-    for case in ("backward-1-mixed", "update-1-plain", "update-1-foreach"):
+    for case in ("backward-1-mixed", "update-1-plain", "update-1-foreach", "update-1-pipeline", "late-1-plain"):
         repro = tmp_path / case
         assert main(["shrink", str(tmp_path / f"{case}.rank1.pt"), "--output", str(repro)]) == 0
         assert "distributed" not in (repro / "repro.py").read_text()

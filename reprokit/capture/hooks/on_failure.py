@@ -224,7 +224,7 @@ class Failures:
         culprits = ranks.culprits()
         if not (ranks.is_sharded and is_seen_by_all):
             return culprits
-        bad = run_state.updates.first_bad()
+        bad = run_state.first_bad_update()
         steps = ranks.compare(bad.update.step if bad is not None and bad.where == "parameter" else None)
         return {min(steps, key=lambda rank: (steps[rank], rank)): "parameter"} if steps else culprits
 

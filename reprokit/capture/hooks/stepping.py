@@ -231,7 +231,6 @@ class Stepping:
             return None
         if self._tape.is_preparing:
             self._tape.begin()
-        suspect = self._running.suspect
         closure = _closure_in(args, kwargs) if kwargs or len(args) > 1 else None
         try:
             self.enter(optimizer)
@@ -239,23 +238,11 @@ class Stepping:
                 self._run_state.meet_optimizer(optimizer)
                 self._met = optimizer
             self._attributes = self._tape.roots.attributes.note(optimizer)
-            is_bad = closure is None and self._policy.gradients(optimizer, are_scaled=bool(self._in_kernel))
-            ranks = self._run_state.ranks
-            held = suspect if closure is None else None
-            verdict = self._failures.suspects.at_update(held, optimizer) if held is not None else None
-            if ranks.is_sharded and closure is None and self._policy.matter:
-                self._own_gradient.before_update()
-            is_bad_elsewhere = ranks.is_sharded and self._run_state.is_bad_elsewhere
         except BaseException as error:
             self._tape.switch_off(error)
             return None
-        if suspect is not None and verdict is not None and (ranks.is_alone or verdict != "failed"):
-            self._failures.settle(suspect, verdict)
-        if (is_bad or is_bad_elsewhere or verdict == "failed") and not ranks.is_alone:
-            self._failures.fail_together(is_bad_elsewhere or (is_bad and ranks.is_parallel))
-        elif is_bad and self._tape.enabled:
-            self._failures.fail("gradient")
         if closure is None:
+            self._check_update(optimizer)
             self._tape.guard(self._run_state.begin_update, optimizer)
         if closure is None or not self._tape.enabled:
             return None
@@ -303,9 +290,8 @@ class Stepping:
             self._policy.is_urgent = is_search or calls > 1
             try:
                 loss = closure(*args, **kwargs)
-                self._settle_update()
-                if tape.guard(self._policy.gradients, optimizer, bool(self._in_kernel)):
-                    self._failures.fail("gradient")
+                if tape.enabled:
+                    self._check_update(optimizer)
             finally:
                 self._policy.is_urgent = False
                 if tape.enabled:
@@ -314,8 +300,28 @@ class Stepping:
 
         return watched
 
+    def _check_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to use its gradients: act on a bad loss or gradient, with the other processes if there
+        are any."""
+        suspect, suspects, ranks = self._running.suspect, self._failures.suspects, self._run_state.ranks
+        try:
+            is_bad = self._policy.gradients(optimizer, are_scaled=bool(self._in_kernel))
+            verdict = suspects.at_update(suspect, optimizer) if suspect is not None else None
+            if ranks.is_sharded and self._policy.matter:
+                self._own_gradient.before_update()
+            is_bad_elsewhere = ranks.is_sharded and self._run_state.is_bad_elsewhere
+        except BaseException as error:
+            self._tape.switch_off(error)
+            return
+        if suspect is not None and verdict is not None and (ranks.is_alone or verdict != "failed"):
+            self._failures.settle(suspect, verdict)
+        if (is_bad or is_bad_elsewhere or verdict == "failed") and not ranks.is_alone:
+            self._failures.fail_together(is_bad_elsewhere or (is_bad and ranks.is_parallel))
+        elif is_bad and self._tape.enabled:
+            self._failures.fail("gradient")
+
     def _settle_update(self) -> None:
-        """An update is about to be made by something that shows its gradients only then: a closure, a grad scaler."""
+        """An update is about to be made by hand, or by a grad scaler, which shows its gradients only then."""
         suspect = self._running.suspect
         verdict = self._tape.guard(self._failures.suspects.at_update, suspect) if suspect is not None else None
         if suspect is not None and verdict is not None:

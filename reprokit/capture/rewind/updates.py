@@ -11,15 +11,17 @@ import collections
 import contextlib
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.screens import bad_tensor
-from reprokit.capture.record.state import Copies, num_bytes, options_of, parameters_of, set_options
+from reprokit.capture.record.state import CannotGoBack, Copies, num_bytes, options_of, parameters_of, set_options
+from reprokit.capture.record.structure import iter_tensors, map_tensors
 from reprokit.capture.rewind.checkpoint import DEFAULT_STATE_BYTES, DEFAULT_STEP_BYTES, SHARE
 from reprokit.capture.rewind.replayer import step_without_hooks
 from reprokit.locate.ways import local_part
@@ -30,12 +32,14 @@ from reprokit.program.memory import same_bits
 class Update:
     """One update: its step, the optimizer's options, and the gradients with their version counters.
 
-    ``entry`` is the loop's call of the optimizer, once it is over, without the optimizer.
+    ``writes`` are calls of the loop that wrote into parameters since the update before. ``entry`` is the loop's call of
+    the optimizer, once it is over, without the optimizer.
     """
 
     step: int
     options: list[dict[str, Any]]
     gradients: list[tuple[torch.Tensor, int] | None]
+    writes: list[Entry] = field(default_factory=list)
     entry: Entry | None = None
 
     @property
@@ -79,7 +83,8 @@ class _Past:
 class BadUpdate:
     """The first update after which a shard of this rank is nan or inf, or whose averaged gradients are, by ``where``.
 
-    ``shards`` and ``states`` are those before it. ``is_same``: playing all updates leads to the shards of now.
+    ``write`` is the call of the loop that did it, if it was not the optimizer. ``shards`` and ``states`` are those
+    before it. ``is_same``: playing all updates leads to the shards of now.
     """
 
     optimizer: torch.optim.Optimizer
@@ -88,6 +93,7 @@ class BadUpdate:
     shards: list[torch.Tensor]
     states: list[dict[str, Any]]
     is_same: bool
+    write: Entry | None = None
 
 
 class Updates:
@@ -97,8 +103,8 @@ class Updates:
     def __init__(self) -> None:
         self._pasts: dict[int, _Past] = {}
 
-    def begin(self, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """An optimizer is about to write its shards."""
+    def begin(self, optimizer: torch.optim.Optimizer, step: int, entries: Iterable[Entry] = ()) -> None:
+        """An optimizer is about to write its shards; ``entries`` are the calls of the step so far."""
         past, now = self._past_of(optimizer), time.perf_counter()
         if past.ruined is not None:
             return
@@ -111,14 +117,16 @@ class Updates:
         if past.updates and (is_due or not self._has_room(size)):
             if bad_tensor(map(_local, past.parameters())) is not None:
                 past.ruined = [_copied(parameter) for parameter in past.parameters()]
+                past.updates.append(Update(step, [], [], _writes_among(entries, past.parameters())))
                 return
             past.drop_updates()
+        writes = _writes_among(entries, past.parameters()) if past.updates else []  # those before a copy are part of it
         if not past.updates and not (is_due and self._has_room(size) and self._copy(past, optimizer, now)):
             return
         if past.copies_gradients:
             gradients = [gradient.clone() if gradient is not None else None for gradient in gradients]
         kept = [(gradient, gradient._version) if gradient is not None else None for gradient in gradients]
-        past.updates.append(Update(step, options_of(optimizer), kept))
+        past.updates.append(Update(step, options_of(optimizer), kept, writes))
         past.num_bytes += size
 
     def end(self, optimizer: torch.optim.Optimizer, entry: Entry) -> None:
@@ -131,9 +139,12 @@ class Updates:
         """Let go of everything that belongs to the user."""
         self._pasts.clear()
 
-    def first_bad(self) -> BadUpdate | None:
-        """The first bad update of this rank's shards; ``None`` if there is none, or it was not kept."""
-        found = [bad for past in self._pasts.values() if (bad := _first_bad(past)) is not None]
+    def first_bad(self, step: int = 0, entries: Sequence[Entry] = ()) -> BadUpdate | None:
+        """The first bad update of this rank's shards; ``None`` if there is none, or it was not kept.
+
+        ``entries`` are the calls of the ``step`` that is running.
+        """
+        found = [bad for past in self._pasts.values() if (bad := _first_bad(past, step, entries)) is not None]
         return min(found, key=lambda bad: bad.update.step, default=None)
 
     def _past_of(self, optimizer: torch.optim.Optimizer) -> _Past:
@@ -183,8 +194,78 @@ def _copied(value: Any) -> Any:
     return local_part(value.detach()).clone() if isinstance(value, torch.Tensor) else value
 
 
-def _first_bad(past: _Past) -> BadUpdate | None:
-    optimizer, live = past.optimizer, past.ruined or [_local(parameter) for parameter in past.parameters()]
+def _writes_among(entries: Iterable[Entry], parameters: Sequence[torch.Tensor]) -> list[Entry]:
+    """The calls that wrote into parameters, or into what shares memory with them."""
+    written = [entry for entry in entries if getattr(entry, "is_write", True) and entry.writes_state]
+    places = set(map(_place, parameters)) if written else set()
+    return [e for e in written if any(_place(tensor) in places for tensor in iter_tensors((e.args, e.kwargs)))]
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return _local(tensor).untyped_storage().data_ptr()
+
+
+def write_to(entry: Entry, parameters: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> Entry:
+    """A write into parameters as one into the ``plain`` tensors that stand for them; raises `CannotGoBack`."""
+    places = dict(zip(map(_place, parameters), zip(parameters, plain, strict=True), strict=True))
+    versions = {id(tensor): version for tensor, version in entry.versions}
+
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        known = places.get(_place(tensor))
+        if known is None and versions.get(id(tensor)) == tensor._version:
+            return local_part(tensor)
+        if known is None or _local(tensor).shape != known[1].shape:
+            raise CannotGoBack("a write into a parameter cannot be made again")
+        return known[1]
+
+    args, kwargs = map_tensors(entry.args, stand_in), map_tensors(entry.kwargs, stand_in)
+    made = Entry(kinds.FUNCTION, entry.target, args, kwargs, entry.mode, name=entry.name, writes_state=True)
+    made.code, made.instruction = entry.code, entry.instruction
+    return made
+
+
+class _Search:
+    """Plays the updates of one optimizer on plain shards until one is bad, and the rest of them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], past: _Past) -> None:
+        self.found: tuple[Update, str, Entry | None] | None = None
+        self.before: tuple[list[torch.Tensor], list[dict[str, Any]]] = ([], [])
+        self.plain = [torch.nn.Parameter(shard.clone()) for shard in past.shards]
+        self._optimizer = optimizer
+        self._parameters = parameters
+
+    def play(self, update: Update) -> None:
+        """The writes of the loop, then the call of the optimizer, if it was made."""
+        for write in update.writes:
+            self._remember()
+            made = write_to(write, self._parameters, self.plain)
+            with torch.no_grad():
+                made.target(*made.args, **made.kwargs)
+            self._look(update, "parameter", write)
+        if not update.gradients:
+            return
+        self._remember()
+        give(self.plain, update)
+        bad_gradient = bad_tensor(p.grad for p in self.plain if p.grad is not None) is not None
+        set_options(self._optimizer, update.options)
+        step_without_hooks(self._optimizer)
+        self._look(update, "gradient" if bad_gradient else "parameter", None)
+
+    def _look(self, update: Update, where: str, write: Entry | None) -> None:
+        if self.found is None and (where == "gradient" or bad_tensor(self.plain) is not None):
+            self.found = update, where, write
+
+    def _remember(self) -> None:
+        """Copy the shards and their state, unless the bad update is known."""
+        if self.found is None:
+            states = [dict(self._optimizer.state[parameter]) for parameter in self.plain]
+            copies = [{name: _copied(value) for name, value in state.items()} for state in states]
+            self.before = [p.detach().clone() for p in self.plain], copies
+
+
+def _first_bad(past: _Past, step: int, entries: Sequence[Entry]) -> BadUpdate | None:
+    optimizer, parameters = past.optimizer, past.parameters()
+    live = past.ruined or [_local(parameter) for parameter in parameters]
     if (
         optimizer is None
         or not past.updates
@@ -193,22 +274,18 @@ def _first_bad(past: _Past) -> BadUpdate | None:
         or not all(update.is_whole for update in past.updates)
     ):
         return None
-    plain = [torch.nn.Parameter(shard.clone()) for shard in past.shards]
+    search = _Search(optimizer, parameters, past)
     copies = [{name: _copied(value) for name, value in state.items()} for state in past.states]
-    found: tuple[Update, str, list[torch.Tensor], list[dict[str, Any]]] | None = None
-    with on_plain(optimizer, plain, copies):
-        for update in past.updates:
-            if found is None:
-                states = [dict(optimizer.state[parameter]) for parameter in plain]
-                before = ([p.detach().clone() for p in plain], [{n: _copied(v) for n, v in s.items()} for s in states])
-            give(plain, update)
-            bad_gradient = bad_tensor(p.grad for p in plain if p.grad is not None) is not None
-            set_options(optimizer, update.options)
-            step_without_hooks(optimizer)
-            if found is None and (bad_gradient or bad_tensor(plain) is not None):
-                found = (update, "gradient" if bad_gradient else "parameter", *before)
-    is_same = all(map(same_bits, live, plain))
-    return BadUpdate(optimizer, *found, is_same) if found is not None else None
+    updates = list(past.updates)
+    if past.ruined is None:
+        updates.append(Update(step, [], [], _writes_among(entries, parameters)))
+    with on_plain(optimizer, search.plain, copies), contextlib.suppress(CannotGoBack):
+        for update in updates:
+            search.play(update)
+    if search.found is None:
+        return None
+    update, where, write = search.found
+    return BadUpdate(optimizer, update, where, *search.before, all(map(same_bits, live, search.plain)), write)
 
 
 def give(parameters: Sequence[torch.Tensor], update: Update) -> None:

@@ -24,7 +24,7 @@ from reprokit.capture.record.structure import iter_tensors
 from reprokit.capture.record.tape import Tape
 from reprokit.capture.rewind.checkpoint import History, is_unmade
 from reprokit.capture.rewind.meeting import GOOD, CopyAnswer, Together
-from reprokit.capture.rewind.updates import Updates
+from reprokit.capture.rewind.updates import BadUpdate, Updates
 from reprokit.capture.run.budget import Budget
 from reprokit.capture.run.counting import Iterations, ScalerWatch
 from reprokit.capture.run.norms import NormMeter
@@ -116,8 +116,12 @@ class RunState:
     def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to write parameters."""
         self.ranks.begin_update()
-        if self.ranks.is_sharded and self._keeps_updates:
-            self.updates.begin(optimizer, self.iterations.completed)
+        if (self.ranks.is_sharded or self.ranks.stage is not None) and self._keeps_updates:
+            self.updates.begin(optimizer, self.iterations.completed, self.running.entries)
+
+    def first_bad_update(self) -> BadUpdate | None:
+        """See `Updates.first_bad`."""
+        return self.updates.first_bad(self.iterations.completed, self.running.entries)
 
     @property
     def is_bad_elsewhere(self) -> bool:

@@ -18,7 +18,7 @@ _SMALL = 65_536  # elements that take a few microseconds to sum
 
 
 class Slot(NamedTuple):
-    """A place in a module where a parameter lies that is spread over processes."""
+    """A place in a module where a parameter lies, as a rule one that is spread over processes."""
 
     part: torch.nn.Module
     name: str
@@ -107,6 +107,12 @@ class Shards:
             shards = self.local()
             return [shards[name].detach() for name in names]
         return exchange.ask(rank, names)
+
+
+def slots_of(modules: Iterable[torch.nn.Module]) -> Iterator[Slot]:
+    """The places of all parameters of modules."""
+    for part in {id(part): part for root in modules for part in root.modules()}.values():
+        yield from (Slot(part, name, p) for name, p in part._parameters.items() if p is not None)
 
 
 def unit_parameters(unit: Any) -> Iterator[Any]:

@@ -33,16 +33,18 @@ from reprokit.capture.rewind.checkpoint import DEFAULT_STATE_BYTES
 from reprokit.capture.rewind.find_bad_step import Found, Rewind
 from reprokit.capture.rewind.measure_layers import LayerMeter, layers_of
 from reprokit.capture.rewind.meeting import FAILED, Parted, SavedElsewhere, Stopped, Together
-from reprokit.capture.rewind.updates import BadUpdate, give, on_plain
+from reprokit.capture.rewind.updates import BadUpdate, give, on_plain, write_to
 from reprokit.capture.rewind.user_hooks import ACCUMULATED, EVERY, UserHooks, guarded
 from reprokit.capture.run.exchange import Unanswered
 from reprokit.capture.run.run_state import RunState
+from reprokit.capture.run.shards import slots_of
 from reprokit.capture.save.build_snapshot import BuiltSnapshot, FailedStep, make_snapshot, snapshot_without_replay
 from reprokit.capture.save.exceptions import Raised
 from reprokit.capture.save.fidelity import checked, unchecked
 from reprokit.capture.save.stage import first_bad
 from reprokit.capture.save.unshard import unsharded
 from reprokit.locate.quantity import number_of
+from reprokit.locate.ways import local_part
 from reprokit.program.ir import AUTOGRAD_GRAD, Mode
 from reprokit.snapshot.format import CaptureSettings, Snapshot, save
 from reprokit.snapshot.source import Source, private
@@ -201,6 +203,10 @@ class Describing:
         if not run_state.running.is_noted and noticed.observed_at == "loss":
             culprit = next((entry for entry in entries if entry.kind is kinds.MODULE and _is_output_bad(entry)), None)
         stage = run_state.ranks.stage
+        if stage is not None and noticed.raised is None:
+            bad = run_state.first_bad_update()
+            if bad is not None and bad.where == "parameter":
+                return self._of_update(run_state.step_of(entries, run_state.running.memory.saved), bad)
         if stage is not None and noticed.observed_at == "gradient":
             found = first_bad(entries, is_first=stage.is_first)
             culprit = found[1] if found is not None and found[0] == "output" else None
@@ -256,7 +262,7 @@ class Describing:
         failed = replace(failed, raised=noticed.raised, lead=split(entries)[0], notes=list(run_state.unseen))
         ranks, history = run_state.ranks, run_state.history
         try:
-            bad = run_state.updates.first_bad() if noticed.raised is None else None
+            bad = run_state.first_bad_update() if noticed.raised is None else None
             if bad is not None and bad.where == "parameter":
                 return self._of_update(step, bad)
             if ranks.shards.num_bytes > DEFAULT_STATE_BYTES:
@@ -273,15 +279,22 @@ class Describing:
     def _of_update(self, step: PastStep, bad: BadUpdate) -> BuiltSnapshot:
         """The update that made a shard of this rank nan or inf: one call, with the averaged gradients as inputs."""
         run_state, update = self._run_state, bad.update
-        history, slots = run_state.history, run_state.ranks.shards.slots
+        history = run_state.history
+        slots = run_state.ranks.shards.slots or list(slots_of(history.modules))
         parameters = list(parameters_of(bad.optimizer))
-        shards = {id(slot.parameter): slot.parameter._local_tensor.detach() for slot in slots}
+        shards = {id(slot.parameter): local_part(slot.parameter.detach()) for slot in slots}
         shards.update(zip(map(id, parameters), bad.shards, strict=True))
         place = step.place - (run_state.iterations.completed - update.step)
         failed = self._failed(replace(step, completed=update.step, place=place, loss=None), "parameter", [], {}, None)
         notes = [] if bad.is_same else [OTHER_SHARDS]
         with unsharded(history.modules, history.optimizers, slots, shards) as stand_ins:
-            plain = [stand_ins.get(id(p), p) for p in parameters]
+            pairs = zip(parameters, bad.shards, strict=True)
+            plain = [stand_ins.get(id(p), torch.nn.Parameter(shard)) for p, shard in pairs]
+            if bad.write is not None:
+                entries = [write_to(bad.write, parameters, plain)]
+                return make_snapshot(
+                    replace(failed, entries=entries, stand_ins=stand_ins, notes=notes), self._noticed.frame
+                )
             given = Entry(kinds.FUNCTION, give, (), {}, Mode(), name=give.__name__)
             given.target = functools.partial(give, plain, update)
             made = update.entry or Entry(kinds.OPTIMIZER, bad.optimizer, (), {}, Mode())

@@ -141,6 +141,8 @@ def needed_entries(entries: list[Entry], keep: Entry | None = None) -> list[Entr
 
 def _start_of_hand_update(entries: list[Entry]) -> int:
     """The position from which on the loop updates parameters by itself; behind the end when it does not."""
+    if all(entry.writes_state for entry in entries):
+        return 0
     last = max((number for number, entry in enumerate(entries) if entry.kind is kinds.BACKWARD), default=len(entries))
     return last + 1 if any(entry.writes_state for entry in entries[last + 1 :]) else len(entries)
 
