@@ -80,7 +80,7 @@ class ForkingSystem:
     @property
     def executable(self) -> str:
         """A stand-in for Python that forks."""
-        return server(*processes.MODULES).python
+        return server("torch").python
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +89,20 @@ def verified_in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     verify = sys.modules.get("reprokit.render.verify")
     if verify is not None and processes.IS_POSSIBLE:
         monkeypatch.setattr(verify, "sys", ForkingSystem())
+
+
+@functools.cache
+def environment_text(collect: Callable[[float], str]) -> Callable[[float], str]:
+    """`_collect_env_text` of `reprokit.snapshot.environment`, which takes a quarter of a second, called once."""
+    return functools.cache(collect)
+
+
+@pytest.fixture(autouse=True)
+def described_in_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system is asked once about the environment; `test_environment` asks whenever it collects one."""
+    environment = sys.modules.get("reprokit.snapshot.environment")
+    if environment is not None:
+        monkeypatch.setattr(environment, "_collect_env_text", environment_text(environment._collect_env_text))
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
-"""Python processes that share one start of torch: a server that has imported it forks for each.
+"""Python processes that share one start of torch and reprokit: a server that has imported them forks for each.
 
 A forked process has its own arguments, folder, environment, streams, `__main__`, exit code and session. It starts in
 milliseconds; a start of Python with `import torch` and its end take two to four seconds. It does not have a start and
 an end of Python: the order of imports, options of the interpreter, variables that are read once, a new seed for
-hashes, the teardown of modules. Tests that depend on these start Python. This file is client and server: it is the
-server where it runs as a program.
+hashes, the teardown of modules. Tests that depend on these start Python. The server describes the environment once for
+all of them. This file is client and server: it is the server where it runs as a program.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -31,9 +32,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 IS_POSSIBLE = hasattr(os, "fork") and hasattr(os, "pidfd_open")
-MODULES = ("torch", "torch._dynamo", "click", "git", "jinja2", "rich.live")  # the first optimizer imports the second
+MODULES = (
+    *("torch", "torch._dynamo", "click", "git", "jinja2", "rich.live"),  # the first optimizer imports the second
+    *("torch.distributed.launcher", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
+    *("reprokit.cli", "reprokit.capture.session", "reprokit.render.texts", "reprokit.shrink.reducer"),
+)
 READ_ONCE = ("PYTHON", "LD_", "OMP_", "KMP_", "MKL_", "TORCH_LOGS", "TORCHDYNAMO_")  # when Python or torch starts
 ISOLATED = ["-I", "-X", "utf8"]
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 UNLIKE = b"unlike"  # the answer to a request with other variables that are read once
 _PIECE = 1 << 16
 
@@ -102,12 +108,12 @@ class Server:
 
 
 def ask(
-    path: str, words: list[str], folder: str, environment: dict[str, str], streams: list[int], isolated: bool = False
+    path: str, words: list[str], folder: str, environment: dict[str, str], streams: list[int], **options: bool
 ) -> socket.socket:
     """Ask for a process. The connection gives its exit code, takes signals for it, and kills it when it is closed."""
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(path)
-    request = {"words": words, "folder": folder, "environment": environment, "isolated": isolated}
+    request = {"words": words, "folder": folder, "environment": environment, **options}
     text = json.dumps(request).encode() + b"\n"
     sent = socket.send_fds(connection, [text], streams)
     connection.sendall(text[sent:])
@@ -116,11 +122,11 @@ def ask(
 
 def call(path: str, python: str, words: list[str]) -> NoReturn:
     """Stand in for Python. What a fork cannot give (its options, say) is given by Python itself."""
-    isolated = words[:3] == ISOLATED
-    command = words[3:] if isolated else words
+    isolated, unbuffered = words[:3] == ISOLATED, words[:1] == ["-u"]
+    command = words[3 if isolated else int(unbuffered) :]
     if not command or (command[0].startswith("-") and command[0] not in ("-c", "-m")):
         os.execv(python, [python, *words])
-    connection = ask(path, command, os.getcwd(), dict(os.environ), [0, 1, 2], isolated)
+    connection = ask(path, command, os.getcwd(), dict(os.environ), [0, 1, 2], isolated=isolated, unbuffered=unbuffered)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: connection.sendall(bytes([number])))
     code = b""
@@ -259,8 +265,17 @@ def _signal(process: int, number: int) -> None:
             kill(process, number)
 
 
-def become(python: str, words: list[str], folder: str, environment: dict[str, str], isolated: bool) -> None:
+def become(
+    python: str,
+    words: list[str],
+    folder: str,
+    environment: dict[str, str],
+    isolated: bool = False,
+    unbuffered: bool = False,
+) -> None:
     """Take on what a process is started with, but for its streams."""
+    for stream in (sys.stdout, sys.stderr) if unbuffered else ():
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -327,17 +342,28 @@ def end(code: int) -> NoReturn:
     os._exit(code & 0xFF)
 
 
+def keep_text(environment: types.ModuleType) -> None:
+    """Ask the system about the environment now, which takes a quarter of a second, and never again."""
+    text = environment._collect_env_text(environment.COLLECT_SECONDS)
+    environment._collect_env_text = lambda timeout: text  # type: ignore[attr-defined]
+
+
 def serve(descriptor: int, python: str, modules: list[str]) -> None:
     """Import the modules, then fork on request."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.path.pop(0)  # this file's folder
+    sys.path[0] = ROOT
     for module in modules:
         importlib.import_module(module)
+    sys.path.pop(0)
+    if "reprokit.snapshot.environment" in sys.modules:
+        keep_text(sys.modules["reprokit.snapshot.environment"])
+    gc.collect()
+    gc.freeze()  # a collection in a forked process would copy the pages of all that is imported
     request = Forks(socket.socket(fileno=descriptor)).serve()
     if request is None:
         os._exit(0)  # the teardown of torch takes seconds
     become(python, **request)
-    end(outcome(request["words"], request["isolated"]))
+    end(outcome(request["words"], request.get("isolated", False)))
 
 
 if __name__ == "__main__":

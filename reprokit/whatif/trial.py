@@ -17,7 +17,6 @@ from enum import Enum
 from functools import partial
 
 import torch
-from torch.utils.benchmark import Timer
 
 from reprokit.locate.compiled import Compiled, CompiledProgram
 from reprokit.locate.differences import NOT_FINITE, compare, results_of
@@ -322,5 +321,7 @@ def _timed(step: Callable[[], object]) -> float:
     once = time.perf_counter() - started
     if once > _SLOW:
         return once
+    from torch.utils.benchmark import Timer  # imports setuptools
+
     timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
     return float(timer.blocked_autorange(min_run_time=MIN_RUN_TIME).median)

@@ -9,7 +9,7 @@ import pytest
 
 from reprokit.cli import main
 from reprokit.snapshot.format import Snapshot, load
-from tests.conftest import start_python_in
+from tests.conftest import run_python_in, start_python_in
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +92,7 @@ def train(
     (folder / "train.py").write_text(script if ends_group else script.replace("dist.destroy_process_group()", ""))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     capture = ["-m", "reprokit", "capture"] if captured else []
-    return start_python_in(folder, *torchrun, *capture, "train.py", *how)
+    return run_python_in(folder, *torchrun, *capture, "train.py", *how)
 
 
 def losses(folder: Path) -> list[list[str]]:
@@ -257,7 +257,8 @@ for step in range(4):
 )
 def test_launchers(script: str, name: str, exit_code: int, launcher: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
-    done = start_python_in(tmp_path, *launcher, "-m", "reprokit", "capture", "train.py")
+    run = start_python_in if launcher else run_python_in
+    done = run(tmp_path, *launcher, "-m", "reprokit", "capture", "train.py")
     assert done.returncode == exit_code, done.stderr
     assert [path.name for path in tmp_path.glob("*.pt")] == [name]  # of the culprit alone
     assert load(tmp_path / name).failure.call == "torch.Tensor.mul"

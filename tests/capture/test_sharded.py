@@ -9,7 +9,7 @@ import pytest
 
 from reprokit.cli import main
 from reprokit.snapshot.format import Snapshot, load
-from tests.conftest import start_python_in
+from tests.conftest import run_python_in
 
 pytestmark = pytest.mark.slow
 
@@ -235,7 +235,7 @@ def launch(folder: Path, script: str, num_ranks: int, *words: str) -> subprocess
     """Run a script under torchrun."""
     (folder / "train.py").write_text(script)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    return start_python_in(folder, *torchrun, *words)
+    return run_python_in(folder, *torchrun, *words)
 
 
 def check(snapshot: Snapshot, phase: str, call: str) -> None:
@@ -313,5 +313,5 @@ def test_a_step_without_program_says_why(tmp_path: Path) -> None:
 
 def test_modules_keep_no_trace_and_nothing_keeps_modules(tmp_path: Path) -> None:
     (tmp_path / "single.py").write_text(SINGLE)
-    done = start_python_in(tmp_path, "single.py")
+    done = run_python_in(tmp_path, "single.py")
     assert done.returncode == 0, done.stderr

@@ -20,6 +20,11 @@ from reprokit.snapshot import environment
 from reprokit.snapshot.environment import Environment, collect_environment, collect_switches
 
 
+@pytest.fixture
+def described_in_one_text() -> None:
+    """Each test has the system asked anew."""
+
+
 def test_versions_and_text() -> None:
     collected = collect_environment()
     assert collected.torch == torch.__version__

@@ -130,7 +130,11 @@ class Failures:
 
     def fail(self, observed_at: str, *, pending: Entry | None = None, is_late: bool = False) -> None:
         """Save the step and end the session; raises `CaptureStop` unless the loop is to go on."""
-        path = self._save(Noticed(observed_at, sys._getframe(1), pending, is_late))
+        try:
+            path = self._save(Noticed(observed_at, sys._getframe(1), pending, is_late))
+        except Exception as error:
+            self._session.switch_off(error)
+            return
         if path is not None:
             self._session.stop()
 
