@@ -58,7 +58,7 @@ class RootCalls:
         self._original = original
 
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if is_compiling() or not roots._is_noted():
+            if not roots.is_noting or is_compiling() or not roots._is_noted():
                 return original(self, *args, **kwargs)
             mode.guard(roots._meet, type(self), original)
             return roots.call(original, self, args, kwargs)
