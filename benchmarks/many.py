@@ -102,7 +102,7 @@ def _matrix(options: argparse.Namespace, known: list[Row], result: JSON) -> JSON
         for ranks in options.ranks:
             if kind == "hsdp" and ranks == 2:
                 continue
-            chosen = [Row(kind, ranks, *cell) for cell in _cells(options)]
+            chosen = [Row(kind, ranks, *cell) for cell in _cells(options, kind)]
             if not options.again:
                 chosen = [row for row in chosen if _place(row) not in map(_place, rows)]
             for row in _measured(chosen):
@@ -115,9 +115,10 @@ def _matrix(options: argparse.Namespace, known: list[Row], result: JSON) -> JSON
     return summary
 
 
-def _cells(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
+def _cells(options: argparse.Namespace, kind: str) -> Iterator[tuple[str, int]]:
     for failure in options.failures:
-        for culprit in options.culprits if failure != "healthy" else (0,):
+        is_of_all = failure == "healthy" or (kind == "tp" and failure in ("forward", "backward"))
+        for culprit in options.culprits if not is_of_all else (0,):
             yield failure, culprit
 
 

@@ -5,7 +5,8 @@
 
 Each cell is a training under `reprokit.capture`, written to the working directory as FAILURE-CULPRIT.rankN.pt, with a
 file FAILURE-CULPRIT.N.done once rank N is through. A healthy cell is also trained bare, and its ``done`` file says
-whether losses and final parameters are the same bits.
+whether losses and final parameters are the same bits. The ranks of a tensor parallel model compute the same loss, so
+all of them fail there in forward and backward; in all other cells it is one rank whose loss or part goes bad.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def train(kind: str, failure: str, culprit: int) -> str:
     for step in range(NUM_STEPS):
         x = torch.randn(8, WIDTH, generator=generator)
         y = (x.sum(1) > 0).long()
-        is_bad = step == STEP and rank == culprit
+        is_bad = step == STEP and (rank == culprit or (kind == "tp" and failure in ("forward", "backward")))
         logits = model(x).float()
         loss = F.cross_entropy(logits, y)
         if failure == "forward":

@@ -216,7 +216,7 @@ class Session:
         return Seen(
             has_torch=True,
             has_forward=bool(run_state.history.modules),
-            has_backward=tape.is_claimed,
+            has_backward=tape.is_claimed or (tape.has_transform and run_state.iterations.total > 0),
             num_steps=run_state.iterations.total,
             num_skipped=self._failures.num_skipped,
             has_other_thread=tape.has_other_thread,

@@ -177,6 +177,60 @@ def test_gradients_that_the_loop_sets(tmp_path: Path) -> None:
     assert where(snapshot) == (BAD_STEP, *ROOT)
 
 
+Slopes = Callable[[nn.Module, dict[str, torch.Tensor], torch.Tensor], dict[str, torch.Tensor]]
+
+
+def share_of(layer: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return (functional_call(layer, parameters, (x,)) * x.sum() / x.sum()).pow(2).mean()
+
+
+def with_value(layer: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The loop reads its loss."""
+    slopes, value = grad_and_value(lambda given: share_of(layer, given, x))(parameters)
+    assert isinstance(value.item(), float)
+    return slopes
+
+
+def along_a_tangent(layer: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
+    tangents = {name: torch.ones_like(parameter) for name, parameter in parameters.items()}
+    _, slope = jvp(lambda given: share_of(layer, given, x), (parameters,), (tangents,))
+    return {name: slope * tangent for name, tangent in tangents.items()}
+
+
+def of_samples(layer: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Clipped and noisy, as in DP-SGD."""
+    rows = vmap(grad(lambda given, row: share_of(layer, given, row)), in_dims=(None, 0))(parameters, x)
+    norms = torch.stack([item.flatten(1).norm(dim=1) for item in rows.values()]).norm(dim=0)
+    factor = (1.0 / norms).clamp(max=1.0)
+    clipped = {name: torch.einsum("n,n...->...", factor, item) / len(x) for name, item in rows.items()}
+    return {name: item + 0.01 * torch.randn_like(item) for name, item in clipped.items()}
+
+
+@pytest.mark.parametrize("is_copied", [False, True], ids=["parameters", "plain tensors"])
+@pytest.mark.parametrize("slopes_of", [with_value, along_a_tangent, of_samples])
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch.func.jvp
+def test_updates_that_the_loop_makes_of_the_results(slopes_of: Slopes, is_copied: bool, tmp_path: Path) -> None:
+    """Such a loop has no backward pass and no optimizer; a buffer of its own that it writes is no step."""
+
+    def train() -> list[torch.Tensor]:
+        model = Net()
+        parameters = dict(model.first.named_parameters())
+        if is_copied:
+            parameters = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        average = torch.zeros(8, 4)
+        for step, x, _ in batches():
+            x.mul_(0 if step == BAD_STEP else 1)
+            slopes = slopes_of(model.first, parameters, x)
+            with torch.no_grad():
+                average.mul_(0.9)
+                for name, parameter in parameters.items():
+                    parameter.sub_(slopes[name], alpha=0.01)
+        return [*ending(model), *parameters.values()]
+
+    snapshot = check_caught(train, tmp_path)
+    assert where(snapshot) == (BAD_STEP, *DIVISION)
+
+
 def saved(loss: Loss, folder: Path) -> Snapshot:
     with described_once(), Session(directory=folder, after="continue") as session:
         run(loss)

@@ -23,8 +23,9 @@ class WrittenMemory:
     """Knows the memory of the state, and what outside tensors held before the step wrote into them.
 
     ``_made`` holds the ids of tensors that modules and the entries up to ``_last`` made. ``_format`` is that of the
-    last state that was converted. Invariant: ``_by_memory`` lists the outside tensors of the first ``_scanned``
-    entries by their memory.
+    last state that was converted. ``_differentiated`` is the memory of tensors that `torch.func` transforms of this
+    step differentiated by. Invariant: ``_by_memory`` lists the outside tensors of the first ``_scanned`` entries by
+    their memory.
     """
 
     def __init__(self) -> None:
@@ -32,20 +33,27 @@ class WrittenMemory:
         self._made: set[int] = set()
         self._state: dict[int, weakref.ref[torch.Tensor]] = {}
         self._untouched: dict[int, torch.Tensor] = {}
-        self.on_first_write: Callable[[torch.Tensor], None] = lambda tensor: None
+        self.on_first_write: Callable[[torch.Tensor, bool], None] = lambda tensor, is_trained: None
         self.on_conversion: Callable[[], None] = lambda: None
         self.on_rebound_write: Callable[[], None] = lambda: None
         self._rebound: set[int] = set()
         self._format: tuple[torch.dtype, torch.Size, torch.device] | None = None
         self._by_memory: dict[int, list[torch.Tensor]] = {}
         self._num_counted = self._scanned = 0
+        self._differentiated: set[int] = set()
         self._last: Entry | None = None
         self.has_optimizer = False
 
     def restart(self) -> None:
         """A new step begins."""
         self.saved = {}
+        self._differentiated = set()
         self._begin_count()
+
+    def note_differentiated(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A transform differentiates by tensors: where there is no optimizer, a write into one is an update."""
+        if not self.has_optimizer:
+            self._differentiated.update(p for tensor in tensors if (p := address_of(tensor)) is not None)
 
     def _begin_count(self) -> None:
         self._made, self._num_counted = set(), 0
@@ -82,7 +90,7 @@ class WrittenMemory:
 
     def forget(self) -> None:
         """There is no state to know any more."""
-        self.on_first_write = lambda tensor: None
+        self.on_first_write = lambda tensor, is_trained: None
         self.on_conversion = self.on_rebound_write = lambda: None
         self._state, self._untouched = {}, {}
 
@@ -134,12 +142,12 @@ class WrittenMemory:
         if pointer in self._state:
             self._announce(target)
             return True
-        if target.requires_grad and is_leaf(target):
-            if not is_trained:
+        if pointer in self._differentiated or (target.requires_grad and is_leaf(target)):
+            if not (is_trained or self._differentiated):
                 return None  # being made, for example a parameter of a module that no root holds yet
             if pointer is not None:  # the loop trains it, though no module and no optimizer has it
                 self._state[pointer] = weakref.ref(target)
-            self.on_first_write(target)
+            self.on_first_write(target, True)
             return True
         if target.layout is not torch.strided:
             return False
@@ -157,15 +165,21 @@ class WrittenMemory:
                 self.saved[id(tensor)] = tensor.detach().clone(memory_format=torch.preserve_format)
         return False
 
+    def is_differentiated(self, written: Any) -> bool:
+        """True if a transform differentiated by a tensor that is written."""
+        return any(address_of(tensor) in self._differentiated for tensor in iter_tensors(written))
+
     def is_trained(self, written: Any, differentiations: list[Entry]) -> bool:
         """True if the loop differentiates for the state that is written, so that writing it is an update.
 
         A teacher gets no gradient. Where there is no optimizer, any state that could get one counts.
         """
+        if self.is_differentiated(written):
+            return True
         for item in written if isinstance(written, (list, tuple)) else (written,):
             reference = self._state.get(address_of(item) or 0)
             owner = reference() if reference is not None else None
-            if owner is None or not owner.requires_grad:
+            if owner is None or not owner.requires_grad or not differentiations:
                 continue
             if owner.grad is not None or not self.has_optimizer or _is_differentiated(owner, differentiations):
                 return True
@@ -188,7 +202,7 @@ class WrittenMemory:
         pointer = address_of(target) if self._untouched else None
         tensor = self._untouched.pop(pointer, None) if pointer is not None else None
         if tensor is not None:
-            self.on_first_write(tensor)
+            self.on_first_write(tensor, False)
 
     def _scan(self, entries: list[Entry]) -> None:
         for entry in entries[self._scanned :]:

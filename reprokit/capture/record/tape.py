@@ -247,7 +247,7 @@ class Tape(StackedMode):
                     self._listener.before_conversion()
             if running.suspect is not None:
                 running.is_hand_updated |= self._listener.is_update(written)
-            elif is_trained and not running.is_hand_updated:
+            elif not running.is_hand_updated:
                 running.is_hand_updated = running.memory.is_trained(written, running.differentiations)
         return True
 

@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from threading import get_ident
 from types import CellType, CodeType, FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch._functorch import apis, eager_transforms
+from torch.utils._pytree import tree_leaves
 
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry, generator_states, versions_of
@@ -29,6 +31,7 @@ from reprokit.program.sites import kind_of_file
 from reprokit.program.trace import current_mode
 
 _peek_transforms = torch._C._functorch.peek_interpreter_stack
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _tracing_state = torch._C._get_tracing_state  # of `torch.jit.trace`
 RUNS = (
     (apis, "vmap_impl"),
@@ -51,8 +54,24 @@ class TransformCalls:
     def run(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what runs a transform: torch's ``target``, given a function and its arguments."""
         self._tape.has_transform = True
+        if self._is_noted:
+            self._tape.guard(self._tape.begin_forward)
+        self._tape.guard(self._note_differentiated, target.__name__, args)
         owner = eager_transforms if hasattr(eager_transforms, target.__name__) else apis
         return self._perform(functools.partial(_latest, owner, target.__name__), target, args, kwargs)
+
+    def _note_differentiated(self, name: str, args: tuple[Any, ...]) -> None:
+        """Note the tensors by which a transform differentiates; inside of a `vmap` those that are not rows."""
+        if get_ident() != self._tape.thread:
+            return
+        if name == "grad_and_value_impl":
+            by = eager_transforms._slice_argnums(args[3], args[1], as_tuple=False)
+        elif name == "_jvp_with_argnums":
+            by = args[1]
+        else:
+            return
+        plain = (tensor for tensor in tree_leaves(by) if isinstance(tensor, torch.Tensor) and not _is_wrapped(tensor))
+        self._tape.running.memory.note_differentiated(plain)
 
     def make(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a transformed function whose calls are noted."""

@@ -69,6 +69,7 @@ class History:
         self._parts: set[int] | None = None
         self._parameters: list[torch.Tensor] | None = None
         self._held: list[object] = []
+        self._trained: set[int] = set()  # ids of plain tensors in the copy that `torch.func` differentiates by
         self._ways_met: dict[int, frozenset[str]] = {}  # of buffers at first, if no copies are taken
         self._has_grown = False
         self._num_frozen = 0
@@ -117,9 +118,17 @@ class History:
         self._held.append(owner)
         self._has_grown = self.num_copies > 0
 
-    def add_written(self, tensor: torch.Tensor) -> None:
-        """The loop writes into a part of the state for the first time, for example into a target network."""
+    def add_written(self, tensor: torch.Tensor, is_trained: bool = False) -> None:
+        """The loop writes into a part of the state for the first time, for example into a target network.
+
+        One that ``is_trained`` is like a parameter, even if autograd does not follow it.
+        """
+        if is_trained:
+            self._trained.add(id(tensor))
         self._add([tensor], ())
+
+    def _is_trained(self, tensor: torch.Tensor) -> bool:
+        return tensor.requires_grad or id(tensor) in self._trained
 
     def _add(self, tensors: list[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> None:
         if self._every == 0:
@@ -176,7 +185,7 @@ class History:
         for optimizer in self.optimizers:
             unique.update((id(tensor), tensor) for tensor in state_tensors(optimizer))
         for tensor in self.state.copies.tensors:
-            if id(tensor) not in unique and (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)):
+            if id(tensor) not in unique and (self._is_trained(tensor) or isinstance(tensor, torch.nn.Parameter)):
                 unique[id(tensor)] = tensor  # written by the loop: frozen, or of no module and no optimizer
         return list(unique.values())
 
@@ -185,7 +194,7 @@ class History:
         parameters: dict[int, torch.Tensor] = {}
         parameters.update((id(p), p) for module in self.modules for p in module.parameters() if p.requires_grad)
         parameters.update((id(p), p) for optimizer in self.optimizers for p in parameters_of(optimizer))
-        parameters.update((id(t), t) for t in self.state.copies.tensors if t.requires_grad)
+        parameters.update((id(t), t) for t in self.state.copies.tensors if self._is_trained(t))
         if bad_tensor(parameters.values()) is None:
             return None
         before = self.state.copies.contents()
@@ -378,6 +387,7 @@ class History:
         self.steps, self.makers, self._held, self._makers_then = [], [], [], []
         self._modules.clear()
         self._optimizers.clear()
+        self._trained.clear()
         self.give_up()
 
     def forget_steps(self) -> None:
