@@ -79,15 +79,15 @@ class ForkingSystem:
 
     @property
     def executable(self) -> str:
-        """A stand-in for Python that forks."""
-        return server("torch").python
+        """A stand-in for Python that forks, where the system can."""
+        return server("torch").python if processes.IS_POSSIBLE else sys.executable
 
 
 @pytest.fixture(autouse=True)
 def verified_in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Verification of a repro starts its clean processes by forking; `test_verify` starts Python."""
     verify = sys.modules.get("reprokit.render.verify")
-    if verify is not None and processes.IS_POSSIBLE:
+    if verify is not None:
         monkeypatch.setattr(verify, "sys", ForkingSystem())
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +45,7 @@ from tests.capture.traps_checks import (
     update,
     where,
 )
+from tests.conftest import run_python_in
 from tests.shrink.failing import zero_by_zero
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # dynamo looks at `grad` of tensors that are no leaves
@@ -468,7 +467,7 @@ def test_a_mismatch_is_reduced_with_a_compiler_of_the_users(tmp_path: Path) -> N
     script = reduction_script(reduction)
     assert script.files == ["repro.py", "compiler.py"] and "torch.compile(step, backend=backend)(" in script.text
     script.write(tmp_path)
-    ended = subprocess.run([sys.executable, tmp_path / "repro.py"], capture_output=True, text=True, check=False)
+    ended = run_python_in(tmp_path, "repro.py")
     assert ended.returncode == 1 and "Absolute difference: inf" in ended.stderr
     table = make_table({"minimum": _subject(reduction, tmp_path)}, snapshot.settings, 60, _COMPILERS)
     answers = {row.variant: row.answer for row in table.tables["minimum"]}

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 from reprokit.snapshot.format import save
+from tests.conftest import ForkingSystem, Run
 from tests.shrink import failing
 
 SHRINK = """
 import sys
 sys.modules["numpy"] = None  # as if it were not installed
 from reprokit.cli import main
+sys.executable = sys.argv[1]  # of the repro's runs
 sys.exit(main(["shrink", "-q", "snap.pt"]))
 """
 
 
-def test_a_snapshot_shrinks_without_numpy(tmp_path: Path) -> None:
+def test_a_snapshot_shrinks_without_numpy(start_python: Run, tmp_path: Path) -> None:
     save(failing.masked_softmax(), tmp_path / "snap.pt")
-    done = subprocess.run([sys.executable, "-c", SHRINK], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = start_python("-c", SHRINK, ForkingSystem().executable)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "snap" / "repro.py").is_file()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +22,7 @@ from reprokit.program.ir import Ref
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
 from reprokit.shrink.signature import Verdict
+from tests.conftest import run_python_in
 from tests.early.healthy import mlp
 
 
@@ -173,7 +172,7 @@ def test_a_branch_that_is_cut_off_is_named(
     observed = "**Observed:** The gradient of `left.weight` is missing or zero from step 60 on. "
     assert observed in rendered.issue.read_text()
     (tmp_path / "mended.py").write_text(text.replace(".detach()", "").replace("torch.no_grad()", "torch.enable_grad()"))
-    assert subprocess.run([sys.executable, str(tmp_path / "mended.py")], check=False).returncode == 0, text
+    assert run_python_in(tmp_path, "mended.py").returncode == 0, text
 
 
 @pytest.mark.parametrize("begins", [0, 60])
@@ -306,7 +305,7 @@ def test_a_dead_layer_keeps_what_makes_it_dead(tmp_path: Path) -> None:
     text = rendered.repro.read_text()
     assert rendered.verified == "20/20"
     (tmp_path / "alive.py").write_text(text.replace("relu(", "tanh("))
-    assert subprocess.run([sys.executable, str(tmp_path / "alive.py")], check=False).returncode == 0, text
+    assert run_python_in(tmp_path, "alive.py").returncode == 0, text
 
 
 def test_a_look_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +358,7 @@ def test_a_layer_that_is_cut_off_needs_no_more_than_itself_and_the_cut(tmp_path:
     issue = (tmp_path / "out" / "issue.md").read_text()
     assert "It passes with" not in issue and " matter" not in issue.split("**In your own words")[0]
     (tmp_path / "mended.py").write_text(text.replace(".detach()", ""))
-    assert subprocess.run([sys.executable, str(tmp_path / "mended.py")], check=False).returncode == 0, text
+    assert run_python_in(tmp_path, "mended.py").returncode == 0, text
 
 
 def test_an_event_passes_only_in_a_run_that_ends_without_it(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import re
 import runpy
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +89,7 @@ def test_an_example_from_script_to_repro(script: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_gallery_is_made_by_the_public_commands(tmp_path: Path) -> None:
-    command = [sys.executable, str(GALLERY / "make.py"), "--into", str(tmp_path), "forward"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = run_python_in(tmp_path, str(GALLERY / "make.py"), "--into", str(tmp_path), "forward")
     assert done.returncode == 0, done.stderr
     assert_shown(tmp_path / "forward", GALLERY / "forward")
 

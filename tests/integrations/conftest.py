@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import start_python_in
+from tests.conftest import run_python_in
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -112,7 +112,7 @@ def copy_scripts(folder: Path) -> Path:
 
 
 def execute(folder: Path, *words: str) -> Finished:
-    done = start_python_in(folder, *words)
+    done = run_python_in(folder, *words)  # imports the framework under capture
     stdout, stderr = (text.replace(str(folder), ".") for text in (done.stdout, done.stderr))
     return Finished(done.returncode, stdout, stderr, folder)
 

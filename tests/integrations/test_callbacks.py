@@ -15,6 +15,7 @@ from reprokit.capture.record.stack import CaptureStop
 from reprokit.integrations import MissingFramework
 from reprokit.integrations.span import Options, Span
 from reprokit.snapshot.format import load
+from tests import conftest
 from tests.integrations.conftest import Finished, Run
 
 CALLBACKS = [("train_transformers.py", ""), ("train_lightning.py", "automatic:")]  # and the loops that they are in
@@ -229,8 +230,8 @@ def test_missing_framework_is_an_import_error_with_a_hint(name: str, monkeypatch
     assert error.__notes__ == [f"hint: {error.hint}"]
 
 
-def test_no_framework_is_imported_unasked(run: Run) -> None:
+def test_no_framework_is_imported_unasked(start_python: conftest.Run) -> None:
     names = "{'torch', 'transformers', 'lightning', 'pytorch_lightning'}"
     code = f"import sys, reprokit, reprokit.integrations.span; print({names} & set(sys.modules))"
-    result = run("-c", code)
+    result = start_python("-c", code)
     assert result.stdout == "set()\n", result.stderr

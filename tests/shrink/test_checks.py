@@ -47,7 +47,7 @@ from reprokit.shrink.reducer import shrink
 from reprokit.shrink.reduction import Reduction, load
 from reprokit.shrink.signature import Signature, SignatureCheck, Signed, Verdict
 from reprokit.snapshot.format import Snapshot, save
-from tests.conftest import start_python_in
+from tests.conftest import ForkingSystem, start_python_in
 from tests.shrink import failing
 from tests.shrink.failing import seeded, traced
 
@@ -602,10 +602,13 @@ from reprokit.render.texts import render_all
 from reprokit.shrink.reducer import shrink
 from reprokit.snapshot.format import load
 
-for number, check in enumerate(sys.argv[2:]):
+made = []
+for number, check in enumerate(sys.argv[3:]):
     snapshot, out = load(f"{number}.pt"), Path(sys.argv[1], str(number))
     out.mkdir(parents=True)
-    reduction = shrink(snapshot, check=check, out_dir=out, max_checks=25)
+    made.append((shrink(snapshot, check=check, out_dir=out, max_checks=25), snapshot, out))
+sys.executable = sys.argv[2]  # of the repro's runs
+for reduction, snapshot, out in made:
     render_all(reduction, snapshot, out, times=1)
 """
 
@@ -620,7 +623,7 @@ def test_the_same_input_gives_the_same_bytes(file: Path, tmp_path: Path) -> None
         save(snapshot, tmp_path / f"{number}.pt")
     found = []
     for seed in ("1", "2"):
-        words = ("-c", EVERY_CHECK, f"out{seed}", *(check for check, _ in cases))
+        words = ("-c", EVERY_CHECK, f"out{seed}", ForkingSystem().executable, *(check for check, _ in cases))
         done = start_python_in(tmp_path, *words, PYTHONHASHSEED=seed)
         assert done.returncode == 0, done.stderr
         for number in range(len(cases)):

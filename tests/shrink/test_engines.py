@@ -23,6 +23,8 @@ from reprokit.shrink.events import Checked, Event, ExecutorLost
 from reprokit.shrink.isolation import engines
 from reprokit.shrink.isolation.engines import Engine, open_engine
 from reprokit.snapshot.format import save
+from tests.conftest import server
+from tests.processes import IS_POSSIBLE, MODULES
 from tests.shrink import failing
 from tests.shrink.test_isolation import needs_fork
 from tests.shrink.test_jobs import Counting, outcome, reduce
@@ -133,7 +135,7 @@ def cluster(num_workers: int = 2) -> Iterator[tuple[str, subprocess.Popen[bytes]
     started: list[subprocess.Popen[bytes]] = []
     try:
         for arguments in [scheduler, *[[*worker, "--no-nanny"]] * num_workers]:
-            command = [sys.executable, "-m", *arguments]
+            command = [server(*MODULES).python if IS_POSSIBLE else sys.executable, "-m", *arguments]
             started.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
         wait_for_workers(f"tcp://127.0.0.1:{port}", num_workers)
         yield f"127.0.0.1:{port}", started[0]
