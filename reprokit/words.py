@@ -69,4 +69,4 @@ def event_words(
     words = f"the {quantity} was {value:.3g}{times_words(value, usual) if usual is not None else ''}"
     if rows:
         return f"{words}; {rows} of {named or 'the batch'}"
-    return f"{words}; {named} is unlike step {reference_step}" if named else words
+    return f"{words}; the first input that differs from step {reference_step} is {named}" if named else words

@@ -29,10 +29,9 @@ from reprokit.capture.hooks.stepping import Stepping
 from reprokit.capture.hooks.torch_hooks import Hooks
 from reprokit.capture.options import DEFAULT_ON, DEFAULT_PERCENT, After, Source, Watch, check_options, events_in
 from reprokit.capture.rank_name import check_name, current_folder
-from reprokit.capture.record.entry import unwrapped
 from reprokit.capture.record.stack import CaptureStop
 from reprokit.capture.record.tape import Tape
-from reprokit.capture.record.tensor_names import root_names
+from reprokit.capture.record.tensor_names import parameter_names
 from reprokit.capture.rewind.checkpoint import History
 from reprokit.capture.run.budget import Budget, Part
 from reprokit.capture.run.norms import NormMeter, read_pace
@@ -382,11 +381,7 @@ class Session:
             self._run_state.timeline.note({name: value for name, value in found.items() if value is not None})
 
     def _parameter_names(self) -> dict[int, str]:
-        """State-dict names of all parameters by ``id``, behind the root's name where there are several roots."""
-        modules = [unwrapped(module) for module in self._run_state.history.modules]
-        roots = root_names(modules, sys._getframe().f_back)
-        named = ((roots.get(id(m)), name, p) for m in modules for name, p in m.named_parameters())
-        return {id(parameter): f"{root}.{name}" if root else name for root, name, parameter in named}
+        return parameter_names(self._run_state.history.modules, sys._getframe().f_back)
 
     def _hand_over_numbers(self, numbers: StepNumbers, row: RecordedStep) -> None:
         """Call ``on_numbers``; not again after an error."""

@@ -16,10 +16,10 @@ from reprokit.locate.blame import locate
 from reprokit.locate.calls import short_name
 from reprokit.locate.catalogue import CONFIDENCES, TIERS, CatalogueEntry, Remedy, entries
 from reprokit.locate.diagnosis import UNKNOWN, Also, Diagnosis, Fix
-from reprokit.locate.failure import EXCEPTION, Failure
+from reprokit.locate.failure import EVENTS, EXCEPTION, Failure
 from reprokit.locate.notes import failure_of_call
 from reprokit.locate.scene import CapturedStep, Scene, observe
-from reprokit.locate.signs import Numbers, edges, labels, operands, precision, seen, training
+from reprokit.locate.signs import Numbers, edges, labels, off_course, operands, precision, seen, training
 from reprokit.locate.trials import TrialBudget, WriteCode, attempt
 from reprokit.locate.underflow import find_underflow
 from reprokit.locate.ways import PLUS
@@ -27,8 +27,8 @@ from reprokit.program.interpreter import determinism
 from reprokit.program.ir import Phase
 
 MAX_ALSO = 3
-_MODULES_OF_SIGNS = (edges, labels, operands, precision, training)  # each registers its own
-_KINDS = ("nan", "inf", EXCEPTION)
+_MODULES_OF_SIGNS = (edges, labels, off_course, operands, precision, training)  # each registers its own
+_KINDS = ("nan", "inf", EXCEPTION, *EVENTS)
 _VERB = re.compile(r"\b(?:are|have|divide|hold|overflow|raise)\b")
 _SINGULAR = {"are": "is", "have": "has"}
 
@@ -65,13 +65,14 @@ def diagnose(
     ``write`` makes the code of a fix; without it only code from the catalogue is given.
     """
     if step.failure.kind not in _KINDS:
-        return _unknown("The failure is not a bad value or an exception, so there is no origin to look at.")
+        return _unknown("There is no origin to look at.")
     with determinism(step.settings), warnings.catch_warnings(action="ignore"):
         scene = _at_root(observe(step))
         found = matches(scene)
         if not found:
             return _unknown("No entry of the catalogue fits what the origin was given.")
-        note, tried = _try_all(scene, found, budget or TrialBudget(), write)
+        is_event = scene.failure.event is not None  # whose signs are changes that were run
+        note, tried = (None, []) if is_event else _try_all(scene, found, budget or TrialBudget(), write)
     (entry, numbers), *others = found
     fix = _best(tried)
     return Diagnosis(

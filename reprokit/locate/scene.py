@@ -197,13 +197,16 @@ class Scene:
 
     @cached_property
     def upstream(self) -> frozenset[int]:
-        """The values that the failure depends on, and so may be evidence: those behind the origin, and for a gradient
-        or an update all behind the losses that it came from."""
+        """The values that the failure depends on, and so may be evidence: those behind the origin, and for a gradient,
+        an update or an event all behind the losses that it came from."""
         call, failure = self.call, self.failure
+        if failure.event is not None and call is None:
+            return frozenset(item.value for item in self.program.inputs)
         if call is None or failure.call_index is None:
             return frozenset() if failure.value is None else frozenset([failure.value])
         found = self._ancestors(call.input_refs(), failure.call_index)
-        return found if failure.phase == Phase.FORWARD else found | self._behind_losses(failure.call_index)
+        is_local = failure.phase == Phase.FORWARD and failure.event is None
+        return found if is_local else found | self._behind_losses(failure.call_index)
 
     def leads_to_loss(self, call: Call) -> bool:
         """True if a later call is part of what is differentiated or returned, or nothing is."""

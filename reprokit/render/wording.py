@@ -132,10 +132,11 @@ def observed(failure: Failure, *, is_forward_finite: bool = True) -> str:
         return f"The check `{failure.check[1]}` holds for what the program leaves behind."
     if failure.event is not None:
         event = failure.event
-        origin = f"The first call unlike step {event.reference_step} is `{failure.call}`." if failure.call else ""
+        is_compared = failure.call is not None and event.quantity != "update"
+        first = f"The first call whose result is off, compared with step {event.reference_step}, is `{failure.call}`."
         if failure.kind == "dead":
             return f"{event_words(failure).replace('the', 'The', 1)}. `{failure.call}` lets no gradient through."
-        return f"In training step {event.began_at} {event_words(failure)}. {origin}".rstrip()
+        return f"In training step {event.began_at} {event_words(failure)}.{f' {first}' if is_compared else ''}"
     if failure.kind == "mismatch":
         what = name if failure.call is not None else "The program"
         way = "compiled" if failure.reference[0] == "compile" else "as it is"

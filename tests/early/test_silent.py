@@ -18,6 +18,7 @@ from reprokit.capture.rewind.checkpoint import History
 from reprokit.capture.rewind.measure_steps import StepMeter
 from reprokit.capture.save import event_step
 from reprokit.capture.save.event_step import LEAST_SILENT, EventStep
+from reprokit.locate.diagnose import diagnose
 from reprokit.program.ir import Ref
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.checks.choice import choose_check
@@ -243,7 +244,7 @@ def test_a_hook_that_repairs_gradients_from_midway_is_dated(tmp_path: Path) -> N
             head(hidden / (hidden.pow(2).sum(1, keepdim=True).sqrt() + 1e-6)).pow(2).mean().backward()
             optimizer.step()
     (event,), (result,) = watched.events, watched.session.results
-    assert (event.began_at, event.place, result["failure"]["step"]) == (80, "weight", 80)
+    assert (event.began_at, event.place, result["failure"]["step"]) == (80, "body", 80)
     assert "a hook makes it finite" in event.evidence
 
 
@@ -328,6 +329,23 @@ def test_a_look_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
             model(torch.randn(8, 4)).pow(2).mean().backward()
             optimizer.step()
     assert max(played) == 2 * event_step.LEAST_SILENT
+
+
+def test_modules_whose_parameters_share_a_name_are_told_apart(tmp_path: Path) -> None:
+    with _watched(tmp_path, "dead") as watched:
+        encoder, head = nn.Linear(6, 8), nn.Linear(8, 1)
+        optimizer = torch.optim.SGD([*encoder.parameters(), *head.parameters()], lr=0.01)
+        for step in range(80):
+            x = torch.randn(8, 6)
+            h = encoder(x)
+            loss = (head(h.detach() if step >= 20 else h) - x.sum(1, keepdim=True)).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (event,) = watched.events
+    assert (event.kind, event.began_at) == ("dead", 20) and "`encoder.weight` gets no gradient" in event.evidence
+    found = diagnose(reprokit.load(tmp_path / "run.pt"))
+    assert found.id == "cut-from-graph" and "the share of zeros in the gradient is 0, not 1" in found.evidence[0]
 
 
 def _detached(tmp_path: Path) -> reprokit.Snapshot:

@@ -99,6 +99,9 @@ def test_the_repro_asserts_the_recorded_threshold(captured: tuple[Path, subproce
     issue = next(folder.glob("train-step30*/issue.md")).read_text()
     assert "In training step 30 the loss was" in issue
     assert "; its median in the steps before was" in issue
+    assert (
+        "**The data of this step** (likely). Step 30 differs from step 29 in its data: rows 0-7 of the batch" in issue
+    )
     assert "# spike: the loss of this reduced program is" in text
     assert _run(folder, "verify", "train-step30.repro.pt").returncode == 0
 

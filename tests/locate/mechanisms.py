@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from reprokit.locate.failure import Failure
+from reprokit.locate.failure import Failure, Predicate
+from reprokit.locate.quantity import measured
 from reprokit.program.ir import BACKWARD, Call, Input, Program, Ref
 from reprokit.series import StepNumbers
 from reprokit.snapshot.format import Snapshot
-from tests.shrink.failing import INF, record, seeded, snapshot_of
+from tests.shrink.failing import INF, record, seeded, snapshot_of, traced
 
 NAN = float("nan")
 Make = Callable[[], Snapshot]
@@ -41,21 +42,24 @@ def step(compute: Callable[..., torch.Tensor], **tensors: torch.Tensor) -> Make:
 
 
 def optimizer(name: str, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], **options: Any) -> Make:
-    def make() -> Snapshot:
-        tensors = [param, grad, *state.values()]
-        names = ["weight", "grad", *state]
-        roles = ["parameter", "gradient", *("state" for _ in state)]
-        inputs = [
-            Input(n, name, role, role == "parameter") for n, (name, role) in enumerate(zip(names, roles, strict=True))
-        ]
-        kwargs = {
-            "params": [[Ref(0)]], "grads": [[Ref(1)]], "options": [options],
-            "state": [[{key: Ref(2 + n) for n, key in enumerate(state)}]],
-        }  # fmt: skip
-        call = Call(f"torch.optim.{name}.step", (), kwargs, phase="optimizer")
-        return snapshot_of(Program((call,), tuple(inputs)), dict(enumerate(tensors)))
+    return lambda: snapshot_of(*optimizer_step(name, param, grad, state, **options))
 
-    return make
+
+def optimizer_step(
+    name: str, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], **options: Any
+) -> tuple[Program, dict[int, torch.Tensor]]:
+    tensors = [param, grad, *state.values()]
+    names = ["weight", "grad", *state]
+    roles = ["parameter", "gradient", *("state" for _ in state)]
+    inputs = [
+        Input(n, name, role, role == "parameter") for n, (name, role) in enumerate(zip(names, roles, strict=True))
+    ]
+    kwargs = {
+        "params": [[Ref(0)]], "grads": [[Ref(1)]], "options": [options],
+        "state": [[{key: Ref(2 + n) for n, key in enumerate(state)}]],
+    }  # fmt: skip
+    call = Call(f"torch.optim.{name}.step", (), kwargs, phase="optimizer")
+    return Program((call,), tuple(inputs)), dict(enumerate(tensors))
 
 
 def adam(dtype: torch.dtype, *, grad: float, second: float, eps: float, lr: float = 1e-3) -> Make:
@@ -142,7 +146,72 @@ def with_bystanders(snapshot: Snapshot) -> Snapshot:
     calls = (*layers, *program.calls[:after], *test, *drop, *program.calls[after:])
     changed = replace(program, calls=calls, inputs=(*program.inputs, *inputs))
     tensors = {**snapshot.tensors, free: data, free + 1: torch.eye(3) * 1e7}
+    if failure.event is not None:
+        moved = failure.call_index + len(operands) - 1 if failure.call_index is not None else None
+        return replace(snapshot, program=changed, tensors=tensors, failure=replace(failure, call_index=moved))
     return replace(snapshot_of(changed, tensors), timeline=snapshot.timeline)
+
+
+def event(
+    compute: Callable[..., torch.Tensor], kind: str, quantity: str, origin: str, threshold: float, **more: Any
+) -> Make:
+    """A step with an event at the first call of this name; ``more`` are its tensors, and fields of the predicate."""
+    tensors = {name: more.pop(name) for name in list(more) if isinstance(more[name], torch.Tensor)}
+    roles = {name: "parameter" if tensor.requires_grad else "batch" for name, tensor in tensors.items()}
+
+    def make() -> Snapshot:
+        given = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in tensors.items()}
+        found = traced(lambda **x: compute(**x).backward(), **given)
+        inputs = tuple(replace(item, role=roles[item.name]) for item in found.program.inputs)
+        program = replace(found.program, inputs=inputs)
+        index = next(n for n, call in enumerate(program.calls) if call.name == origin)
+        value = next((item.value for item in inputs if item.role == "parameter"), None)
+        failure = Failure("backward" if kind == "dead" else "forward", kind, call=origin, call_index=index, value=value)
+        failure = replace(failure, event=Predicate(quantity, threshold, threshold, 10, 11, **more))
+        seen = measured(program, found.tensors, failure)
+        assert seen is not None and seen >= threshold
+        return replace(found, program=program, failure=replace(failure, event=replace(failure.event, value=seen)))
+
+    return make
+
+
+def squared(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(x @ weight, y)
+
+
+def spike(**more: Any) -> Make:
+    """The loss of eight rows, of which labels may be wrong."""
+    given = {"x": seeded(8, 3), "y": torch.ones(8, 1), "weight": seeded(3, 1, grad=True), **more}
+    return event(squared, "spike", "loss", "mse_loss", 100.0, **given)
+
+
+def dead(compute: Callable[..., torch.Tensor], origin: str, **tensors: torch.Tensor) -> Make:
+    """A weight without a gradient."""
+    given = {"weight": seeded(4, 3, grad=True), "x": seeded(5, 3), **tensors}
+    return event(compute, "dead", "share of zeros", origin, 1.0, source="weight", **given)
+
+
+def dead_relu(weight: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    return (F.relu(F.linear(x, weight, bias)) @ last).sum()
+
+
+def unlearned(detach: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A layer whose result ``detach`` takes out of the graph; another one learns."""
+    return lambda weight, x, last: (detach(F.linear(x, weight)) @ last).sum()
+
+
+def without_graph(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return x * 2.0
+
+
+def large_update(lr: float, *, grad: float, rates: list[float]) -> Make:
+    """An update of half the parameter's size, at this learning rate."""
+
+    event = Predicate("update", lr * grad, 0.01, 10, 11)
+    failure = Failure("optimizer", "spike", call="torch.optim.SGD.step", call_index=0, value=0, event=event)
+    step = optimizer_step("SGD", torch.ones(2), torch.full((2,), grad), {}, lr=lr)
+    return with_timeline(lambda: Snapshot(*step, failure, 11, 0, "parameter"), lr=rates)
 
 
 def raising(call: Callable[..., Any], **tensors: torch.Tensor) -> Make:
@@ -333,6 +402,18 @@ CASES: dict[str, Make] = {
         lambda x, m: x.masked_fill(m, -INF) * (~m).float(), x=torch.zeros(2), m=torch.tensor([True, False])),
     "infinity-minus-infinity": step(
         lambda x, m: x.masked_fill(m, INF) - x.masked_fill(m, INF), x=torch.zeros(2), m=torch.tensor([True, False])),
+    "rows-carry-event": spike(y=torch.ones(8, 1).index_fill(0, torch.tensor([2, 5]), 1e3), source="y",
+                              rows="rows 2, 5"),
+    "batch-carries-event": spike(y=torch.full((8, 1), 1e3), rows="rows 0-7", source="y"),
+    "parameter-carries-event": spike(weight=seeded(3, 1).mul(100).requires_grad_(), source="weight"),
+    "learning-rate-jump": large_update(1.0, grad=0.1, rates=[*[0.01] * 11, 1.0]),
+    "learning-rate-jump-before": with_timeline(spike(weight=seeded(3, 1).mul(100).requires_grad_(), source="weight"),
+                                               lr=[*[0.01] * 9, 1.0, 0.01, 0.01]),
+    "dead-relu-bias": dead(dead_relu, "relu", bias=torch.full((4,), -99.0).requires_grad_(),
+                           last=seeded(4, 1, grad=True)),
+    "dead-relu": dead(dead_relu, "relu", weight=seeded(4, 3).abs().neg().mul(3).requires_grad_(), x=seeded(5, 3).abs(),
+                      bias=torch.full((4,), -0.1).requires_grad_(), last=seeded(4, 1, grad=True)),
+    "cut-from-graph": dead(unlearned(torch.Tensor.detach), "detach", last=seeded(4, 1, grad=True)),
     "infinity-by-infinity": step(
         lambda x, m: x.masked_fill(m, INF) / x.masked_fill(m, INF), x=torch.ones(2), m=torch.tensor([True, False])),
 }  # fmt: skip
@@ -474,6 +555,15 @@ MISSES: dict[str, str | Make] = {
         y=torch.ones(3, 1), m=torch.tensor([[True], [False], [False]])),
     "infinity-minus-infinity": "infinity-by-infinity",
     "infinity-by-infinity": "zero-by-zero",
+    "rows-carry-event": "batch-carries-event",
+    "batch-carries-event": "parameter-carries-event",
+    "parameter-carries-event": "batch-carries-event",
+    "learning-rate-jump": large_update(0.01, grad=10.0, rates=[*[0.001] * 10, 0.002, 0.01]),
+    "learning-rate-jump-before": with_timeline(CASES["parameter-carries-event"],
+                                               lr=[1.0, 0.5, 0.1, *[0.01] * 7, 1.0, 1.0]),
+    "dead-relu-bias": "dead-relu",
+    "dead-relu": "cut-from-graph",
+    "cut-from-graph": "dead-relu",
 }  # fmt: skip
 
 

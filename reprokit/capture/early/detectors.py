@@ -54,7 +54,8 @@ class Alarm(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A parameter that learns nothing, and the first ``step`` that shows it; ``num_steps`` played ones do.
+    """A parameter (its name and ``id``) that learns nothing, and the first ``step`` that shows it; ``num_steps`` played
+    ones do.
 
     ``way`` is ``zeros`` if its gradient is zero from there on, ``none`` if it has none any more, ``nan`` if a hook
     makes it finite in that step.
@@ -66,6 +67,7 @@ class Finding(NamedTuple):
     num_steps: int
     place: int
     step: int
+    key: int
 
 
 class Detectors:

@@ -19,7 +19,7 @@ import torch
 
 from reprokit.arrivals import ignored_errors
 from reprokit.capture.record import kinds
-from reprokit.capture.record.entry import Entry
+from reprokit.capture.record.entry import Entry, unwrapped
 from reprokit.capture.record.structure import iter_tensors
 from reprokit.program.sites import kind_of_file, make_site
 from reprokit.program.statement import parts
@@ -149,6 +149,14 @@ def root_names(roots: Sequence[torch.nn.Module], frame: FrameType | None) -> dic
     alike = [root for root in roots if classes.count(type(root).__name__) > 1]
     wanted = {id(root): root for root in (*(own if len(own) > 1 else ()), *alike)}
     return names_of(list(wanted.values()), frame)
+
+
+def parameter_names(modules: Sequence[torch.nn.Module], frame: FrameType | None) -> dict[int, str]:
+    """State-dict names of all parameters by ``id``, behind the root's name where there are several roots."""
+    modules = [unwrapped(module) for module in modules]
+    roots = root_names(modules, frame)
+    named = ((roots.get(id(m)), name, p) for m in modules for name, p in m.named_parameters())
+    return {id(parameter): f"{root}.{name}" if root else name for root, name, parameter in named}
 
 
 def names_of(owners: Sequence[object], frame: FrameType | None) -> dict[int, str]:

@@ -20,6 +20,7 @@ from reprokit.capture.record import kinds
 from reprokit.capture.record.compact_steps import PastStep
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.state import CannotGoBack
+from reprokit.capture.record.tensor_names import parameter_names
 from reprokit.capture.rewind.find_bad_step import Rewind
 from reprokit.capture.rewind.measure_steps import BadGradient, MeasuredStep, OutOfTime, StepMeter
 from reprokit.capture.rewind.user_hooks import ACCUMULATED, EVERY, FORWARD, guarded
@@ -92,11 +93,12 @@ class EventStep(Describing):
                 rewind.play_until(len(played), meter)
             if rewind.notes:
                 return None  # hooks do more than that
-            named = {id(p): name for module in history.modules for name, p in module.named_parameters()}
+            named = parameter_names(history.modules, self._noticed.frame)
             last = meter.steps[-1] if meter.steps else None
             if last is not None and last.bad and hooks.may_change - {FORWARD}:
-                name = named.get(id(last.bad[0]), "a parameter")
-                return Finding("dead", name, "nan", len(meter.steps), last.step.place, last.step.completed)
+                key = id(last.bad[0])
+                name = named.get(key, "a parameter")
+                return Finding("dead", name, "nan", len(meter.steps), last.step.place, last.step.completed, key)
             return _silent(meter.steps, named, always)
 
     @contextmanager
@@ -117,8 +119,8 @@ class EventStep(Describing):
 
     def _without_gradient(self, steps: list[PastStep], number: int, finding: Finding) -> BuiltSnapshot:
         """The snapshot of a step in which a parameter gets no gradient, or one of zeros."""
-        parameters = {n: p for module in self._run_state.history.modules for n, p in module.named_parameters()}
-        address = parameters[finding.name].data_ptr()
+        parameters = (p for module in self._run_state.history.modules for p in module.parameters())
+        address = next(p.data_ptr() for p in parameters if id(p) == finding.key)
         before = steps[max(number - 1, 0)].completed
         event = Predicate("share of zeros", 1.0, 1.0, before, steps[number].completed, source=finding.name)
 
@@ -205,7 +207,7 @@ def _silent(measured: Sequence[MeasuredStep], named: Mapping[int, str], always: 
             continue
         if not one.is_missing or one.has_learned:
             way = "none" if one.is_missing else "zeros"
-            return Finding("dead", name, way, len(one.since), one.since[-1].place, one.since[-1].completed)
+            return Finding("dead", name, way, len(one.since), one.since[-1].place, one.since[-1].completed, key)
     return None
 
 

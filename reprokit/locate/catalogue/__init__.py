@@ -84,7 +84,7 @@ class CatalogueEntry:
 
 FILES = (
     "gradients", "half", "domain", "softmax", "optimizers", "division", "reductions", "labels", "linalg", "inputs",
-    "growth", "infinities", "graphs",
+    "growth", "infinities", "graphs", "events",
 )  # fmt: skip
 
 
