@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 _GRADIENTS = re.compile(r"(?:^|_)grad(?:ient)?s?(?:_|$)")
@@ -70,3 +71,26 @@ def event_words(
     if rows:
         return f"{words}; {rows} of {named or 'the batch'}"
     return f"{words}; the first input that differs from step {reference_step} is {named}" if named else words
+
+
+def difference_words(
+    parameter: str,
+    num_parameters: int,
+    ranks: Sequence[int],
+    reference: int,
+    num_alike: int,
+    largest: float | None,
+    equal_after: int | None,
+    began_at: int,
+    is_exact: bool,
+    cause: str,
+) -> str:
+    """A difference between ranks: ``rank 1 differs from rank 0 in `0.weight`, by up to 0.01, since step 13: ...``."""
+    subject = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} differ"
+    others = f" and {counted(num_alike - 1, 'other')}" if num_alike > 1 else ""
+    more = f" and {counted(num_parameters - 1, 'more parameter')}" if num_parameters > 1 else ""
+    size = f", by up to {largest:.3g}" if largest is not None else ""
+    before = f"one of the steps {equal_after + 1} to" if equal_after is not None else "some step up to"
+    since = f"step {began_at}" if is_exact else f"{before} {began_at}"
+    why = f": {cause}" if cause else ""
+    return f"{subject} from rank {reference}{others} in `{parameter}`{more}{size}, since {since}{why}"

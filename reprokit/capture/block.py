@@ -109,7 +109,8 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path | None, co
     """
     shown = shown_path(path, start)
     place = place_line(result)
-    cause = cause_line(result) if "event" not in result["failure"] else None  # which has a line of its own above
+    has_line = "event" in result["failure"] and "difference" not in result["failure"]  # of its own above
+    cause = None if has_line else cause_line(result)
     details = [f"  {line}" for line in (place, cause) if line is not None]
     timeline = [StepNumbers(**row) for row in result["timeline"]]
     grown = growth(timeline, result["failure"].get("event", {}).get("quantity"))
@@ -132,6 +133,8 @@ def captured_lines(path: Path, result: Mapping[str, Any], start: Path | None, co
 def can_be_shrunk(result: Mapping[str, Any]) -> bool:
     """True if a snapshot with this summary holds a program, and an origin that the program could show again."""
     failure = result["failure"]
+    if "difference" in failure:
+        return False  # one process does not show it
     has_origin = failure["call"] is not None or failure["input"] is not None or "event" in failure
     return result["program"]["calls"] > 0 and has_origin and failure["shows_cause"]
 

@@ -24,6 +24,8 @@ _FAST = 2.0  # how many times larger the last number is before it is worth a wor
 def what(result: Mapping[str, Any]) -> str:
     """The failure: ``nan from `torch.sqrt` ``, without the space at the end."""
     failure = result["failure"]
+    if "difference" in failure:
+        return f"difference between ranks in `{failure['difference']['parameter']}`"
     if "event" in failure:
         origin = f" from `{failure['call']}`" if failure["call"] is not None else ""
         quantity = failure["event"]["quantity"]
@@ -43,6 +45,10 @@ def event_words(result: Mapping[str, Any]) -> str:
 
     Gradients of zeros may be older than any kept step, so of those it is not said that they began.
     """
+    if "difference" in result["failure"]:
+        known = dict(result["failure"]["difference"])
+        del known["hashes"]
+        return words.difference_words(**known)
     event = dict(result["failure"]["event"])
     del event["threshold"]
     lead = "" if event["quantity"] == "share of zeros" else f"began at step {event['began_at']}: "

@@ -27,7 +27,7 @@ __all__ = [
 
 After = Literal["stop", "continue"]
 Watch = Literal["sampled", "every-step", "deferred"]
-On = Literal["nonfinite", "exception", "skipped", "spike", "explosion", "dead", "scale", "early"]
+On = Literal["nonfinite", "exception", "skipped", "spike", "explosion", "dead", "scale", "early", "ranks"]
 
 AFTER: tuple[After, ...] = get_args(After)
 WATCH: tuple[Watch, ...] = get_args(Watch)

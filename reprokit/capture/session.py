@@ -33,6 +33,7 @@ from reprokit.capture.record.stack import CaptureStop
 from reprokit.capture.record.tape import Tape
 from reprokit.capture.record.tensor_names import parameter_names
 from reprokit.capture.rewind.checkpoint import History
+from reprokit.capture.rewind.replicas import Replicas
 from reprokit.capture.run.budget import Budget, Part
 from reprokit.capture.run.norms import NormMeter, read_pace
 from reprokit.capture.run.run_state import RunState
@@ -129,6 +130,8 @@ class Session:
             self._run_state.norms = NormMeter(read_pace(record or "auto"), self._parameter_names)
             self._run_state.norms.say = self.say
             self._run_state.norms.hand_over = self._hand_over_numbers
+        if "ranks" in on:
+            self._run_state.replicas = Replicas(lambda: copies.modules)
         kinds = events_in(on)
         if kinds:
             log = EventLog(lambda: place.log)
@@ -174,6 +177,7 @@ class Session:
                     self._meet_others_at_end(exc)
                     if self._tape.enabled:  # and they have found nothing
                         path = self._failures.look_back(exc)
+                        self._tell_of_ranks()
                         is_told = self.snapshots or self._has_complained
                         self.closing = None if is_told else closing_line(self._seen(), exc)
                 except Exception as error:
@@ -188,6 +192,19 @@ class Session:
         is_normal = error is None or (isinstance(error, SystemExit) and not ends_training(error))
         with self._tape.paused():
             self._stepping.check_at_end(has_failed=not is_normal)
+
+    def _tell_of_ranks(self) -> None:
+        """With ``--on ranks`` print why nothing was compared, if it was not."""
+        ranks, replicas = self._run_state.ranks, self._run_state.replicas
+        if replicas is None or replicas.num_compared or not self._run_state.iterations.total:
+            return
+        if ranks.is_alone:
+            reason = "this process trains by itself"
+        elif ranks.is_sharded:
+            reason = "parameters are spread over the ranks"
+        else:
+            reason = "the ranks have not met, or gradients are averaged over a part of them"
+        self.say(f"`--on ranks` has compared nothing: {reason}")
 
     def take_away(self) -> None:
         """Take everything away, the mode on torch's stack included, also if an exception arrives meanwhile."""

@@ -47,6 +47,30 @@ class Predicate:
 
 
 @dataclass(frozen=True, slots=True)
+class RankDifference:
+    """A ``parameter`` that every rank should hold a copy of, and that differs; ``num_parameters`` do in all.
+
+    On ``ranks`` it is not what it is on ``reference``, one of ``num_alike`` ranks that hold the same parameters.
+    ``hashes`` are those of the first of ``ranks`` and of ``reference``, ``largest`` is the largest absolute difference
+    between these two, of a large parameter in its first piece that differs. It differs since
+    step ``began_at`` if that ``is_exact``; else it was equal after step ``equal_after`` (``None``: never seen equal),
+    and unequal after ``began_at``. ``cause`` is why, as far as the step was played on all ranks.
+    """
+
+    parameter: Name
+    num_parameters: Count
+    ranks: tuple[Count, ...]
+    reference: Count
+    num_alike: Count
+    hashes: tuple[Name, Name]
+    largest: float | None = None
+    equal_after: Count | None = None
+    began_at: Count = 0
+    is_exact: bool = False
+    cause: Line = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Failure:
     """The origin of a failure in a program.
 
@@ -63,6 +87,7 @@ class Failure:
     ``cause`` is the origin of the NaN or infinity without which the call would not have raised its exception.
     ``event`` is what makes a step fail in which every value may be finite: a kind of `EVENTS`. Then ``call`` is the
     first one that is unlike the last healthy step.
+    ``difference`` is that of a mismatch between the ranks of a training, which one process cannot show.
     ``drop``: the loss is finite because a later call drops NaN values, and the backward pass multiplies zero with them.
     """
 
@@ -85,6 +110,7 @@ class Failure:
     spectrum: Annotated[str, one_of("", "zero", "repeated")] = ""
     cause: Failure | None = None
     event: Predicate | None = left_out()
+    difference: RankDifference | None = left_out()
 
     @property
     def is_derivative(self) -> bool:

@@ -42,6 +42,7 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
         ("exception", f"`{failure.exception[0]}`{message}" if failure.exception is not None else ""),
         ("because of", cause(snapshot)),
         ("event", wording.event_words(failure)),
+        ("difference", wording.difference_words(failure)),
         ("how much", how_much(failure)),
         ("when", f"{when(snapshot)}{noticed}"),
         ("replay", f"{snapshot.fidelity}{note}"),
@@ -93,6 +94,8 @@ def origin(snapshot: Snapshot, failure: Failure) -> str:
         node = f" ({failure.backward_node})" if failure.backward_node else ""
         into = f", into {wording.code_span(wording.written(failure))}" if wording.written(failure) else ""
         return f"`{failure.call}`{node}{into}"
+    if failure.difference is not None:
+        return ""
     if failure.input_name is not None:
         words = ("parameter", "step") if snapshot.is_initial(failure) else ("input", "call reads it")
         return f"the {words[0]} {wording.code_span(failure.input_name)}, bad before the first {words[1]}"

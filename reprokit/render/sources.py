@@ -20,6 +20,7 @@ from reprokit.render.statements import needed_mode
 from reprokit.render.withhold import beyond_limit, without_data
 from reprokit.shrink import reduction as reductions
 from reprokit.shrink.candidate import Candidate
+from reprokit.shrink.checks.choice import require_reproducible
 from reprokit.shrink.context.piece import Context, initial
 from reprokit.shrink.context.tree import Block
 from reprokit.shrink.plainness import constant_of
@@ -95,6 +96,7 @@ def open_source(path: Path, snapshot: Path | None = None) -> Opened:
             if (path.parent / REDUCTION_FILE).is_file():
                 error.hint = f"give the folder that it is in: {path.parent}"
             raise error from None
+    require_reproducible(found)
     if not found.program.calls:
         raise SnapshotError(f"`{path}` holds no program that could be run", hint=f"`reprokit show {path}` says why")
     return Opened(None, found)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reprokit import words
+from reprokit.grammar import plain_of
 from reprokit.locate.failure import Drop, Failure, Predicate
 from reprokit.program.ir import Phase
 from reprokit.snapshot.redact import redact_source, redact_text
@@ -62,6 +63,15 @@ def event_words(failure: Failure) -> str:
         reference_step=event.reference_step,
         began_at=event.began_at,
     )
+
+
+def difference_words(failure: Failure) -> str:
+    """``rank 1 differs from rank 0 in `0.weight`, by up to 0.01, since step 13``, or nothing."""
+    if failure.difference is None:
+        return ""
+    known = plain_of(failure.difference)
+    del known["hashes"]
+    return words.difference_words(**known)
 
 
 def kind_words(failure: Failure) -> str:
@@ -299,6 +309,8 @@ OUTSIDE = "outside of any module"
 
 def phase_words(failure: Failure) -> str:
     """The phase of the failure. An exception may come long before the model is called, such as from the data."""
+    if failure.difference is not None and failure.call is None:
+        return "outside of an optimizer" if failure.site is not None else "in no call that is known"
     if failure.is_of_whole_step and failure.event is None:
         return "over the whole step"
     is_called = failure.kind == "exception" and failure.call is not None

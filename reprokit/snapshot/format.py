@@ -18,7 +18,7 @@ import torch
 
 from reprokit.errors import NewerFormat, NotASnapshot, SnapshotError, TruncatedSnapshot
 from reprokit.grammar import Count, Line, Text, left_out, one_of, plain_of, read
-from reprokit.locate.failure import Failure, is_vacuous, root_of
+from reprokit.locate.failure import Failure, RankDifference, is_vacuous, root_of
 from reprokit.program import plain
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import Settings
@@ -147,6 +147,7 @@ class Snapshot:
             "shows_cause": not is_vacuous(failure, self.program),
             "cause": self._describe_cause(cause) if cause is not None else None,
             **({"event": plain_of(failure.event)} if failure.event is not None else {}),
+            **(_describe_difference(failure.difference) if failure.difference is not None else {}),
         }
 
     def _describe_cause(self, cause: Failure) -> dict[str, Any]:
@@ -160,6 +161,23 @@ class Snapshot:
         """True if what failed, or its cause, is a parameter that was bad before the first step of training."""
         items = (item for item in self.program.inputs if item.value == failure.value)
         return self.step == 0 and failure.call is None and any(item.role == "parameter" for item in items)
+
+
+def _describe_difference(difference: RankDifference) -> dict[str, Any]:
+    """The difference, and the event that it is."""
+    event = {
+        "quantity": "parameter",
+        "value": difference.largest,
+        "threshold": 0.0,
+        "reference_step": difference.equal_after,
+        "began_at": difference.began_at,
+        "source": difference.parameter,
+    }
+    return {"event": event, "difference": _listed(plain_of(difference))}
+
+
+def _listed(plain: dict[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
 
 def _describe_site(site: Site | None) -> dict[str, Any] | None:

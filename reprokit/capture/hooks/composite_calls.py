@@ -135,7 +135,7 @@ class WholeCalls:
             return
         is_gradient = self._run_state.is_gradient(tensor)
         if is_gradient:
-            self._run_state.meet_averaging()
+            self._run_state.meet_averaging(kwargs.get("group", args[2] if len(args) > 2 else None))
         elif tensor.numel() > MOST_KEPT or kwargs.get("async_op"):
             return
         with torch._C.DisableTorchFunction():

@@ -31,6 +31,7 @@ from reprokit.capture.run.run_state import RunState
 from reprokit.capture.save import exceptions
 from reprokit.capture.save.build_snapshot import BuiltSnapshot
 from reprokit.capture.save.choose_step import NOT_ALL, NothingFound, Noticed, Place, SkippedLoss, snapshot_of
+from reprokit.capture.save.different_ranks import DifferentRanks
 from reprokit.capture.save.event_step import EventStep, NotKept
 from reprokit.capture.save.stage import first_bad
 from reprokit.snapshot.format import Snapshot
@@ -193,9 +194,7 @@ class Failures:
         try:
             if not (is_seen_by_all and self._go_back_together(frame, observed_at)):
                 self._save_or_leave(frame, is_seen_by_all)
-            may_meet = is_seen_by_all and not self._is_terminated and (session.stops or ranks.is_sharded)
-            is_met = may_meet and ranks.meet_all()
-            all_stop = session.stops and (self._is_terminated or is_met)
+            all_stop = self._all_stop(is_seen_by_all and (session.stops or ranks.is_sharded))
         except Exception as error:
             session.switch_off(error)
             return
@@ -203,6 +202,33 @@ class Failures:
             session.stop()
         elif session.stops:
             session.say("the other processes have not seen it, so the training goes on, unwatched")
+
+    def _all_stop(self, may_meet: bool) -> bool:
+        """True if the loop is to stop on all ranks, after each has done its part."""
+        is_met = may_meet and not self._is_terminated and self._run_state.ranks.meet_all()
+        return self._session.stops and (self._is_terminated or is_met)
+
+    def say_not_compared(self) -> None:
+        """A rank has not answered, so that ranks are not compared any more."""
+        step = self._run_state.iterations.completed
+        self._session.say(f"`--on ranks` compares no more from step {step} on: a rank did not answer")
+
+    def fail_by_difference(self) -> None:
+        """Parameters differ between ranks, which all of them know: the first rank that differs saves, and all stop."""
+        session, all_stop = self._session, False
+        try:
+            try:
+                self._save(Noticed("parameter", sys._getframe(1), is_late=True, has_difference=True))
+            except SavedElsewhere as elsewhere:
+                session.say(f"{elsewhere.what} differs on rank {elsewhere.rank}, which saves its step")
+            except Parted:
+                session.say("parameters differ between ranks; nothing was saved, because a rank does not answer")
+            session.leave()
+            all_stop = self._all_stop(session.stops)
+        except Exception as error:
+            session.switch_off(error)
+        if all_stop:
+            session.stop()
 
     def _save_or_leave(self, frame: FrameType | None, is_seen_by_all: bool) -> None:
         """Save the step that is running if this rank is to, or say which one is."""
@@ -353,8 +379,9 @@ class Failures:
     def _snapshot(self, noticed: Noticed) -> BuiltSnapshot:
         """The failing step; the step that made a buffer nan or inf before, if the failure comes from that buffer."""
         described = {"watch": self._policy.watch}
-        if noticed.alarm is not None:
-            made = EventStep(self._run_state, noticed, self._command, described).snapshot()
+        if noticed.alarm is not None or noticed.has_difference:
+            describing = DifferentRanks if noticed.has_difference else EventStep
+            made = describing(self._run_state, noticed, self._command, described).snapshot()
             return replace(made, snapshot=self._place.private(made.snapshot))
         if noticed.observed_at == "output" and noticed.pending is None and self._kept is not None:
             return self._kept
@@ -372,6 +399,9 @@ class Failures:
                 return f"`{noticed.alarm.name}` learns nothing; replaying step {noticed.alarm.step}"
             number = QUANTITIES[noticed.alarm.kind]
             return f"the {number} left its course at step {noticed.alarm.step}; going back to it"
+        if noticed.has_difference and self._run_state.replicas is not None:
+            step = self._run_state.replicas.different_after
+            return f"parameters differ between ranks after step {step}; going back to find the first such step"
         starts = noticed.pending.starts if noticed.pending is not None else []
         if noticed.raised is not None:
             what = f"{noticed.raised.type} was raised"

@@ -389,17 +389,25 @@ class Stepping:
             if self.early is not None and self._tape.enabled:
                 self.early.act()
 
-    def _check_together(self, started: float, patience: float = PATIENCE) -> float:
-        """All ranks check their state before they copy it, and go back if one is bad; the start, less the wait."""
+    def _check_together(self, started: float, *, is_end: bool = False) -> float:
+        """All ranks check their state before they copy it, and go back if one is bad; the start, less the wait.
+
+        ``is_end``: the last step is over, and no other one will be.
+        """
         bad = self._policy.state()
         if bad == "loss" and self._run_state.history.newly_bad() is None:
             bad = None  # no update was made of it
             self._failures.count_skipped("loss", self._run_state.iterations.completed)
+        digest = self._run_state.digest()
         checked = time.perf_counter()
-        answers = self._run_state.meet_for_copy(bad, started, patience)
+        answers = self._run_state.meet_for_copy(bad, digest, started, AT_END if is_end else PATIENCE)
         waited = time.perf_counter() - checked
-        if answers is not None and any(answer.bad != GOOD for answer in answers):
+        if answers is None and digest:
+            self._failures.say_not_compared()
+        elif answers is not None and any(answer.bad != GOOD for answer in answers):
             self._failures.fail_together(True, bad or "parameter")
+        elif answers is not None and self._run_state.differ(answers, is_end=is_end):
+            self._failures.fail_by_difference()
         return started + waited
 
     def before_parting(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -417,7 +425,7 @@ class Stepping:
         """
         if self._run_state.ranks.meeting is not None:
             if not has_failed and self._tape.enabled:
-                self._check_together(time.perf_counter(), AT_END)
+                self._check_together(time.perf_counter(), is_end=True)
             self._tape.guard(self._run_state.part)
 
     # -- grad scalers' steps -------------------------------------------------------------------------------------

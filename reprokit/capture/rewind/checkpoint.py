@@ -287,14 +287,13 @@ class History:
         """True if the steps since the copy hold more than they may."""
         return self._step_bytes > self._most_bytes
 
-    def wanted_steps(self, now: float) -> tuple[int, int]:
-        """The steps until the next copy: as many as the cost of the last one asks for, and the most that memory
-        allows."""
+    def wanted_steps(self, now: float, num_since: int) -> tuple[int, int]:
+        """The steps until the next copy: as many as the cost of the last one asks for, ``num_since`` steps ago, and
+        the most that memory allows."""
         if self._every:
             return self._every, self._every
-        num_steps = max(len(self.steps), 1)
-        by_cost = math.ceil(self._cost / SHARE * num_steps / max(now - self._taken_at, 1e-6)) or _FEW_STEPS
-        by_memory = self._most_bytes * num_steps // max(self._step_bytes, 1)
+        by_cost = math.ceil(self._cost / SHARE * num_since / max(now - self._taken_at, 1e-6)) or _FEW_STEPS
+        by_memory = self._most_bytes * max(len(self.steps), 1) // max(self._step_bytes, 1)
         return min(by_cost, MOST_STEPS), min(by_memory, MOST_STEPS)
 
     @property

@@ -154,7 +154,7 @@ class Rewind:
             player, carried, num_notes = self._player(number), self._carried, self._num_notes
             found, rest = self._play(step, player, self._saved[number])
             if found is None or found.observed_at != "parameter":
-                _forget_averaged(step.entries)
+                forget_averaged(step.entries)
             if found is not None:
                 if self._together is not None:
                     self._together.stop(found.observed_at)
@@ -384,7 +384,7 @@ class Rewind:
         then = self._parameters() if is_compared and any(map(_is_bad, entry.settings.seen.values())) else None
         player.play(entry)
         if self._together is not None and entry.kind is kinds.BACKWARD:
-            _forget_averaged(before)
+            forget_averaged(before)
             entry.averaged = self._averaged()
         if is_compared:
             self._compare_results(player, entry, step)
@@ -440,7 +440,8 @@ def _is_bad(seen: float | torch.Tensor) -> bool:
     return bool(ways_of(torch.as_tensor(seen)))
 
 
-def _forget_averaged(entries: list[Entry]) -> None:
+def forget_averaged(entries: list[Entry]) -> None:
+    """Let go of averaged gradients."""
     for entry in entries:
         if entry.kind in (kinds.BACKWARD, kinds.COLLECTIVE):
             entry.averaged = None

@@ -52,21 +52,23 @@ class CopyAnswer:
     """What a rank sends before all ranks copy their states: whether its own is bad, and when to copy again.
 
     ``most`` is for the memory that steps take, ``wanted`` for what a copy costs. ``holds``: it takes copies at all.
+    ``digest`` is that of its parameters, empty if they are not compared.
     """
 
     bad: str
     wanted: int
     most: int
     holds: bool
+    digest: str = ""
 
     def __str__(self) -> str:
-        return f"{self.bad} {self.wanted} {self.most} {int(self.holds)}"
+        return f"{self.bad} {self.wanted} {self.most} {int(self.holds)} {self.digest}"
 
     @classmethod
     def read(cls, text: str) -> CopyAnswer:
         """The inverse of ``str``."""
-        bad, wanted, most, holds = text.split(" ")
-        return cls(bad, int(wanted), int(most), holds == "1")
+        bad, wanted, most, holds, digest = text.split(" ")
+        return cls(bad, int(wanted), int(most), holds == "1", digest)
 
 
 class Meeting:
@@ -131,6 +133,13 @@ class Together:
         answers = self._meeting.exchange("play", f"{READY} {what}")
         if set(answers) != {f"{READY} {what}"}:
             raise Stopped([READY if answer.startswith(READY) else answer for answer in answers])
+
+    def tell(self, text: str) -> Sequence[str]:
+        """The texts of all ranks at the same place of the steps that they play; raises `Stopped`, `Parted`."""
+        answers = self._meeting.exchange("play", f"{READY} {text}")
+        if not all(answer.startswith(READY) for answer in answers):
+            raise Stopped([READY if answer.startswith(READY) else answer for answer in answers])
+        return [answer.removeprefix(f"{READY} ") for answer in answers]
 
     def stop(self, found: str) -> Sequence[str]:
         """This rank plays no further; what the others say at this point."""

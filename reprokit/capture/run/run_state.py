@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch import distributed
 
 from reprokit.arrivals import pass_on
 from reprokit.capture.early.detectors import Numbers
@@ -24,6 +26,7 @@ from reprokit.capture.record.structure import iter_tensors
 from reprokit.capture.record.tape import Tape
 from reprokit.capture.rewind.checkpoint import History, is_unmade
 from reprokit.capture.rewind.meeting import GOOD, CopyAnswer, Together
+from reprokit.capture.rewind.replicas import Replicas
 from reprokit.capture.rewind.updates import BadUpdate, Updates
 from reprokit.capture.run.budget import Budget
 from reprokit.capture.run.counting import Iterations, ScalerWatch
@@ -58,6 +61,7 @@ class RunState:
         self.norms: NormMeter | None = None
         self.scalers = ScalerWatch()
         self.ranks = Ranks()
+        self.replicas: Replicas | None = None  # where ranks are to be compared
         self.updates = Updates()
         self._keeps_updates = not history.is_off
         self.running.memory.on_first_write = history.add_written
@@ -272,8 +276,14 @@ class RunState:
         self.restart()
         self.running.gaps.append(None)
 
-    def meet_averaging(self) -> None:
-        """The loop averages gradients over processes by itself."""
+    def meet_averaging(self, group: Any) -> None:
+        """The loop averages gradients over a group of processes by itself, over all if that is ``None``."""
+        if (
+            self.replicas is not None
+            and group is not None
+            and distributed.get_world_size(group) < distributed.get_world_size()
+        ):
+            self.replicas.is_off = True
         if not self.ranks.is_manual:
             self.ranks.meet_averaging(self.iterations.total)
 
@@ -297,17 +307,30 @@ class RunState:
             return self.iterations.total + 1 >= self.ranks.due_at
         return self.history.is_due(now)
 
-    def meet_for_copy(self, bad: str | None, now: float, patience: float) -> list[CopyAnswer] | None:
+    def digest(self) -> str:
+        """The digest of the parameters that other ranks have too; empty if these are not to be compared."""
+        return self.replicas.digest() if self.replicas is not None and self.ranks.meeting is not None else ""
+
+    def differ(self, answers: Sequence[CopyAnswer], *, is_end: bool) -> bool:
+        """True if the ranks have answered that their parameters differ after the step that runs, or, at the end, after
+        the last one."""
+        digests = [answer.digest for answer in answers]
+        step = max(self.iterations.completed - is_end, 0)
+        return self.replicas is not None and self.replicas.differ(digests, step)
+
+    def meet_for_copy(self, bad: str | None, digest: str, now: float, patience: float) -> list[CopyAnswer] | None:
         """The answers of the ranks when a copy is due; ``None`` if one has not come in ``patience`` seconds: then they
         meet no more."""
-        answer = CopyAnswer(bad or GOOD, *self.history.wanted_steps(now), self.history.takes_copies)
+        wanted = self.history.wanted_steps(now, self.iterations.total - self.copied_at)
+        answer = CopyAnswer(bad or GOOD, *wanted, self.history.takes_copies, digest)
         answers = self.ranks.meet_for_copy(answer, self.iterations.total, patience)
         if answers is None:
             self.history.give_up()
         return answers
 
-    def go_back_together(self) -> Together | None:
-        """For all ranks to play the steps since their copies; ``None`` if these differ, or no state was made bad."""
+    def go_back_together(self, *, has_difference: bool = False) -> Together | None:
+        """For all ranks to play the steps since their copies; ``None`` if these differ, or no state was made bad where
+        it ``has_difference`` neither."""
         meeting, history = self.ranks.meeting, self.history
         if meeting is None or not self.ranks.goes_back:
             return None
@@ -316,7 +339,8 @@ class RunState:
         bad = GOOD if history.newly_bad() is None else "bad"
         answers = [answer.split("/") for answer in meeting.exchange("back", f"{place}/{bad}")]
         is_same = history.is_complete and all(other == place for other, _ in answers)
-        return Together(meeting) if is_same and any(state != GOOD for _, state in answers) else None
+        has_cause = has_difference or any(state != GOOD for _, state in answers)
+        return Together(meeting) if is_same and has_cause else None
 
     def part(self) -> None:
         """From here on this process is by itself: without the others it cannot go back."""

@@ -111,7 +111,8 @@ class Noticed:
     loop gave up over a value, and nothing says that it is a loss. ``last`` is the last entry of the
     step, if the loop has gone on since. ``takes_skipped``: a step that the loop skipped is a failure too.
     ``has_earlier``: an earlier step had a bad loss, of which no bad update was made. ``alarm``: no value is bad, but
-    numbers of the run have left their course. ``together``: all ranks go back.
+    numbers of the run have left their course. ``together``: all ranks go back. ``has_difference``: no value is bad, but
+    parameters differ between ranks.
     """
 
     observed_at: str
@@ -124,6 +125,7 @@ class Noticed:
     has_earlier: bool = False
     alarm: Alarm | Finding | None = None
     together: Together | None = None
+    has_difference: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from reprokit.errors import NotReproduced
 from reprokit.locate.compiled import Compiled
 from reprokit.locate.differences import MISMATCH, NOT_FINITE, Reference
 from reprokit.locate.failure import EVENTS, Failure
@@ -22,8 +23,11 @@ from reprokit.snapshot.format import Snapshot
 def choose_check(text: str | None, snapshot: Snapshot) -> SignatureCheck:
     """The check, with the recorded failure adopted where the snapshot recorded one of its kind.
 
-    Raises `UsageError` for a check that does not exist or that this machine cannot make.
+    Raises `UsageError` for a check that does not exist or that this machine cannot make, `NotReproduced` for a failure
+    that one process cannot show.
     """
+    if text is None:
+        require_reproducible(snapshot)
     is_exception = snapshot.failure.kind == RAISED
     if snapshot.failure.event is not None and text in (None, *EVENTS):
         return PredicateCheck(event=snapshot.failure)
@@ -38,6 +42,15 @@ def choose_check(text: str | None, snapshot: Snapshot) -> SignatureCheck:
     if isinstance(check, ExceptionCheck if is_exception else NonfiniteCheck):
         return check.adopted(snapshot.failure, Candidate(snapshot.program, snapshot.tensors))
     return check
+
+
+def require_reproducible(snapshot: Snapshot) -> None:
+    """Raise `NotReproduced` for a failure that one process cannot show."""
+    if snapshot.failure.difference is not None:
+        raise NotReproduced(
+            "the parameters of the ranks differ, and one process cannot show that",
+            hint="`reprokit show` has the step, the parameter and the ranks; `reprokit export --before` its state",
+        )
 
 
 def _made(spec: specs.Spec) -> SignatureCheck:

@@ -1,0 +1,292 @@
+"""`--on ranks`: a parameter that differs between ranks is named with its first step, the rank and why; else silence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from reprokit.capture.rewind.compare_ranks import Account, why
+from reprokit.capture.rewind.meeting import CopyAnswer
+from reprokit.capture.rewind.replicas import Replicas, digest
+from reprokit.cli import main
+from reprokit.locate.failure import RankDifference
+from reprokit.snapshot.format import Snapshot, load
+from reprokit.words import difference_words
+from tests.conftest import start_python_in
+
+TRAINING = """
+import sys
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+dist.init_process_group("gloo")
+rank, how = dist.get_rank(), sys.argv[1]
+last = dist.get_world_size() - 1
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+is_manual = how.startswith("manual")
+if how == "healthy":
+    model.register_parameter("own", nn.Parameter(torch.ones(2)))
+    model._ddp_params_and_buffers_to_ignore = ["own"]
+net = model if is_manual else nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+if how == "seed" and rank == last:
+    torch.manual_seed(1)
+    model[3].reset_parameters()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+generator = torch.Generator().manual_seed(rank)
+for step in range(20):
+    x = torch.randn(8, 4, generator=generator)
+    y = (x.sum(1) > 0).long()
+    if how == "written" and step == 13 and rank == last:
+        with torch.no_grad():
+            model[3].weight[0, 0] += 1e-3
+    loss = F.cross_entropy(net(x), y)
+    if how == "healthy":
+        loss = loss + (rank + 1) * model.own.sum()
+    optimizer.zero_grad()
+    loss.backward()
+    if is_manual:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= last + 1
+    if how.endswith("clip") and step == 13 and rank == last:
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    if how == "rate" and step == 13:
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 + (rank == last))
+    if how == "state" and step == 13 and rank == last:
+        optimizer.state[model[0].weight]["exp_avg"].zero_()
+    optimizer.step()
+    with open(f"losses.{rank}", "a") as file:
+        print(step, loss.item().hex(), file=file)
+    if how == "ends" and step == 9 and rank == last:
+        sys.exit()
+dist.destroy_process_group()
+"""
+LR = "gradients are equal, the updates differ: `lr` is 0.02 on rank 1 and 0.01 on rank 0"
+CLIPPED = "gradients are equal after averaging, and differ when the optimizer steps: the loop changes them"
+STATE = "gradients are equal, the updates differ: the optimizer's state differs before the step"
+
+
+def train(
+    folder: Path, how: str, *options: str, num_ranks: int = 2, captured: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run the script with several processes."""
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(TRAINING)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    capture = ["-m", "reprokit", "capture", "--on", "ranks", *options] if captured else []
+    return start_python_in(folder, *torchrun, *capture, "train.py", how)
+
+
+def found_in(folder: Path) -> tuple[Snapshot, RankDifference]:
+    """The only snapshot, and its difference."""
+    (path,) = folder.glob("*.pt")
+    snapshot = load(path)
+    assert (snapshot.failure.kind, snapshot.failure.way) == ("mismatch", "ranks")
+    assert snapshot.failure.difference is not None
+    return snapshot, snapshot.failure.difference
+
+
+def losses(folder: Path) -> list[list[str]]:
+    """What both ranks have written, line by line."""
+    return [(folder / f"losses.{rank}").read_text().splitlines() for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "step", "phase", "parameter", "cause"),
+    [
+        ("seed", 0, "forward", "3.weight", "they differ before the first step"),
+        ("written", 13, "forward", "3.weight", "written outside of an optimizer, by rank 1 at train.py:28"),
+        ("rate", 13, "optimizer", "0.weight", LR),
+        ("state", 13, "optimizer", "0.weight", STATE),
+        ("manual clip", 13, "optimizer", "0.weight", CLIPPED),
+    ],
+)
+def test_the_first_step_is_named_with_its_cause(
+    how: str, step: int, phase: str, parameter: str, cause: str, tmp_path: Path
+) -> None:
+    done = train(tmp_path, how)
+    assert f"`{parameter}` differs on rank 1, which saves its step" in done.stderr
+    assert "exitcode  : 3" in done.stderr
+    snapshot, difference = found_in(tmp_path)
+    assert (snapshot.settings.rank, snapshot.step, snapshot.failure.phase) == (1, step, phase)
+    assert (difference.parameter, difference.ranks, difference.reference) == (parameter, (1,), 0)
+    assert (difference.began_at, difference.equal_after) == (step, step - 1 if step else None)
+    assert difference.is_exact and difference.cause == cause and difference.cause in done.stderr
+    assert (snapshot.fidelity, snapshot.fidelity_note) == ("exact", None)
+    assert snapshot.failure.call == ("torch.optim.Adam.step" if phase == "optimizer" else None)
+    assert difference.largest is not None and 0 < difference.largest < 1
+    if how == "written":
+        assert snapshot.failure.site is not None and snapshot.failure.site.code == "model[3].weight[0, 0] += 1e-3"
+        assert difference.num_parameters == 1 and abs(difference.largest - 1e-3) < 1e-6
+
+
+@pytest.mark.slow
+def test_a_single_rank_among_three_and_what_the_commands_make_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, "rate", num_ranks=3)
+    _, difference = found_in(tmp_path)
+    assert (difference.ranks, difference.reference, difference.num_alike) == ((2,), 0, 2)
+    (path,) = tmp_path.glob("*.pt")
+    assert main(["show", str(path), "--json"]) == 0
+    failure = json.loads(capsys.readouterr().out)["failure"]
+    assert failure["event"]["quantity"] == "parameter" and failure["event"]["began_at"] == 13
+    assert failure["difference"]["ranks"] == [2]
+    assert main(["show", str(path)]) == 0
+    assert "rank 2 differs from rank 0 and 1 other in `0.weight` and 5 more" in capsys.readouterr().err
+    for command in ("shrink", "verify", "render", "whatif"):
+        assert main([command, str(path)]) == 4
+        assert "the parameters of the ranks differ, and one process cannot show that" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_without_copies_the_steps_between_two_comparisons_are_named(tmp_path: Path) -> None:
+    train(tmp_path, "rate", "--history", "off")
+    snapshot, difference = found_in(tmp_path)
+    assert difference.equal_after is not None and difference.equal_after < 13 <= difference.began_at == snapshot.step
+    assert not difference.is_exact and difference.cause == ""
+    assert (snapshot.fidelity, snapshot.program.num_calls) == ("unfaithful", 0)
+
+
+@pytest.mark.slow
+def test_a_healthy_run_is_silent_and_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """Statistics of the normalisation, and a parameter that DDP ignores, differ on purpose."""
+    plain, watched = tmp_path / "plain", tmp_path / "watched"
+    train(plain, "healthy", captured=False)
+    done = train(watched, "healthy", "--history", "1")  # which compares after every step
+    assert losses(plain) == losses(watched) and len(losses(plain)[0]) == 20
+    assert losses(plain)[0] != losses(plain)[1]
+    assert list(watched.glob("*.pt")) == [] and "differ" not in done.stderr and "compared nothing" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_early_stops_nobody(tmp_path: Path) -> None:
+    train(tmp_path, "ends")  # or the time for the process is over
+    assert len(losses(tmp_path)[0]) == len(losses(tmp_path)[1]) == 10
+    assert list(tmp_path.glob("*.pt")) == []
+
+
+def test_one_process_is_told_that_nothing_is_compared(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(2, 2)\noptimizer = torch.optim.SGD(model.parameters())\n"
+        "model(torch.ones(1, 2)).sum().backward()\noptimizer.step()\n"
+    )
+    done = start_python_in(tmp_path, "-m", "reprokit", "capture", "--on", "ranks", "train.py")
+    assert done.returncode == 0
+    assert "`--on ranks` has compared nothing: this process trains by itself" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.uint8, torch.bool]
+)
+def test_a_hash_sees_every_kind_of_change(dtype: torch.dtype) -> None:
+    x = (torch.arange(1, 65).reshape(8, 8) % 2 if dtype == torch.bool else torch.arange(1, 65).reshape(8, 8)).to(dtype)
+    swapped = x.clone()
+    swapped[0, 0], swapped[1, 1] = x[0, 1], x[1, 0]
+    one = x.clone()
+    one[3, 4] = 0 if x[3, 4] else 1
+    others = [one, torch.zeros_like(x), torch.ones_like(x), x.flip(0) if dtype != torch.bool else x.logical_not()]
+    others += [-x] if dtype.is_floating_point else []
+    others += [swapped] if dtype != torch.bool else []
+    hashes = [digest([tensor]) for tensor in (x, *others)]
+    assert len(set(hashes)) == len(hashes)
+    assert digest([x.t().contiguous().t()]) == hashes[0]  # strides are no difference
+
+
+def test_a_hash_of_many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    big = torch.randn(2**20 + 3)
+    changed = big.clone()
+    changed[-1] += 1
+    assert digest([big]) == digest([big.clone()]) != digest([changed])
+    assert digest([big, big[:2]]) != digest([big[:2], big])
+
+
+def ask_all(models: Sequence[torch.nn.Module]) -> list[RankDifference | None]:
+    """The comparison of models as ranks would make it, each with the texts that the others have sent."""
+    texts: list[list[str]] = []
+    found: list[RankDifference | None] = []
+    for _ in range(5):  # texts, one more for each question
+        sent: list[list[str]] = []
+        found = []
+        for rank, model in enumerate(models):
+            mine: list[str] = []
+            sent.append(mine)
+
+            def ask(text: str, mine: list[str] = mine) -> list[str]:
+                mine.append(text)
+                if len(texts) < len(mine):
+                    raise StopIteration
+                return texts[len(mine) - 1]
+
+            try:
+                found.append(Replicas(lambda model=model: [model]).compare(ask, rank, None))
+            except StopIteration:
+                found.append(None)
+        if len(sent[0]) <= len(texts):
+            break
+        texts.append([mine[-1] for mine in sent])
+    return found
+
+
+def test_the_smaller_group_differs_and_the_difference_is_that_of_its_first_rank() -> None:
+    models = [torch.nn.Linear(3, 2) for _ in range(4)]
+    for model in models:
+        model.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.zeros(2)})
+    assert ask_all(models) == [None] * 4
+    with torch.no_grad():
+        models[0].bias[1] = -0.5
+        models[2].bias[0] = 0.25
+    found = ask_all(models)
+    assert len(set(map(repr, found))) == 1 and found[0] is not None
+    assert (found[0].parameter, found[0].ranks, found[0].reference, found[0].num_alike) == ("bias", (0, 2), 1, 2)
+    assert (found[0].largest, found[0].num_parameters) == (0.5, 1)
+
+
+def test_frozen_and_ignored_parameters_of_a_loop_that_averages_by_itself() -> None:
+    model = torch.nn.Linear(3, 2)
+    replicas = Replicas(lambda: [model])
+    assert [tuple(parameter.shape) for parameter in replicas.parameters()] == [(2, 3), (2,)]
+    model.weight.requires_grad_(False)
+    model._ddp_params_and_buffers_to_ignore = ["bias"]  # type: ignore[assignment]
+    assert replicas.parameters() == [] and replicas.digest() == ""
+
+
+def test_ranks_that_compare_other_things_do_not_differ() -> None:
+    replicas = Replicas(list)
+    assert not replicas.differ(["2-a", "3-b"], 1) and not replicas.differ(["", ""], 1) and not replicas.num_compared
+    assert not replicas.differ(["2-a", "2-a"], 1) and replicas.equal_after == 1
+    assert replicas.differ(["2-a", "2-b"], 4) and (replicas.equal_after, replicas.different_after) == (1, 4)
+
+
+def test_the_reason_for_a_difference() -> None:
+    one = Account("p", "a", "g", "s", [{"lr": "0.1"}])
+    assert why(1, 0, [one, Account("p", "b", "h", "s", [{"lr": "0.1"}])]) == "gradients differ when the optimizer steps"
+    assert why(1, 0, [one, Account("p", "a", "h", "s")]) == CLIPPED
+    assert why(1, 0, [one, Account("p", "a", "g", "t", [{"lr": "0.1"}])]) == STATE
+    assert "`lr` is 0.2 on rank 1 and 0.1 on rank 0" in why(1, 0, [one, Account("p", "a", "g", "s", [{"lr": "0.2"}])])
+    by_both = why(1, 0, [Account("q", written="a.py:3"), Account("p", written="a.py:5")])
+    assert by_both == "written outside of an optimizer, by rank 1 at a.py:5 and rank 0 at a.py:3"
+    assert why(1, 0, [Account(), Account()]) == ""  # an optimizer has stepped inside the backward pass
+
+
+def test_a_difference_in_words() -> None:
+    known = {"parameter": "w", "num_parameters": 2, "largest": 0.5, "cause": "", "began_at": 9, "reference": 0}
+    one = difference_words(ranks=[1], num_alike=1, equal_after=None, is_exact=True, **known)
+    assert one == "rank 1 differs from rank 0 in `w` and 1 more parameter, by up to 0.5, since step 9"
+    two = difference_words(ranks=[1, 3], num_alike=3, equal_after=4, is_exact=False, **known)
+    assert two.startswith("ranks 1, 3 differ from rank 0 and 2 others in `w`")
+    assert two.endswith("since one of the steps 5 to 9")
+
+
+def test_an_answer_is_read_as_it_was_written() -> None:
+    for answer in (CopyAnswer("good", 3, 4, True), CopyAnswer("loss", 3, 4, False, "6-ab12")):
+        assert CopyAnswer.read(str(answer)) == answer
