@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 
 import reprokit
 from reprokit.capture.early.course import Course
+from reprokit.capture.rewind.checkpoint import History
 from tests.conftest import run_python_in
 from tests.early.healthy import mlp
 
@@ -129,13 +131,15 @@ def _bad_weight(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimi
     return F.mse_loss(model(x), x.sum(1, keepdim=True))
 
 
-def _loop(tmp_path: Path, loss_of: Callable[..., torch.Tensor], on: tuple[str, ...] = ("nonfinite", "early")) -> Any:
+def _loop(
+    tmp_path: Path, loss_of: Callable[..., torch.Tensor], on: tuple[str, ...] = ("nonfinite", "early"), **settings: Any
+) -> Any:
     """A training with a planted cause at step 60; the session and its events."""
     torch.manual_seed(0)
     model = mlp(16, 32, 32, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     events: list[reprokit.TrainingEvent] = []
-    with reprokit.capture(tmp_path / "run.pt", on=on, on_event=events.append, quiet=True) as session:
+    with reprokit.capture(tmp_path / "run.pt", on=on, on_event=events.append, quiet=True, **settings) as session:
         for step in range(150):
             loss = loss_of(step, model, optimizer)
             optimizer.zero_grad()
@@ -209,6 +213,60 @@ def test_a_write_into_the_state_of_an_optimizer_is_played(tmp_path: Path) -> Non
     failure = result["failure"]
     assert (failure["step"], failure["event"]["quantity"], result["fidelity"]) == (60, "update", "exact")
     assert bare[0].isfinite().all() and all(map(torch.equal, bare, watched))
+
+
+def _end(model: torch.nn.Module) -> None:
+    pass
+
+
+def _raise(model: torch.nn.Module) -> None:
+    model(torch.randn(16, 3))
+
+
+def _spoil(model: torch.nn.Module) -> None:
+    model(torch.randn(16, 16)).mul(math.nan).sum().backward()
+
+
+def _convert(model: torch.nn.Module) -> None:
+    model.double()
+
+
+@pytest.mark.parametrize("last", [_end, _raise, _spoil, _convert])
+def test_what_happens_between_two_looks_does_not_hide_an_event(
+    last: Callable[[torch.nn.Module], None], tmp_path: Path
+) -> None:
+    """The numbers of steps 64 to 67 wait to be looked at together."""
+    torch.manual_seed(0)
+    model = mlp(16, 32, 32, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    events: list[reprokit.TrainingEvent] = []
+    settings: Any = {"on": ("nonfinite", "exception", "early"), "history": 1000, "after": "continue", "quiet": True}
+    with (
+        contextlib.suppress(RuntimeError),
+        reprokit.capture(tmp_path / "run.pt", on_event=events.append, **settings) as session,
+    ):
+        for step in range(68):
+            x = torch.randn(16, 16)
+            loss = F.mse_loss(model(x), x.sum(1, keepdim=True) * (1e4 if step >= 64 else 1.0))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert not events
+        last(model)
+    (event,), (result,) = events, session.results
+    assert (event.kind, event.severity, event.began_at, event.step) == ("spike", "error", 64, 66)
+    assert (result["failure"]["kind"], result["failure"]["step"], result["fidelity"]) == ("spike", 64, "exact")
+
+
+def test_no_copy_of_the_state_is_taken_after_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for one copy, and the next one is due after step 63; step 62 gives the alarm."""
+    is_due = History.is_due
+    monkeypatch.setattr(History, "_has_room_for_two", lambda history: False)
+    monkeypatch.setattr(History, "is_due", lambda history, now: len(history.steps) == 60 or is_due(history, now))
+    session, (event,) = _loop(tmp_path, lambda step, *rest: _rate(0, *rest) + 1e4 * (step >= 60), history=1000)
+    (result,) = session.results
+    assert (event.began_at, event.snapshot) == (60, str(tmp_path / "run.pt"))
+    assert result["failure"]["step"] == 60
 
 
 def test_without_events_the_nan_itself_is_saved(tmp_path: Path) -> None:

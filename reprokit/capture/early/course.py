@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
+from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -115,6 +116,7 @@ class Course:
     limit: float = _LARGEST
     band: Band = field(default_factory=lambda: Band(0.0, 1.0, False))
     _window: deque[Value] = field(default_factory=lambda: deque(maxlen=LENGTH))
+    _numbers: array[float] = field(default_factory=lambda: array("d"))  # of the window: all in a few cache lines
     _rates: deque[float] = field(default_factory=lambda: deque(maxlen=LENGTH))
     _highest: float = -math.inf
     _lowest: float = math.inf
@@ -132,6 +134,7 @@ class Course:
         if number <= self.limit:
             departure = self._come_back() if self._streak else None
             self._window.append(Value(place, step, number))
+            self._numbers.append(number)
             if rate is not None:
                 self._rates.append(rate)
             if number > self._highest:
@@ -153,7 +156,8 @@ class Course:
 
     def _learn(self) -> None:
         self._left, self._is_old = min(_EVERY, len(self._window) // _PARTS), False
-        self.band = Band.of([value.number for value in self._window], self.least_ratio)
+        del self._numbers[:-LENGTH]
+        self.band = Band.of(self._numbers, self.least_ratio)
         self.limit, self._high = self.band.number(SPREADS), self.band.number(HIGH)
 
     def _leave(self, value: Value, rate: float | None) -> Departure | None:
@@ -188,11 +192,13 @@ class Course:
         """Make a long streak of values the new course."""
         finite = [value for value in self._streak if math.isfinite(value.number)]
         self._window.clear()
+        del self._numbers[:]
         self._forget_streak()
         self.limit, self._high, self._left = _LARGEST, math.inf, LEAST
         for value in finite:
             self._highest, self._lowest = max(self._highest, value.number), min(self._lowest, value.number)
             self._window.append(value)
+            self._numbers.append(value.number)
         if len(finite) >= LEAST:
             self._learn()
 

@@ -5,6 +5,7 @@ An error here ends early warning, not the capture, and never the training.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Collection, Set
@@ -18,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from reprokit.arrivals import pass_on
 from reprokit.capture.early.alarm import EventKind, EventLog, TrainingEvent, event_of
-from reprokit.capture.early.detectors import Alarm, Detectors, Finding, Numbers
+from reprokit.capture.early.detectors import BATCH, Alarm, Detectors, Finding
 from reprokit.capture.early.silent import hooked, silent
 from reprokit.capture.failure_text import event_words
 from reprokit.capture.run.run_state import RunState
@@ -63,7 +64,8 @@ class EarlyWarning:
     ``_always`` are the parameters that had no gradient, or one of zeros, at every look so far. ``_silent_looks`` and
     ``_hook_looks`` count for how many looks kept steps were played because a parameter was silent, or had a hook.
     After `_UNPAID_LOOKS` or `_UNPAID_SECONDS` none are before the CPU time ``_next_look``; other processes on the
-    machine do not change that.
+    machine do not change that. Numbers were looked at up to the step at the place ``_seen``, gradients last when there
+    were ``_looked_after`` copies of the state. ``_left`` steps are to come before anything is looked at.
     """
 
     def __init__(
@@ -82,49 +84,77 @@ class EarlyWarning:
         self._on_event = on_event
         self._alarms: list[Alarm] = []
         self._detectors = Detectors(kinds, self._alarms.append)
-        self._finds_silent = "dead" in kinds
+        self._is_off = False
+        self._left, self._seen = BATCH, -1
+        self._finds_silent, self._looked_after = "dead" in kinds, 0
         self._next_look = 0.0
         self._num_looks, self._spent = 0, 0.0
         self._always: _Parameters | None = None
         self._silent_looks, self._hook_looks = _Parameters(), _Parameters()
-        run_state.on_step = self._see
+        run_state.has_alarm = self._has_alarm
         run_state.history.keeps_earlier = True
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
-        self._run_state.on_step = None
+        self._is_off = True
         self._detectors.forget()
         self._alarms.clear()
 
     @property
     def pending(self) -> Alarm | None:
-        """The alarm that a failure of now is the end of."""
+        """The alarm that a failure of now is the end of; `catch_up` comes before."""
         return self._detectors.pending
 
     def act(self) -> None:
-        """A step is over: report what was seen in it; raises `CaptureStop` if it was saved and the loop is to stop."""
-        history = self._run_state.history
-        holds_fewer = history.num_copies > 2 and history.num_kept == LEAST_SILENT  # two copies of short memory
-        is_look = holds_fewer or len(history.steps) == LEAST_SILENT
-        if not is_look and not self._alarms:
-            return
-        frame = sys._getframe(1)
-        is_saved = False
-        for alarm in self._take_alarms():
-            is_saved = self._tell(alarm, frame, may_save=not is_saved) or is_saved
-        if is_look and not is_saved:
-            is_saved = self._look_at_gradients(frame) is not None
-        if is_saved:
+        """A step is over: after a batch of them report what was seen; raises `CaptureStop` as `act_now` does."""
+        self._left -= 1
+        if self._left <= 0:
+            self._end_batch(sys._getframe(1))
+
+    def act_now(self) -> None:
+        """Report what the steps so far show; raises `CaptureStop` if a step was saved and the loop is to stop."""
+        if self.catch_up(sys._getframe(1)) is not None:
             self._session.stop()
+
+    def _end_batch(self, frame: FrameType) -> None:
+        path = self.catch_up(frame, waits=False)
+        if path is None and self._is_time_to_look:
+            self._looked_after = self._run_state.history.num_copies
+            path = self._look_at_gradients(frame)
+        self._left = 1 if self._detectors.is_waiting else BATCH
+        if path is not None:
+            self._session.stop()
+
+    @property
+    def _is_time_to_look(self) -> bool:
+        """True if enough steps have passed since a copy to look at gradients, which is done once after each."""
+        history = self._run_state.history
+        if history.num_copies == self._looked_after:
+            return False
+        earlier = history.num_kept - len(history.steps)
+        has_fewer = history.num_copies > 2 and earlier < LEAST_SILENT <= history.num_kept  # copies of short memory
+        return has_fewer or len(history.steps) >= LEAST_SILENT
+
+    def catch_up(self, frame: FrameType | None, *, waits: bool = True) -> Path | None:
+        """Report what the steps show that were not looked at yet; the path of the file, if one was written.
+
+        The capture is over with that: what later steps show is nothing to report any more.
+        """
+        self._see(waits=waits)
+        alarms, self._alarms[:] = list(self._alarms), []
+        path, last = None, math.inf
+        for alarm in alarms:
+            if alarm.shown_by > last:
+                break
+            saved = self._tell(alarm, frame, may_save=path is None)
+            if saved is not None:
+                path, last = saved, alarm.shown_by
+        return path
 
     def look_back(self, frame: FrameType | None) -> Path | None:
         """The run is over: look for parameters that have learned nothing; the path of the file, if one was written."""
         self._next_look = 0.0
         return self._look_at_gradients(frame)
-
-    def _take_alarms(self) -> list[Alarm]:
-        alarms, self._alarms[:] = list(self._alarms), []
-        return alarms
 
     def _look_at_gradients(self, frame: FrameType | None) -> Path | None:
         """Look for zeros and hooks, and play kept steps if there are any that were not looked at often enough.
@@ -133,7 +163,7 @@ class EarlyWarning:
         that copy of the state are still kept.
         """
         history = self._run_state.history
-        if not self._finds_silent or history.num_kept < LEAST_SILENT:
+        if self._is_off or not self._finds_silent or history.num_kept < LEAST_SILENT:
             return None
         try:
             finding = self._find_silent(silent(history.optimizers), hooked(history.optimizers))
@@ -187,22 +217,22 @@ class EarlyWarning:
             else:
                 event = replace(event, evidence=event.evidence + origin)
         else:
-            event = event_of(alarm.kind, alarm.departure, self._step)
+            event = event_of(alarm.kind, alarm.departure, alarm.shown_by)
             layers = (chapter["module"] for chapter in result["story"])
             place = failure["module"] or found.get("source") or next(layers, None)
             event = replace(event, evidence=event_words(result) if found else event.evidence + origin, place=place)
         known = {name: value for name, value in found.items() if name not in ("source", "rows")}
         self._emit(replace(event, **known, snapshot=str(path)))
 
-    def _tell(self, alarm: Alarm, frame: FrameType | None, *, may_save: bool) -> bool:
-        """Report an event; whether it was saved. The capture is over with the first one that was."""
+    def _tell(self, alarm: Alarm, frame: FrameType | None, *, may_save: bool) -> Path | None:
+        """Report an event; the path of its file, if it was saved."""
         is_error = alarm.departure.severity == "error"
         saved = self._save(alarm, frame) if is_error and may_save else None
         if saved is None:
-            self._emit(event_of(alarm.kind, alarm.departure, self._step))
-            return False
+            self._emit(event_of(alarm.kind, alarm.departure, alarm.shown_by))
+            return None
         self.tell_saved(alarm, *saved)
-        return True
+        return saved[0]
 
     def _save(self, alarm: Alarm | Finding, frame: FrameType | None) -> tuple[Path, dict[str, Any]] | None:
         """Save the step where an event began; after an error of ours nothing is looked for any more."""
@@ -216,9 +246,22 @@ class EarlyWarning:
     def _step(self) -> int:
         return max(self._run_state.iterations.completed - 1, 0)
 
-    def _see(self, numbers: Numbers) -> None:
+    def _has_alarm(self) -> bool:
+        """True if one of the steps so far is to be saved; that is done as soon as the running one is over."""
+        self._see(waits=True)
+        self._left = 1 if self._alarms else self._left
+        return any(alarm.departure.severity == "error" for alarm in self._alarms)
+
+    def _see(self, *, waits: bool) -> None:
+        """Look at the numbers of the steps so far; those on a device come later unless it ``waits`` for them."""
+        if self._is_off:
+            return
         try:
-            self._detectors.see(numbers)
+            steps = self._run_state.timeline.after(self._seen)
+            if steps and (waits or not self._detectors.is_waiting or len(steps) >= BATCH):
+                self._seen = steps[-1].place
+                self._detectors.see(steps)
+            self._detectors.arrive(waits=waits)
         except Exception as error:
             self._break_off(error)
 

@@ -267,6 +267,9 @@ class Failures:
         with self._run_state.tape.paused():
             self._run_state.ranks.part()
             self._settle_skipped(error)
+            path = self.early.catch_up(frame) if self.early is not None else None
+            if path is not None:
+                return path
             bad = self._policy.state()
             if bad is not None:
                 return self._save(Noticed(bad, frame, is_late=True))
@@ -368,9 +371,12 @@ class Failures:
 
     def _save_pending(self, noticed: Noticed) -> Path | None:
         """Save the step where the run left its course, if what has failed now is how that ended."""
-        alarm = self.early.pending if self.early is not None and noticed.alarm is None else None
-        if alarm is None or self.early is None or noticed.raised is not None or not self._run_state.ranks.is_alone:
+        if self.early is None or noticed.alarm is not None:
             return None
+        path = self.early.catch_up(noticed.frame)
+        alarm = self.early.pending
+        if path is not None or alarm is None or noticed.raised is not None or not self._run_state.ranks.is_alone:
+            return path
         path = self._save(replace(noticed, alarm=alarm))
         if path is not None:
             self.early.tell_saved(alarm, path, self.results[-1])

@@ -149,6 +149,8 @@ class Stepping:
                 bad = self._policy.state()
                 if bad is not None:
                     self._failures.fail(bad, is_late=True)
+                elif self.early is not None:
+                    self.early.act_now()
 
     def _before_rebound_write(self) -> None:
         """The loop writes a buffer that a forward has replaced since the last copy: check, and begin a new past."""

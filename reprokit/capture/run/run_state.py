@@ -14,7 +14,6 @@ import torch
 from torch import distributed
 
 from reprokit.arrivals import pass_on
-from reprokit.capture.early.detectors import Numbers
 from reprokit.capture.failure_text import COMPILED
 from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import Owner
@@ -68,7 +67,7 @@ class RunState:
         self.running.memory.on_conversion = self.convert
         self.running.on_lost = self._lose
         self.before_interrupt: Callable[[], None] = lambda: None
-        self.on_step: Callable[[Numbers], None] | None = None
+        self.has_alarm: Callable[[], bool] = lambda: False  # asked before a copy
         self.unseen: list[str] = []  # what else the run does, in words, that is not known
         self.compilers: dict[str, Compiled] = {}  # that the script has used, by name
         self.compiled: Call | None = None  # the first compiled function that the loop called itself
@@ -135,7 +134,8 @@ class RunState:
     def end_step(self, optimizer: torch.optim.Optimizer | None, ended: float, *, was_checked: bool = False) -> None:
         """The running step is over: keep it, or, when everything ``was_checked``, take a new copy of the state.
 
-        ``optimizer`` is ``None`` after an update made by hand; the step ``ended`` before the checks.
+        No copy is taken after an alarm, which leads back to the old one. ``optimizer`` is ``None`` after an update made
+        by hand; the step ``ended`` before the checks.
         """
         if self.history.num_optimizers > 1:
             if self.running.differentiations:
@@ -146,7 +146,7 @@ class RunState:
         if self.running.gaps:
             self.history.interrupt()
         self._note_numbers(optimizer, ended)
-        if was_checked:
+        if was_checked and not (self.ranks.is_alone and self.history.is_complete and self.has_alarm()):
             self._copy_state(ended)
             self.generators.look_closely()
         elif not self.running.is_noted:
@@ -182,12 +182,9 @@ class RunState:
             rate = rate.detach().clone()
         key = weakref.ref(optimizer) if optimizer is not None else None  # an id may come back
         total, completed = self.iterations.total, self.iterations.completed
-        timeline, scale = self.timeline, self.scalers.scale
-        if self.on_step is not None:
-            self.on_step(Numbers(total, completed, timeline.loss, timeline.grad_norm, scale, rate, key))
-        timeline.end_step(total, completed, rate, scale, ended, id(optimizer) if optimizer is not None else None)
+        self.timeline.end_step(total, completed, rate, self.scalers.scale, ended, key)
         if self.norms is not None and optimizer is not None:
-            self.norms.end_step(completed, optimizer, timeline.last)
+            self.norms.end_step(completed, optimizer, self.timeline.last)
 
     def _keep_step(self) -> None:
         """Let the step become the past."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 import collections
 import itertools
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from reprokit.capture.early.detectors import Numbers
 from reprokit.locate.quantity import number_of
 from reprokit.series import StepNumbers
 
@@ -28,26 +30,6 @@ class Turn(NamedTuple):
     optimizer: int | None
 
 
-class _Noted(NamedTuple):
-    """A step as it is kept."""
-
-    place: int
-    number: int
-    loss: Any
-    rate: Any
-    norm: Any
-    scale: Any
-    seconds: float
-    optimizer: int | None
-    noted: dict[str, float]
-
-    def turn(self) -> Turn:
-        """In numbers."""
-        loss, rate, norm, scale = map(number_of, (self.loss, self.rate, self.norm, self.scale))
-        numbers = StepNumbers(self.number, loss, rate, norm, scale, round(self.seconds, 6), noted=self.noted or None)
-        return Turn(numbers, self.optimizer)
-
-
 class Timeline:
     """Notes of the last `TIMELINE_STEPS` steps. ``loss`` and ``grad_norm`` are those of the step that is running."""
 
@@ -55,22 +37,33 @@ class Timeline:
         self.loss: torch.Tensor | float | None = None
         self.grad_norm: torch.Tensor | None = None
         self._noted: dict[str, float] = {}
-        self._steps: collections.deque[_Noted] = collections.deque(maxlen=TIMELINE_STEPS)
+        self._steps: collections.deque[Numbers] = collections.deque(maxlen=TIMELINE_STEPS)
         self._started = time.perf_counter()
 
     def end_step(
-        self, place: int, number: int, rate: Any, scale: torch.Tensor | None, now: float, optimizer: int | None
+        self,
+        place: int,
+        number: int,
+        rate: Any,
+        scale: torch.Tensor | None,
+        now: float,
+        optimizer: weakref.ref[torch.optim.Optimizer] | None,
     ) -> None:
         """A step is over: the ``place``-th that any optimizer made, in iteration ``number``."""
         seconds = now - self._started
         noted, self._noted = self._noted, {}
-        self._steps.append(_Noted(place, number, self.loss, rate, self.grad_norm, scale, seconds, optimizer, noted))
+        self._steps.append(Numbers(place, number, self.loss, rate, self.grad_norm, scale, seconds, optimizer, noted))
         self._started = now
         self.loss = self.grad_norm = None
 
     def last(self) -> StepNumbers:
         """The step that has just ended."""
-        return self._steps[-1].turn().numbers
+        return _turn(self._steps[-1]).numbers
+
+    def after(self, place: int) -> list[Numbers]:
+        """The steps behind the one at ``place``."""
+        steps = self._steps
+        return [steps[n] for n in range(-min(len(steps), steps[-1].place - place), 0)] if steps else []
 
     def note(self, numbers: Mapping[str, float]) -> None:
         """Add numbers of the loop's own to the running step; between two steps to the one before."""
@@ -83,11 +76,19 @@ class Timeline:
 
     def until(self, place: int, number: int, loss: float | None) -> list[Turn]:
         """The steps up to the one at ``place``, which is iteration ``number`` and may be running still."""
-        steps = [step.turn() for step in self._steps if step.place <= place]
+        steps = [_turn(step) for step in self._steps if step.place <= place]
         if any(step.place == place for step in self._steps):
             return steps
         running = StepNumbers(number, loss, grad_norm=number_of(self.grad_norm), noted=self._noted or None)
         return [*steps, Turn(running, None)]
+
+
+def _turn(step: Numbers) -> Turn:
+    """A step in numbers."""
+    loss, rate, norm, scale = map(number_of, (step.loss, step.rate, step.norm, step.scale))
+    numbers = StepNumbers(step.step, loss, rate, norm, scale, round(step.seconds, 6), noted=step.noted or None)
+    optimizer = step.optimizer() if step.optimizer is not None else None
+    return Turn(numbers, id(step.optimizer if optimizer is None else optimizer) if step.optimizer is not None else None)
 
 
 def with_optimizers(turns: Sequence[Turn], names: Mapping[int, str]) -> list[StepNumbers]:
