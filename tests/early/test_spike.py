@@ -177,6 +177,26 @@ def test_the_failure_of_a_jump_of_the_learning_rate_is_reduced_to_an_update(tmp_
     assert "assert update <" in rendered.repro.read_text()
 
 
+def test_a_reduced_spike_keeps_its_scale(tmp_path: Path) -> None:
+    """The loss is near zero, so that a label of 100 would be above the threshold, and is less plain than one of 1e4."""
+    torch.manual_seed(0)
+    model, weight = mlp(8, 16, 1), torch.randn(8, 1) * 0.3
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with reprokit.capture(tmp_path / "run.pt", on=("spike",), quiet=True):
+        for step in range(160):
+            x = torch.randn(8, 8) * 3
+            y = torch.from_numpy((x @ weight).numpy() * (1e4 if step == 150 else 1.0))
+            loss = F.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    snapshot = reprokit.load(tmp_path / "run.pt")
+    reduced = reprokit.shrink(snapshot, max_time=60).failure.event
+    event = snapshot.failure.event
+    assert event is not None and event.value > 1e8 * (event.usual or 0.0) and event.threshold < 100
+    assert reduced is not None and reduced.value >= math.sqrt(event.threshold * event.value)
+
+
 def test_a_nan_soon_after_is_traced_to_the_spike(tmp_path: Path) -> None:
     def loss_of(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
         x = torch.randn(16, 16)

@@ -1,10 +1,11 @@
 """The event of a run as a check: a quantity of the step, such as its loss, is not below the recorded threshold.
 
-A dead layer is one as long as the same call lets no gradient through, between the call that reads its parameter and the
-loss. Three guards keep a candidate from slipping to something trivial. What it asserts has to be computed, not given.
-An input of the step may hold no larger numbers than in training, so a threshold that only wrong labels exceed still
-needs them. What a call of the step computed may be given as an input only while its numbers are no larger than those of
-the inputs that do not carry the event.
+It also keeps the scale of the event: a loss of 10^8 times its median is not one of 25, which some batch of ones and
+zeros has. A dead layer is one as long as the same call lets no gradient through, between the call that reads its
+parameter and the loss. Three guards keep a candidate from slipping to something trivial. What it asserts has to be
+computed, not given. An input of the step may hold no larger numbers than in training, so a threshold that only wrong
+labels exceed still needs them. What a call of the step computed may be given as an input only while its numbers are no
+larger than those of the inputs that do not carry the event.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from reprokit.shrink.plainness import constant_of, largest_of
 from reprokit.shrink.signature import SignatureCheck
 
 _LEAST_BOUND = 1.0
-_NO_CALL, _NO_QUANTITY = "no call", "no quantity"  # in the place of the call that a failure names
+_NO_CALL, _NO_QUANTITY, _NO_SCALE = "no call", "no quantity", "no scale"  # in the place of the call of a failure
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,20 @@ class PredicateCheck(SignatureCheck):
         if found is None:
             is_measured = measured_in(outcome, program, tensors, self.event) is not None
             return None if is_measured else Failure(self.event.phase, self.event.kind, call=_NO_QUANTITY)
+        if found.event is not None and found.event.value < self._least_value:
+            return replace(found, call=_NO_SCALE)
         if self.blocking is None or found.exception is not None:
             return found
         call = blocked(Step(program, tensors), found).call
         return found if call == self.blocking else replace(found, call=call or _NO_CALL)
+
+    @property
+    def _least_value(self) -> float:
+        """What a candidate has to reach: half the way from the threshold to the value in training, in logarithms."""
+        event = self.event.event if self.event is not None else None
+        if event is None or not (0 < event.threshold <= event.value < math.inf):
+            return -math.inf
+        return math.sqrt(event.threshold) * math.sqrt(event.value)
 
     def adopted(self, failure: Failure, whole: Candidate) -> Self:
         """This check for a whole step."""
