@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import reprokit
+from tests.conftest import Run
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
@@ -21,9 +22,9 @@ def fails() -> None:
     torch.sqrt(torch.zeros(2, requires_grad=True)).sum().backward()
 
 
-def test_the_examples_run(tmp_path: Path) -> None:
+def test_the_examples_run(tmp_path: Path, run_python: Run) -> None:
     (tmp_path / "example.py").write_text(EXAMPLES)
-    run = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    run = run_python("example.py")
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()
     assert lines[0] == "6 inf torch.log"

@@ -126,9 +126,9 @@ def test_the_mean_leaves_out_as_much_at_either_end(overhead: ModuleType) -> None
 
 
 @pytest.mark.slow
-def test_overhead_runs(start_python: Run, tmp_path: Path) -> None:
+def test_overhead_runs(run_python: Run, tmp_path: Path) -> None:
     files = ("--json", "result.json", "--markdown", "table.md")
-    done = start_python(str(BENCHMARKS / "overhead.py"), "--quick", "--shapes", "mlp", *files)
+    done = run_python(str(BENCHMARKS / "overhead.py"), "--quick", "--shapes", "mlp", *files)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert json.loads((tmp_path / "result.json").read_text(encoding="utf-8")) == result
@@ -148,8 +148,8 @@ def test_overhead_runs(start_python: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_capture_runs(start_python: Run) -> None:
-    done = start_python(str(BENCHMARKS / "capture.py"), "--quick", "--shapes", "mlp")
+def test_capture_runs(run_python: Run) -> None:
+    done = run_python(str(BENCHMARKS / "capture.py"), "--quick", "--shapes", "mlp")
     assert done.returncode == 0, done.stderr
     shape = json.loads(done.stdout)["shapes"]["mlp"]
     memory: dict[str, Any] = shape["memory"]
