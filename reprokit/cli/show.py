@@ -161,7 +161,7 @@ def _facts(snapshot: Snapshot) -> Table:
     story = [("before", facts.story(snapshot))] if facts.story(snapshot) else []
     event = snapshot.failure.event
     grown = growth(snapshot.timeline, event.quantity if event is not None else None)
-    rows = [*story, *failed, *grown, *_capture(snapshot), *facts.source(snapshot)]
+    rows = [*story, *failed, *grown, *facts.surroundings(snapshot), *_capture(snapshot), *facts.source(snapshot)]
     versions = dict(facts.versions(snapshot.environment))
     shown = (f"{name} {versions[name]}" for name in ("torch", "python", "devices") if name in versions)
     rows.append(("environment", ", ".join(shown)))
@@ -174,8 +174,6 @@ def _facts(snapshot: Snapshot) -> Table:
 def _capture(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     """How it was watched."""
     settings = snapshot.settings
-    if settings.rank is not None:
-        yield "process", f"rank {settings.rank} of {settings.world_size or 1}"
     if settings.watch is not None:
         earlier = counted(settings.history_steps or 0, "earlier optimizer step")
         size = f"{(settings.history_bytes or 0) / 2**20:,.1f} MiB of state"

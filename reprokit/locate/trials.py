@@ -32,6 +32,7 @@ MAX_CHANGES = 4  # in one fix, when each change uncovers the next failure
 _FAR = 1000.0  # how many times the usual loss of the steps before
 _FAR_FROM_ALL = 10.0  # how many times the second largest of them
 _LEAST_USUAL = 1e-3  # a loss that was smaller, or zero, is no measure
+_LEAST_SIGNED = 3  # losses, none below zero
 _ABSURD = 1e30  # for any loss
 NextRemedies = Callable[[Scene], Iterable[Remedy]]
 WriteCode = Callable[[Program, Program, Tensors], str]
@@ -188,18 +189,21 @@ def _numbers(outcome: Outcome, losses: list[int]) -> list[float]:
 def _compared(numbers: list[float], timeline: Sequence[StepNumbers]) -> tuple[float | None, bool | None]:
     """The usual size of the loss in the steps before, if there were any, and whether these numbers are plausible.
 
-    One step whose loss has exploded already, as it does one step before an overflow, is no measure.
+    One step whose loss has exploded already, as it does one step before an overflow, is no measure. Where no loss was
+    below zero, one that is, by more than the losses before were large, is not plausible either.
     """
     if not numbers:
         return None, None
-    before = [abs(row.loss) for row in timeline if row.loss is not None and math.isfinite(row.loss)]
+    signed = [row.loss for row in timeline if row.loss is not None and math.isfinite(row.loss)]
+    before = [abs(loss) for loss in signed]
     worst = max(map(abs, numbers))
     if not before:
         return None, worst < _ABSURD
     usual = statistics.median_low(before)
     second = sorted(before)[-2:][0]
     is_far = worst > _FAR * max(usual, _LEAST_USUAL) and worst > _FAR_FROM_ALL * second
-    return usual, not is_far and worst < _ABSURD
+    is_turned = len(signed) >= _LEAST_SIGNED and min(signed) >= 0 and min(numbers) < -second
+    return usual, not is_far and not is_turned and worst < _ABSURD
 
 
 def _all_words(tensors: list[torch.Tensor], noun: str) -> str:

@@ -139,6 +139,14 @@ def when(snapshot: Snapshot) -> str:
     return f"{words}, micro-step {done + 1} (after {counted(done, 'backward pass', 'backward passes')})"
 
 
+def surroundings(snapshot: Snapshot) -> list[Fact]:
+    """The process among several, and the compilers that the script has used."""
+    settings = snapshot.settings
+    process = f"rank {settings.rank} of {settings.world_size or 1}" if settings.rank is not None else ""
+    backends = ", ".join(wording.code_span(name) for name in settings.compilers or ())
+    return _shown([("process", process), ("compiled", f"parts of the script, with {backends}" if backends else "")])
+
+
 def noticed_in(snapshot: Snapshot) -> str:
     """The place where the bad value was noticed; empty for an exception."""
     return _NOTICED.get(snapshot.observed_at, "")

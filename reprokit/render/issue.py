@@ -215,7 +215,10 @@ def _lines(rows: Iterable[facts.Fact]) -> str:
 
 def _origin(snapshot: Snapshot) -> str:
     place = f", at {facts.line(snapshot.failure)}" if snapshot.failure.site is not None else ""
-    return f"{facts.when(snapshot)} of a training run, {facts.where(snapshot)}{place}"
+    around = dict(facts.surroundings(snapshot))
+    process = f" on {around['process']} processes" if "process" in around else ""
+    compiled = f" (compiled: {around['compiled']})" if "compiled" in around else ""
+    return f"{facts.when(snapshot)} of a training run{process}{compiled}, {facts.where(snapshot)}{place}"
 
 
 def _in_line(site: Site | None) -> str:

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 import torch
 
 from reprokit.errors import NewerFormat, NotASnapshot, SnapshotError, TruncatedSnapshot
-from reprokit.grammar import Count, Line, Text, left_out, one_of, plain_of, read
+from reprokit.grammar import Count, Line, Name, Text, left_out, one_of, plain_of, read
 from reprokit.locate.failure import Failure, RankDifference, is_vacuous, root_of
 from reprokit.program import plain
 from reprokit.program.functions import display_name
@@ -59,7 +59,10 @@ class FailedProgram(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CaptureSettings(Settings):
-    """The settings of torch, and those of the capture: how it watched, what it kept, which process it was."""
+    """The settings of torch, and those of the capture: how it watched, what it kept, which process it was.
+
+    ``compilers`` are the backends that the script has compiled something with.
+    """
 
     watch: Annotated[str, one_of("every-step", "sampled", "deferred")] | None = left_out()
     history_steps: Count | None = left_out()
@@ -68,6 +71,7 @@ class CaptureSettings(Settings):
     world_size: Count | None = left_out()
     noted_every: Count | None = left_out()
     is_noted: bool | None = left_out()
+    compilers: tuple[Name, ...] | None = left_out()
 
 
 @dataclass(frozen=True)

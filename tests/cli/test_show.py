@@ -198,3 +198,18 @@ def test_one_earlier_step_is_no_plural(
     save(replace(failing.masked_softmax(), settings=settings), tmp_path / "x.pt")
     assert main(["show", str(tmp_path / "x.pt")]) == 0
     assert words in re.sub(r"\s+", " ", capsys.readouterr().err)
+
+
+def test_the_process_and_the_compilers_are_in_show_and_issue(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = CaptureSettings(watch="sampled", rank=1, world_size=4, compilers=("inductor",))
+    save(replace(failing.masked_softmax(), settings=settings), tmp_path / "x.pt")
+    assert main(["show", str(tmp_path / "x.pt")]) == 0
+    shown = re.sub(r"\s+", " ", capsys.readouterr().err)
+    assert "process rank 1 of 4 compiled parts of the script, with `inductor`" in shown
+    assert main(["render", str(tmp_path / "x.pt"), "--as", "issue", "-o", str(tmp_path / "issue.md")]) == 0
+    issue = (tmp_path / "issue.md").read_text()
+    assert (
+        "of a training run on rank 1 of 4 processes (compiled: parts of the script, with `inductor`), in the" in issue
+    )

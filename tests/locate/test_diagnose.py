@@ -409,6 +409,22 @@ def test_a_loss_is_compared_with_the_usual_ones_also_where_these_are_small(
     assert ("in the steps before" in fix.outcome) is not is_plausible
 
 
+@pytest.mark.parametrize(
+    ("losses", "is_plausible"),
+    [
+        ([2.4, 2.3, 2.5, NAN], False),  # -13.8 after the fix
+        ([2.4, -0.1, 2.5, NAN], True),  # of either sign before
+        ([20.0, 15.0, 16.0, NAN], True),  # a fall below zero by less than what the losses were
+        ([2.4, NAN], True),  # too few to tell
+    ],
+)
+def test_a_loss_far_below_zero_is_no_fix_where_none_was_below_zero(losses: list[float], is_plausible: bool) -> None:
+    snapshot = record(lambda x: x.log().sum().backward(), x=torch.tensor([-1.0]).requires_grad_())
+    snapshot = replace(snapshot, timeline=[StepNumbers(number, loss) for number, loss in enumerate(losses)])
+    fix = diagnose(snapshot).fix
+    assert fix is not None and fix.helped and "loss -13.82" in fix.outcome and fix.is_plausible is is_plausible
+
+
 def test_a_later_fix_with_a_plausible_loss_goes_before_one_without() -> None:
     def step(x: torch.Tensor) -> None:
         x.exp().sum().backward()

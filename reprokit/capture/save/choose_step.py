@@ -578,6 +578,7 @@ class Describing:
                 history_steps=len(run_state.history.steps),
                 history_bytes=run_state.history.state.copies.num_bytes,
                 **run_state.ranks.describe(),
+                compilers=tuple(run_state.compilers) or None,
             ),
         )
 
