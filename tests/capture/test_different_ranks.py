@@ -170,7 +170,8 @@ def test_a_healthy_run_is_silent_and_ends_with_the_same_bits(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_rank_that_ends_early_stops_nobody(tmp_path: Path) -> None:
-    train(tmp_path, "ends")  # or the time for the process is over
+    done = train(tmp_path, "ends")  # or the time for the process is over
+    assert "`--on ranks` compares no more from step 10 on: a rank did not answer" in done.stderr
     assert len(losses(tmp_path)[0]) == len(losses(tmp_path)[1]) == 10
     assert list(tmp_path.glob("*.pt")) == []
 
