@@ -195,7 +195,8 @@ def _judge(row: Row, folder: Path) -> None:
     if not row.origin_ok:
         row.problem = str(snapshot.fidelity_note or "")
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
-        code = reprokit(["shrink", str(paths[0]), "--json", "-q", "-o", str(folder / row.cell), "--max-time", "60"])
+        options = ["--json", "-q", "--no-whatif", "--max-time", "60", "-o", str(folder / row.cell)]
+        code = reprokit(["shrink", str(paths[0]), *options])
     verified = json.loads(out.getvalue())["repro"]["verified"] if code == 0 else None
     row.verified = verified is not None and len(set(verified.split("/"))) == 1
 

@@ -37,6 +37,11 @@ def in_root(module: str | None, root: str | None) -> str | None:
     return root if module.startswith("<") else f"{root}.{module}"
 
 
+def user_path(path: str) -> str:
+    """The path of a module, parameter or buffer without the wrapper that `torch.compile` puts around a module."""
+    return ".".join(part for part in path.split(".") if part != "_orig_mod") if "_orig_mod" in path else path
+
+
 def item_name(owner: str, key: str) -> str:
     """The name of a dict's item: its key, with ``_grad`` in a dict of gradients, whose keys are those of parameters."""
     return f"{key}_grad" if _GRADIENTS.search(owner) else key

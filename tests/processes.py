@@ -135,7 +135,8 @@ def call(path: str, python: str, words: list[str]) -> NoReturn:
     if code == UNLIKE:
         os.execv(python, [python, *words])
     if int(code or 1) < 0:
-        signal.signal(-int(code), signal.SIG_DFL)
+        if int(code) != -signal.SIGKILL:  # which has no handler
+            signal.signal(-int(code), signal.SIG_DFL)
         os.kill(os.getpid(), -int(code))
     os._exit(int(code or 1) & 0xFF)
 

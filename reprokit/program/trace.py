@@ -40,6 +40,7 @@ from reprokit.program.ir import (
 from reprokit.program.memory import copies_of, copy_of, is_bad
 from reprokit.program.sites import current_site, library_line, note_of
 from reprokit.program.transforms import Transforms
+from reprokit.words import user_path
 
 # Functionals that stand for a whole layer: recorded as the calls they are made of.
 _LAYERS = frozenset({"torch.nn.functional.multi_head_attention_forward", "torch.nn.functional.gumbel_softmax"})
@@ -370,7 +371,7 @@ class Tracer(TorchFunctionMode):
     def enter_module(self, module: torch.nn.Module) -> None:
         """A module was entered."""
         if not self._scopes:
-            self._paths = {id(part): path for path, part in module.named_modules()}
+            self._paths = {id(part): user_path(path) for path, part in module.named_modules()}
             self._root = self._root_names.get(id(module), "")
         count = self._counts.get(id(module), 0)
         self._counts[id(module)] = count + 1

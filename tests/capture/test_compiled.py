@@ -505,3 +505,22 @@ def test_random_numbers_of_a_compiler_are_no_mismatch(tmp_path: Path) -> None:
     snapshot = check_caught(loop, tmp_path)
     assert snapshot.failure.kind == "nan" and snapshot.fidelity == "unfaithful"
     assert "did not occur again" in (snapshot.fidelity_note or "")
+
+
+class Share(nn.Module):
+    """Each row divided by its sum."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / x.sum(1, keepdim=True)
+
+
+def test_the_names_in_a_compiled_model_are_those_of_the_model(tmp_path: Path) -> None:
+    def train() -> None:
+        model = compiled(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Sequential(nn.Tanh(), Share())))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step, x, y in batches():
+            update(optimizer, F.cross_entropy(model(x * (step != BAD_STEP)), y))
+
+    snapshot = check_caught(lambda: train() or [], tmp_path)
+    assert (*where(snapshot), snapshot.failure.module) == (BAD_STEP, *DIVISION, "1.1")
+    assert [item.name for item in snapshot.program.inputs if item.role == "parameter"] == ["0.weight"]

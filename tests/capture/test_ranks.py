@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,23 @@ dist.destroy_process_group()
 """
 AVERAGED = "model = nn.parallel.DistributedDataParallel(model)"
 SPREAD = "from torch.distributed.fsdp import fully_shard; fully_shard(model)"
+KILLED = """
+import os
+import signal
+import time
+from reprokit.capture.hooks import on_failure
+from reprokit.capture.run.ranks import Ranks
+
+replayed = on_failure.snapshot_of
+
+def slowly(*args):
+    time.sleep(3)
+    return replayed(*args)
+
+on_failure.snapshot_of = slowly
+if rank == 0:
+    Ranks.meet_all = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+"""  # while the other rank replays its step
 LATE = """
 from reprokit.capture.hooks.own_gradient import OwnGradient
 from reprokit.capture.hooks.policy import Policy
@@ -84,13 +102,19 @@ OwnGradient.before_backward = OwnGradient.before_update = lambda self: None
 
 
 def train(
-    folder: Path, spread: str, *how: str, captured: bool = True, num_steps: int = 6, ends_group: bool = True
+    folder: Path,
+    spread: str,
+    *how: str,
+    captured: bool = True,
+    num_steps: int = 6,
+    ends_group: bool = True,
+    num_ranks: int = 2,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the script with two processes."""
+    """Run the script with several processes."""
     folder.mkdir(exist_ok=True)
     script = TRAINING.format(spread=spread).replace("range(6)", f"range({num_steps})")
     (folder / "train.py").write_text(script if ends_group else script.replace("dist.destroy_process_group()", ""))
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     capture = ["-m", "reprokit", "capture"] if captured else []
     return run_python_in(folder, *torchrun, *capture, "train.py", *how)
 
@@ -100,12 +124,12 @@ def losses(folder: Path) -> list[list[str]]:
     return [(folder / f"losses.{rank}").read_text().splitlines() for rank in range(2)]
 
 
-def only_snapshot(folder: Path) -> Snapshot:
+def only_snapshot(folder: Path, num_ranks: int = 2) -> Snapshot:
     """The snapshot of rank 1; there is no other file."""
     (path,) = folder.glob("*.pt")
     assert path.name == "train.rank1-step3.repro.pt"
     snapshot = load(path)
-    assert (snapshot.settings.rank, snapshot.settings.world_size) == (1, 2)
+    assert (snapshot.settings.rank, snapshot.settings.world_size) == (1, num_ranks)
     return snapshot
 
 
@@ -202,6 +226,57 @@ def test_a_scaler_that_skips_the_step_of_a_bad_loss(tmp_path: Path) -> None:
     assert (snapshot.failure.phase, snapshot.failure.call) == ("forward", "torch.Tensor.div")
     assert (snapshot.fidelity, snapshot.fidelity_note) == ("exact", None)
     assert all(len(lines) == 6 for lines in losses(tmp_path))
+
+
+def test_one_of_three_ranks(tmp_path: Path) -> None:
+    done = train(tmp_path, AVERAGED, "gradient", num_ranks=3)
+    assert done.stderr.count("rank 1, which saves its step") == 2
+    snapshot = only_snapshot(tmp_path, num_ranks=3)
+    assert (snapshot.step, snapshot.failure.phase, snapshot.failure.call) == (3, "backward", "torch.Tensor.sqrt")
+
+
+ACCUMULATING = """
+import contextlib
+import torch
+import torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(6):
+    optimizer.zero_grad()
+    for part in range(3):
+        x = torch.randn(8, 4)
+        bad = step == 3 and rank == 1 and part == 1
+        with model.no_sync() if part < 2 else contextlib.nullcontext():
+            count = torch.full((), 0.0 if bad else 1.0)
+            (model(x).pow(2).mean() * (count / count)).backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+def test_gradients_that_are_averaged_after_several_backward_passes(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ACCUMULATING)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = start_python_in(tmp_path, *torchrun, "-m", "reprokit", "capture", "train.py")
+    assert "rank 1, which saves its step" in done.stderr
+    snapshot = only_snapshot(tmp_path)
+    assert (snapshot.failure.call, snapshot.micro_step) == ("torch.Tensor.div", 1)
+
+
+@pytest.mark.parametrize("spread", [AVERAGED, SPREAD])
+def test_a_rank_that_is_killed_while_another_one_saves(spread: str, tmp_path: Path) -> None:
+    """Nobody waits for the dead rank; its shards are missing where parameters are spread."""
+    started = time.monotonic()
+    done = train(tmp_path, f"{spread}{KILLED}", "loss")
+    assert time.monotonic() - started < 90 and "exitcode  : -9" in done.stderr
+    snapshot = only_snapshot(tmp_path)
+    assert snapshot.failure.phase == "forward"
+    assert ("rank 0 did not answer" in str(snapshot.fidelity_note)) == (spread == SPREAD)
 
 
 def test_ranks_that_are_started_again(tmp_path: Path) -> None:

@@ -155,7 +155,6 @@ open(f"healthy.{rank}", "w").close()
 UNSAVED = (
     MODEL
     + """
-import datetime
 import reprokit
 from reprokit.capture.run import exchange
 from reprokit.capture.save import choose_step
@@ -170,7 +169,7 @@ choose_step.DEFAULT_STATE_BYTES = whole
 talks = True
 fail("talks")
 talks = False
-exchange._TO_ANSWER = datetime.timedelta(seconds=0.5)
+exchange._TO_ANSWER = 0.5
 exchange.Exchange._answer = lambda *args, **kwargs: None
 fail("silent")
 dist.destroy_process_group()

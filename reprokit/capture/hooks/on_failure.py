@@ -429,7 +429,7 @@ class Failures:
             self._session.leave()
             self._session.stop()
             return None
-        with _termination_deferred() as terminated:
+        with _termination_deferred(self._run_state.ranks.hurry) as terminated:
             path = self._write(noticed, is_wanted)
             if path is not None:
                 self._session.hand_over(path)
@@ -484,16 +484,17 @@ class Failures:
 
 
 @contextlib.contextmanager
-def _termination_deferred() -> Iterator[list[int]]:
+def _termination_deferred(hurry: Callable[[], None]) -> Iterator[list[int]]:
     """Defer the first SIGTERM: a launcher sends it to all ranks once one has ended, also to one that saves its step.
 
-    Yields the signals that have arrived. A handler of the script's own is left alone.
+    Yields the signals that have arrived; ``hurry`` is called then. A handler of the script's own is left alone.
     """
     arrived: list[int] = []
 
     def defer(number: int, frame: FrameType | None) -> None:
         arrived.append(number)
         signal.signal(number, signal.SIG_DFL)
+        hurry()
 
     is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if not is_default or threading.current_thread() is not threading.main_thread():

@@ -24,7 +24,7 @@ from reprokit.capture.record.structure import iter_tensors
 from reprokit.program.sites import kind_of_file, make_site
 from reprokit.program.statement import parts
 from reprokit.program.trace import InputName
-from reprokit.words import item_name
+from reprokit.words import item_name, user_path
 
 _MAX_FRAMES = 30
 _PLAIN_NAMES = frozenset({"input", "args", "kwargs"})
@@ -129,9 +129,9 @@ class Names:
         for module in sorted(self._roots, key=lambda root: -sum(1 for _ in root.parameters())):
             root = f"{names[id(module)]}." if id(module) in names else ""
             for name, parameter in module.named_parameters():
-                self._origins.setdefault(id(parameter), InputName(root + name, "parameter"))
+                self._origins.setdefault(id(parameter), InputName(root + user_path(name), "parameter"))
             for name, buffer in module.named_buffers():
-                self._origins.setdefault(id(buffer), InputName(root + name, "buffer"))
+                self._origins.setdefault(id(buffer), InputName(root + user_path(name), "buffer"))
 
 
 _MAX_ITEMS = 64

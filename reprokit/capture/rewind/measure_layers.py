@@ -19,6 +19,7 @@ from reprokit.capture.record.structure import iter_tensors
 from reprokit.locate.quantity import norm_of, update_of
 from reprokit.locate.ranges import Range, measure
 from reprokit.story import LayerNumbers
+from reprokit.words import user_path
 
 
 class LayerMeter:
@@ -91,7 +92,7 @@ def layers_of(root: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """The layers of a model with their paths."""
     for path, module in root.named_modules():
         if next(module.children(), None) is None or next(module.parameters(recurse=False), None) is not None:
-            yield path, module
+            yield user_path(path), module
 
 
 def _largest(found: Range) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 _PIECE = 4 * 2**20  # bytes: the store refuses values over 8 MiB
-_TO_ANSWER = datetime.timedelta(seconds=60)  # for another rank to come to the same step and to send a batch of shards
+_TO_ANSWER = 60.0  # seconds for another rank to come to the same step and to send a batch of shards
 _FOR_A_QUESTION = datetime.timedelta(days=30)
 _LOOKS_EVERY = 0.01  # seconds
 _TO_END = 5.0  # seconds
@@ -34,11 +34,13 @@ class Exchange:
     """Answers questions of other ranks with ``shards``, and asks them.
 
     ``place`` counts the updates that the parameters have had; ``None`` while an update writes them. ``store`` is a
-    connection of its own, because a connection that waits is of no use to anybody else.
+    connection of its own, because a connection that waits is of no use to anybody else. ``is_ending``: the launcher
+    ends all ranks, so those that have not answered yet may be gone.
     """
 
     def __init__(self, store: Any, prefix: str, rank: int, shards: Callable[[], dict[str, torch.Tensor]]) -> None:
         self.place: int | None = 0
+        self.is_ending = False
         self._store = store
         self._waiting = store.clone()
         self._prefix = f"{prefix}/exchange"
@@ -55,16 +57,24 @@ class Exchange:
         answer = f"{self._rank}-{self._num_asked}"
         self._send(rank, {"names": list(names), "place": self.place, "answer": answer})
         try:
-            self._store.wait([self._key("answer", answer)], 2 * _TO_ANSWER)
+            self._wait_for(rank, self._key("answer", answer))
             said = json.loads(self._store.get(self._key("answer", answer)))
             if "refused" in said:
                 raise Unanswered(f"rank {rank} {said['refused']}")
             pieces = list(self._received(answer, said["num_pieces"]))
-        except RuntimeError as error:  # of the store: the time is over, or its host has gone
-            seconds = round(2 * _TO_ANSWER.total_seconds())
-            raise Unanswered(f"rank {rank} did not answer within {seconds} seconds") from error
+        except RuntimeError as error:  # of the store
+            raise Unanswered(f"rank {rank} did not answer: the store has gone") from error
         loaded: list[torch.Tensor] = torch.load(io.BytesIO(b"".join(pieces)), weights_only=True)
         return loaded
+
+    def _wait_for(self, rank: int, key: str) -> None:
+        """Wait in Python, because a call of the store holds up signals."""
+        started = time.monotonic()
+        while not self._store.check([key]):
+            limit = _TO_END if self.is_ending else 2 * _TO_ANSWER
+            if time.monotonic() - started > limit:
+                raise Unanswered(f"rank {rank} did not answer within {round(limit)} seconds")
+            time.sleep(_LOOKS_EVERY)
 
     def close(self) -> None:
         """End the thread, which must not outlive Python; questions that come later are not answered."""
@@ -111,7 +121,7 @@ class Exchange:
 
     def _content(self, names: list[str], place: int) -> bytes:
         """The shards at that place; raises `Unanswered` if the training is not there within the limit."""
-        deadline = time.monotonic() + _TO_ANSWER.total_seconds()
+        deadline = time.monotonic() + _TO_ANSWER
         while self.place != place:
             if not self._is_open or time.monotonic() > deadline:
                 raise Unanswered("is not at the same step")

@@ -154,6 +154,11 @@ class Ranks:
         if self._exchange is not None:
             self._exchange.place = num_updates
 
+    def hurry(self) -> None:
+        """The launcher is about to end this process, and maybe has ended others."""
+        if self._exchange is not None:
+            self._exchange.is_ending = True
+
     def gather(self) -> dict[int, torch.Tensor]:
         """The whole parameters by the ``id`` of the spread ones, as this rank's step began; raises `Unanswered`."""
         if self._exchange is None or self._exchange.place is None or not self._are_all("watches"):

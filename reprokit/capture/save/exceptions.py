@@ -23,6 +23,7 @@ from reprokit.capture.record.structure import iter_tensors
 from reprokit.program.ir import BACKWARD, Phase, Site
 from reprokit.program.sites import kind_of_file, make_site
 from reprokit.program.trace import current_mode
+from reprokit.words import user_path
 
 
 @dataclass(frozen=True)
@@ -178,5 +179,5 @@ def _module(error: BaseException, roots: Iterable[torch.nn.Module]) -> str | Non
             inside = frame.f_locals.get("self")
     if inside is None:
         return None
-    paths = (path for root in roots for path, module in root.named_modules() if module is inside)
+    paths = (user_path(path) for root in roots for path, module in root.named_modules() if module is inside)
     return next((path for path in paths if path), f"<{type(inside).__name__}>")
