@@ -176,6 +176,27 @@ def test_a_branch_that_is_cut_off_is_named(
     assert run_python_in(tmp_path, "mended.py").returncode == 0, text
 
 
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_a_layer_that_never_gets_a_gradient_is_a_warning(is_wanted: bool, tmp_path: Path) -> None:
+    with _watched(tmp_path, "early") as watched:
+        model = _Branches()
+        model.way = "no_grad"
+        model.left.requires_grad_(is_wanted)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(150):
+            x = torch.randn(8, 16)
+            optimizer.zero_grad()
+            (model(x) - x.sum(1, keepdim=True)).pow(2).mean().backward()
+            optimizer.step()
+    assert not watched.session.snapshots
+    if not is_wanted:
+        assert not watched.events
+        return
+    (event,) = watched.events
+    assert (event.kind, event.severity, event.place) == ("dead", "warning", "left")
+    assert event.evidence.startswith("`left.weight` and 1 more get no gradient in ")
+
+
 @pytest.mark.parametrize("begins", [0, 60])
 def test_a_gradient_that_is_zero_from_a_step_on_is_dated(begins: int, tmp_path: Path) -> None:
     with _watched(tmp_path, "dead") as watched:

@@ -87,6 +87,7 @@ class EarlyWarning:
         self._is_off = False
         self._left, self._seen = BATCH, -1
         self._finds_silent, self._looked_after = "dead" in kinds, 0
+        self._has_told_never = False
         self._next_look = 0.0
         self._num_looks, self._spent = 0, 0.0
         self._always: _Parameters | None = None
@@ -170,6 +171,11 @@ class EarlyWarning:
         except Exception as error:
             self._break_off(error)
             return None
+        if finding is not None and finding.way == "never":
+            if not self._has_told_never:
+                self._has_told_never = True
+                self._emit(replace(self._silent(finding), severity="warning"))
+            return None
         saved = self._save(finding, frame) if finding is not None else None
         if finding is None or saved is None:  # a gradient may be zero by design
             return None
@@ -196,7 +202,9 @@ class EarlyWarning:
 
     def _silent(self, finding: Finding) -> TrainingEvent:
         """The event of a parameter that learns nothing."""
-        share = {"zeros": "the gradient of `{}` is zero", "none": "`{}` gets no gradient", "nan": ""}[finding.way]
+        share = {"zeros": "the gradient of `{}` is zero", "nan": ""}.get(finding.way, "`{}` gets no gradient")
+        if finding.others:
+            share = f"`{{}}` and {len(finding.others)} more get no gradient"
         words = f"{share.format(finding.name)} in {finding.num_steps} steps from step {finding.step} on"
         if finding.way == "nan":
             words = f"the gradient of `{finding.name}` is nan in step {finding.step}, and a hook makes it finite"

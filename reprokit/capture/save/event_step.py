@@ -34,6 +34,7 @@ from reprokit.program.ir import Phase, Program
 _PLAYED = 256  # steps, of those kept, that are looked at for parameters that learn nothing
 _PLAYED_SECONDS = 1.0  # of CPU time for them; twice `LEAST_SILENT` steps are played however long they take
 LEAST_SILENT = 20  # steps with a gradient of zeros
+_LEAST_NEVER = 2 * LEAST_SILENT  # steps without any gradient from the start
 _MOSTLY = 0.5  # of the elements of a gradient
 _RECENT = 32  # of them: numbers of a run drift, and those of its first steps are far above all others
 _LEAST = 8  # healthy steps that a played number is compared with
@@ -197,7 +198,7 @@ def _silent(measured: Sequence[MeasuredStep], named: Mapping[int, str], always: 
     In the step before less than half of it was zero, and of those that end with it: a layer may fade out by design,
     unit by unit, as under a decay. Without a step before it has to have been so ``always``. One that has a gradient in
     some steps and none in others may rest by design, as the head of a task does, so a gradient that is missing has to
-    have been there in every step before.
+    have been there in every step before. Where none rests, those that have never had a gradient are found too.
     """
     series = {key: _Shares.of(measured, key) for key in named}
     faded = {one.since[-1].place for one in series.values() if one.since and one.before and one.is_fading}
@@ -208,7 +209,11 @@ def _silent(measured: Sequence[MeasuredStep], named: Mapping[int, str], always: 
         if not one.is_missing or one.has_learned:
             way = "none" if one.is_missing else "zeros"
             return Finding("dead", name, way, len(one.since), one.since[-1].place, one.since[-1].completed, key)
-    return None
+    never = [key for key in named if key in always and series[key].is_never and len(series[key].since) >= _LEAST_NEVER]
+    if not never or any(one.is_resting for one in series.values()):
+        return None
+    since, others = series[never[0]].since, tuple(named[key] for key in never[1:])
+    return Finding("dead", named[never[0]], "never", len(since), since[-1].place, since[-1].completed, never[0], others)
 
 
 @dataclass(frozen=True)
@@ -233,6 +238,16 @@ class _Shares:
     def is_fading(self) -> bool:
         """True if at least half of the last gradient was zero."""
         return (self.before[-1] or 0.0) >= _MOSTLY
+
+    @property
+    def is_never(self) -> bool:
+        """True if there was no gradient in any step."""
+        return self.is_missing and not self.before
+
+    @property
+    def is_resting(self) -> bool:
+        """True if there was a gradient in some steps and none in others."""
+        return bool(self.before) and (self.is_missing or None in self.before)
 
     @property
     def has_learned(self) -> bool:
