@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _GRADIENTS = re.compile(r"(?:^|_)grad(?:ient)?s?(?:_|$)")
@@ -58,24 +58,16 @@ def times_words(value: float, usual: float) -> str:
     return f", {shown} times its median of {usual:.3g}"
 
 
-def event_words(
-    quantity: str,
-    value: float,
-    usual: float | None = None,
-    *,
-    source: str | None = None,
-    rows: str | None = None,
-    reference_step: int | None = None,
-    began_at: int,
-) -> str:
-    """An event in a few words: ``the loss was 1.2e9, 10^8 times its median of 12; rows 0-7 of `y` ``."""
-    named = f"`{source}`" if source else ""
+def event_words(event: Mapping[str, Any]) -> str:
+    """An event as plain data in a few words: ``the loss was 1.2e9, 10^8 times its median of 12; rows 0-7 of `y` ``."""
+    quantity, value, usual, rows = event["quantity"], event["value"], event.get("usual"), event.get("rows")
+    named = f"`{event['source']}`" if event.get("source") else ""
     if quantity == "share of zeros":
-        return f"the gradient of {named or 'a parameter'} is missing or zero from step {began_at} on"
+        return f"the gradient of {named or 'a parameter'} is missing or zero from step {event['began_at']} on"
     words = f"the {quantity} was {value:.3g}{times_words(value, usual) if usual is not None else ''}"
     if rows:
         return f"{words}; {rows} of {named or 'the batch'}"
-    return f"{words}; the first input that differs from step {reference_step} is {named}" if named else words
+    return f"{words}; the first input that differs from step {event['reference_step']} is {named}" if named else words
 
 
 def difference_words(

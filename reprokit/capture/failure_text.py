@@ -49,10 +49,9 @@ def event_words(result: Mapping[str, Any]) -> str:
         known = dict(result["failure"]["difference"])
         del known["hashes"]
         return words.difference_words(**known)
-    event = dict(result["failure"]["event"])
-    del event["threshold"]
+    event = result["failure"]["event"]
     lead = "" if event["quantity"] == "share of zeros" else f"began at step {event['began_at']}: "
-    return f"{lead}{words.event_words(**event)}"
+    return f"{lead}{words.event_words(event)}"
 
 
 def cause_line(result: Mapping[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ norm of the change that the optimizer makes over the norm of the parameters.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from reprokit.locate.failure import Failure
 from reprokit.program.functions import display_name
 from reprokit.program.interpreter import Outcome, Tensors, run
 from reprokit.program.ir import AUTOGRAD_GRAD, Program, iter_refs
+
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def loss_of(program: Program) -> int | None:
@@ -119,6 +121,23 @@ def number_of(value: Any) -> float | None:
     if isinstance(value, torch.Tensor):
         return float(value.detach()) if value.numel() == 1 and not value.is_complex() else None
     return float(value) if isinstance(value, (int, float)) else None
+
+
+def norms_of(tensors: list[torch.Tensor]) -> list[float]:
+    """The Euclidean norm of each tensor, of half precision in float32; fused if that can be done for all together."""
+    dtype = torch.float32 if any(tensor.dtype in _HALVES for tensor in tensors) else None
+    try:
+        return numbers_of(torch._foreach_norm(tensors, 2, dtype=dtype)) if tensors else []
+    except RuntimeError:  # half and double precision
+        return [_norm(tensor) for tensor in tensors]
+
+
+def numbers_of(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """Single elements as numbers; together where they are of one kind and on one device."""
+    try:
+        return list(map(float, torch.stack(list(tensors)).tolist())) if tensors else []
+    except RuntimeError:
+        return [float(tensor) for tensor in tensors]
 
 
 def norm_of(tensors: Iterable[torch.Tensor]) -> float | None:

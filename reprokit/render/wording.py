@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from reprokit import words
@@ -51,18 +51,7 @@ def reference_words(failure: Failure) -> str:
 
 def event_words(failure: Failure) -> str:
     """``the loss was 1.2e+09, 10^8 times its median of 12.3; rows 0-7 of `y` ``, or nothing."""
-    event = failure.event
-    if event is None:
-        return ""
-    return words.event_words(
-        event.quantity,
-        event.value,
-        event.usual,
-        source=event.source,
-        rows=event.rows,
-        reference_step=event.reference_step,
-        began_at=event.began_at,
-    )
+    return words.event_words(asdict(failure.event)) if failure.event is not None else ""
 
 
 def difference_words(failure: Failure) -> str:

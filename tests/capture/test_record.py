@@ -53,6 +53,21 @@ def train(steps: int, **options: Any) -> tuple[nn.Module, Any]:
     return net, session
 
 
+def test_norms_of_half_and_double_precision_are_measured_together() -> None:
+    seen: list[dict[str, float]] = []
+    half, double = nn.Linear(3, 4).half(), nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD([*half.parameters(), *double.parameters()], lr=0.0)
+    with reprokit.capture(record="1", on_numbers=seen.append, quiet=True):
+        double(half(torch.ones(2, 3).half()).double()).sum().backward()
+        optimizer.step()
+    (row,) = seen
+    expected = {f"half.{name}": parameter for name, parameter in half.named_parameters()}
+    expected |= {f"double.{name}": parameter for name, parameter in double.named_parameters()}
+    for name, parameter in expected.items():
+        assert row[f"weight_norm/{name}"] == pytest.approx(float(parameter.detach().double().norm()), rel=1e-3)
+        assert row[f"grad_norm/{name}"] == pytest.approx(float(parameter.grad.double().norm()), rel=1e-3)  # type: ignore[union-attr]
+
+
 def test_norms_of_every_step_are_those_of_the_parameters() -> None:
     seen: list[dict[str, float]] = []
     net, _ = train(4, record="1", on_numbers=seen.append)

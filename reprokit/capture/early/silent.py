@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from reprokit.locate.quantity import norms_of
+
 
 def silent(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """The parameters of optimizers that are trained and whose gradient is missing or zero.
@@ -15,15 +17,9 @@ def silent(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
     parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     found = [p for p in parameters if p.grad is None and p.requires_grad]
     dense = [p for p in parameters if p.grad is not None and p.grad.layout is torch.strided and p.grad.numel()]
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for parameter in dense:
-        by_kind.setdefault((parameter.device, parameter.dtype), []).append(parameter)
     with torch.no_grad():
-        for group in by_kind.values():
-            gradients = [p.grad.detach() for p in group if p.grad is not None]
-            norms = torch.stack(list(torch._foreach_norm(gradients))).tolist()
-            found += [p for p, norm in zip(group, norms, strict=True) if norm == 0.0]
-    return found
+        norms = norms_of([p.grad.detach() for p in dense if p.grad is not None])
+    return found + [p for p, norm in zip(dense, norms, strict=True) if norm == 0.0]
 
 
 def hooked(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:

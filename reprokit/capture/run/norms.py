@@ -18,6 +18,7 @@ import torch
 from reprokit.arrivals import ignored_errors
 from reprokit.capture.record.state import parameters_of
 from reprokit.errors import UsageError
+from reprokit.locate.quantity import norms_of, numbers_of
 from reprokit.locate.ways import local_part
 from reprokit.series import RecordedStep, StepNumbers
 
@@ -27,7 +28,6 @@ _MOST_NUMBERS = 20_000  # of each kind in a file
 _SHOWN = 6
 FIRST_STEPS = 3  # a parameter that is used has a gradient in one of them
 _FIRST_ON_AUTO = 1  # the first step of a training allocates the memory of gradients and kernels
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,8 @@ class NormMeter:
         with torch.no_grad():
             weights = [local_part(parameter.detach()) for parameter in named.values()]
             given = {name: _dense(p.grad) for name, p in named.items() if p.grad is not None}
-            norms = _numbers([*_norms(weights), *_norms(list(given.values()))])
-            counts = _numbers([gradient.count_nonzero() for gradient in given.values()])
+            norms = norms_of([*weights, *given.values()])
+            counts = numbers_of([gradient.count_nonzero() for gradient in given.values()])
         return RecordedStep(
             step,
             dict(zip(named, norms[: len(named)], strict=True)),
@@ -167,19 +167,3 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
     """The elements of a gradient that are stored; the others of a sparse one are zero."""
     local = local_part(gradient.detach())
     return local.coalesce().values() if local.layout is torch.sparse_coo else local
-
-
-def _norms(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """L2 norms, of half precision in float32."""
-    if not tensors:
-        return ()
-    has_half = any(tensor.dtype in _HALVES for tensor in tensors)
-    return tuple(torch._foreach_norm(tensors, 2, dtype=torch.float32 if has_half else None))
-
-
-def _numbers(tensors: list[torch.Tensor]) -> list[float]:
-    """Single elements as numbers; together where they are of one kind and on one device."""
-    try:
-        return list(map(float, torch.stack(tensors).tolist())) if tensors else []
-    except RuntimeError:
-        return [float(tensor) for tensor in tensors]

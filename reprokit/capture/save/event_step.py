@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from reprokit.arrivals import ignored_errors
+from reprokit.capture.early.alarm import QUANTITIES
 from reprokit.capture.early.course import HIGH, SPREADS, USUAL, Band
 from reprokit.capture.early.detectors import Alarm, Finding
 from reprokit.capture.record import kinds
@@ -276,7 +277,7 @@ def _beginning(steps: list[PastStep], measured: list[MeasuredStep], alarm: Alarm
     departure = alarm.departure
     healthy = _position(steps, departure.healthy.place)
     own = Predicate(
-        "loss" if alarm.kind == "spike" else "gradient norm",
+        QUANTITIES[alarm.kind],
         departure.began.number,
         departure.limit,
         departure.healthy.step,
