@@ -19,7 +19,6 @@ import torch
 from reprokit.locate.calls import exact_signature_of
 from reprokit.program.interpreter import Tensors
 from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, Call, Program, Ref, map_leaves
-from reprokit.program.statement import variables
 from reprokit.render import expression
 from reprokit.render.expression import AUGMENTED, BINARY, REFLECTED, UNARY, Expr
 from reprokit.render.literals import as_given, is_same, number_text
@@ -32,7 +31,7 @@ from reprokit.render.names import (
     schemas_of,
     signature_of,
 )
-from reprokit.render.spelling import is_written_as_method
+from reprokit.render.spelling import is_written_as_method, result_words
 
 _METHOD = "torch.Tensor."
 _FUNCTIONAL = "torch.nn.functional."
@@ -280,9 +279,9 @@ _NUMBERED = re.compile(r"_\d+$")
 
 
 def labels(program: Program) -> dict[int, str]:
-    """A name for every value."""
+    """A name for every value: of a result the variable that the user's lines assign it to, or read it from."""
     last_reads = {value: index for index, call in enumerate(program.calls) for value in call.input_refs()}
-    written = variables(program.calls)
+    written = result_words(program)
     found: dict[int, str] = {}
     busy: dict[str, float] = {}  # until which call a name is taken
 

@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
+
 from reprokit.program.ir import Call, Program, Ref
 from reprokit.program.statement import called_name, parsed, parts, variables
 from reprokit.render.expression import AUGMENTED, BINARY, BINARY_RANKS, REFLECTED, SYMBOLS, UNARY, Rank, quoted
@@ -186,10 +188,13 @@ def _path(node: ast.expr) -> str | None:
 def _given_to_layer(call: Call) -> Sequence[ast.expr]:
     """The arguments of one of torch's layers, for the function that it is named after.
 
-    A layer such as ``nn.GRUCell`` passes its own arguments first: ``torch.gru_cell(input, hx, ...)``.
+    A layer such as ``nn.GRUCell`` passes its own arguments first: ``torch.gru_cell(input, hx, ...)``. A layer inside of
+    another one of torch's, such as ``nn.Sequential``, is not what the line calls.
     """
     node = next((part for part in parts(call.site) if isinstance(part, ast.Call)), None)
-    is_layer = call.scope and call.scope[-1].cls.lower().startswith(call.name.replace("_", ""))
-    if node is None or not is_layer or any(isinstance(argument, ast.Starred) for argument in node.args):
+    function = re.escape(call.name.replace("_", ""))
+    is_layer = call.scope and re.fullmatch(f"{function}([123]d|loss)?", call.scope[-1].cls.lower())
+    is_inside = len(call.scope) > 1 and hasattr(torch.nn, call.scope[-2].cls)
+    if node is None or not is_layer or is_inside or any(isinstance(argument, ast.Starred) for argument in node.args):
         return ()
     return node.args

@@ -270,10 +270,10 @@ def test_the_way_leads_from_the_input_through_the_mask_to_the_loss() -> None:
     (way,) = ways_of(snapshot)
     texts = [stop.text for stop in way.stops]
     assert texts[0] == "x" and texts[-3:-1] == [
-        'masked = total.masked_fill(mask, float("-inf"))',
-        "p = F.softmax(masked, dim=-1)",
+        's = total.masked_fill(mask, float("-inf"))',
+        "p = F.softmax(s, dim=-1)",
     ]
-    assert [stop.text for stop in way.stops if stop.is_origin] == ["p = F.softmax(masked, dim=-1)"]
+    assert [stop.text for stop in way.stops if stop.is_origin] == ["p = F.softmax(s, dim=-1)"]
     last = way.stops[-1].range
     assert last is not None and last.num_nan == 1 and way.num_left_out == 0
 

@@ -10,6 +10,7 @@ import torch
 from reprokit.locate.failure import Failure
 from reprokit.program.ir import Call, Input, Program, Ref, Scope, Site
 from reprokit.program.statement import variables
+from reprokit.render.call_code import labels
 from reprokit.render.code import write_program
 from reprokit.render.spelling import in_users_words, operand_words
 from reprokit.snapshot.format import Snapshot
@@ -102,8 +103,8 @@ def test_inputs_without_a_name_are_called_as_the_users_line_calls_them() -> None
 
 
 def test_a_layer_is_given_what_its_line_says() -> None:
-    def operands(layer: str, function: str, code: str) -> dict[int, str]:
-        scope, site = (Scope("", "Net"), Scope("net.step", layer)), site_of(code, code[4:], function="forward")
+    def operands(layer: str, function: str, code: str, *, inside: str = "Net") -> dict[int, str]:
+        scope, site = (Scope("", inside), Scope("net.step", layer)), site_of(code, code[4:], function="forward")
         call = Call(function, (Ref(0), Ref(1), Ref(2)), outputs=Ref(3), scope=scope, site=site)
         return operand_words([call])
 
@@ -111,4 +112,14 @@ def test_a_layer_is_given_what_its_line_says() -> None:
     assert operands("GRUCell", "torch.gru_cell", code) == {0: "x", 1: "h"}
     assert operands("Linear", "torch.nn.functional.linear", "z = self.step(z)") == {0: "z"}
     assert operands("MultiheadAttention", "torch.nn.functional.linear", code) == {}, "a part of the layer"
+    assert operands("MultiheadAttention", "torch.Tensor.mul", code) == {}, "its name only begins as that of the layer"
+    assert operands("Linear", "torch.nn.functional.linear", "z = self.mlp(z)", inside="Sequential") == {}
     assert operands("GRUCell", "torch.gru_cell", "h = self.step(*state)") == {}
+
+
+def test_a_result_of_a_users_function_is_named_as_the_line_that_reads_it() -> None:
+    returned, line = "return x + scale", "smallest = logits.min()"
+    first = Call("torch.Tensor.add", (Ref(0), Ref(1)), outputs=Ref(2), site=site_of(returned, returned[7:]))
+    second = Call("torch.Tensor.min", (Ref(2),), outputs=Ref(3), site=site_of(line, line[11:]))
+    program = Program((first, second), (Input(0, "x"), Input(1, "scale")), (Ref(3),))
+    assert labels(program) == {0: "x", 1: "scale", 2: "logits", 3: "smallest"}
