@@ -32,6 +32,9 @@ last = dist.get_world_size() - 1
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
 is_manual = how.startswith("manual")
+if how == "more steps":
+    from reprokit.capture.hooks import stepping
+    stepping.PATIENCE = 3.0
 if how == "healthy":
     model.register_parameter("own", nn.Parameter(torch.ones(2)))
     model._ddp_params_and_buffers_to_ignore = ["own"]
@@ -63,6 +66,8 @@ for step in range(20):
     if how == "state" and step == 13 and rank == last:
         optimizer.state[model[0].weight]["exp_avg"].zero_()
     optimizer.step()
+    if how == "more steps" and rank == 0:
+        optimizer.step()
     with open(f"losses.{rank}", "a") as file:
         print(step, loss.item().hex(), file=file)
     if how == "ends" and step == 9 and rank == last:
@@ -104,7 +109,7 @@ def losses(folder: Path) -> list[list[str]]:
     ("how", "step", "phase", "parameter", "cause"),
     [
         ("seed", 0, "forward", "3.weight", "they differ before the first step"),
-        ("written", 13, "forward", "3.weight", "written outside of an optimizer, by rank 1 at train.py:28"),
+        ("written", 13, "forward", "3.weight", "written outside of an optimizer, by rank 1 at train.py:31"),
         ("rate", 13, "optimizer", "0.weight", LR),
         ("state", 13, "optimizer", "0.weight", STATE),
         ("manual clip", 13, "optimizer", "0.weight", CLIPPED),
@@ -173,6 +178,15 @@ def test_a_rank_that_ends_early_stops_nobody(tmp_path: Path) -> None:
     done = train(tmp_path, "ends")  # or the time for the process is over
     assert "`--on ranks` compares no more from step 10 on: a rank did not answer" in done.stderr
     assert len(losses(tmp_path)[0]) == len(losses(tmp_path)[1]) == 10
+    assert list(tmp_path.glob("*.pt")) == []
+
+
+@pytest.mark.slow
+def test_a_rank_that_makes_more_steps_stops_nobody(tmp_path: Path) -> None:
+    """Its third step is the second one of the other rank, which then waits for its gradients."""
+    done = train(tmp_path, "more steps")
+    assert "compares no more" in done.stderr and "differ" not in done.stderr
+    assert len(losses(tmp_path)[0]) == len(losses(tmp_path)[1]) == 20
     assert list(tmp_path.glob("*.pt")) == []
 
 

@@ -214,17 +214,29 @@ class Failures:
         self._session.say(f"`--on ranks` compares no more from step {step} on: a rank did not answer")
 
     def fail_by_difference(self) -> None:
-        """Parameters differ between ranks, which all of them know: the first rank that differs saves, and all stop."""
-        session, all_stop = self._session, False
+        """Parameters differ between ranks, which all of them know: the first rank that differs saves, and all stop.
+
+        Where a rank does not answer, nobody waits for it: the training goes on.
+        """
+        session, frame, all_stop = self._session, sys._getframe(1), False
         try:
             try:
-                self._save(Noticed("parameter", sys._getframe(1), is_late=True, has_difference=True))
+                seen = self._run_state.difference(frame)
+            except Parted:
+                self._run_state.part()
+                self.say_not_compared()
+                return
+            try:
+                self._save(Noticed("parameter", frame, is_late=True, difference=seen))
+                is_together = True
             except SavedElsewhere as elsewhere:
+                is_together = True
                 session.say(f"{elsewhere.what} differs on rank {elsewhere.rank}, which saves its step")
             except Parted:
-                session.say("parameters differ between ranks; nothing was saved, because a rank does not answer")
+                is_together = False
+                session.say("nothing was saved, because a rank did not answer; the training goes on, unwatched")
             session.leave()
-            all_stop = self._all_stop(session.stops)
+            all_stop = self._all_stop(session.stops and is_together)
         except Exception as error:
             session.switch_off(error)
         if all_stop:
@@ -385,8 +397,8 @@ class Failures:
     def _snapshot(self, noticed: Noticed) -> BuiltSnapshot:
         """The failing step; the step that made a buffer nan or inf before, if the failure comes from that buffer."""
         described = {"watch": self._policy.watch}
-        if noticed.alarm is not None or noticed.has_difference:
-            describing = DifferentRanks if noticed.has_difference else EventStep
+        if noticed.alarm is not None or noticed.difference is not None:
+            describing = DifferentRanks if noticed.difference is not None else EventStep
             made = describing(self._run_state, noticed, self._command, described).snapshot()
             return replace(made, snapshot=self._place.private(made.snapshot))
         if noticed.observed_at == "output" and noticed.pending is None and self._kept is not None:
@@ -405,8 +417,8 @@ class Failures:
                 return f"`{noticed.alarm.name}` learns nothing; replaying step {noticed.alarm.step}"
             number = QUANTITIES[noticed.alarm.kind]
             return f"the {number} left its course at step {noticed.alarm.step}; going back to it"
-        if noticed.has_difference and self._run_state.replicas is not None:
-            step = self._run_state.replicas.different_after
+        if noticed.difference is not None:
+            step = noticed.difference.began_at
             return f"parameters differ between ranks after step {step}; going back to find the first such step"
         starts = noticed.pending.starts if noticed.pending is not None else []
         if noticed.raised is not None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from reprokit.capture.record.state import BufferCopies
 from reprokit.capture.record.structure import iter_tensors
 from reprokit.capture.record.tape import Tape
 from reprokit.capture.rewind.checkpoint import History, is_unmade
-from reprokit.capture.rewind.meeting import GOOD, CopyAnswer, Together
+from reprokit.capture.rewind.meeting import GOOD, CopyAnswer, Parted, Together
 from reprokit.capture.rewind.replicas import Replicas
 from reprokit.capture.rewind.updates import BadUpdate, Updates
 from reprokit.capture.run.budget import Budget
@@ -33,6 +35,7 @@ from reprokit.capture.run.norms import NormMeter
 from reprokit.capture.run.ranks import Ranks
 from reprokit.capture.run.timeline import Timeline
 from reprokit.locate.compiled import Compiled
+from reprokit.locate.failure import RankDifference
 from reprokit.program.functions import DATA_WRITES
 from reprokit.program.ir import Call
 
@@ -314,6 +317,18 @@ class RunState:
         digests = [answer.digest for answer in answers]
         step = max(self.iterations.completed - is_end, 0)
         return self.replicas is not None and self.replicas.differ(digests, step)
+
+    def difference(self, frame: FrameType | None) -> RankDifference:
+        """The difference that all ranks know of: the parameter, and the steps between which it came. Raises `Parted`
+        if a rank does not answer; ``frame`` is where the loop stands."""
+        replicas, meeting = self.replicas, self.ranks.meeting
+        if replicas is None or meeting is None:
+            raise Parted
+        found = replicas.compare(lambda text: meeting.exchange("differ", text), meeting.rank, frame)
+        if found is None:  # an answer was that of another step
+            raise Parted
+        before, after = replicas.equal_after, replicas.different_after
+        return replace(found, equal_after=before, began_at=after, is_exact=before == after - 1)
 
     def meet_for_copy(self, bad: str | None, digest: str, now: float, patience: float) -> list[CopyAnswer] | None:
         """The answers of the ranks when a copy is due; ``None`` if one has not come in ``patience`` seconds: then they

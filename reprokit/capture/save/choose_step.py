@@ -43,6 +43,7 @@ from reprokit.capture.save.exceptions import Raised
 from reprokit.capture.save.fidelity import checked, unchecked
 from reprokit.capture.save.stage import first_bad
 from reprokit.capture.save.unshard import unsharded
+from reprokit.locate.failure import RankDifference
 from reprokit.locate.quantity import number_of
 from reprokit.locate.ways import local_part
 from reprokit.program.ir import AUTOGRAD_GRAD, Mode
@@ -111,8 +112,8 @@ class Noticed:
     loop gave up over a value, and nothing says that it is a loss. ``last`` is the last entry of the
     step, if the loop has gone on since. ``takes_skipped``: a step that the loop skipped is a failure too.
     ``has_earlier``: an earlier step had a bad loss, of which no bad update was made. ``alarm``: no value is bad, but
-    numbers of the run have left their course. ``together``: all ranks go back. ``has_difference``: no value is bad, but
-    parameters differ between ranks.
+    numbers of the run have left their course. ``together``: all ranks go back. ``difference``: no value is bad, but
+    this parameter differs between ranks.
     """
 
     observed_at: str
@@ -125,7 +126,7 @@ class Noticed:
     has_earlier: bool = False
     alarm: Alarm | Finding | None = None
     together: Together | None = None
-    has_difference: bool = False
+    difference: RankDifference | None = None
 
 
 @dataclass(frozen=True)

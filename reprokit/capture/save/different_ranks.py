@@ -53,14 +53,9 @@ class DifferentRanks(Describing):
     def snapshot(self) -> BuiltSnapshot:
         """The snapshot of that step."""
         run_state = self._run_state
-        replicas, meeting = run_state.replicas, run_state.ranks.meeting
-        assert replicas is not None and meeting is not None, "ranks that differ have met"
-        frame = self._noticed.frame
+        replicas, meeting, seen = run_state.replicas, run_state.ranks.meeting, self._noticed.difference
+        assert replicas is not None and meeting is not None and seen is not None, "ranks that differ have met"
         run_state.freeze_past()
-        seen = replicas.compare(lambda text: meeting.exchange("differ", text), meeting.rank, frame)
-        assert seen is not None, "their digests differ"
-        before, after = replicas.equal_after, replicas.different_after
-        seen = replace(seen, equal_after=before, began_at=after, is_exact=before == after - 1)
         together = run_state.go_back_together(has_difference=True)
         first, reason = None, NOT_TOGETHER if run_state.history.is_complete else NOT_KEPT
         if together is not None:
