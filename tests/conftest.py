@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -89,6 +90,19 @@ def verified_in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     verify = sys.modules.get("reprokit.render.verify")
     if verify is not None:
         monkeypatch.setattr(verify, "sys", ForkingSystem())
+
+
+@pytest.fixture
+def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reduction's repro runs four times in clean processes, not 20: for tests that are about something else."""
+    from reprokit.render import texts, verify
+
+    begin = verify.CleanProcesses.begin_file
+
+    def begin_few(self: Any, script: Path, times: int, *seconds: float) -> Any:
+        return begin(self, script, 4 if times == texts.TIMES else times, *seconds)
+
+    monkeypatch.setattr(verify.CleanProcesses, "begin_file", begin_few)
 
 
 @functools.cache

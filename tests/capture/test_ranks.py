@@ -12,7 +12,7 @@ from reprokit.cli import main
 from reprokit.snapshot.format import Snapshot, load
 from tests.conftest import run_python_in, start_python_in
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_runs")]
 
 TRAINING = """
 import sys

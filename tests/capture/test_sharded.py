@@ -11,7 +11,7 @@ from reprokit.cli import main
 from reprokit.snapshot.format import Snapshot, load
 from tests.conftest import run_python_in
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_runs")]
 
 MODEL = """
 import os

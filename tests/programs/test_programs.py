@@ -17,7 +17,7 @@ import pytest
 from reprokit.cli import main
 from tests.conftest import import_benchmark, run_python_in
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_runs")]
 
 PROGRAMS = Path(__file__).parent
 CASES: dict[str, dict[str, Any]] = {
