@@ -267,6 +267,9 @@ def test_a_hook_that_repairs_gradients_from_midway_is_dated(tmp_path: Path) -> N
     (event,), (result,) = watched.events, watched.session.results
     assert (event.began_at, event.place, result["failure"]["step"]) == (80, "body", 80)
     assert "a hook makes it finite" in event.evidence
+    assert result["fidelity_note"].startswith(
+        "a hook makes the nan gradient of `body.weight` finite in training; hooks"
+    )
 
 
 def test_looks_for_silent_parameters_stop_until_they_are_paid_for(

@@ -74,6 +74,9 @@ class EventStep(Describing):
             elif alarm.kind == "scale" or isinstance(alarm, Finding):
                 with self._begun(steps, number, "gradient norm", EVERY) as failed:
                     made = make_snapshot(failed, self._noticed.frame)
+                if isinstance(alarm, Finding) and (known := made.snapshot.fidelity_note):
+                    note = f"a hook makes the nan gradient of `{alarm.name}` finite in training; {known}"
+                    made = replace(made, snapshot=replace(made.snapshot, fidelity_note=note))
             else:
                 made = self._made(steps, alarm, number)
             with ignored_errors():  # the step is worth a file without the numbers of its layers
