@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import reprokit
+from reprokit.capture.early import detectors
 from reprokit.capture.early.course import Course
 from reprokit.capture.rewind.checkpoint import History
 from tests.conftest import run_python_in
@@ -287,6 +288,37 @@ def test_no_copy_of_the_state_is_taken_after_an_alarm(tmp_path: Path, monkeypatc
     (result,) = session.results
     assert (event.began_at, event.snapshot) == (60, str(tmp_path / "run.pt"))
     assert result["failure"]["step"] == 60
+
+
+def test_numbers_of_a_device_are_waited_for_by_later_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norms are taken for those of a device, whose numbers arrive two steps after they were sent."""
+
+    class Event:
+        def __init__(self) -> None:
+            self.asked = 0
+
+        def query(self) -> bool:
+            self.asked += 1
+            return self.asked > 2
+
+        def synchronize(self) -> None:
+            pass
+
+    sent: list[int] = []
+
+    def send(far: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        sent.append(len(far))
+        return torch.tensor([float(value) for value in far]), Event()
+
+    def loss_of(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        return _rate(0, model, optimizer) + 1e4 * (step >= 60)
+
+    monkeypatch.setattr(detectors, "_is_far", lambda value: isinstance(value, torch.Tensor))
+    monkeypatch.setattr(detectors, "_send", send)
+    _, (event,) = _loop(tmp_path, loss_of, history=1000, after="continue")
+    assert (event.step, event.began_at, event.snapshot) == (62, 60, str(tmp_path / "run.pt"))
+    assert len(sent) < 12 and sum(sent) >= 62
 
 
 def test_without_events_the_nan_itself_is_saved(tmp_path: Path) -> None:
