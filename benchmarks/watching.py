@@ -186,7 +186,7 @@ class Runner:
         early = self._capture(run.function, "early", [*EARLY, *STOPPED])
         row.kind, row.severity, row.step, row.layer = begin_of(early)
         event = early.summary["failure"].get("event") if early.summary is not None else None
-        row.source = event["source"] if event else None
+        row.source = event.get("source") if event else None
         row.problem = plain.problem or early.problem or untruth(run, plain.bad_step)
         return row
 
