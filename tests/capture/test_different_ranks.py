@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from reprokit.capture.rewind.compare_ranks import Account, why
-from reprokit.capture.rewind.meeting import CopyAnswer
+from reprokit.capture.rewind.meeting import CopyAnswer, Meeting, Parted
 from reprokit.capture.rewind.replicas import Replicas, digest
+from reprokit.capture.run.ranks import Ranks
 from reprokit.cli import main
 from reprokit.locate.failure import RankDifference
 from reprokit.snapshot.format import Snapshot, load
@@ -72,6 +74,10 @@ for step in range(20):
         print(step, loss.item().hex(), file=file)
     if how == "ends" and step == 9 and rank == last:
         sys.exit()
+    if how == "broken" and step == 18 and rank == last:
+        from reprokit.capture.rewind.replicas import Replicas
+
+        Replicas.digest = None
 dist.destroy_process_group()
 """
 LR = "gradients are equal, the updates differ: `lr` is 0.02 on rank 1 and 0.01 on rank 0"
@@ -188,6 +194,25 @@ def test_a_rank_that_makes_more_steps_stops_nobody(tmp_path: Path) -> None:
     assert "compares no more" in done.stderr and "differ" not in done.stderr
     assert len(losses(tmp_path)[0]) == len(losses(tmp_path)[1]) == 20
     assert list(tmp_path.glob("*.pt")) == []
+
+
+@pytest.mark.slow
+def test_an_error_while_ranks_are_compared_stops_nobody(tmp_path: Path) -> None:
+    """The last comparison is inside of `destroy_process_group()`, and the error must not come out of it."""
+    done = train(tmp_path, "broken")
+    assert done.returncode == 0 and len(losses(tmp_path)[0]) == len(losses(tmp_path)[1]) == 20
+    assert "switched off after an error of its own (TypeError" in done.stderr
+    assert "`--on ranks` compares no more from step 20 on: a rank did not answer" in done.stderr
+
+
+def test_nobody_waits_for_a_rank_that_goes_on_unwatched() -> None:
+    store, ranks = torch.distributed.HashStore(), Ranks()
+    ranks.meeting = Meeting(store, "meeting", 1, 2)
+    ranks.leave()
+    started = time.monotonic()
+    with pytest.raises(Parted):
+        Meeting(store, "meeting", 0, 2).exchange("copy", "good")
+    assert time.monotonic() - started < 60.0  # half of the time limit
 
 
 def test_one_process_is_told_that_nothing_is_compared(tmp_path: Path) -> None:

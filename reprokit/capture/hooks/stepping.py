@@ -247,7 +247,7 @@ class Stepping:
             self._tape.switch_off(error)
             return None
         if closure is None:
-            self._check_update(optimizer)
+            self._tape.guard(self._check_update, optimizer)
             self._tape.guard(self._run_state.begin_update, optimizer)
         if closure is None or not self._tape.enabled:
             return None
@@ -295,8 +295,7 @@ class Stepping:
             self._policy.is_urgent = is_search or calls > 1
             try:
                 loss = closure(*args, **kwargs)
-                if tape.enabled:
-                    self._check_update(optimizer)
+                tape.guard(self._check_update, optimizer)
             finally:
                 self._policy.is_urgent = False
                 if tape.enabled:
@@ -309,15 +308,11 @@ class Stepping:
         """An optimizer is about to use its gradients: act on a bad loss or gradient, with the other processes if there
         are any."""
         suspect, suspects, ranks = self._running.suspect, self._failures.suspects, self._run_state.ranks
-        try:
-            is_bad = self._policy.gradients(optimizer, are_scaled=bool(self._in_kernel))
-            verdict = suspects.at_update(suspect, optimizer) if suspect is not None else None
-            if ranks.is_sharded and self._policy.matter:
-                self._own_gradient.before_update()
-            is_bad_elsewhere = ranks.is_sharded and self._run_state.is_bad_elsewhere
-        except BaseException as error:
-            self._tape.switch_off(error)
-            return
+        is_bad = self._policy.gradients(optimizer, are_scaled=bool(self._in_kernel))
+        verdict = suspects.at_update(suspect, optimizer) if suspect is not None else None
+        if ranks.is_sharded and self._policy.matter:
+            self._own_gradient.before_update()
+        is_bad_elsewhere = ranks.is_sharded and self._run_state.is_bad_elsewhere
         if suspect is not None and verdict is not None and (ranks.is_alone or verdict != "failed"):
             self._failures.settle(suspect, verdict)
         if (is_bad or is_bad_elsewhere or verdict == "failed") and not ranks.is_alone:
@@ -416,8 +411,7 @@ class Stepping:
         """The process group is about to be destroyed: the last moment for going back together."""
         group = args[0] if args else kwargs.get("group")
         if self._tape.enabled and self._tape.is_outermost and (group is None or group is torch.distributed.group.WORLD):
-            with self._tape.paused():
-                self.check_at_end(has_failed=sys.exc_info()[0] is not None)
+            self._tape.guard(functools.partial(self.check_at_end, has_failed=sys.exc_info()[0] is not None))
         return target(*args, **kwargs)
 
     def check_at_end(self, *, has_failed: bool) -> None:

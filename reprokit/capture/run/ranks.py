@@ -248,6 +248,7 @@ class Ranks:
         """This rank goes on unwatched: nobody is to wait for it."""
         if self._store is not None:
             self._store.delete_key(self._key("watches", self.rank))
+        self.part()
         self.close()
 
     def close(self) -> None:
