@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from overhead import Control, Race, Reprokit
+from overhead import Control, Race, Reprokit, Variant
 from shapes import VOCABULARY, LanguageModel, Training
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,6 +37,7 @@ import reprokit
 STEP = 6  # of the failure
 NUM_STEPS = 10
 WIDTH = 8
+WARM_STEPS = 40
 
 
 def spread(model: nn.Sequential, kind: str) -> nn.Module:
@@ -170,7 +171,7 @@ def run_cells(kind: str, cells: Sequence[str]) -> None:
 
 
 class _Shared(Training):
-    """A language model of about 30 ms a step, in every rank on batches of its own."""
+    """A language model of about 30 ms of CPU time a step, in every rank on batches of its own."""
 
     def state_bytes(self) -> int:
         return 0
@@ -183,6 +184,7 @@ def run_overhead(kind: str, rounds: int) -> None:
     for name, variant in (("control", Control), ("reprokit", Reprokit)):
         races[name] = Race(variant(_language_model(kind)), time.process_time, settles=True)
         races[name].variant.warm_up(0.0)
+        _reach_steady_state(races[name].variant)
     started = time.perf_counter()
     for _ in range(rounds):
         for race in races.values():
@@ -193,10 +195,19 @@ def run_overhead(kind: str, rounds: int) -> None:
     Path(f"overhead.{dist.get_rank()}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
+def _reach_steady_state(variant: Variant) -> None:
+    """As many steps on all ranks, because their collectives have to match: the first copies come soon."""
+    variant.on()
+    for _ in range(WARM_STEPS):
+        variant.step()
+    variant.off()
+
+
 def _language_model(kind: str) -> Training:
     torch.manual_seed(0)
-    model: nn.Module = LanguageModel(depth=3, width=96, num_heads=4, length=64)
-    if kind == "ddp":
+    is_averaged = kind == "ddp"
+    model: nn.Module = LanguageModel(depth=3 if is_averaged else 1, width=96, num_heads=4, length=64)
+    if is_averaged:
         model = nn.parallel.DistributedDataParallel(model)
     else:
         for part in (*model.blocks, model):  # type: ignore[misc]
