@@ -182,7 +182,17 @@ def _at_end(program: Program, notes: Notes, outcome: Outcome) -> BadValue | None
         _bad_rewritten(notes, end)
         or _first_bad(((value, ways_of(outcome.values[value])) for value in outputs), end)
         or _first_bad(((value, ways_of(outcome.inputs[value])) for value in states), end)
+        or _first_bad(((value, ways_of(outcome.inputs[value])) for value in _updated_by_hand(notes)), end)
     )
+
+
+def _updated_by_hand(notes: Notes) -> Iterator[int]:
+    """Inputs that the loop's own update has written: `torch.func` also trains tensors without `requires_grad`."""
+    calls = notes.program.calls
+    for item in notes.program.inputs:
+        writer = notes.writer(item.value, len(calls))
+        if writer is not None and calls[writer].phase == Phase.OPTIMIZER:
+            yield item.value
 
 
 def _blame_gradient(program: Program, tensors: Tensors, notes: Notes, found: BadValue) -> Failure:

@@ -231,6 +231,30 @@ def test_updates_that_the_loop_makes_of_the_results(slopes_of: Slopes, is_copied
     assert where(snapshot) == (BAD_STEP, *DIVISION)
 
 
+@pytest.mark.parametrize("is_copied", [False, True], ids=["parameters", "plain tensors"])
+def test_an_update_by_a_derivative_that_is_bad_inside_of_a_transform(is_copied: bool, tmp_path: Path) -> None:
+    """The loss is finite, so only the tensors that the loop writes show the failure."""
+
+    def root(layer: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return (functional_call(layer, parameters, (x,)) * x.sum()).pow(2).mean().sqrt()
+
+    def train() -> list[torch.Tensor]:
+        model = Net()
+        parameters = dict(model.first.named_parameters())
+        if is_copied:
+            parameters = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        for step, x, _ in batches():
+            x.mul_(0 if step == BAD_STEP else 1)
+            slopes = grad(root, argnums=1)(model.first, parameters, x)
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.sub_(slopes[name], alpha=0.01)
+        return [*ending(model), *parameters.values()]
+
+    snapshot = check_caught(train, tmp_path)
+    assert where(snapshot) == (BAD_STEP, *ROOT)
+
+
 def saved(loss: Loss, folder: Path) -> Snapshot:
     with described_once(), Session(directory=folder, after="continue") as session:
         run(loss)

@@ -139,11 +139,15 @@ def needed_entries(entries: list[Entry], keep: Entry | None = None) -> list[Entr
     return kept[::-1]
 
 
+_OF_GRADIENTS = (kinds.BACKWARD, kinds.TRANSFORM)  # the second where there is none of the first
+
+
 def _start_of_hand_update(entries: list[Entry]) -> int:
     """The position from which on the loop updates parameters by itself; behind the end when it does not."""
     if all(entry.writes_state for entry in entries):
         return 0
-    last = max((number for number, entry in enumerate(entries) if entry.kind is kinds.BACKWARD), default=len(entries))
+    sources = [[number for number, entry in enumerate(entries) if entry.kind is kind] for kind in _OF_GRADIENTS]
+    last = next((numbers[-1] for numbers in sources if numbers), len(entries))
     return last + 1 if any(entry.writes_state for entry in entries[last + 1 :]) else len(entries)
 
 

@@ -82,7 +82,7 @@ def learning_rate_jumped(scene: Scene, factor: float = 3.0) -> Numbers | None:
 
 @sign
 def usual_rate_ends_event(scene: Scene) -> Numbers | None:
-    """True if the update is an usual one at the learning rate of the step before."""
+    """True if the update is a usual one at the learning rate of the step before."""
     event, jump = scene.failure.event, learning_rate_jumped(scene)
     if event is None or jump is None or event.quantity != "update":
         return None
