@@ -279,6 +279,20 @@ def test_what_happens_between_two_looks_does_not_hide_an_event(
     assert (result["failure"]["kind"], result["failure"]["step"], result["fidelity"]) == ("spike", 64, "exact")
 
 
+def test_an_operator_that_writes_a_parameter_loses_no_step(tmp_path: Path) -> None:
+    """``layer.weight *= 0.9999`` writes in place, and assigns the same parameter once more."""
+
+    def loss_of(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        layer = next(model.children())
+        with torch.no_grad():
+            layer.weight *= 0.9999  # type: ignore[operator]
+        return _bad_rows(step, model, optimizer)
+
+    session, (event,) = _loop(tmp_path, loss_of)
+    (result,) = session.results
+    assert (event.began_at, result["failure"]["step"], result["fidelity"]) == (60, 60, "exact")
+
+
 def test_no_copy_of_the_state_is_taken_after_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is room for one copy, and the next one is due after step 63; step 62 gives the alarm."""
     is_due = History.is_due

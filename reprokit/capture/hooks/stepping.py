@@ -159,8 +159,10 @@ class Stepping:
             self._run_state.history.interrupt()
 
     def before_registration(self, module: torch.nn.Module, name: str, value: Any) -> None:
-        """A parameter or module is about to be replaced or added."""
+        """A parameter or module is about to be replaced or added; ``module.weight -= 1`` does neither."""
         run_state, tape = self._run_state, self._tape
+        if any(owned.get(name) is value for owned in (module._parameters, module._buffers, module._modules)):
+            return
         if tape.is_resting:
             tape.wake()
         if tape.enabled and not is_compiling() and run_state.history.is_part(module):
