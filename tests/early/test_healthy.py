@@ -11,6 +11,7 @@ import torch
 
 import reprokit
 from reprokit.capture.early.detectors import BATCH, Alarm, Detectors, Numbers
+from reprokit.capture.options import Watch
 from tests.early import healthy
 
 
@@ -25,6 +26,26 @@ def test_a_healthy_run_gives_no_event(run: Callable[[], None], seed: int, tmp_pa
     assert not events
     assert not session.snapshots
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("watch", ["sampled", "deferred"])
+def test_a_loss_that_the_loop_writes_into_after_the_step(watch: Watch, tmp_path: Path) -> None:
+    """For its log, as a sum over processes does; numbers are looked at some steps later."""
+    events: list[reprokit.TrainingEvent] = []
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0, enabled=watch == "sampled")
+    with reprokit.capture(tmp_path / "run.pt", on=("early",), watch=watch, on_event=events.append, quiet=True):
+        for step in range(80):
+            x = torch.randn(16, 8)
+            loss = (model(x) - x.tanh().sum(1, keepdim=True)).pow(2).mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            loss.detach().mul_(1e12 if step > 60 else 1.0)
+    assert not events
 
 
 def _trained(folder: Path | None) -> list[torch.Tensor]:

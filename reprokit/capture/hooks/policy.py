@@ -65,7 +65,9 @@ class Policy:
             else starts
         )
         if entry.settings is not None and entry.name in _OF_LOSSES:
-            run_state.timeline.loss = tensors[0].detach() if run_state.scalers.is_used else entry.settings[0]
+            loss = tensors[0].detach() if run_state.scalers.is_used else entry.settings[0]
+            is_near = loss.device.type == "cpu" and loss.numel() == 1 and not loss.is_complex()
+            run_state.timeline.loss = loss.item() if is_near else loss  # the loop may write into it for its log
         if not self.matter:
             return None
         if self._waits_for(starts):
