@@ -255,10 +255,11 @@ def test_a_terminated_rank_does_not_save_for_ever(monkeypatch: pytest.MonkeyPatc
     killed = threading.Event()
     monkeypatch.setattr(on_failure, "_GRACE", 0.01)
     monkeypatch.setattr(on_failure, "_kill", killed.set)
-    with on_failure._termination_deferred() as arrived:
+    hurried = threading.Event()
+    with on_failure._termination_deferred(hurried.set) as arrived:
         os.kill(os.getpid(), signal.SIGTERM)
         assert killed.wait(10)
-    assert arrived == [signal.SIGTERM]
+    assert arrived == [signal.SIGTERM] and hurried.is_set()
     assert signal.set_wakeup_fd(-1) == -1
 
 

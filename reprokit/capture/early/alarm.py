@@ -26,7 +26,7 @@ _MOST_BYTES = 2**20  # of a log, after which it is renamed; so two files hold ab
 class TrainingEvent:
     """Something about a run that is unlike its last 100 steps.
 
-    ``step`` is the one in which it is certain, ``began_at`` the first one that shows it; both count from 0. The
+    ``step`` is the one whose number gave the alarm, ``began_at`` the first one off the course; both count from 0. The
     ``quantity`` had the ``value`` in that step, was ``usual`` before (the median), and may be up to ``threshold``;
     ``reference_step`` is the last healthy one. ``place`` is the module, parameter or input that it is about, if that is
     known. ``severity`` is ``error`` for what is saved, else ``warning``. ``snapshot`` is the path of the file.

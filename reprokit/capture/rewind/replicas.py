@@ -155,7 +155,7 @@ def _numbers(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """For each tensor one number for each of its pieces: the sum of its bits as integers, weighted by their place.
 
     `torch.hash_tensor` is an exclusive or, which is the same for all constants of an even number of elements. Weights
-    of 31 bits times integers of 32 do not overflow: where they do, signs may cancel. A device is waited for once.
+    have 31 bits and integers 32, so that no product overflows. A device is waited for once.
     """
     with torch.no_grad():
         made = [_sums(tensor.detach()) for tensor in tensors]
