@@ -19,7 +19,7 @@ import torch
 
 from reprokit.locate.calls import short_name
 from reprokit.locate.failure import Failure, module_of
-from reprokit.locate.quantity import at_optimizer, loss_of, measured
+from reprokit.locate.quantity import at_optimizer, loss_of, measured, measured_in
 from reprokit.locate.ways import largest_finite, ways_of
 from reprokit.program.functions import all_written, display_name
 from reprokit.program.interpreter import Tensors, run
@@ -141,6 +141,41 @@ def blocked(step: Step, failure: Failure) -> Failure:
     """
     found = zeroed(step, failure)
     return found if found.call is not None else _cut(step, failure)
+
+
+def is_alive_without(step: Step, blocking: Failure) -> bool:
+    """True if the parameter of a `blocked` failure would get a gradient if the call let it through unchanged.
+
+    It would not where what the layer itself reads is all zeros, or where an earlier call blocks as well.
+    """
+    event, through = blocking.event, _Through(blocking.call_index)
+    outcome = run(step.program, step.tensors, observer=through, keep=frozenset())
+    share = measured_in(outcome, step.program, step.tensors, blocking)
+    return event is not None and share is not None and share < event.threshold
+
+
+@dataclass
+class _Through:
+    """Observes a run: passes the gradient of what one call returns to what it reads, where that gets only zeros."""
+
+    index: int | None
+    _arrived: list[torch.Tensor] = field(default_factory=list)
+
+    def before(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Pass the gradient on once it has arrived."""
+        for value in call.input_refs() if index == self.index else ():
+            if values[value].requires_grad:
+                values[value].register_hook(self._passed)  # type: ignore[no-untyped-call]
+
+    def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
+        """Keep the gradient that arrives."""
+        for value in call.output_refs() if index == self.index else ():
+            if values[value].requires_grad:
+                values[value].register_hook(self._arrived.append)  # type: ignore[no-untyped-call]
+
+    def _passed(self, gradient: torch.Tensor) -> torch.Tensor:
+        fitting = (arrived for arrived in self._arrived if arrived.shape == gradient.shape)
+        return gradient if gradient.any() else next(fitting, gradient).to(gradient.dtype)
 
 
 def _cut(step: Step, failure: Failure) -> Failure:

@@ -333,6 +333,40 @@ def test_a_dead_layer_keeps_what_makes_it_dead(tmp_path: Path) -> None:
     assert run_python_in(tmp_path, "alive.py").returncode == 0, text
 
 
+class _Residual(nn.Module):
+    """A layer in a residual block, which learns nothing once its activation is dead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.layer, self.act, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inp(x)
+        return self.out(x + self.act(self.layer(x)))
+
+
+def test_the_repro_of_a_dead_activation_passes_with_another_one(tmp_path: Path) -> None:
+    """Nothing else stops the gradient in the repro either, such as a layer that reads only zeros."""
+    with _watched(tmp_path, "dead"):
+        model = _Residual()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(120):
+            if step == 60:
+                nn.init.constant_(model.layer.bias, -40.0)
+            x = torch.randn(8, 6)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), x[:, :3].tanh()).backward()
+            optimizer.step()
+    snapshot = reprokit.load(tmp_path / "run.pt")
+    assert snapshot.failure.call == "torch.nn.functional.relu"
+    rendered = reprokit.render(reprokit.shrink(snapshot, max_time=60), snapshot, tmp_path / "out")
+    text = rendered.repro.read_text()
+    assert rendered.verified == "20/20" and "F.relu(" in text
+    assert run_python_in(tmp_path, "out/repro.py").returncode == 1, text
+    (tmp_path / "alive.py").write_text(text.replace("F.relu(", "F.leaky_relu("))
+    assert run_python_in(tmp_path, "alive.py").returncode == 0, text
+
+
 def test_a_look_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more steps are played than are needed once the time is over."""
     played = []

@@ -2,10 +2,11 @@
 
 It also keeps the scale of the event: a loss of 10^8 times its median is not one of 25, which some batch of ones and
 zeros has. A dead layer is one as long as the same call lets no gradient through, between the call that reads its
-parameter and the loss. Three guards keep a candidate from slipping to something trivial. What it asserts has to be
-computed, not given. An input of the step may hold no larger numbers than in training, so a threshold that only wrong
-labels exceed still needs them. What a call of the step computed may be given as an input only while its numbers are no
-larger than those of the inputs that do not carry the event.
+parameter and the loss. If that is the only reason in training, it stays the only one: a gradient that the call passes
+on unchanged reaches the parameter. Three guards keep a candidate from slipping to something trivial. What it asserts
+has to be computed, not given. An input of the step may hold no larger numbers than in training, so a threshold that
+only wrong labels exceed still needs them. What a call of the step computed may be given as an input only while its
+numbers are no larger than those of the inputs that do not carry the event.
 """
 
 from __future__ import annotations
@@ -18,21 +19,23 @@ from typing import Self
 from reprokit.locate.calls import VIEWS, short_name
 from reprokit.locate.differences import results_of
 from reprokit.locate.failure import EVENTS, Failure
-from reprokit.locate.gains import Step, blocked, zeroed
+from reprokit.locate.gains import Step, blocked, is_alive_without, zeroed
 from reprokit.locate.quantity import measured_in, observed
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.plainness import constant_of, largest_of
 from reprokit.shrink.signature import SignatureCheck
 
 _LEAST_BOUND = 1.0
-_NO_CALL, _NO_QUANTITY, _NO_SCALE = "no call", "no quantity", "no scale"  # in the place of the call of a failure
+# in the place of the call of a failure
+_NO_CALL, _NO_QUANTITY, _NO_SCALE, _NOT_ALONE = "no call", "no quantity", "no scale", "not alone"
 
 
 @dataclass(frozen=True)
 class PredicateCheck(SignatureCheck):
     """An event of a run. ``event`` is the failure that has the predicate; ``largest`` bounds the inputs of the step,
     by value number, ``usual`` all other inputs; those in ``filled`` are not all zeros, and stay so. ``blocking`` is the
-    call that lets no gradient through to a dead layer; with ``is_cut`` it does so whatever the values are."""
+    call that lets no gradient through to a dead layer; with ``is_cut`` it does so whatever the values are, with
+    ``is_alone`` nothing else keeps the gradient from it."""
 
     event: Failure | None = None
     largest: Mapping[int, float] = field(default_factory=dict)
@@ -40,6 +43,7 @@ class PredicateCheck(SignatureCheck):
     filled: frozenset[int] = frozenset()
     blocking: str | None = None
     is_cut: bool = False
+    is_alone: bool = False
 
     def recognises(self, failure: Failure) -> bool:
         """True if it is an event."""
@@ -62,8 +66,11 @@ class PredicateCheck(SignatureCheck):
             return replace(found, call=_NO_SCALE)
         if self.blocking is None or found.exception is not None:
             return found
-        call = blocked(Step(program, tensors), found).call
-        return found if call == self.blocking else replace(found, call=call or _NO_CALL)
+        step = Step(program, tensors)
+        blocking = blocked(step, found)
+        if blocking.call != self.blocking:
+            return replace(found, call=blocking.call or _NO_CALL)
+        return replace(found, call=_NOT_ALONE) if self.is_alone and not is_alive_without(step, blocking) else found
 
     @property
     def _least_value(self) -> float:
@@ -85,11 +92,12 @@ class PredicateCheck(SignatureCheck):
                 largest.update((value, largest[read[0]]) for value in call.output_refs())
         made = super().adopted(failure, whole)
         blocking = self.event.call if self.event is not None and self.spec == "dead" else None
-        is_cut = blocking is not None and zeroed(Step(whole.program, whole.tensors), failure).call is None
-        usual = max(usual, _LEAST_BOUND)
-        return replace(
-            made, event=failure, blocking=blocking, is_cut=is_cut, largest=largest, usual=usual, filled=filled
-        )
+        if blocking is not None:
+            step = Step(whole.program, whole.tensors)
+            zeroing = zeroed(step, failure)
+            is_alone = zeroing.call is not None and is_alive_without(step, zeroing)
+            made = replace(made, blocking=blocking, is_cut=zeroing.call is None, is_alone=is_alone)
+        return replace(made, event=failure, largest=largest, usual=max(usual, _LEAST_BOUND), filled=filled)
 
     @property
     def may_bypass(self) -> bool:
