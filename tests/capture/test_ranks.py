@@ -40,6 +40,10 @@ for step in range(6):
     if how.endswith("loss"):
         count = torch.full((), 0.0 if bad else 1.0)
         loss = loss * (count / count)
+    if how in ("last layer", "one after the other"):
+        count = torch.full((), 0.0 if bad or (step == 4 and rank == 0) else 1.0)
+        reached = model.module[2].bias.sum() if how == "last layer" else logits.sum() if step == 4 else 1.0
+        loss = loss + reached * (count / count - 1)
     if how == "gradient":
         energy = logits.pow(2) * (0.0 if bad else 1.0)
         loss = loss + torch.where(energy > 0, energy.sqrt(), energy).mean()
@@ -137,6 +141,7 @@ def only_snapshot(folder: Path, num_ranks: int = 2) -> Snapshot:
     ("how", "phase", "call"),
     [
         ("loss", "forward", "torch.Tensor.div"),
+        ("last layer", "forward", "torch.Tensor.div"),
         ("gradient", "backward", "torch.Tensor.sqrt"),
         ("exception", "forward", "torch.nn.functional.nll_loss"),
     ],
@@ -225,6 +230,16 @@ def test_a_scaler_that_skips_the_step_of_a_bad_loss(tmp_path: Path) -> None:
     snapshot = only_snapshot(tmp_path)
     assert (snapshot.failure.phase, snapshot.failure.call) == ("forward", "torch.Tensor.div")
     assert (snapshot.fidelity, snapshot.fidelity_note) == ("exact", None)
+    assert all(len(lines) == 6 for lines in losses(tmp_path))
+
+
+def test_nobody_waits_for_a_rank_that_goes_on_unwatched(tmp_path: Path) -> None:
+    """The first bad loss reaches no gradient, so the other rank trains on, and fails in the next step."""
+    started = time.monotonic()
+    done = train(tmp_path, AVERAGED, "one after the other")
+    assert done.stderr.count("the training goes on, unwatched") == 2
+    assert time.monotonic() - started < 100.0  # of which almost all is the start
+    assert {path.name for path in tmp_path.glob("*.pt")} == {"train.rank1-step3.repro.pt", "train.rank0-step4.repro.pt"}
     assert all(len(lines) == 6 for lines in losses(tmp_path))
 
 

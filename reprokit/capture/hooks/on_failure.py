@@ -200,8 +200,10 @@ class Failures:
             return
         if all_stop:
             session.stop()
-        elif session.stops:
+        if session.stops:
             session.say("the other processes have not seen it, so the training goes on, unwatched")
+        if session.stops or not is_seen_by_all:
+            ranks.leave()
 
     def _all_stop(self, may_meet: bool) -> bool:
         """True if the loop is to stop on all ranks, after each has done its part."""
@@ -237,6 +239,8 @@ class Failures:
                 session.say("nothing was saved, because a rank did not answer; the training goes on, unwatched")
             session.leave()
             all_stop = self._all_stop(session.stops and is_together)
+            if not all_stop:
+                self._run_state.ranks.leave()
         except Exception as error:
             session.switch_off(error)
         if all_stop:

@@ -30,13 +30,14 @@ class Policy:
         self.is_urgent = False
         self._run_state = run_state
         self.matter = matter
-        self._sentinel = Sentinel()
+        self._sentinel, self._last_layer = Sentinel(), Sentinel(is_last=True)
         self._later = LaterFlags()
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
         self.clipped = None
         self._sentinel.forget()
+        self._last_layer.forget()
         self._later.forget()
 
     def is_good_number(self, start: torch.Tensor) -> bool:
@@ -137,6 +138,9 @@ class Policy:
             return False
         suspicious = not is_finite_sum(gradient)
         suspicious = suspicious or (clipped is not None and not math.isfinite(clipped.item()))
+        if ranks.is_parallel and not suspicious:  # the loss of another rank may be bad, which reaches the last layer
+            gradient = self._last_layer.gradient(optimizer)
+            suspicious = gradient is not None and not is_finite_sum(gradient)
         return suspicious and bad_tensor(_gradients(optimizer)) is not None
 
     def state(self) -> Literal["loss", "parameter"] | None:

@@ -66,9 +66,13 @@ def is_handed_to_kernel(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class Sentinel:
-    """Looks at one small gradient of an early layer of an optimizer; nearly every bad backward pass reaches it."""
+    """Looks at one small gradient of an early layer of an optimizer; nearly every bad backward pass reaches it.
 
-    def __init__(self) -> None:
+    ``is_last``: of the last layer instead, which a backward pass reaches first.
+    """
+
+    def __init__(self, *, is_last: bool = False) -> None:
+        self._is_last = is_last
         self._chosen: dict[int, torch.Tensor] = {}
 
     def gradient(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
@@ -88,7 +92,8 @@ class Sentinel:
         self._chosen.clear()
 
     def _choose(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-        with_grad = (p for p in parameters_of(optimizer) if p.grad is not None and p.grad.layout is torch.strided)
+        parameters = list(parameters_of(optimizer))[:: -1 if self._is_last else 1]
+        with_grad = (p for p in parameters if p.grad is not None and p.grad.layout is torch.strided)
         early = [parameter for parameter, _ in zip(with_grad, range(_CANDIDATES), strict=False)]
         small = (parameter for parameter in early if parameter.numel() <= _SMALL)
         return next(small, min(early, key=torch.Tensor.numel, default=None))

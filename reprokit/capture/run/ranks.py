@@ -197,13 +197,13 @@ class Ranks:
         """The step that each rank has found, without those that found none; nothing if not all can say."""
         if not self._are_all("watches"):
             return {}
-        keys = [self._key("found", rank) for rank in range(self._size)]
         self._store.set(self._key("found", self.rank), "" if step is None else str(step))
         try:
-            self._store.wait(keys, _PATIENCE)
-        except RuntimeError:  # some rank is gone
+            if not self._wait_for_all("found"):
+                return {}
+        except RuntimeError:  # the store is gone
             return {}
-        found = [str(self._store.get(key), "utf-8") for key in keys]
+        found = [str(self._store.get(self._key("found", rank)), "utf-8") for rank in range(self._size)]
         return {rank: int(text) for rank, text in enumerate(found) if text}
 
     def withdraw(self, step: int) -> None:
@@ -230,19 +230,19 @@ class Ranks:
     def wait_for_findings(self) -> list[int]:
         """The ranks whose own steps made a bad gradient, once all have reported; none, at once, if some rank is not
         watched."""
-        if not self._are_all("watches"):
+        if not self._are_all("watches") or not self._wait_for_all("finding"):
             return []
-        self._store.wait([self._key("finding", rank) for rank in range(self._size)], _PATIENCE)
         return [rank for rank in range(self._size) if self._store.get(self._key("finding", rank)) == b"culprit"]
 
     def meet_all(self) -> bool:
-        """Wait until every rank has done its part; ``False``, at once, if some rank is not watched."""
+        """Wait until every rank has done its part; ``False`` as soon as some rank is not watched."""
         if not self._are_all("watches"):
             return False
         self._store.set(self._key("done", self.rank), "yes")
-        with contextlib.suppress(distributed.DistNetworkError):  # the host of the store has gone, so it was done
-            self._store.wait([self._key("done", rank) for rank in range(self._size)], _PATIENCE)
-        return True
+        try:
+            return self._wait_for_all("done")
+        except distributed.DistNetworkError:  # the host of the store has gone, so it was done
+            return True
 
     def leave(self) -> None:
         """This rank goes on unwatched: nobody is to wait for it."""
@@ -263,6 +263,15 @@ class Ranks:
 
     def _are_all(self, what: str) -> bool:
         return self._store is not None and all(self._has(what, rank) for rank in range(self._size))
+
+    def _wait_for_all(self, what: str) -> bool:
+        """Wait until every rank has written this; ``False`` if one goes on unwatched, or takes too long."""
+        ends_at = time.monotonic() + _PATIENCE.total_seconds()
+        while not self._are_all(what):
+            if not self._are_all("watches") or time.monotonic() > ends_at:
+                return self._are_all(what)
+            time.sleep(0.05)
+        return True
 
     def _has(self, what: str, which: int) -> bool:
         return bool(self._store.check([self._key(what, which)]))
