@@ -175,6 +175,6 @@ def _capture(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     """How it was watched."""
     settings = snapshot.settings
     if settings.watch is not None:
-        earlier = counted(settings.history_steps or 0, "earlier optimizer step")
-        size = f"{(settings.history_bytes or 0) / 2**20:,.1f} MiB of state"
-        yield "capture", f"{settings.watch}, with {earlier} and {size}"
+        kept = counted(settings.history_steps or 0, "step")
+        size = f"{(settings.history_bytes or 0) / 2**20:,.1f} MiB"
+        yield "capture", f"{settings.watch}; {kept} kept since the last copy of the state, which takes {size}"

@@ -188,9 +188,7 @@ def test_a_long_line_is_cut_before_its_number_and_its_mark(
     assert len([line for line in lines if line.startswith("> ")]) == 2  # the line, and the call among the others
 
 
-@pytest.mark.parametrize(
-    ("count", "words"), [(1, "1 earlier optimizer step and"), (2, "2 earlier optimizer steps and")]
-)
+@pytest.mark.parametrize(("count", "words"), [(1, "; 1 step kept"), (2, "; 2 steps kept")])
 def test_one_earlier_step_is_no_plural(
     count: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
