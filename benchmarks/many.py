@@ -253,7 +253,7 @@ def _table(summary: JSON) -> str:
 
 
 def _overhead(options: argparse.Namespace) -> JSON:
-    """What watching costs two ranks, from quadruples of steps of the same process; the slower rank counts."""
+    """Ratios of step times with and without capture on each of two ranks, in quadruples of steps of one process."""
     kinds = [kind for kind in options.kinds if kind in ("ddp", "fsdp")]
     result: JSON = {"kinds": {}, "missed": []}
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""What every rank of `many.py` runs: small trainings of each kind, one of whose ranks fails at a known step.
+"""The script that `many.py` starts on every rank: small trainings of each kind, in which a rank fails at a known step.
 
     torchrun --nproc-per-node 2 benchmarks/many_trainings.py cells KIND healthy-0 forward-1 ...
     torchrun --nproc-per-node 2 benchmarks/many_trainings.py overhead KIND ROUNDS

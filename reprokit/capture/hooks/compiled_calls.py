@@ -151,7 +151,7 @@ class CompiledCalls:
         if running.optimizer is not None and not has_gradients:
             if policy.gradients(running.optimizer, are_scaled=False):
                 return "gradient"
-            if suspect is not None or self._tape.running.differentiations:  # there was a loss: this number is not one
+            if suspect is not None or self._tape.running.differentiations:  # a loss was checked in this step already
                 return None
         verdict = policy.results(losses)
         if verdict == "now" and self._is_masked(running.entry):

@@ -1,7 +1,7 @@
 """Comparing the ranks in every step that they play together: the first step after which their parameters differ.
 
-Every rank plays its own steps. After each the ranks exchange hashes through the store, so all find the same step. What
-this rank did in that step is told to the others: that says why the parameters differ.
+Every rank plays its own steps. After each the ranks exchange hashes of their parameters through the store, so all find
+the same step. Then they exchange hashes of its gradients, options and optimizer state: these say why parameters differ.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 
 from reprokit.capture.record import kinds
 from reprokit.capture.record.compact_steps import PastStep
-from reprokit.capture.record.entry import Entry, unwrapped
+from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.state import options_of, parameters_of, state_tensors
-from reprokit.capture.rewind.find_bad_step import forget_averaged
+from reprokit.capture.rewind.find_bad_step import averaged_gradients, forget_averaged
 from reprokit.capture.rewind.meeting import Together
 from reprokit.capture.rewind.replayer import Player
 from reprokit.capture.rewind.replicas import Replicas, digest
@@ -29,8 +29,8 @@ from reprokit.program.sites import make_site
 
 @dataclass
 class Account:
-    """What a rank did in a step, as hashes: the ``parameters``, ``gradients`` and optimizer ``state`` that the update
-    began with, the gradients right after they were ``averaged``. ``options`` are those of the optimizer by group,
+    """Hashes of one step of one rank: ``parameters``, ``gradients`` and optimizer ``state`` before the update, and the
+    gradients right after they were ``averaged``. ``options`` are those of the optimizer by group,
     ``written`` is the line that wrote parameters outside of optimizers."""
 
     parameters: str = ""
@@ -57,7 +57,7 @@ class RankMeter:
         self.accounts: list[Account] = []
         self.site: Site | None = None
         self._together = together
-        self._wrapped = [module for module in modules if unwrapped(module) is not module]
+        self._modules = modules
         self._replicas = replicas
         self._frame = frame
         self._step: PastStep | None = None
@@ -84,8 +84,7 @@ class RankMeter:
             return
         if entry.kind is kinds.BACKWARD:
             forget_averaged(step.entries)
-            leaves = [parameter for module in self._wrapped for parameter in module.parameters()]
-            entry.averaged = [(leaf, leaf.grad.clone()) for leaf in leaves if leaf.grad is not None]
+            entry.averaged = averaged_gradients(self._modules)
         if entry.kind in (kinds.BACKWARD, kinds.COLLECTIVE):
             self._own.averaged = digest(_gradients(self._replicas.parameters()))
         elif entry.writes_state and entry.code is not None and self._replicas.digest() != self._then:

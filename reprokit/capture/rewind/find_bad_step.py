@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -385,7 +385,7 @@ class Rewind:
         player.play(entry)
         if self._together is not None and entry.kind is kinds.BACKWARD:
             forget_averaged(before)
-            entry.averaged = self._averaged()
+            entry.averaged = averaged_gradients(self._history.modules)
         if is_compared:
             self._compare_results(player, entry, step)
         is_bad = (entry.kind is kinds.OPTIMIZER or entry.has_stepped) and self._is_state_bad()
@@ -413,12 +413,6 @@ class Rewind:
         self._other_losses += [describe_mismatch(f"the loss of step {step.completed}", old, new) for old, new in differ]
         return not differ
 
-    def _averaged(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copies of the gradients that torch averages over processes."""
-        wrapped = [module for module in self._history.modules if unwrapped(module) is not module]
-        leaves = [parameter for module in wrapped for parameter in module.parameters()]
-        return [(leaf, leaf.grad.clone()) for leaf in leaves if leaf.grad is not None]
-
     def _parameters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The trainable parameters, each with a copy."""
         return [(t, t.detach().clone()) for t in self._history.changing() if t.requires_grad]
@@ -438,6 +432,12 @@ class Rewind:
 
 def _is_bad(seen: float | torch.Tensor) -> bool:
     return bool(ways_of(torch.as_tensor(seen)))
+
+
+def averaged_gradients(modules: Iterable[torch.nn.Module]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The parameters whose gradients `DistributedDataParallel` averages, each with a copy of its gradient."""
+    leaves = [parameter for module in modules if unwrapped(module) is not module for parameter in module.parameters()]
+    return [(leaf, leaf.grad.clone()) for leaf in leaves if leaf.grad is not None]
 
 
 def forget_averaged(entries: list[Entry]) -> None:

@@ -49,7 +49,7 @@ class SavedElsewhere(Exception):
 
 @dataclass(frozen=True)
 class CopyAnswer:
-    """What a rank sends before all ranks copy their states: whether its own is bad, and when to copy again.
+    """The message of a rank before all ranks copy their states: whether its own is bad, and when to copy again.
 
     ``most`` is for the memory that steps take, ``wanted`` for what a copy costs. ``holds``: it takes copies at all.
     ``digest`` is that of its parameters, empty if they are not compared.

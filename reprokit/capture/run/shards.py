@@ -81,7 +81,7 @@ class Shards:
 
     @property
     def num_bytes(self) -> int:
-        """What the whole parameters take, in bytes."""
+        """The size of the whole parameters in bytes."""
         return num_bytes({id(slot.parameter): slot.parameter for slot in self.slots}.values())
 
     def gather(self, exchange: Exchange) -> dict[int, torch.Tensor]:
@@ -116,8 +116,8 @@ def slots_of(modules: Iterable[torch.nn.Module]) -> Iterator[Slot]:
 
 
 def unit_parameters(unit: Any) -> Iterator[Any]:
-    """What torch knows of the parameters that a unit of `fully_shard` gathers; raises `Unanswered` if this version of
-    torch keeps it elsewhere."""
+    """The private records of torch for the parameters that a unit of `fully_shard` gathers; raises `Unanswered` if
+    this version of torch keeps them elsewhere."""
     state = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # of versions before 2.13, with one group or none
