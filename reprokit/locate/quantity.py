@@ -116,6 +116,8 @@ def _silent_share(program: Program, outcome: Outcome, value: int) -> float | Non
 
 def number_of(value: Any) -> float | None:
     """A tensor of one element or a number as a float; ``None`` for anything else."""
+    if value is None:
+        return None
     if value.__class__ is float:
         return float(value)
     if isinstance(value, torch.Tensor):

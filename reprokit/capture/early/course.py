@@ -22,9 +22,10 @@ Severity = Literal["warning", "error"]
 
 LENGTH = 100  # steps that a value is compared with
 LEAST = 16  # steps before any value is compared: the first ones of a run change fastest
-_EVERY = 25  # steps after which the limit is computed again, which takes 20 us; sooner in a young run
+_EVERY = 25  # steps after which the limit is computed again, which takes 20 to 90 us; sooner in a young run
 _PARTS = 4  # of the last values: the limit of a young run is learned again after one, and a fall shows in all
 SPREADS = 8.0  # of a normal distribution nothing lies that far; of one with heavy tails a single value may
+_GROWN = 1.3  # times as large as it was, a spread has grown
 HIGH = 4.0  # spreads from which a step belongs to a rise that is known to go on
 USUAL = 2.0  # spreads up to which a step is one to compare with; the steps of a slow rise look like one another
 _BEYOND = 2.0  # spreads by which an alarm exceeds the highest value so far
@@ -124,7 +125,9 @@ class Course:
     _rose: bool = False
     _is_told: bool = False
     _left: int = LEAST
+    _every: int = _EVERY
     _high: float = math.inf
+    _low: float = -math.inf
     _is_old: bool = False
 
     def add(self, place: int, step: int, number: float, rate: float | None = None) -> Departure | None:
@@ -141,6 +144,8 @@ class Course:
                 self._highest = number
             if number < self._lowest:
                 self._lowest = number
+            if number < self._low and self._left > _EVERY:
+                self._left = _EVERY
             self._left -= 1
             self._is_old = True
             if not self._left:
@@ -155,10 +160,20 @@ class Course:
         return self._departure("error") if self._streak and not self._is_told else None
 
     def _learn(self) -> None:
-        self._left, self._is_old = min(_EVERY, len(self._window) // _PARTS), False
+        """Compute the limit from the last values; less often while the course is steady.
+
+        Any value above the new limit is above the old `HIGH` then, where a value makes the course learn, so none was
+        missed in between; and the spread has not grown, as it does in a window where values fall.
+        """
         del self._numbers[:-LENGTH]
+        before, high = self.band, self._high
         self.band = Band.of(self._numbers, self.least_ratio)
-        self.limit, self._high = self.band.number(SPREADS), self.band.number(HIGH)
+        self.limit = self.band.number(SPREADS)
+        self._high, self._low = self.band.number(HIGH), self.band.number(-HIGH)
+        is_full = len(self._window) == LENGTH
+        is_steady = is_full and self.limit >= high and self.band.spread <= _GROWN * before.spread
+        self._every = min(2 * self._every, LENGTH) if is_steady else _EVERY
+        self._left, self._is_old = self._every if is_full else len(self._window) // _PARTS, False
 
     def _leave(self, value: Value, rate: float | None) -> Departure | None:
         streak = self._streak
@@ -194,7 +209,7 @@ class Course:
         self._window.clear()
         del self._numbers[:]
         self._forget_streak()
-        self.limit, self._high, self._left = _LARGEST, math.inf, LEAST
+        self.limit, self._high, self._low, self._left = _LARGEST, math.inf, -math.inf, LEAST
         for value in finite:
             self._highest, self._lowest = max(self._highest, value.number), min(self._lowest, value.number)
             self._window.append(value)

@@ -18,13 +18,14 @@ from reprokit.capture.early.alarm import EventKind
 from reprokit.capture.early.course import Course, Departure, Value
 from reprokit.locate.quantity import number_of
 
-BATCH = 8  # steps whose numbers are looked at together
+BATCH = 16  # steps whose numbers are looked at together
 _NORMS_IN_A_ROW = 5  # of gradients: their norm varies more than the loss
 _LEAST_RATIO_OF_NORMS = 0.3
 _FALLS = 6  # of a scale in a row; a scaler that has grown its scale once too often makes one or two
 _SETTLED = 20  # steps in which a grad scaler looks for its first scale
 
 
+_NEAR = (float, type(None))  # most values, known without a look
 _Courses = dict[weakref.ref[torch.optim.Optimizer] | None, Course]
 
 
@@ -95,7 +96,7 @@ class Detectors:
     def see(self, steps: Sequence[Numbers]) -> None:
         """The numbers of the next steps. Those on a device are sent to the host, for `arrive` to look at."""
         values = [value for numbers in steps for value in (numbers.loss, numbers.norm, numbers.scale)]
-        far = [value for value in values if value.__class__ is not float and _is_far(value)]
+        far = [value for value in values if value.__class__ not in _NEAR and _is_far(value)]
         if far or self._sent:
             self._sent.append(_Sent(steps, values, *_send(far)))
         else:

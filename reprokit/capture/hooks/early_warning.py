@@ -26,6 +26,7 @@ from reprokit.capture.run.run_state import RunState
 from reprokit.capture.save.event_step import LEAST_SILENT
 from reprokit.visible import visible_line
 
+_DELAY = 0.5  # seconds that an event may be reported late: slow steps are looked at in smaller batches
 _MOST_LOOKS = 2  # for one reason to look at a parameter
 _UNPAID_LOOKS = 4  # of a run: two for its hooks at the start, two for a layer that dies later
 _UNPAID_SECONDS = 1.0  # of CPU time for these: a look plays up to 256 steps, three times as slow as training
@@ -85,7 +86,7 @@ class EarlyWarning:
         self._alarms: list[Alarm] = []
         self._detectors = Detectors(kinds, self._alarms.append)
         self._is_off = False
-        self._left, self._seen = BATCH, -1
+        self._left, self._seen, self._batch = 1, -1, 1
         self._finds_silent, self._looked_after = "dead" in kinds, 0
         self._has_told_never = False
         self._next_look = 0.0
@@ -122,7 +123,7 @@ class EarlyWarning:
         if path is None and self._is_time_to_look:
             self._looked_after = self._run_state.history.num_copies
             path = self._look_at_gradients(frame)
-        self._left = 1 if self._detectors.is_waiting else BATCH
+        self._left = 1 if self._detectors.is_waiting else self._batch
         if path is not None:
             self._session.stop()
 
@@ -266,8 +267,9 @@ class EarlyWarning:
             return
         try:
             steps = self._run_state.timeline.after(self._seen)
-            if steps and (waits or not self._detectors.is_waiting or len(steps) >= BATCH):
+            if steps and (waits or not self._detectors.is_waiting or len(steps) >= self._batch):
                 self._seen = steps[-1].place
+                self._batch = max(1, min(BATCH, int(_DELAY / max(steps[-1].seconds, 1e-6))))
                 self._detectors.see(steps)
             self._detectors.arrive(waits=waits)
         except Exception as error:
