@@ -101,7 +101,8 @@ class Session:
         self._is_over = False
         self._quiet = quiet
         self._verbose = verbose
-        self._on = tuple(on)
+        kinds = events_in(on)
+        on = self._on = (*on, "nonfinite") if kinds else tuple(on)  # a NaN is no spike
         self._on_snapshot = on_snapshot
         self._early: EarlyWarning | None = None
         self.closing: str | None = None
@@ -132,7 +133,6 @@ class Session:
             self._run_state.norms.hand_over = self._hand_over_numbers
         if "ranks" in on:
             self._run_state.replicas = Replicas(lambda: copies.modules)
-        kinds = events_in(on)
         if kinds:
             log = EventLog(lambda: place.log)
             self._early = EarlyWarning(self, self._run_state, kinds, self._failures, log, on_event)

@@ -342,6 +342,20 @@ def test_without_events_the_nan_itself_is_saved(tmp_path: Path) -> None:
     assert not events
 
 
+@pytest.mark.parametrize("on", ["early", "spike", "dead"])
+def test_events_alone_save_a_nan_as_a_nan(tmp_path: Path, on: str) -> None:
+    def loss_of(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        x = torch.randn(16, 16)
+        predicted = model(x) - 100 if step == 60 else model(x)
+        return F.mse_loss(predicted.log() if step == 60 else predicted, x.sum(1, keepdim=True))
+
+    session, events = _loop(tmp_path, loss_of, on=(on,))
+    (result,) = session.results
+    failure = result["failure"]
+    assert (failure["kind"], failure["step"], failure["call"]) == ("nan", 60, "torch.Tensor.log")
+    assert not events
+
+
 def test_two_alarms_in_one_step_give_one_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The norm is off from step 60 on, which takes five steps, the loss from step 62 on, which takes three."""
     torch.manual_seed(0)
