@@ -43,12 +43,14 @@ class Step:
 class _Sizes:
     """Observes a run: the largest magnitude of every value and of its gradient, by value number.
 
-    ``made`` has that of every result as its call left it, by the index of the call and the value.
+    ``made`` and ``passed`` have those of every result as its call left it, by the index of the call and the value: a
+    value that is written in place has several.
     """
 
     values: dict[int, float] = field(default_factory=dict)
     made: dict[tuple[int, int], float] = field(default_factory=dict)
     gradients: dict[int, float] = field(default_factory=dict)
+    passed: dict[tuple[int, int], float] = field(default_factory=dict)
     _versions: dict[int, int] = field(default_factory=dict)
 
     @classmethod
@@ -74,11 +76,13 @@ class _Sizes:
         for value in call.output_refs():
             tensor = values[value]
             if tensor.requires_grad and tensor.grad_fn is not None:
-                hook = partial(self._note, value)
+                hook = partial(self._note, index, value)
                 tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _note(self, value: int, gradient: torch.Tensor) -> None:
-        self.gradients[value] = max(self.gradients.get(value, 0.0), _size(gradient))
+    def _note(self, index: int, value: int, gradient: torch.Tensor) -> None:
+        size = _size(gradient)
+        self.passed[index, value] = max(self.passed.get((index, value), 0.0), size)
+        self.gradients[value] = max(self.gradients.get(value, 0.0), size)
 
 
 def explained(step: Step, healthy: Step, failure: Failure) -> Failure:
@@ -123,15 +127,23 @@ def zeroed(step: Step, failure: Failure) -> Failure:
     sizes, program = _Sizes.of(step), step.program
     for index in reversed(_way_to(program, loss_of(program))):
         call = program.calls[index]
-        is_reached = any(sizes.gradients.get(value, 0.0) > 0 for value in call.output_refs())
+        is_reached = any(sizes.passed.get((index, value), 0.0) > 0 for value in call.output_refs())
         is_wanted = short_name(call) in _BY_DESIGN
-        if is_reached and not is_wanted and all(sizes.values.get(value) == 0.0 for value in call.output_refs()):
-            read = [v for v in call.input_refs() if sizes.gradients.get(v) == 0.0 and sizes.values.get(v) != 0.0]
-            ways = [_way_to(program, value) for value in read]
+        if is_reached and not is_wanted and all(sizes.made[index, value] == 0.0 for value in call.output_refs()):
+            read = [v for v in call.input_refs() if _is_silent(program, sizes, index, v)]
+            ways = [_way_to(program, value, before=index) for value in read]
             if any(failure.value in program.calls[number].input_refs() for way in ways for number in way):
                 name = display_name(call.target)
                 return replace(failure, call=name, call_index=index, module=module_of(call), site=call.site)
     return failure
+
+
+def _is_silent(program: Program, sizes: _Sizes, index: int, value: int) -> bool:
+    """True if call number ``index`` reads a value that is not zero and passes no gradient on to it."""
+    maker = next((n for n in range(index - 1, -1, -1) if value in _results(program.calls[n])), None)
+    if maker is None:
+        return sizes.gradients.get(value) == 0.0 and sizes.values.get(value) != 0.0
+    return sizes.passed.get((maker, value)) == 0.0 and sizes.made[maker, value] != 0.0
 
 
 def blocked(step: Step, failure: Failure) -> Failure:
@@ -275,10 +287,10 @@ class _Comparison:
         return None
 
 
-def _way_to(program: Program, value: int | None) -> list[int]:
-    """The indexes of the calls that a value depends on, in order."""
+def _way_to(program: Program, value: int | None, before: int | None = None) -> list[int]:
+    """The indexes of the calls ``before`` one, or of all, that a value depends on, in order."""
     needed, kept = {value}, []
-    for index in range(len(program.calls) - 1, -1, -1):
+    for index in range((len(program.calls) if before is None else before) - 1, -1, -1):
         call = program.calls[index]
         if not call.is_differentiation and needed.intersection(_results(call)):
             needed.update(call.input_refs())

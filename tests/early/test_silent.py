@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -336,19 +337,22 @@ def test_a_dead_layer_keeps_what_makes_it_dead(tmp_path: Path) -> None:
 class _Residual(nn.Module):
     """A layer in a residual block, which learns nothing once its activation is dead."""
 
-    def __init__(self) -> None:
+    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self.inp, self.layer, self.act, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)
+        self.inp, self.layer, self.act, self.out = nn.Linear(6, 8), nn.Linear(8, 8), act, nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inp(x)
         return self.out(x + self.act(self.layer(x)))
 
 
-def test_the_repro_of_a_dead_activation_passes_with_another_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("act", [nn.ReLU(), nn.ReLU(inplace=True), torch.relu_, torch.Tensor.relu_])
+def test_the_repro_of_a_dead_activation_passes_with_another_one(
+    act: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
     """Nothing else stops the gradient in the repro either, such as a layer that reads only zeros."""
     with _watched(tmp_path, "dead"):
-        model = _Residual()
+        model = _Residual(act)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for step in range(120):
             if step == 60:
@@ -358,13 +362,18 @@ def test_the_repro_of_a_dead_activation_passes_with_another_one(tmp_path: Path) 
             nn.functional.mse_loss(model(x), x[:, :3].tanh()).backward()
             optimizer.step()
     snapshot = reprokit.load(tmp_path / "run.pt")
-    assert snapshot.failure.call == "torch.nn.functional.relu"
+    assert str(snapshot.failure.call).rpartition(".")[2].rstrip("_") == "relu"
+    assert diagnose(snapshot).id == "dead-relu-bias"
     rendered = reprokit.render(reprokit.shrink(snapshot, max_time=60), snapshot, tmp_path / "out")
     text = rendered.repro.read_text()
-    assert rendered.verified == "20/20" and "F.relu(" in text
+    assert rendered.verified == "20/20" and "relu" in text
     assert run_python_in(tmp_path, "out/repro.py").returncode == 1, text
-    (tmp_path / "alive.py").write_text(text.replace("F.relu(", "F.leaky_relu("))
+    (tmp_path / "alive.py").write_text(re.sub(r"F\.relu\(|torch\.relu_?\(|\.relu_\(", _leaky, text))
     assert run_python_in(tmp_path, "alive.py").returncode == 0, text
+
+
+def _leaky(relu: re.Match[str]) -> str:
+    return ".mul_(1.0" if relu[0].startswith(".") else "F.leaky_relu("
 
 
 def test_a_look_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
