@@ -17,7 +17,7 @@ from itertools import groupby
 
 import torch
 
-from reprokit.locate.calls import short_name
+from reprokit.locate.calls import VIEWS, short_name
 from reprokit.locate.failure import Failure, module_of
 from reprokit.locate.quantity import at_optimizer, loss_of, measured, measured_in
 from reprokit.locate.ways import largest_finite, ways_of
@@ -140,10 +140,15 @@ def zeroed(step: Step, failure: Failure) -> Failure:
 
 def _is_silent(program: Program, sizes: _Sizes, index: int, value: int) -> bool:
     """True if call number ``index`` reads a value that is not zero and passes no gradient on to it."""
-    maker = next((n for n in range(index - 1, -1, -1) if value in _results(program.calls[n])), None)
+    maker = _maker(program, index, value)
     if maker is None:
         return sizes.gradients.get(value) == 0.0 and sizes.values.get(value) != 0.0
     return sizes.passed.get((maker, value)) == 0.0 and sizes.made[maker, value] != 0.0
+
+
+def _maker(program: Program, index: int, value: int) -> int | None:
+    """The last call before call number ``index`` that returns a value or writes into it."""
+    return next((n for n in range(index - 1, -1, -1) if value in _results(program.calls[n])), None)
 
 
 def blocked(step: Step, failure: Failure) -> Failure:
@@ -164,6 +169,25 @@ def is_alive_without(step: Step, blocking: Failure) -> bool:
     outcome = run(step.program, step.tensors, observer=through, keep=frozenset())
     share = measured_in(outcome, step.program, step.tensors, blocking)
     return event is not None and share is not None and share < event.threshold
+
+
+def blocking_bias(step: Step, blocking: Failure) -> int | None:
+    """The bias in front of the call of a `blocked` failure without which the parameter gets a gradient."""
+    program, index = step.program, blocking.call_index
+    while index is not None:
+        read = program.calls[index].input_refs()[:1]
+        index = _maker(program, index, read[0]) if read else None
+        if index is not None and short_name(program.calls[index]) not in VIEWS:
+            break
+    vectors = {i.value for i in program.inputs if i.role == "parameter" and step.tensors[i.value].dim() == 1}
+    read = program.calls[index].input_refs() if index is not None else ()
+    return next((value for value in read if value in vectors and not _lasts_without(step, blocking, value)), None)
+
+
+def _lasts_without(step: Step, failure: Failure, value: int) -> bool:
+    """True if an event lasts with zeros in the place of one input."""
+    found = measured(step.program, {**step.tensors, value: torch.zeros_like(step.tensors[value])}, failure)
+    return failure.event is None or found is None or found >= failure.event.threshold
 
 
 @dataclass

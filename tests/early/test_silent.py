@@ -334,6 +334,28 @@ def test_a_dead_layer_keeps_what_makes_it_dead(tmp_path: Path) -> None:
     assert run_python_in(tmp_path, "alive.py").returncode == 0, text
 
 
+def test_the_bias_that_kills_a_layer_stays_in_the_repro(tmp_path: Path) -> None:
+    """Without it a negative weight would keep the activation below zero, and the diagnosis would name another cause."""
+    with _watched(tmp_path, "dead"):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(90):
+            if step == 30:
+                nn.init.constant_(model[2].bias, -50.0)
+            x = torch.randn(16, 8)
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), x.abs().sum(1, keepdim=True)).backward()
+            optimizer.step()
+    snapshot = reprokit.load(tmp_path / "run.pt")
+    reduction = reprokit.shrink(snapshot, max_time=60)
+    assert "The bias `2.bias` " in diagnose(snapshot).mechanism
+    text = reprokit.render(reduction, snapshot, tmp_path / "out").repro.read_text()
+    mended = re.sub(r"bias = .*", "bias = torch.zeros(1)", text)
+    (tmp_path / "mended.py").write_text(mended)
+    assert mended != text and run_python_in(tmp_path, "mended.py").returncode == 0, text
+
+
 class _Residual(nn.Module):
     """A layer in a residual block, which learns nothing once its activation is dead."""
 

@@ -11,6 +11,7 @@ import torch
 
 from reprokit.locate.calls import short_name
 from reprokit.locate.failure import Predicate
+from reprokit.locate.gains import Step, blocking_bias
 from reprokit.locate.quantity import measured
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs import Numbers, sign
@@ -99,18 +100,14 @@ def usual_rate_ends_event(scene: Scene) -> Numbers | None:
 @sign
 def bias_blocks_gradient(scene: Scene) -> Numbers | None:
     """True if the parameter gets a gradient once a bias in front of the origin is zero."""
-    event = scene.failure.event
-    parameters = {item.value: item for item in scene.inputs("parameter")}
-    for _, call in scene.makers("x") if event is not None else ():
-        for value in call.input_refs():
-            tensor = scene.tensors.get(value)
-            if value in parameters and tensor is not None and tensor.dim() == 1:
-                assert event is not None
-                found = _without(scene, event, tensors={value: torch.zeros_like(tensor)})
-                if found is not None:
-                    low, high = (float(edge) for edge in torch.aminmax(tensor.detach()))
-                    return {**found, "bias": f"`{parameters[value].name}`", "low": low, "high": high}
-    return None
+    event, value = scene.failure.event, blocking_bias(Step(scene.program, scene.tensors), scene.failure)
+    if event is None or value is None:
+        return None
+    tensor = scene.tensors[value].detach()
+    name = next(item.name for item in scene.program.inputs if item.value == value)
+    low, high = (float(edge) for edge in torch.aminmax(tensor))
+    without = _without(scene, event, tensors={value: torch.zeros_like(tensor)})
+    return without and {**without, "bias": f"`{name}`", "low": low, "high": high}
 
 
 @sign

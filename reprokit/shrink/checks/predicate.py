@@ -3,10 +3,11 @@
 It also keeps the scale of the event: a loss of 10^8 times its median is not one of 25, which some batch of ones and
 zeros has. A dead layer is one as long as the same call lets no gradient through, between the call that reads its
 parameter and the loss. If that is the only reason in training, it stays the only one: a gradient that the call passes
-on unchanged reaches the parameter. Three guards keep a candidate from slipping to something trivial. What it asserts
-has to be computed, not given. An input of the step may hold no larger numbers than in training, so a threshold that
-only wrong labels exceed still needs them. What a call of the step computed may be given as an input only while its
-numbers are no larger than those of the inputs that do not carry the event.
+on unchanged reaches the parameter. A bias that keeps a ReLU below zero stays the reason, too. Three guards keep a
+candidate from slipping to something trivial. What it asserts has to be computed, not given. An input of the step may
+hold no larger numbers than in training, so a threshold that only wrong labels exceed still needs them. What a call of
+the step computed may be given as an input only while its numbers are no larger than those of the inputs that do not
+carry the event.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Self
 from reprokit.locate.calls import VIEWS, short_name
 from reprokit.locate.differences import results_of
 from reprokit.locate.failure import EVENTS, Failure
-from reprokit.locate.gains import Step, blocked, is_alive_without, zeroed
+from reprokit.locate.gains import Step, blocked, blocking_bias, is_alive_without, zeroed
 from reprokit.locate.quantity import measured_in, observed
 from reprokit.shrink.candidate import Candidate
 from reprokit.shrink.plainness import constant_of, largest_of
@@ -28,6 +29,7 @@ from reprokit.shrink.signature import SignatureCheck
 _LEAST_BOUND = 1.0
 # in the place of the call of a failure
 _NO_CALL, _NO_QUANTITY, _NO_SCALE, _NOT_ALONE = "no call", "no quantity", "no scale", "not alone"
+_NO_BIAS = "no bias"
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class PredicateCheck(SignatureCheck):
     """An event of a run. ``event`` is the failure that has the predicate; ``largest`` bounds the inputs of the step,
     by value number, ``usual`` all other inputs; those in ``filled`` are not all zeros, and stay so. ``blocking`` is the
     call that lets no gradient through to a dead layer; with ``is_cut`` it does so whatever the values are, with
-    ``is_alone`` nothing else keeps the gradient from it."""
+    ``is_alone`` nothing else keeps the gradient from it; without the ``bias`` (if any) the call blocks none."""
 
     event: Failure | None = None
     largest: Mapping[int, float] = field(default_factory=dict)
@@ -44,6 +46,7 @@ class PredicateCheck(SignatureCheck):
     blocking: str | None = None
     is_cut: bool = False
     is_alone: bool = False
+    bias: int | None = None
 
     def recognises(self, failure: Failure) -> bool:
         """True if it is an event."""
@@ -70,6 +73,8 @@ class PredicateCheck(SignatureCheck):
         blocking = blocked(step, found)
         if blocking.call != self.blocking:
             return replace(found, call=blocking.call or _NO_CALL)
+        if self.bias is not None and blocking_bias(step, blocking) != self.bias:
+            return replace(found, call=_NO_BIAS)
         return replace(found, call=_NOT_ALONE) if self.is_alone and not is_alive_without(step, blocking) else found
 
     @property
@@ -96,7 +101,8 @@ class PredicateCheck(SignatureCheck):
             step = Step(whole.program, whole.tensors)
             zeroing = zeroed(step, failure)
             is_alone = zeroing.call is not None and is_alive_without(step, zeroing)
-            made = replace(made, blocking=blocking, is_cut=zeroing.call is None, is_alone=is_alone)
+            bias = blocking_bias(step, zeroing) if zeroing.call is not None else None
+            made = replace(made, blocking=blocking, is_cut=zeroing.call is None, is_alone=is_alone, bias=bias)
         return replace(made, event=failure, largest=largest, usual=max(usual, _LEAST_BOUND), filled=filled)
 
     @property
