@@ -66,8 +66,20 @@ def event_words(event: Mapping[str, Any]) -> str:
         return f"the gradient of {named or 'a parameter'} is missing or zero from step {event['began_at']} on"
     words = f"the {quantity} was {value:.3g}{times_words(value, usual) if usual is not None else ''}"
     if rows:
-        return f"{words}; {rows} of {named or 'the batch'}"
-    return f"{words}; the first input that differs from step {event['reference_step']} is {named}" if named else words
+        words += f"; {rows} of {named or 'the batch'}"
+    elif named:
+        words += f"; the first input that differs from step {event['reference_step']} is {named}"
+    return f"{words}; {data}" if (data := data_words(event)) else words
+
+
+def data_words(event: Mapping[str, Any]) -> str:
+    """How the data of an event differs from that of a healthy step, in numbers; empty where it does not."""
+    if event.get("largest") is None:
+        return ""
+    argument, _, call = str(event.get("argument") or "").partition(" of ")
+    what = f"the {argument} of `{call}`" if call else f"`{event['source']}`"
+    usual = f"in step {event['reference_step']} up to {event['largest_usual']:.3g}"
+    return f"{what} is up to {event['largest']:.3g} in magnitude, {usual}"
 
 
 def difference_words(

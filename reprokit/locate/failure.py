@@ -33,7 +33,8 @@ class Predicate:
 
     The quantities are those of `locate.quantity`. ``began_at`` is the step, ``reference_step`` the last healthy one
     before it, ``usual`` the median of the steps before. ``source`` names the input of the step that carries it, if one
-    does, and ``rows`` the rows of the batch: ``rows 0-7``.
+    does, and ``rows`` the rows of the batch: ``rows 0-7``. That input, or the ``argument`` of a call
+    (``target of mse_loss``), is up to ``largest`` in magnitude, in the reference step up to ``largest_usual``.
     """
 
     quantity: Annotated[str, one_of(*QUANTITIES)]
@@ -44,6 +45,9 @@ class Predicate:
     usual: float | None = left_out()
     source: Name | None = left_out()
     rows: Line | None = left_out()
+    argument: Name | None = left_out()
+    largest: float | None = left_out()
+    largest_usual: float | None = left_out()
 
 
 @dataclass(frozen=True, slots=True)

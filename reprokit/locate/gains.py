@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import torch
 
-from reprokit.locate.calls import VIEWS, short_name
+from reprokit.locate.calls import VIEWS, argument_at, short_name, slot_of
 from reprokit.locate.failure import Failure, module_of
 from reprokit.locate.quantity import at_optimizer, loss_of, measured, measured_in
 from reprokit.locate.ways import largest_finite, ways_of
 from reprokit.program.functions import all_written, display_name
 from reprokit.program.interpreter import Tensors, run
-from reprokit.program.ir import Call, Input, Phase, Program, iter_refs
+from reprokit.program.ir import Call, Input, Phase, Program, Ref, iter_refs
 
 _LEAST_FACTOR, _MOST_FACTOR = 1.5, 10.0  # by which a value is off; batches differ by less
 _MOST_ROWS = 64  # of a batch that are exchanged one by one; each costs a run
@@ -104,6 +106,7 @@ def explained(step: Step, healthy: Step, failure: Failure) -> Failure:
         if source is None and not rows and index is not None:
             rows = _rows_of_result(step, healthy, comparison, index)
     event = replace(event, source=source.name if source is not None else None, rows=rows or None)
+    event = replace(event, **comparison.off_data(source))
     if index is None:
         return replace(failure, event=event)
     call = step.program.calls[index]
@@ -280,6 +283,31 @@ class _Comparison:
         step."""
         before = self.healthy.values.get(self.partner.get(value, -1))
         return before is not None and self.sizes.made[index, value] > max(self.factor * before, 0.0)
+
+    def off_data(self, source: Input | None) -> dict[str, Any]:
+        """The target of the loss, or else the ``source`` in the batch, if that is off: fields of a `Predicate`."""
+        program = self.step.program
+        given = {item.value for item in program.inputs if item.role == "parameter"}
+        for index in _way_to(program, loss_of(program)):
+            call = program.calls[index]
+            with suppress(KeyError):
+                target = argument_at(call, slot_of(call, "target"))
+                if (
+                    isinstance(target, Ref)
+                    and self.is_off(target.value)
+                    and given.isdisjoint(self._behind(target.value))
+                ):
+                    return {"argument": f"target of {short_name(call)}", **self._largest(target.value)}
+        is_data = source is not None and source.role == "batch" and self.is_off(source.value)
+        return self._largest(source.value) if source is not None and is_data else {}
+
+    def _behind(self, value: int) -> set[int]:
+        program = self.step.program
+        return {value, *(v for n in _way_to(program, value) for v in program.calls[n].input_refs())}
+
+    def _largest(self, value: int) -> dict[str, float]:
+        now, before = self.sizes.values[value], self.healthy.values[self.partner[value]]
+        return {"largest": now, "largest_usual": before} if math.isfinite(now) else {}
 
     def forward(self, value: int | None) -> tuple[int, Input | None] | None:
         """The first call on the way to a value whose result is off, and the input of the step that is, if one is."""

@@ -101,7 +101,8 @@ def headline(failure: Failure, *, is_reduced: bool = False) -> str:
     if failure.kind == "function":
         return f"{failure.check[1]} holds"
     if failure.event is not None:
-        event = replace(failure.event, source=failure.event.source if failure.kind == "dead" else None, rows=None)
+        source = failure.event.source if failure.kind == "dead" else None
+        event = replace(failure.event, source=source, rows=None, largest=None)
         if is_reduced and failure.kind != "dead":
             usual = f"; its median in training was {event.usual:.3g}" if event.usual is not None else ""
             return f"{failure.kind}: the {event.quantity} of this reduced program is {event.value:.3g}{usual}"

@@ -19,6 +19,7 @@ import reprokit
 from reprokit.capture.early import detectors
 from reprokit.capture.early.course import Course
 from reprokit.capture.rewind.checkpoint import History
+from reprokit.locate.diagnose import diagnose
 from tests.conftest import run_python_in
 from tests.early.healthy import mlp
 
@@ -207,6 +208,33 @@ def test_a_nan_soon_after_is_traced_to_the_spike(tmp_path: Path) -> None:
     session, _ = _loop(tmp_path, loss_of)
     (result,) = session.results
     assert (result["failure"]["kind"], result["failure"]["step"]) == ("spike", 60)
+
+
+def _bad_labels(step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    x = torch.randn(16, 16)
+    return F.mse_loss(model(x), x.sum(1, keepdim=True) * (1e4 if step == 60 else 1.0))
+
+
+@pytest.mark.parametrize(("loss_of", "argument"), [(_bad_labels, "target of mse_loss"), (_bad_rows, None)])
+def test_labels_that_are_off_are_named_with_their_numbers(
+    loss_of: Callable[..., torch.Tensor], argument: str | None, tmp_path: Path
+) -> None:
+    session, (event,) = _loop(tmp_path, loss_of)
+    (result,) = session.results
+    found = result["failure"]["event"]
+    assert found.get("argument") == argument
+    shown = _run(tmp_path, "show", "run.pt").stderr
+    if argument is None:
+        assert "target" not in event.evidence and "target" not in " ".join(shown.split())
+        return
+    assert found["largest"] > 1e4 and found["largest_usual"] < 20
+    words = f"the target of `mse_loss` is up to {found['largest']:.3g} in magnitude, in step 59 up to "
+    assert words in event.evidence and words in " ".join(shown.split())
+    snapshot = reprokit.load(tmp_path / "run.pt")
+    rendered = reprokit.render(reprokit.shrink(snapshot, max_time=60), snapshot, tmp_path / "out")
+    title, *issue = rendered.issue.read_text().splitlines()
+    assert words in issue[1] and "target" not in title
+    assert words in diagnose(snapshot).evidence[0]
 
 
 def _with_written_momentum() -> list[torch.Tensor]:

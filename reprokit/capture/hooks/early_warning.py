@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Collection, Set
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -230,7 +230,7 @@ class EarlyWarning:
             layers = (chapter["module"] for chapter in result["story"])
             place = failure["module"] or found.get("source") or next(layers, None)
             event = replace(event, evidence=event_words(result) if found else event.evidence + origin, place=place)
-        known = {name: value for name, value in found.items() if name not in ("source", "rows")}
+        known = {field.name: found[field.name] for field in fields(event) if field.name in found}
         self._emit(replace(event, **known, snapshot=str(path)))
 
     def _tell(self, alarm: Alarm, frame: FrameType | None, *, may_save: bool) -> Path | None:

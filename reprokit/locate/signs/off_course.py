@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from reprokit.locate.quantity import measured
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs import Numbers, sign
 from reprokit.program.ir import Call, Input, Phase, Program
+from reprokit.words import data_words
 
 _MOST_ROWS = 0.5  # of the batch, for which the others can stand in
 _LEAST_STEPS = 8  # with a learning rate, before one that is called a jump
@@ -50,7 +51,8 @@ def batch_carries_event(scene: Scene) -> Numbers | None:
         return None
     source = f"`{event.source}`" if event.source else "the batch"
     what = f"{event.rows} of {source}" if event.rows else source
-    return {"what": what, "step": event.began_at, "healthy": event.reference_step}
+    seen = data_words(asdict(event)) or what
+    return {"what": what, "seen": seen, "step": event.began_at, "healthy": event.reference_step}
 
 
 @sign
