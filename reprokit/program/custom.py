@@ -110,6 +110,8 @@ class CustomFunctions:
 
     def _forward(self, apply: Any, cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         tracer = self._tracer
+        if tracer.is_silent:
+            return apply(*args, **kwargs)
         if cls is BackwardHookFunction:  # torch puts it around modules with full backward hooks; it hands its input on
             result = apply(*args, **kwargs)
             for given, got in zip(args, result, strict=True):

@@ -125,6 +125,8 @@ class Tracer(TorchFunctionMode):
 
     def perform(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Perform ``func`` and record it under ``name``."""
+        if self.is_silent:
+            return func(*args, **kwargs)
         for tensor in _tensors(functions.all_written(name, args, kwargs)):
             self.save_before_write(tensor)
         try:

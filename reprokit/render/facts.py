@@ -13,7 +13,7 @@ from reprokit.program.ir import Phase
 from reprokit.render import wording
 from reprokit.series import has_several_optimizers
 from reprokit.snapshot.environment import Environment
-from reprokit.snapshot.format import Snapshot
+from reprokit.snapshot.format import CaptureSettings, Snapshot
 from reprokit.snapshot.redact import redact_text
 from reprokit.story import paragraph
 from reprokit.words import counted, in_root, replay_words
@@ -140,11 +140,22 @@ def when(snapshot: Snapshot) -> str:
 
 
 def surroundings(snapshot: Snapshot) -> list[Fact]:
-    """The process among several, and the compilers that the script has used."""
+    """The process among several, the part of the step that was replayed, and the compilers the script has used."""
     settings = snapshot.settings
     process = f"rank {settings.rank} of {settings.world_size or 1}" if settings.rank is not None else ""
     backends = ", ".join(wording.code_span(name) for name in settings.compilers or ())
-    return _shown([("process", process), ("compiled", f"parts of the script, with {backends}" if backends else "")])
+    compiled = f"parts of the script, with {backends}" if backends else ""
+    return _shown([("process", process), ("replayed", _replayed_part(settings)), ("compiled", compiled)])
+
+
+def _replayed_part(settings: CaptureSettings) -> str:
+    """Where the replay of a model began that does not fit in one process; empty if it was replayed whole."""
+    number, last = settings.num_recorded_units, settings.last_recorded_unit
+    if not number or last is None:
+        return ""
+    units = f"{counted(number, 'unit')} up to {wording.code_span(last)}"
+    verb, outputs = ("was", "its output is an input") if number == 1 else ("were", "their outputs are inputs")
+    return f"{units} {verb} not replayed; {outputs}"
 
 
 def noticed_in(snapshot: Snapshot) -> str:

@@ -61,7 +61,8 @@ class FailedProgram(Protocol):
 class CaptureSettings(Settings):
     """The settings of torch, and those of the capture: how it watched, what it kept, which process it was.
 
-    ``compilers`` are the backends that the script has compiled something with.
+    ``compilers`` are the backends that the script has compiled something with. The outputs of ``num_recorded_units``
+    units of `fully_shard`, up to ``last_recorded_unit``, are inputs of the program.
     """
 
     watch: Annotated[str, one_of("every-step", "sampled", "deferred")] | None = left_out()
@@ -72,6 +73,8 @@ class CaptureSettings(Settings):
     noted_every: Count | None = left_out()
     is_noted: bool | None = left_out()
     compilers: tuple[Name, ...] | None = left_out()
+    num_recorded_units: Count | None = left_out()
+    last_recorded_unit: Name | None = left_out()
 
 
 @dataclass(frozen=True)

@@ -159,11 +159,17 @@ class Ranks:
         if self._exchange is not None:
             self._exchange.is_ending = True
 
-    def gather(self) -> dict[int, torch.Tensor]:
-        """The whole parameters by the ``id`` of the spread ones, as this rank's step began; raises `Unanswered`."""
+    @property
+    def is_ending(self) -> bool:
+        """True if the launcher is about to end this process."""
+        return self._exchange is not None and self._exchange.is_ending
+
+    def gather(self, wanted: Collection[Any] | None = None) -> dict[int, torch.Tensor]:
+        """The ``wanted`` or all whole parameters by the ``id`` of the spread ones, as this rank's step began; raises
+        `Unanswered`."""
         if self._exchange is None or self._exchange.place is None or not self._are_all("watches"):
             raise Unanswered("not every process is watched, or an update was under way")
-        return self.shards.gather(self._exchange)
+        return self.shards.gather(self._exchange, wanted)
 
     def report_bad(self, step: int, what: str) -> None:
         """The loss, or a gradient, of this rank is bad in this step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -84,12 +84,13 @@ class Shards:
         """The size of the whole parameters in bytes."""
         return num_bytes({id(slot.parameter): slot.parameter for slot in self.slots}.values())
 
-    def gather(self, exchange: Exchange) -> dict[int, torch.Tensor]:
-        """The whole parameters by the ``id`` of the spread ones, asked for batch by batch; raises `Unanswered`."""
+    def gather(self, exchange: Exchange, wanted: Collection[Any] | None = None) -> dict[int, torch.Tensor]:
+        """The ``wanted`` or all whole parameters by the ``id`` of the spread ones, asked for batch by batch; raises
+        `Unanswered`."""
         if not self.slots:
             raise Unanswered("they are not spread by `fully_shard` or `parallelize_module`")
-        named = self._named
-        names = {id(parameter): name for name, parameter in named.items()}  # of shared ones the last
+        named, ids = self._named, None if wanted is None else set(map(id, wanted))
+        names = {id(p): name for name, p in named.items() if ids is None or id(p) in ids}  # of shared ones the last
         whole: dict[int, torch.Tensor] = {}
         for batch in _batches([named[name] for name in names.values()]):
             wanted = {rank: [p for p in batch if rank in _ranks_of(p)] for p in batch for rank in _ranks_of(p)}

@@ -9,7 +9,7 @@ import contextlib
 import io
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -32,7 +32,8 @@ from reprokit.capture.run.timeline import Turn, with_optimizers
 from reprokit.capture.save.collect_state import collect_state
 from reprokit.capture.save.exceptions import Raised
 from reprokit.capture.save.miscompiled import compiled_mismatch
-from reprokit.capture.save.record_program import ReplayedStep, replay
+from reprokit.capture.save.record_program import ReplayedStep, needed_entries, replay
+from reprokit.capture.save.unit_by_unit import UnitByUnit
 from reprokit.locate.blame import last_bad, locate
 from reprokit.locate.compiled import Compiled
 from reprokit.locate.differences import Reference
@@ -55,6 +56,7 @@ GRADIENTS_NOT_KEPT = (
 )
 HOOKS_LEFT_OUT = "hooks of modules were left out of the replay, and no finite loss shows whether they change values"
 OTHER_GRADIENTS = "gradients differ between training and the replay, where no hook changes them"
+PARTS_NOT_GATHERED = "the state of the model: its whole parameters do not fit in one process"
 Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 NOT_OF_TORCH = "the exception was raised by code that is no torch call, so running the file does not raise it"
 
@@ -73,7 +75,8 @@ class FailedStep:
     script has used. ``gradients`` are those of training, if they are not the
     live ones and known all the same. ``put_back`` are the ids of the state that going back has put back.
     ``notes`` say what is known to differ from training. ``stand_ins`` are whole parameters in the place of those that
-    are spread over processes, by the ``id`` of these. ``explain`` finds the failure in the place of `locate`.
+    are spread over processes, by the ``id`` of these; ``units`` gathers these if they do not fit at once. ``explain``
+    finds the failure in the place of `locate`.
     """
 
     observed_at: str
@@ -101,6 +104,7 @@ class FailedStep:
     put_back: Set[int] = frozenset()
     stand_ins: Mapping[int, torch.Tensor] = field(default_factory=dict)
     explain: Callable[[Program, Tensors], Failure | None] | None = None
+    units: UnitByUnit | None = None
 
     @property
     def all_entries(self) -> list[Entry]:
@@ -206,27 +210,26 @@ def _replay_without(out: Set[str], step: FailedStep, frame: FrameType | None) ->
         seen = step.gradients
         if step.observed_at == "gradient" and step.buffers is not None:
             seen = [(leaf, leaf.grad) for leaf in leaves if leaf.grad is not None]
-        stack.enter_context(_at_its_beginning(step))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        stack.enter_context(torch.autograd.set_detect_anomaly(False))
-        hooks = stack.enter_context(guarded(step.modules, leaves, out))
+        hooks = stack.enter_context(_quietly(step, leaves, out))
         if raises:  # checks report what they see, a second time now
             stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         rng = get_rng_state()
         roots = root_names(step.modules, frame)
         optimizers = [] if step.stand_ins else step.optimizers  # whose state is spread as well
-        before, copies = collect_state(step.modules, optimizers, roots | names_of(step.optimizers, frame))
+        modules = step.modules if step.units is None else []  # of which most parameters are not here
+        before, copies = collect_state(modules, optimizers, roots | names_of(step.optimizers, frame))
+        before.left_out.extend([PARTS_NOT_GATHERED] if step.units is not None else [])
         replayed = replay(
             step.all_entries,
             step.saved,
             _names(step, frame).describe,
             perform_last=step.pending is None,
             raises=raises,
-            state=step.put_back | {id(buffer) for module in step.modules for buffer in module.buffers()},
+            state=_state_of(step),
             root_names=roots,
             keep=step.keep,
             stand_ins=step.stand_ins,
+            units=step.units,
         )
         if step.observed_at == "output" and step.pending is not None:
             replayed.program = _without_last(replayed.program)
@@ -240,6 +243,33 @@ def _replay_without(out: Set[str], step: FailedStep, frame: FrameType | None) ->
         replayed.own_tensors()
         replayed.share(copies)
     return _Played(replayed, failure, rng, hooks, notes, before)
+
+
+def play_forward(step: FailedStep) -> None:
+    """Play the forward passes of a step, without recording them and without the user's hooks."""
+    entries = step.all_entries
+    is_needed = {id(entry) for entry in needed_entries(entries, step.keep)}
+    last = max((number for number, entry in enumerate(entries) if entry.kind is kinds.MODULE), default=-1)
+    with _quietly(step, _leaves(step), EVERY), Modes() as modes:
+        player = Player(step.saved, step.stand_ins, _state_of(step))
+        for entry in entries[: last + 1]:
+            if entry.kind in kinds.FORWARD and (step.raised is not None or id(entry) in is_needed):
+                modes.enter(entry.mode)
+                player.play(entry)
+
+
+def _state_of(step: FailedStep) -> Set[int]:
+    """The ids of the tensors that are put back before the step is played."""
+    return step.put_back | {id(buffer) for module in step.modules for buffer in module.buffers()}
+
+
+@contextlib.contextmanager
+def _quietly(step: FailedStep, leaves: Iterable[torch.Tensor], out: Set[str]) -> Iterator[UserHooks]:
+    """The state the step began with, without the user's hooks of the kinds ``out``, warnings and anomaly checks."""
+    with _at_its_beginning(step), warnings.catch_warnings(), torch.autograd.set_detect_anomaly(False):
+        warnings.simplefilter("ignore")
+        with guarded(step.modules, leaves, out) as hooks:
+            yield hooks
 
 
 def _other_gradients(step: FailedStep, seen: Gradients | None, hooks: UserHooks) -> Iterator[str]:

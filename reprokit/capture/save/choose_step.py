@@ -38,10 +38,17 @@ from reprokit.capture.rewind.user_hooks import ACCUMULATED, EVERY, UserHooks, gu
 from reprokit.capture.run.exchange import Unanswered
 from reprokit.capture.run.run_state import RunState
 from reprokit.capture.run.shards import slots_of
-from reprokit.capture.save.build_snapshot import BuiltSnapshot, FailedStep, make_snapshot, snapshot_without_replay
+from reprokit.capture.save.build_snapshot import (
+    BuiltSnapshot,
+    FailedStep,
+    make_snapshot,
+    play_forward,
+    snapshot_without_replay,
+)
 from reprokit.capture.save.exceptions import Raised
 from reprokit.capture.save.fidelity import checked, unchecked
 from reprokit.capture.save.stage import first_bad
+from reprokit.capture.save.unit_by_unit import UnitByUnit
 from reprokit.capture.save.unshard import unsharded
 from reprokit.locate.failure import RankDifference
 from reprokit.locate.quantity import number_of
@@ -269,7 +276,7 @@ class Describing:
             if bad is not None and bad.where == "parameter":
                 return self._of_update(step, bad)
             if ranks.shards.num_bytes > DEFAULT_STATE_BYTES:
-                raise Unanswered(f"they take over {DEFAULT_STATE_BYTES // 2**30} GiB")
+                return self._from_a_unit_on(failed)
             whole = ranks.gather()
             with unsharded(history.modules, history.optimizers, ranks.shards.slots, whole) as stand_ins:
                 return make_snapshot(replace(failed, stand_ins=stand_ins), noticed.frame)
@@ -278,6 +285,28 @@ class Describing:
             kind = "" if isinstance(reason, Unanswered) else f"{type(reason).__name__}: "
             failed = replace(failed, notes=[NOT_REPLAYED.format(f"{kind}{reason}".partition("\n")[0])])
             return BuiltSnapshot(snapshot_without_replay(failed, noticed.frame))
+
+    def _from_a_unit_on(self, failed: FailedStep) -> BuiltSnapshot:
+        """The running step from the first bad unit on, with the outputs of the units before it as inputs.
+
+        In a backward pass that is the last unit from which on a replay shows the failure.
+        """
+        ranks, history = self._run_state.ranks, self._run_state.history
+        units = UnitByUnit(history.modules, ranks, DEFAULT_STATE_BYTES)
+        shards = ranks.shards.slots
+        with (
+            unsharded(history.modules, history.optimizers, shards, units.placeholders()) as stand_ins,
+            units.gathering(stand_ins),
+        ):
+            failed = replace(failed, stand_ins=stand_ins, units=units)
+            is_backward = failed.observed_at == "gradient"
+            units.record(functools.partial(play_forward, failed), stops_at_bad=not is_backward)
+            while True:
+                capture = replace(failed.capture, **units.summary())
+                made = make_snapshot(replace(failed, capture=capture), self._noticed.frame)
+                if not is_backward or units.first == 0 or _is_shown(made.snapshot):
+                    return made
+                units.first -= 1
 
     def _of_update(self, step: PastStep, bad: BadUpdate) -> BuiltSnapshot:
         """The update that made a shard of this rank nan or inf: one call, with the averaged gradients as inputs."""

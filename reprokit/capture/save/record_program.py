@@ -22,6 +22,7 @@ from reprokit.capture.record.state import owned_by
 from reprokit.capture.record.structure import iter_tensors
 from reprokit.capture.record.tensor_names import is_unfollowed
 from reprokit.capture.rewind.replayer import Player, describe_mismatch, is_close, is_same, step_without_hooks
+from reprokit.capture.save.unit_by_unit import UnitByUnit
 from reprokit.locate.blame import GRAD_SCALER
 from reprokit.program.encode import CannotRecord
 from reprokit.program.functions import GRAD_WRITES, written_argument
@@ -81,6 +82,7 @@ def replay(
     root_names: Mapping[int, str] | None = None,
     keep: Entry | None = None,
     stand_ins: Mapping[int, torch.Tensor] | None = None,
+    units: UnitByUnit | None = None,
 ) -> ReplayedStep:
     """Run ``entries`` again and record them.
 
@@ -88,11 +90,14 @@ def replay(
     last entry is a backward call that the loop did not come to, because its start was already bad; ``raises`` is true
     when the last entry is expected to raise. ``state`` are the ids of tensors that the caller has put back.
     ``root_names`` are those of the tracer. ``keep`` is an entry to run in any case.
-    ``stand_ins`` are used in the place of other tensors, by the ``id`` of these.
+    ``stand_ins`` are used in the place of other tensors, by the ``id`` of these. ``units`` are those of a model that
+    is replayed in part.
     """
-    recorder = _Recorder(saved, describe, state, root_names, stand_ins)
+    recorder = _Recorder(saved, units.naming(describe) if units is not None else describe, state, root_names, stand_ins)
     needed = entries if raises else needed_entries(entries, keep)
     error = None
+    if units is not None:
+        units.begin(recorder.tracer)
     with recording(recorder.tracer), Modes() as modes:
         updating = _start_of_hand_update(needed)
         for position, entry in enumerate(needed):
