@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import correlation, linear_regression, median
 
 from reprokit.grammar import Count, Name
-from reprokit.words import counted
+from reprokit.words import counted, number_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ def _departure(module: str, quantity: str, series: Sequence[tuple[int, float]]) 
     place = next((place for place in range(_LEAST_STEPS, len(series)) if _has_left(values, place)), None)
     rate = _growth(values) if series[0][0] == 0 and _rises_throughout(values) else None
     if rate is not None:
-        last = values[-1]
-        said = f"the {name} grows {rate:.2g} times a step from the first step on ({values[0]:.3g} to {last:.3g})"
+        ends = f"{number_words(values[0])} to {number_words(values[-1])}"
+        said = f"the {name} grows {rate:.2g} times a step from the first step on ({ends})"
         yield math.inf, Chapter(0, module, QUANTITIES[quantity], said)
         return
     if place is None:
@@ -111,11 +111,12 @@ def _departure(module: str, quantity: str, series: Sequence[tuple[int, float]]) 
     start, rate = _rise(values, place, usual)
     step, value = series[start]
     if rate is not None:
-        text = f"the {name} grows {rate:.2g} times a step from step {step} on ({usual:.3g} to {values[-1]:.3g})"
+        ends = f"{number_words(usual)} to {number_words(values[-1])}"
+        text = f"the {name} grows {rate:.2g} times a step from step {step} on ({ends})"
     elif math.isfinite(value):
-        text = f"the {name} jumps from about {usual:.3g} to {value:.3g} at step {step}"
+        text = f"the {name} jumps from about {number_words(usual)} to {number_words(value)} at step {step}"
     else:
-        text = f"the {name} is {value:g} at step {step}; before it was about {usual:.3g}"
+        text = f"the {name} is {value:g} at step {step}; before it was about {number_words(usual)}"
     yield value / usual if math.isfinite(value) else math.inf, Chapter(step, module, QUANTITIES[quantity], text)
 
 

@@ -47,15 +47,34 @@ def item_name(owner: str, key: str) -> str:
     return f"{key}_grad" if _GRADIENTS.search(owner) else key
 
 
+def number_words(value: float, digits: int = 3) -> str:
+    """A number with so many digits, without an exponent below a million: ``2990``, ``1.38e+08``."""
+    shown = f"{value:.{digits}g}"
+    return f"{float(shown):.0f}" if "e+" in shown and abs(value) < 1e6 else shown
+
+
+_VERDICTS = {
+    "same": "with the same failure",
+    "other": "with another failure",
+    "passes": "without a failure",
+    "invalid": "with an error of their own",
+}
+
+
+def verdict_words(counts: Mapping[str, int]) -> str:
+    """The verdicts of checks: ``3 with the same failure, 2 without a failure``."""
+    return ", ".join(f"{count:,} {_VERDICTS.get(name, name)}" for name, count in counts.items() if count)
+
+
 def times_words(value: float, usual: float) -> str:
     """``, 10^8 times its median of 12.3``."""
     if not (math.isfinite(value) and usual > 0 and value > 0):
-        return f", its median {usual:.3g}"
+        return f", its median {number_words(usual)}"
     ratio = value / usual
     if ratio == math.inf:
-        return f", its median {usual:.3g}"
-    shown = f"10^{round(math.log10(ratio))}" if ratio >= 1e4 else f"{ratio:.3g}"
-    return f", {shown} times its median of {usual:.3g}"
+        return f", its median {number_words(usual)}"
+    shown = f"10^{round(math.log10(ratio))}" if ratio >= 1e4 else number_words(ratio)
+    return f", {shown} times its median of {number_words(usual)}"
 
 
 def event_words(event: Mapping[str, Any]) -> str:
@@ -64,7 +83,7 @@ def event_words(event: Mapping[str, Any]) -> str:
     named = f"`{event['source']}`" if event.get("source") else ""
     if quantity == "share of zeros":
         return f"the gradient of {named or 'a parameter'} is missing or zero from step {event['began_at']} on"
-    words = f"the {quantity} was {value:.3g}{times_words(value, usual) if usual is not None else ''}"
+    words = f"the {quantity} was {number_words(value)}{times_words(value, usual) if usual is not None else ''}"
     if rows:
         words += f"; {rows} of {named or 'the batch'}"
     elif named:
@@ -78,8 +97,8 @@ def data_words(event: Mapping[str, Any]) -> str:
         return ""
     argument, _, call = str(event.get("argument") or "").partition(" of ")
     what = f"the {argument} of `{call}`" if call else f"`{event['source']}`"
-    usual = f"in step {event['reference_step']} up to {event['largest_usual']:.3g}"
-    return f"{what} is up to {event['largest']:.3g} in magnitude, {usual}"
+    usual = f"in step {event['reference_step']} up to {number_words(event['largest_usual'])}"
+    return f"{what} is up to {number_words(event['largest'])} in magnitude, {usual}"
 
 
 def difference_words(

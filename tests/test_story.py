@@ -16,6 +16,7 @@ import reprokit
 from reprokit import Snapshot
 from reprokit.cli.app import main as command
 from reprokit.story import LayerNumbers, by_layer, chapters, paragraph
+from reprokit.words import number_words
 
 STEPS = range(20)
 
@@ -29,7 +30,7 @@ def rows(module: str, quantity: str, values: dict[int, float], usual: float = 0.
     ("quantity", "values", "step", "words"),
     [
         ("gradient", {s: 0.3 * 1.8 ** (s - 9) for s in range(10, 20)}, 10, "grows 1.8 times a step from step 10 on"),
-        ("gradient", dict.fromkeys(range(15, 20), 3e5), 15, "jumps from about 0.3 to 3e+05 at step 15"),
+        ("gradient", dict.fromkeys(range(15, 20), 3e5), 15, "jumps from about 0.3 to 300000 at step 15"),
         ("activation", {19: math.inf}, 19, "is inf at step 19; before it was about 0.3"),
         ("update", {18: math.nan, 19: math.nan}, 18, "is nan at step 18"),
         ("zeros", dict.fromkeys(range(12, 20), 1.0), 12, "the output of `a` is zero from step 12 on"),
@@ -55,6 +56,14 @@ def test_a_layer_that_leaves_its_course(quantity: str, values: dict[int, float],
 )
 def test_a_layer_that_does_not(quantity: str, values: dict[int, float]) -> None:
     assert chapters(rows("a", quantity, values), 20) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(2990.4, "2990"), (12345.6, "12300"), (0.00123456, "0.00123"), (1.3768e8, "1.38e+08"), (math.inf, "inf")],
+)
+def test_a_number_below_a_million_has_no_exponent(value: float, words: str) -> None:
+    assert number_words(value) == words
 
 
 def test_a_growth_does_not_begin_with_the_noise_before_it() -> None:

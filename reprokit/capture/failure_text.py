@@ -96,7 +96,7 @@ def growth(timeline: Sequence[StepNumbers], quantity: str | None = None) -> Iter
             shown = (getattr(row, key) for row in rows[-_STEPS:])
             yield (
                 titled(name, optimizer),
-                "  ".join("-" if value is None else f"{value:.4g}" for value in shown)
+                "  ".join("-" if value is None else words.number_words(value, 4) for value in shown)
                 + ("" if name == quantity else _trend(values)),
             )
 
@@ -110,7 +110,7 @@ def _trend(values: Sequence[float]) -> str:
     if typical == 0 or finite[-1] < _FAST * typical:
         return ""
     last = "the last one" if len(finite) == len(values) else "the last finite one"
-    return f"  ({last} is {finite[-1] / typical:.3g} times the median)"
+    return f"  ({last} is {words.number_words(finite[-1] / typical)} times the median)"
 
 
 COMPILED = "which is compiled and not followed"  # part of a note

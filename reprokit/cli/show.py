@@ -158,7 +158,7 @@ def _facts(snapshot: Snapshot) -> Table:
     from reprokit.render import facts
 
     failed = (fact for fact in facts.of_failure(snapshot) if fact[0] != "line")  # it is shown above
-    story = [("before", facts.story(snapshot))] if facts.story(snapshot) else []
+    story = [("story", facts.story(snapshot))] if facts.story(snapshot) else []
     event = snapshot.failure.event
     grown = growth(snapshot.timeline, event.quantity if event is not None else None)
     rows = [*story, *failed, *grown, *facts.surroundings(snapshot), *_capture(snapshot), *facts.source(snapshot)]

@@ -18,11 +18,11 @@ import click
 from reprokit.capture.block import shown_path
 from reprokit.cli.console import Verbosity, say, shown_command
 from reprokit.grammar import read
-from reprokit.render.wording import nearest_words
+from reprokit.render.wording import listed, nearest_words
 from reprokit.shrink import events
 from reprokit.shrink.events import Event
 from reprokit.snapshot.redact import redact_text
-from reprokit.words import counted, replay_words
+from reprokit.words import counted, replay_words, verdict_words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -183,7 +183,7 @@ def draw(progress: ShrinkProgress, seconds: float) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_row("calls left", f"{progress.calls:,} of {progress.calls_before:,}")
     table.add_row("elements left", f"{progress.elements:,} of {progress.elements_before:,}")
-    verdicts = ", ".join(f"{count:,} {name}" for name, count in progress.verdicts.items())
+    verdicts = verdict_words(progress.verdicts)
     if progress.checks:
         table.add_row("checks", f"{progress.checks:,}" + (f" ({verdicts})" if verdicts else ""))
     table.add_row("now", progress.activity)
@@ -204,7 +204,7 @@ def print_result(summary: dict[str, Any], folder: Path, verbosity: Verbosity = V
     from reprokit.render.diagnosis_text import one_line
 
     _print_sizes(summary)
-    verdicts = ", ".join(f"{count} {name}" for name, count in summary["verdicts"].items() if count)
+    verdicts = verdict_words(summary["verdicts"])
     checks, seconds = counted(summary["checks"], "check"), summary["seconds"]
     say(f"{checks} ({verdicts}) in {seconds:.1f} s; reproduces {summary['reproduces']}")
     if verbosity is Verbosity.VERBOSE:
@@ -246,7 +246,7 @@ def _matters(summary: dict[str, Any]) -> Iterator[str]:
     names = summary["repro"].get("names", {})
     free = [names.get(item["input"], item["input"]) for item in summary.get("explain", ()) if item["free"]]
     if free:
-        yield f"any value fails: {', '.join(free)}"
+        yield f"fails with every value that was tried for {listed(free)}"
     if summary.get("nearest"):
         new, old = nearest_words(read(Nearest, summary["nearest"]), names)
         yield f"passes with {new} instead of {old}"

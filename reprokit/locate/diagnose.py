@@ -70,7 +70,7 @@ def diagnose(
         scene = _at_root(observe(step))
         found = matches(scene)
         if not found:
-            return _unknown("No entry of the catalogue fits what the origin was given.")
+            return _unknown("None of the known causes fits the values that the call was given.")
         is_event = scene.failure.event is not None  # whose signs are changes that were run
         note, tried = (None, []) if is_event else _try_all(scene, found, budget or TrialBudget(), write)
     (entry, numbers), *others = found

@@ -69,7 +69,7 @@ def page(diagnosis: Diagnosis) -> dict[str, Any]:
 def one_line(diagnosis: Diagnosis) -> str:
     """The diagnosis in a line for a terminal."""
     if not diagnosis.is_known:
-        return "no entry of the catalogue fits"
+        return "none of the known causes fits"
     words = f"{diagnosis.title} ({diagnosis.confidence})"
     if diagnosis.fix is not None:
         made = _MADE[diagnosis.fix.is_plausible]

@@ -17,6 +17,7 @@ from reprokit.render.check import ScriptParts
 from reprokit.render.code import write_program
 from reprokit.render.expression import quoted
 from reprokit.render.layout import fold
+from reprokit.words import number_words
 
 _VARIABLES = {"gradient norm": "norm", "update": "update"}
 
@@ -51,7 +52,7 @@ def _threshold_check(event: Predicate, names: Sequence[str]) -> list[str]:
     """The quantity and the assertion that it is below the threshold."""
     name = _VARIABLES.get(event.quantity, names[0])
     threshold = _threshold(event.value, event.threshold)
-    usual = f", and its median in training was {event.usual:.3g}" if event.usual is not None else ""
+    usual = f", and its median in training was {number_words(event.usual)}" if event.usual is not None else ""
     said = quoted(f"the {event.quantity} is not below {threshold}{usual}")
     lines = [f'print("{name} =", {name})', f"assert {name} < {threshold}, {said}"]
     return [*_measuring(event.quantity, name, names), *lines]

@@ -131,10 +131,15 @@ def how_much(failure: Failure) -> str:
 def when(snapshot: Snapshot) -> str:
     """The step of the training, and which of its backward passes comes next where it is not the first one.
 
-    Where optimizers take turns, what went before may have been another one's.
+    Where optimizers take turns, what went before may have been another one's. Ranks are compared after a step.
     """
-    done, words = snapshot.micro_step, f"step {snapshot.step}"
-    if not done or snapshot.failure.phase == Phase.OPTIMIZER or has_several_optimizers(snapshot.timeline):
+    done, words, failure = snapshot.micro_step, f"step {snapshot.step}", snapshot.failure
+    if (
+        not done
+        or failure.phase == Phase.OPTIMIZER
+        or failure.difference is not None
+        or has_several_optimizers(snapshot.timeline)
+    ):
         return words
     return f"{words}, micro-step {done + 1} (after {counted(done, 'backward pass', 'backward passes')})"
 

@@ -30,7 +30,7 @@ from reprokit.shrink.reduction import Reduction, WhatIfResult
 from reprokit.snapshot.format import Snapshot, count_elements
 from reprokit.snapshot.redact import REDACTED, redact_text
 from reprokit.story import QUANTITIES, by_layer
-from reprokit.words import counted
+from reprokit.words import counted, number_words, verdict_words
 
 TEMPLATE = "report.html.j2"
 MAX_TEXT = 30_000
@@ -111,6 +111,7 @@ def _of_reduction(reduction: Reduction, script: Script) -> dict[str, Any]:
     inputs = wording.shown_names(reduction, script.names)
     return {
         "num_calls": reduction.program.num_calls,
+        "verdicts": verdict_words(reduction.verdicts),
         "num_elements": count_elements(reduction.program, reduction.tensors),
         "progress": list(_progress(reduction)),
         "explained": wording.explained(reduction, inputs),
@@ -143,7 +144,7 @@ def _timeline(snapshot: Snapshot) -> Iterator[Chart]:
         svg = plot(points, f"{name} per step, with the failing step marked", mark=float(snapshot.step))
         if svg is not None:
             last = next(value for _, value in reversed(points) if value is not None)
-            yield Chart(name, svg, f"last {last:.4g}")
+            yield Chart(name, svg, f"last {number_words(last, 4)}")
 
 
 def _layers(snapshot: Snapshot) -> Iterator[Chart]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _NAMED_ARGUMENT = re.compile(r"\bargument\b|['\"`]\w+['\"`]")
 _MAX_CODE, _MAX_MESSAGE = 160, 300
-_FREE, _MATTERS = "any value fails", "its value matters"
+_FREE, _MATTERS = "fails with every value that was tried", "its value matters"
 _OPERATORS = {
     "add": "addition",
     "sub": "subtraction",
@@ -66,7 +66,7 @@ def difference_words(failure: Failure) -> str:
 def kind_words(failure: Failure) -> str:
     """``nan``, ``inf``, ``-inf``, the exception's type, or what an event makes of its quantity."""
     if failure.event is not None:
-        return f"{failure.event.value:.3g}"
+        return words.number_words(failure.event.value)
     if failure.kind in ("mismatch", "function"):
         return "different" if failure.kind == "mismatch" else "reported"
     if failure.exception is not None:
@@ -104,8 +104,9 @@ def headline(failure: Failure, *, is_reduced: bool = False) -> str:
         source = failure.event.source if failure.kind == "dead" else None
         event = replace(failure.event, source=source, rows=None, largest=None)
         if is_reduced and failure.kind != "dead":
-            usual = f"; its median in training was {event.usual:.3g}" if event.usual is not None else ""
-            return f"{failure.kind}: the {event.quantity} of this reduced program is {event.value:.3g}{usual}"
+            usual = f"; its median in training was {words.number_words(event.usual)}" if event.usual is not None else ""
+            value = words.number_words(event.value)
+            return f"{failure.kind}: the {event.quantity} of this reduced program is {value}{usual}"
         return f"{failure.kind}: {event_words(replace(failure, event=event))}"
     if failure.kind == "mismatch":
         what = "compiled code" if failure.reference[0] == "compile" else "the result" if failure.call is None else call
@@ -205,8 +206,9 @@ def _expected_quantity(event: Predicate) -> str:
     if event.quantity == "share of zeros":
         name = f"`{event.source}`" if event.source else "the parameter"
         return f"A gradient that is not zero everywhere reaches {name}."
-    usual = f"; its median in the steps before was {event.usual:.3g}" if event.usual is not None else ""
-    return f"The {event.quantity} is below {event.threshold:.4g}, where the course of the run ends{usual}."
+    usual = f", whose median before was {words.number_words(event.usual)}" if event.usual is not None else ""
+    limit = words.number_words(event.threshold, 4)
+    return f"The {event.quantity} is below {limit}, the limit of what was usual in this run{usual}."
 
 
 def shown_names(reduction: Reduction, names: Mapping[str, str]) -> dict[str, str]:
@@ -300,7 +302,7 @@ OUTSIDE = "outside of any module"
 def phase_words(failure: Failure) -> str:
     """The phase of the failure. An exception may come long before the model is called, such as from the data."""
     if failure.difference is not None and failure.call is None:
-        return "outside of an optimizer" if failure.site is not None else "in no call that is known"
+        return "outside of an optimizer" if failure.site is not None else "the call is not known"
     if failure.is_of_whole_step and failure.event is None:
         return "over the whole step"
     is_called = failure.kind == "exception" and failure.call is not None

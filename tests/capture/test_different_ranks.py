@@ -17,6 +17,7 @@ from reprokit.capture.rewind.replicas import Replicas, digest
 from reprokit.capture.run.ranks import Ranks
 from reprokit.cli import main
 from reprokit.locate.failure import RankDifference
+from reprokit.render import facts
 from reprokit.snapshot.format import Snapshot, load
 from reprokit.words import difference_words
 from tests.conftest import start_python_in
@@ -131,6 +132,7 @@ def test_the_first_step_is_named_with_its_cause(
     assert (snapshot.settings.rank, snapshot.step, snapshot.failure.phase) == (1, step, phase)
     assert (difference.parameter, difference.ranks, difference.reference) == (parameter, (1,), 0)
     assert (difference.began_at, difference.equal_after) == (step, step - 1 if step else None)
+    assert snapshot.micro_step == (phase == "optimizer") and facts.when(snapshot) == f"step {step}"
     assert difference.is_exact and difference.cause == cause and difference.cause in done.stderr
     assert (snapshot.fidelity, snapshot.fidelity_note) == ("exact", None)
     assert snapshot.failure.call == ("torch.optim.Adam.step" if phase == "optimizer" else None)

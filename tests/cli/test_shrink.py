@@ -141,7 +141,7 @@ def test_the_result_is_written_and_told(reducer: SimpleNamespace, capsys: pytest
         "repro": {"path": "train-step7/repro.py", "lines": 7, "files": ["repro.py"], "verified": "20/20"},
     }
     assert "41,230" in said.err
-    assert "6 same, 1 other, 4 passes" in said.err
+    assert "6 with the same failure, 1 with another failure, 4 without a failure" in said.err
     assert said.err.splitlines()[-1] == "reprokit: next: python train-step7/repro.py"
     assert Path("train-step7", "reduction.pt").is_file()
     wanted = {"out_dir": Path("train-step7"), "level": "op", "max_time": 60.0, "jobs": 2, "resume": False}

@@ -129,7 +129,15 @@ def test_the_live_view_shows_what_is_left() -> None:
     console = Console(file=io.StringIO(), width=100)
     console.print(draw(progress, 75.0))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    for words in ("1 of 70", "12 of 41,230", "2 (1 same, 1 passes)", "round 1, sizes", "1:15", "budget", "100%"):
+    for words in (
+        "1 of 70",
+        "12 of 41,230",
+        "2 (1 with the same failure, 1 without a failure)",
+        "round 1, sizes",
+        "1:15",
+        "budget",
+        "100%",
+    ):
         assert words in text
 
 

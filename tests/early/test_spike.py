@@ -20,6 +20,7 @@ from reprokit.capture.early import detectors
 from reprokit.capture.early.course import Course
 from reprokit.capture.rewind.checkpoint import History
 from reprokit.locate.diagnose import diagnose
+from reprokit.words import number_words
 from tests.conftest import run_python_in
 from tests.early.healthy import mlp
 
@@ -102,7 +103,7 @@ def test_the_repro_asserts_the_recorded_threshold(captured: tuple[Path, subproce
     assert "assert loss < " in text
     issue = next(folder.glob("train-step30*/issue.md")).read_text()
     assert "In training step 30 the loss was" in issue
-    assert "; its median in the steps before was" in issue
+    assert "the limit of what was usual in this run, whose median before was" in issue
     assert (
         "**The data of this step** (likely). Step 30 differs from step 29 in its data: rows 0-7 of the batch" in issue
     )
@@ -228,7 +229,7 @@ def test_labels_that_are_off_are_named_with_their_numbers(
         assert "target" not in event.evidence and "target" not in " ".join(shown.split())
         return
     assert found["largest"] > 1e4 and found["largest_usual"] < 20
-    words = f"the target of `mse_loss` is up to {found['largest']:.3g} in magnitude, in step 59 up to "
+    words = f"the target of `mse_loss` is up to {number_words(found['largest'])} in magnitude, in step 59 up to "
     assert words in event.evidence and words in " ".join(shown.split())
     snapshot = reprokit.load(tmp_path / "run.pt")
     rendered = reprokit.render(reprokit.shrink(snapshot, max_time=60), snapshot, tmp_path / "out")

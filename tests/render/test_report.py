@@ -111,7 +111,7 @@ def test_the_report_is_one_file_and_well_formed() -> None:
         "train.py:31",
         "The dashed line marks step 8, which failed.",
         "1-minimal",
-        "any value fails",
+        "fails with every value that was tried",
         "scale of softmax",
         "<code>x[0] = 0</code> instead of <code>-inf</code>",
         "<tr><th>cut</th><td>7</td><td>1</td><td>9</td><td>23</td><td>0.25</td></tr>",

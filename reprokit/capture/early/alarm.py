@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from reprokit.capture.early.course import Departure, Severity
-from reprokit.words import jsonable, times_words
+from reprokit.words import jsonable, number_words, times_words
 
 EventKind = Literal["spike", "explosion", "dead", "scale"]
 QUANTITIES: Mapping[EventKind, str] = {"spike": "loss", "explosion": "gradient norm", "scale": "scale"}
@@ -60,11 +60,13 @@ def event_of(kind: EventKind, departure: Departure, step: int) -> TrainingEvent:
     """The event of a number that has left its course, noticed after ``step``."""
     began, usual = departure.began, departure.usual
     quantity = QUANTITIES[kind]
-    words = f"the {quantity} was {began.number:.3g}{times_words(began.number, usual)}"
+    words = f"the {quantity} was {number_words(began.number)}{times_words(began.number, usual)}"
     if departure.is_over:
         words += ", and came back at once" if len(departure.values) == 1 else ", and came back"
     elif len(departure.values) > 1:
-        words += f", and stayed off its course for {len(departure.values)} steps up to {departure.peak.number:.3g}"
+        words += (
+            f", and stayed off its course for {len(departure.values)} steps up to {number_words(departure.peak.number)}"
+        )
     return TrainingEvent(
         kind,
         step,

@@ -132,6 +132,8 @@ class DifferentRanks(Describing):
                 failed = self._failed(step, "parameter", entries, saved, None)
                 later = first.steps[first.number + 1 : first.number + 2]
                 likewise = [*(entry for step in later for entry in step.entries), *self._run_state.running.entries]
+                if not first.is_by_update:
+                    failed = replace(failed, micro_step=0)
                 failed = replace(failed, buffers=None, put_back=self._state(), notes=rewind.notes, likewise=likewise)
                 return make_snapshot(replace(failed, explain=explain), self._noticed.frame)
         except (Stopped, Parted):
