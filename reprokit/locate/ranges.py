@@ -51,7 +51,7 @@ class Range:
     elements too, those of complex numbers of their magnitudes. All are ``None`` without any. ``zeros`` is the share of
     zeros among all elements, ``num_inf`` counts infinities of either sign, ``num_negative_inf`` those below zero,
     ``num_true`` is for booleans. A tensor that is spread over processes has the shape of the whole and the numbers of
-    the local part. ``histogram`` is there on request."""
+    the local part. ``histogram`` is there on request, and so are ``ends``, the smallest and largest finite element."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -67,6 +67,7 @@ class Range:
     norm: float | None = None
     zeros: float | None = None
     histogram: Histogram | None = None
+    ends: tuple[float, float] | None = None
 
     @property
     def is_bad(self) -> bool:
@@ -135,19 +136,32 @@ def measure(tensor: torch.Tensor, *, moments: bool = True, histogram: bool = Fal
         **(_moments(magnitudes if numbers.is_complex() else numbers, high) if moments else {}),
         zeros=num_zero / (magnitudes.numel() + num_nan + num_inf),
         histogram=_histogram(magnitudes if numbers.is_complex() else numbers) if histogram and is_float else None,
+        ends=None,
     )
 
 
+def ends_of(tensor: torch.Tensor) -> tuple[float, float] | None:
+    """The smallest and largest finite element of real numbers; ``None`` without any."""
+    numbers = _numbers(tensor)
+    finite = numbers[torch.isfinite(numbers)] if numbers is not None and not numbers.is_complex() else None
+    return _extremes(finite) if finite is not None and finite.numel() else None
+
+
 def range_text(found: Range | None) -> str:
-    """A range in a few words: ``float16 4x8, |x| 0.1 to 6.5e+04, 3 nan``, or ``bool 4x8, 3 of 32 True``."""
+    """A range in a few words: ``float16 4x8, |x| 0.1 to 6.5e+04, 3 nan``, or ``bool 4x8, 3 of 32 True``.
+
+    With ``ends`` below zero it has the elements in the place of their magnitudes: ``x -2.5 to 0.1``.
+    """
     if found is None:
         return "not reached"
     words = [f"{found.dtype} {'x'.join(map(str, found.shape)) or 'scalar'}"]
     if found.num_true is not None:
         words.append(f"{found.num_true:,} of {math.prod(found.shape):,} True")
     elif found.low is not None and found.high is not None:
-        same = found.low == found.high
-        words.append(f"|x| = {found.high:.4g}" if same else f"|x| {found.low:.4g} to {found.high:.4g}")
+        is_signed = found.ends is not None and found.ends[0] < 0
+        low, high = found.ends if is_signed and found.ends is not None else (found.low, found.high)
+        name = "x" if is_signed else "|x|"
+        words.append(f"{name} = {high:.4g}" if low == high else f"{name} {low:.4g} to {high:.4g}")
     num_positive = found.num_inf - found.num_negative_inf
     counts = ((found.num_nan, "nan"), (num_positive, "inf"), (found.num_negative_inf, "-inf"))
     words += [f"{count:,} {name}" for count, name in counts if count]

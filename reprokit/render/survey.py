@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
+from reprokit.locate.calls import short_name
+from reprokit.locate.domains import DOMAINS, Domain
 from reprokit.locate.failure import Failure
-from reprokit.locate.ranges import Range, measure
+from reprokit.locate.ranges import Range, ends_of, measure
 from reprokit.locate.ways import MINUS, NAN, PLUS, bad_mask, local_part
 from reprokit.program.dataflow import calls_after, needed_calls
 from reprokit.program.interpreter import determinism, run
@@ -223,6 +225,19 @@ class _Watch:
         else:
             given = (value for value in call.input_refs() if value in values and value not in self._states)
             found.operands = {value: self._measure(values[value]) for value in given}
+            if any(p.test == "below" for p in DOMAINS.get(short_name(call), Domain()).forward):
+                self._add_ends(index, values)
+
+    def _add_ends(self, index: int, values: Mapping[int, torch.Tensor]) -> None:
+        """Measure the signs of what the origin reads, where they may be the cause, such as of a logarithm."""
+        found = self._found
+        for value, operand in found.operands.items():
+            known = found.operands[value] = replace(operand, ends=ends_of(values[value]))
+            writer = found.writer(value, index)
+            if writer is not None:
+                found.written[writer, value] = known
+            else:
+                found.inputs[value] = known
 
     def after(self, index: int, call: Call, values: Mapping[int, torch.Tensor]) -> None:
         """Measure what a call wrote."""

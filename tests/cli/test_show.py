@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import reprokit
 from reprokit.capture.block import captured_lines
 from reprokit.capture.failure_text import growth, place_line
 from reprokit.cli import main
@@ -79,6 +81,27 @@ def test_the_calls_before_the_origin_have_ranges(shown: tuple[str, str, Path]) -
     assert lines[at].endswith("float32 3, 3 inf")
     assert "weight / 2" in lines[at - 1] and lines[at - 1].endswith("float32 3, |x| = 0.425")
     assert any(line == " x float32 scalar, |x| = 0" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("bad", "read"),
+    [
+        (lambda w: (w - 1.5).log(), "x -0.5 to 1.5"),
+        (lambda w: torch.log1p(-w - 1), "x -4 to -2"),
+        (lambda w: (w[:1] - 2).sqrt(), "x = -1"),
+        (lambda w: torch.asin(w * 2), "|x| 2 to 6"),  # outside of [-1, 1] on either side
+        (lambda w: (w * 0).log(), "|x| = 0"),
+        (lambda w: (w - 1) / (w - 1), "|x| 0 to 2"),
+    ],
+)
+def test_the_sign_is_shown_where_it_may_be_the_cause(
+    bad: Callable[[torch.Tensor], torch.Tensor], read: str, tmp_path: Path
+) -> None:
+    with reprokit.capture(tmp_path / "x.pt", after="continue", quiet=True):
+        weight = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+        bad(weight).sum().backward()
+    *_, before, origin = steps(reprokit.load(tmp_path / "x.pt"))
+    assert origin.is_origin and before.range.split(", ", 1)[1] == read
 
 
 def test_capture_ends_with_the_place_the_losses_and_the_next_command(shown: tuple[str, str, Path]) -> None:
