@@ -53,7 +53,7 @@ GUARDS = {
     "TransformCalls._perform",
     "RootCalls.install",
     "RootCalls.uninstall",
-    "RootCalls._is_noted",
+    "RootCalls.is_root_call",
     "RootCalls.call",
     "Stepping.judge_start",
     "Stepping.finish_differentiation",

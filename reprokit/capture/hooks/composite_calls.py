@@ -43,7 +43,8 @@ class WholeCalls:
         tape = self._tape
         if tape.only_judges:
             return target(*args, **kwargs)
-        tape.wake()
+        if tape.is_resting:
+            tape.wake()
         if not tape.is_outermost:
             return target(*args, **kwargs)
         entry = Entry(kinds.ZERO_GRAD, target, args, kwargs, _PLAIN_MODE)
@@ -81,7 +82,8 @@ class WholeCalls:
         output, _ = self._perform(kinds.CLIP, target, args, kwargs, sys._getframe(2))
         is_spread = hasattr(output, "to_local")  # then all ranks are needed to read it
         if isinstance(output, torch.Tensor) and not is_spread:
-            self._policy.clipped = self._run_state.timeline.grad_norm = output.detach()
+            with torch._C.DisableTorchFunction():
+                self._policy.clipped = self._run_state.timeline.grad_norm = output.detach()
         return output
 
     def scale(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -108,9 +108,9 @@ class Policy:
     @property
     def _can_wait(self) -> bool:
         """True if a bad value may be found later, because the user wants it so and one can go back."""
-        run_state = self._run_state
-        has_past = run_state.history.is_complete and run_state.ranks.is_alone
-        return self.watch == "deferred" and has_past and not self.is_urgent
+        if self.watch != "deferred" or self.is_urgent:
+            return False
+        return self._run_state.history.is_complete and self._run_state.ranks.is_alone
 
     def gradients(self, optimizer: torch.optim.Optimizer, are_scaled: bool) -> bool:
         """The quick look at the gradients of a step; a hit is confirmed tensor by tensor.

@@ -249,8 +249,7 @@ class Stepping:
             self._tape.switch_off(error)
             return None
         if closure is None:
-            self._tape.guard(self._check_update, optimizer)
-            self._tape.guard(self._run_state.begin_update, optimizer)
+            self._tape.guard(self._begin_update, optimizer)
         if closure is None or not self._tape.enabled:
             return None
         wrapped = self._watched_closure(optimizer, closure)
@@ -305,6 +304,11 @@ class Stepping:
             return loss
 
         return watched
+
+    def _begin_update(self, optimizer: torch.optim.Optimizer) -> None:
+        self._check_update(optimizer)
+        if self._tape.enabled:
+            self._run_state.begin_update(optimizer)
 
     def _check_update(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to use its gradients: act on a bad loss or gradient, with the other processes if there

@@ -152,10 +152,10 @@ class Hooks:
             return
         tape, stepping = self._tape, self._stepping
 
-        def before_compiled(callback: Any) -> Any:
-            if callable(callback) and tape.is_outermost:  # it is none for what is not to be compiled
+        def before_compiled() -> Any:
+            if tape.is_outermost:
                 stepping.before_compiled(sys._getframe(1))
-            return original(callback)
+            return original()
 
         self._replace(home, _BEFORE_COMPILED, before_compiled)
         self._before_compiled.append(before_compiled)
@@ -245,13 +245,13 @@ class Hooks:
         enter, leave, tape, stepping = owner.__enter__, owner.__exit__, self._tape, self._stepping
 
         def __enter__(self: Any) -> Any:
-            if self.name[:_MARK_LENGTH] == _STEP_MARK and tape.enabled and not tape.only_judges:
+            if not tape.depth and self.name[:_MARK_LENGTH] == _STEP_MARK and tape.enabled and not tape.only_judges:
                 tape.lift()
             return enter(self)
 
         def __exit__(self: Any, exc_type: Any, exc: Any, traceback: Any) -> None:
             leave(self, exc_type, exc, traceback)
-            if self.name[:_MARK_LENGTH] == _STEP_MARK:
+            if (not tape.depth or exc_type is not None) and self.name[:_MARK_LENGTH] == _STEP_MARK:
                 tape.lower()
                 if exc_type is not None:
                     stepping.abandon()
@@ -291,7 +291,9 @@ def _function_of(value: Any) -> Any:
     return value.fget if isinstance(value, property) else getattr(value, "__func__", value)
 
 
-_BEFORE_COMPILED = "_callback_from_stance"  # called by every compiled function right before it runs
+# Called by every compiled function right before it runs, and not by those that are not to be compiled, which
+# `fully_shard` calls a hundred times a step.
+_BEFORE_COMPILED = "_is_skip_guard_eval_unsafe_stance"
 _ROOMS = ("reprokit.capture.hooks.", "reprokit.capture.record.")
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _DISPATCH = torch.overrides.handle_torch_function.__name__

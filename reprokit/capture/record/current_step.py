@@ -208,8 +208,11 @@ class RunningStep:
 def _bytes_of(entry: Entry, given: set[int]) -> int:
     """An estimate of what an entry keeps alive, without tensors that were ``given`` before; adds to these."""
     first = entry.args[0] if entry.args else None
+    tensors = [] if entry.output is None else list(iter_tensors(entry.output))
+    if first.__class__ in TENSORS:
+        tensors.append(first)
     size = 0
-    for tensor in (*iter_tensors(entry.output), *((first,) if first.__class__ in TENSORS else ())):
+    for tensor in tensors:
         if id(tensor) not in given:
             given.add(id(tensor))
             size += tensor.numel()

@@ -87,6 +87,8 @@ class Entry:
     @property
     def keeps_graph(self) -> bool:
         """True if a backward pass retains the graph."""
+        if len(self.args) < _FEWEST_WITH_GRAPH and not self.kwargs:
+            return False
         positions = _GRAPH_POSITIONS.get(self.name, ())
         given = [self.args[position] for position in positions if len(self.args) > position]
         return any((*given, *(self.kwargs.get(name) for name in ("retain_graph", "create_graph"))))
@@ -161,6 +163,7 @@ _ALIASES = frozenset(
     for name in ("data.__get__", "detach", "view", "view_as", "reshape", "flatten", "unsqueeze", "t", "__getitem__")
 )
 _GRAPH_POSITIONS = {BACKWARD: (2, 3), AUTOGRAD_BACKWARD: (2, 3), AUTOGRAD_GRAD: (3, 4)}
+_FEWEST_WITH_GRAPH = 3  # arguments
 _GIVEN_GRADIENTS = ("gradient", "grad_tensors", "grad_outputs")
 
 

@@ -58,7 +58,7 @@ class RootCalls:
         self._original = original
 
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not roots.is_noting or is_compiling() or not roots._is_noted():
+            if not roots.is_noting or is_compiling() or not roots.is_root_call():
                 return original(self, *args, **kwargs)
             mode.guard(roots._meet, type(self), original)
             return roots.call(original, self, args, kwargs)
@@ -100,7 +100,7 @@ class RootCalls:
         inner = own or original
 
         def __call__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not roots.is_noting or is_compiling() or not roots._is_noted():
+            if not roots.is_noting or is_compiling() or not roots.is_root_call():
                 return inner(self, *args, **kwargs)
             return roots.call(inner, self, args, kwargs)
 
@@ -109,26 +109,23 @@ class RootCalls:
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def _is_noted(self) -> bool:
-        try:
-            return self.is_root_call()
-        except Exception as error:
-            self._mode.switch_off(error)
-            return False
-
     def is_root_call(self) -> bool:
         """True if a module called now is called by the loop itself; the first thread that trains is the one watched."""
         mode = self._mode
-        if mode.depth or not (mode.enabled and self.is_noting):
-            return False
-        if _tracing_state() is not None or _peek_transforms() is not None:
-            return False
-        if get_ident() != mode.thread:
-            if not torch.is_grad_enabled() or not mode.take_thread():
+        try:
+            if mode.depth or not (mode.enabled and self.is_noting):
                 return False
-            self._running.restart()
-        if mode.is_preparing:
-            mode.begin()
+            if _tracing_state() is not None or _peek_transforms() is not None:
+                return False
+            if get_ident() != mode.thread:
+                if not torch.is_grad_enabled() or not mode.take_thread():
+                    return False
+                self._running.restart()
+            if mode.is_preparing:
+                mode.begin()
+        except Exception as error:
+            mode.switch_off(error)
+            return False
         return True
 
     def call(
@@ -177,7 +174,8 @@ class RootCalls:
         running = self._running
         if running.is_hand_updated:
             self._listener.finish_hand_update()
-        self.meet(module)
+        if id(module) not in self.met:
+            self._listener.meet_module(module)
         drawn, running.generators = running.generators, None
         user = first_user_frame(frame)
         kind, target = kinds.MODULE, cast("Any", module)

@@ -259,8 +259,11 @@ class StackedMode(TorchFunctionMode):
         if not self.enabled:
             return None
         try:
-            with self.paused():
+            popped = self.step_aside()
+            try:
                 return work(*args)
+            finally:
+                self.step_back(popped)
         except BaseException as error:
             self.switch_off(error)
             return None

@@ -343,7 +343,7 @@ def give_gradients(grads: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) ->
 
 def num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """The memory that tensors take, in bytes."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum([tensor.numel() * tensor.element_size() for tensor in tensors])
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

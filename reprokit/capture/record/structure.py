@@ -100,15 +100,12 @@ def _map_attributes(value: Any, change: Callable[[torch.Tensor], torch.Tensor], 
 
 def repeatable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with lists in place of iterators, which can be read only once."""
-    if any(isinstance(value, Iterator) for value in (*args, *kwargs.values())):
-        args = tuple(_as_list(value) for value in args)
-        kwargs = {name: _as_list(value) for name, value in kwargs.items()}
-    return args, kwargs
+    return tuple(map(_as_list, args)), {name: _as_list(value) for name, value in kwargs.items()} if kwargs else kwargs
 
 
 def _as_list(value: Any) -> Any:
     """A list of an iterator's items, or the iterator again if it raises: an error of the user's is torch's to meet."""
-    if not isinstance(value, Iterator):
+    if not hasattr(type(value), "__next__"):
         return value
     items: list[Any] = []
     try:

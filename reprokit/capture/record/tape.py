@@ -78,7 +78,8 @@ class Tape(StackedMode):
 
     def begin_forward(self) -> None:
         """Called before an operation that builds a graph; after a manual update it begins a new step."""
-        self.begin()
+        if self.is_preparing or self.is_resting:
+            self.begin()
         if self.running.is_hand_updated:
             self._listener.finish_hand_update()
 

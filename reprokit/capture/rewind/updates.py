@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from reprokit.capture.record import kinds
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.screens import bad_tensor
-from reprokit.capture.record.state import CannotGoBack, Copies, num_bytes, options_of, parameters_of, set_options
+from reprokit.capture.record.state import CannotGoBack, Copies, num_bytes, options_of, set_options
 from reprokit.capture.record.structure import iter_tensors, map_tensors
 from reprokit.capture.rewind.checkpoint import DEFAULT_STATE_BYTES, DEFAULT_STEP_BYTES, SHARE
 from reprokit.capture.rewind.replayer import step_without_hooks
@@ -30,7 +31,7 @@ from reprokit.program.memory import same_bits
 
 @dataclass
 class Update:
-    """One update: its step, the optimizer's options, and the gradients with their version counters.
+    """One update: its step, the optimizer's options, the gradients, and the version counters of those there are.
 
     ``writes`` are calls of the loop that wrote into parameters since the update before. ``entry`` is the loop's call of
     the optimizer, once it is over, without the optimizer.
@@ -38,14 +39,15 @@ class Update:
 
     step: int
     options: list[dict[str, Any]]
-    gradients: list[tuple[torch.Tensor, int] | None]
+    gradients: list[torch.Tensor | None]
+    versions: list[int]
     writes: list[Entry] = field(default_factory=list)
     entry: Entry | None = None
 
     @property
     def is_whole(self) -> bool:
         """True if nobody wrote the gradients since."""
-        return all(given is None or given[0]._version == given[1] for given in self.gradients)
+        return _versions_of(self.gradients) == self.versions
 
 
 @dataclass
@@ -72,7 +74,8 @@ class _Past:
         return self.reference()
 
     def parameters(self) -> list[torch.Tensor]:
-        return list(parameters_of(self.optimizer)) if self.optimizer is not None else []
+        optimizer = self.reference()
+        return [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
 
     def drop_updates(self) -> None:
         self.updates.clear()
@@ -112,21 +115,21 @@ class Updates:
         if past.updates and not past.updates[-1].is_whole:
             past.copies_gradients = is_due = True
             past.drop_updates()
-        gradients = [local_gradient(parameter) for parameter in past.parameters()]
-        size = num_bytes(gradient for gradient in gradients if gradient is not None)
+        parameters = past.parameters()
+        gradients = [getattr(grad, "_local_tensor", grad) for grad in map(_grad, parameters)]
+        size = num_bytes([gradient for gradient in gradients if gradient is not None])
         if past.updates and (is_due or not self._has_room(size)):
-            if bad_tensor(map(_local, past.parameters())) is not None:
-                past.ruined = [_copied(parameter) for parameter in past.parameters()]
-                past.updates.append(Update(step, [], [], _writes_among(entries, past.parameters())))
+            if bad_tensor(map(_local, parameters)) is not None:
+                past.ruined = [_copied(parameter) for parameter in parameters]
+                past.updates.append(Update(step, [], [], [], _writes_among(entries, parameters)))
                 return
             past.drop_updates()
-        writes = _writes_among(entries, past.parameters()) if past.updates else []  # those before a copy are part of it
+        writes = _writes_among(entries, parameters) if past.updates else []  # those before a copy are part of it
         if not past.updates and not (is_due and self._has_room(size) and self._copy(past, optimizer, now)):
             return
         if past.copies_gradients:
             gradients = [gradient.clone() if gradient is not None else None for gradient in gradients]
-        kept = [(gradient, gradient._version) if gradient is not None else None for gradient in gradients]
-        past.updates.append(Update(step, options_of(optimizer), kept, writes))
+        past.updates.append(Update(step, options_of(optimizer), gradients, _versions_of(gradients), writes))
         past.num_bytes += size
 
     def end(self, optimizer: torch.optim.Optimizer, entry: Entry) -> None:
@@ -155,7 +158,7 @@ class Updates:
 
     def _has_room(self, size: int) -> bool:
         """True if so many bytes of gradients can be kept beside those of all optimizers."""
-        return size + sum(past.num_bytes for past in self._pasts.values()) <= DEFAULT_STEP_BYTES
+        return size + sum([past.num_bytes for past in self._pasts.values()]) <= DEFAULT_STEP_BYTES
 
     def _copy(self, past: _Past, optimizer: torch.optim.Optimizer, now: float) -> bool:
         """Copy shards and state; ``False`` if they are too large beside the copies of other optimizers."""
@@ -175,9 +178,11 @@ class Updates:
         return True
 
 
-def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of a gradient."""
-    return _local(parameter.grad) if parameter.grad is not None else None
+_grad = attrgetter("grad")
+
+
+def _versions_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
+    return [tensor._version for tensor in tensors if tensor is not None]
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -278,7 +283,7 @@ def _first_bad(past: _Past, step: int, entries: Sequence[Entry]) -> BadUpdate | 
     copies = [{name: _copied(value) for name, value in state.items()} for state in past.states]
     updates = list(past.updates)
     if past.ruined is None:
-        updates.append(Update(step, [], [], _writes_among(entries, parameters)))
+        updates.append(Update(step, [], [], [], _writes_among(entries, parameters)))
     with on_plain(optimizer, search.plain, copies), contextlib.suppress(CannotGoBack):
         for update in updates:
             search.play(update)
@@ -292,7 +297,7 @@ def give(parameters: Sequence[torch.Tensor], update: Update) -> None:
     """Give plain parameters the gradients of an update."""
     with torch._C.DisableTorchFunction():  # a program has the gradients as inputs
         for parameter, given in zip(parameters, update.gradients, strict=True):
-            parameter.grad = given[0].clone() if given is not None else None
+            parameter.grad = given.clone() if given is not None else None
 
 
 @contextlib.contextmanager

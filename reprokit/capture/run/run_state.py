@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -42,6 +43,7 @@ from reprokit.program.ir import Call
 _MOST_WAITING = 16  # steps that are frozen together: work that is done in one go is done faster
 _WAITING_BYTES = 16 * 2**20  # that these may hold
 _WAITING_ENTRIES = 64  # that these may have: Python's garbage collector walks through what they hold
+_keeps_graph = attrgetter("keeps_graph")
 _MOST_MAKERS = 4  # steps before a copy, each of which may hold a batch
 SETTLED_AFTER = 2  # optimizer steps after which every root module is taken to be known
 
@@ -194,7 +196,7 @@ class RunState:
         history, running = self.history, self.running
         history.steps.append(self.step_of(running.entries, running.memory.saved))
         self._waiting_bytes += running.num_bytes
-        holds_graph = any(entry.keeps_graph for entry in running.differentiations)
+        holds_graph = any(map(_keeps_graph, running.differentiations))
         if len(history.waiting()) >= self._may_wait or holds_graph or self._waiting_bytes > history.room:
             self.freeze_past()
 
