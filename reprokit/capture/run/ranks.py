@@ -3,10 +3,11 @@
 Nothing is exchanged while training with averaged gradients is healthy. A rank whose loss is bad writes that into the
 store the process group was made with and goes on into its backward pass, because the others wait there. After the
 all-reduce every rank holds the same bits, so all come to the same result about the gradients in the same step, and
-meet at the store. Where parameters are spread over the ranks, every rank asks the store once a step instead: what a
-rank has reported there before its last gradients are reduced is there once everybody's backward pass is over. That
-holds on a CPU. A GPU is not waited for, so there a rank may look before the report is written: it trains on, and those
-that have seen the report give up after `_PATIENCE`. The first guilty rank then asks the others for their shards.
+meet at the store. Where parameters are spread over the ranks, every rank looks for reports once a step instead
+(`reports.py`): what a rank has reported before its last gradients are reduced is there once everybody's backward pass
+is over. That holds on a CPU. A GPU is not waited for, so there a rank may look before the report is written: it trains
+on, and those that have seen the report give up after `_PATIENCE`. The first guilty rank then asks the others for their
+shards.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch import distributed
 
 from reprokit.capture.rewind.meeting import CopyAnswer, Meeting, Parted
 from reprokit.capture.run.exchange import Exchange, Unanswered
+from reprokit.capture.run.reports import Reports
 from reprokit.capture.run.shards import Shards
 
 # Words of gloo, NCCL and the store about a process that is not there any more.
@@ -63,6 +65,7 @@ class Ranks:
         self._stage: weakref.ref[Any] | None = None
         self.shards = Shards()
         self._exchange: Exchange | None = None
+        self._reports: Reports | None = None
         self._size = 1
         self._store: Any = None
         self._has_reported = False
@@ -101,6 +104,7 @@ class Ranks:
             self.shards.learn(modules)
             if self._exchange is None and self.rank is not None:
                 self._exchange = Exchange(self._store, self._prefix, self.rank, self.shards.local)
+                self._reports = Reports(self._store, self._prefix, self.rank, self._size)
 
     def meet_averaging(self, total: int) -> None:
         """The loop averages gradients by itself, first in the step that ``total`` counts."""
@@ -176,6 +180,8 @@ class Ranks:
         if self._store is not None:
             self._store.set(self._key("bad", self.rank), what)
             self._store.set(self._key("bad step", step), "yes")
+            if self._reports is not None:
+                self._reports.set(step)
 
     def have_all_reported(self) -> bool:
         """True once every rank has reported a bad value; ``False`` if one of them does not in a short time."""
@@ -217,10 +223,13 @@ class Ranks:
         if self._store is not None:
             self._store.delete_key(self._key("bad", self.rank))
             self._store.delete_key(self._key("bad step", step))
+            if self._reports is not None:
+                self._reports.set(None)
 
     def is_bad_elsewhere(self, step: int) -> bool:
         """True if any rank has reported for this step."""
-        return self._store is not None and self._has("bad step", step)
+        is_known = self._reports.hold(step) if self._reports is not None else None
+        return is_known if is_known is not None else self._store is not None and self._has("bad step", step)
 
     def culprits(self) -> dict[int, str]:
         """The ranks that have reported, in order, each with what is bad there."""
@@ -261,6 +270,8 @@ class Ranks:
         """Nobody asks this rank for anything any more."""
         if self._exchange is not None:
             self._exchange.close()
+        if self._reports is not None:
+            self._reports.close()
         self.shards = Shards()
 
     def describe(self) -> dict[str, Any]:
