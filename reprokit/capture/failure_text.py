@@ -165,7 +165,10 @@ def _reasons(seen: Seen) -> Iterator[str]:
     if seen.has_other_thread:
         yield "a second thread trained, and only the first one is watched"
     if seen.has_transform and not seen.has_backward:
-        yield "steps by `torch.func` alone are not checked: write updates in place or use `loss.backward()`"
+        yield (
+            "`torch.func` was called, and no update made of its gradients was seen: write updates in place or use "
+            "`loss.backward()`"
+        )
     elif not seen.has_backward:
         yield f"{'forward passes but no' if seen.has_forward else 'no'} backward pass was seen, so no step was checked"
 

@@ -65,7 +65,7 @@ NOT_IN_THESE_RUNS = {
     "save.miscompiled",
     *("failure_text", "save.exceptions"),
     "hooks.compiled_calls",  # `test_compiled.py`
-    *("run.exchange", "run.shards", "save.unshard", "save.stage"),  # several processes: `test_sharded.py`
+    *("run.exchange", "run.shards", "save.unshard", "save.stage", "save.unit_by_unit"),  # several processes
     "run.reports",
     *("rewind.compare_ranks", "save.different_ranks"),  # `test_different_ranks.py`
 }

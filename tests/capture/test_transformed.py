@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, grad, grad_and_value, jacfwd, jacrev, jvp, vjp, vmap
 
+from reprokit.capture.options import Watch
 from reprokit.capture.session import Session
 from reprokit.locate.blame import locate
 from reprokit.program import transforms
@@ -253,6 +255,64 @@ def test_an_update_by_a_derivative_that_is_bad_inside_of_a_transform(is_copied: 
 
     snapshot = check_caught(train, tmp_path)
     assert where(snapshot) == (BAD_STEP, *ROOT)
+
+
+def by_a_pull(layer: nn.Module, parameters: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
+    _, pull = vjp(lambda given: share_of(layer, given, x), parameters)
+    return cast("dict[str, torch.Tensor]", pull(torch.ones(()))[0])
+
+
+@pytest.mark.parametrize("num_after", [0, 3])
+@pytest.mark.parametrize("watch", ["sampled", "every-step", "deferred"])
+@pytest.mark.parametrize("slopes_of", [with_value, along_a_tangent, by_a_pull, of_samples])
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch.func.jvp
+def test_new_parameters_in_the_place_of_the_old_ones(
+    slopes_of: Slopes, watch: Watch, num_after: int, tmp_path: Path
+) -> None:
+    """Nothing is written, and the loop may end with the bad step."""
+    model = Net()
+    torch.manual_seed(0)
+    parameters = {name: parameter.detach() for name, parameter in model.first.named_parameters()}
+    with Session(directory=tmp_path, watch=watch, after="continue") as session:
+        for step in range(BAD_STEP + 1 + num_after):
+            x = torch.randn(4, 4) * (0 if step == BAD_STEP else 1)
+            slopes = slopes_of(model.first, parameters, x)
+            parameters = {name: parameter - 0.01 * slopes[name] for name, parameter in parameters.items()}
+    snapshot = load(session.snapshots[0])
+    assert where(snapshot) == (BAD_STEP, *DIVISION)
+    assert snapshot.fidelity == "exact"
+    losses = [row.loss for row in snapshot.timeline]
+    assert len(losses) == BAD_STEP + 1
+    assert slopes_of is of_samples or all(loss is not None for loss in losses)
+
+
+@pytest.mark.parametrize("is_skipped", [False, True])
+def test_a_derivative_of_which_no_parameters_are_made_is_no_failure(is_skipped: bool, tmp_path: Path) -> None:
+    layer = Net().first
+    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    with Session(directory=tmp_path) as session:
+        for step in range(6):
+            x = torch.randn(4, 4) * (0 if is_skipped and step == 3 else 1)
+            slopes = with_value(layer, parameters, x)
+            if all(bool(slope.isfinite().all()) for slope in slopes.values()):
+                parameters = {name: parameter - 0.01 * slopes[name] for name, parameter in parameters.items()}
+    assert not session.snapshots
+
+
+def test_inputs_that_are_changed_by_their_gradient_are_no_step(tmp_path: Path) -> None:
+    """Adversarial examples, each made of the gradient by the one before, in a loop with an optimizer."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with Session(directory=tmp_path, after="continue") as session:
+        for step in range(6):
+            x = torch.randn(4, 4)
+            for _ in range(3):
+                x = x + 0.1 * grad(lambda given: model.first(given).pow(2).mean())(x).sign()
+            loss = model(x).pow(2).mean()
+            optimizer.zero_grad()
+            (loss / (0 if step == 4 else 1)).backward()
+            optimizer.step()
+    assert load(session.snapshots[0]).step == 4
 
 
 def saved(loss: Loss, folder: Path) -> Snapshot:

@@ -27,7 +27,7 @@ from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import Noted, is_of_torch
 from reprokit.capture.record.entry import Entry, versions_of
 from reprokit.capture.record.frames import compiled_call, learn_loop
-from reprokit.capture.record.screens import is_handed_to_kernel
+from reprokit.capture.record.screens import bad_tensor, is_handed_to_kernel
 from reprokit.capture.record.state import options_of
 from reprokit.capture.record.structure import repeatable
 from reprokit.capture.rewind.meeting import AT_END, GOOD, PATIENCE
@@ -81,6 +81,7 @@ class Stepping:
             return
         suspects, is_alone = self._failures.suspects, self._run_state.ranks.is_alone
         try:
+            self._run_state.forget_pure_steps()
             verdict = self._policy.start(entry)
             suspect = self._running.suspect
             settled = suspects.at_backward(suspect, verdict is not None) if suspect is not None else None
@@ -140,6 +141,25 @@ class Stepping:
         if self._tape.enabled:
             with self._tape.paused():
                 self.end_step(None)
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """See `running.Listener`: the loop may write into it for its log."""
+        self._run_state.timeline.loss = loss.detach().clone()
+
+    def finish_pure_update(self, made: list[torch.Tensor]) -> None:
+        """See `running.Listener`: that ends the step, where nothing else trains.
+
+        Such a loop keeps no state that could be put back, so every step is checked.
+        """
+        if not self._tape.enabled or not self._run_state.is_purely_functional:
+            return
+        with self._tape.paused():
+            if self._policy.matter and bad_tensor(made) is not None:
+                self._failures.fail("parameter")
+            else:
+                self._run_state.end_pure_step()
+                if self.early is not None:
+                    self.early.act()
 
     def before_conversion(self) -> None:
         """See `running.Listener`: check what has not been checked, as one cannot go back behind it later."""

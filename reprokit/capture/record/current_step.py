@@ -54,6 +54,12 @@ class Listener(Protocol):
     def finish_hand_update(self) -> None:
         """The first thing after the loop changed parameters by itself is about to run: it begins a new step."""
 
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """A transform that differentiates has returned a loss."""
+
+    def finish_pure_update(self, made: list[torch.Tensor]) -> None:
+        """The loop uses tensors that it has ``made`` of the last derivative: new parameters, in the place of others."""
+
 
 class RunningStep:
     """``entries`` are what the loop did; ``memory`` knows what it made and wrote.
@@ -64,7 +70,8 @@ class RunningStep:
     ``gaps`` are calls that an exception has ended after they may have written something, ``None`` for work that is no
     entry. ``on_lost(entries)`` is called with dropped entries.
     ``num_bytes`` is an estimate of what the entries keep alive. ``is_noted``: the functions that the loop calls in this
-    step are among the entries. ``differentiations`` are the entries of backward calls.
+    step are among the entries. ``differentiations`` are the entries of backward calls, ``derivative`` is the
+    last call of a transform that differentiates.
     """
 
     def __init__(self) -> None:
@@ -78,6 +85,7 @@ class RunningStep:
         self.generators: dict[str, Any] | None = None
         self.on_lost: Callable[[list[Entry]], None] = lambda entries: None
         self.differentiations: list[Entry] = []
+        self.derivative: Entry | None = None
         self._budget = BUDGET
         self._given: set[int] = set()  # ids of tensors that are part of `num_bytes`
         self.num_bytes = 0
@@ -97,10 +105,22 @@ class RunningStep:
         self.suspect = None
         self.is_hand_updated = False
         self.differentiations = []
+        self.derivative = None
         self._budget = BUDGET
         self._given = set()
         self._sweep_at = min(self._sweep_at, BUDGET)
         self.num_bytes = 0
+
+    def made_of_derivative(self) -> dict[int, torch.Tensor]:
+        """The tensors without a graph that calls have made of the last derivative, by ``id``."""
+        made: dict[int, torch.Tensor] = {}
+        if self.derivative is None or self.derivative not in self.entries:
+            return made
+        known = {id(tensor) for tensor in iter_tensors(self.derivative.output)}
+        for entry in self.entries[self.entries.index(self.derivative) + 1 :]:
+            if any(id(t) in known or id(t) in made for t in iter_tensors((entry.args, entry.kwargs))):
+                made.update((id(t), t) for t in iter_tensors(entry.output) if not t.requires_grad)
+        return made
 
     def fail(self, error: BaseException, entry: Entry) -> None:
         """An exception came out of a call."""

@@ -83,6 +83,24 @@ class Tape(StackedMode):
         if self.running.is_hand_updated:
             self._listener.finish_hand_update()
 
+    def begin_transform(self, given: list[torch.Tensor]) -> None:
+        """A transform of the loop is about to be given tensors; some made of the last derivative are new parameters.
+
+        That was a step then: ``params = {k: p - 0.1 * grads[k] for k, p in params.items()}``.
+        """
+        self.begin_forward()
+        made = self.running.made_of_derivative() if not self.is_claimed else {}
+        new = [tensor for tensor in given if id(tensor) in made]
+        if new:
+            self._listener.finish_pure_update(new)
+
+    def finish_derivative(self, loss: Any) -> None:
+        """A transform that differentiates, the last one noted, has returned; ``loss`` may be one."""
+        if self.running.entries and self.running.entries[-1].kind is kinds.TRANSFORM:
+            self.running.derivative = self.running.entries[-1]
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self._listener.note_loss(loss)
+
     # -- functions the loop calls --------------------------------------------------------------------------------
 
     def __torch_function__(

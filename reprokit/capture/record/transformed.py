@@ -50,15 +50,31 @@ class TransformCalls:
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
+        self._has_differentiated = False  # the call of the loop that runs, or one inside of it
 
     def run(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what runs a transform: torch's ``target``, given a function and its arguments."""
-        self._tape.has_transform = True
-        if self._is_noted:
-            self._tape.guard(self._tape.begin_forward)
-        self._tape.guard(self._note_differentiated, target.__name__, args)
-        owner = eager_transforms if hasattr(eager_transforms, target.__name__) else apis
-        return self._perform(functools.partial(_latest, owner, target.__name__), target, args, kwargs)
+        tape, name, is_noted = self._tape, target.__name__, self._is_noted
+        tape.has_transform = True
+        if is_noted:
+            tape.guard(self._begin, args)
+        tape.guard(self._note_differentiated, name, args)
+        owner = eager_transforms if hasattr(eager_transforms, name) else apis
+        output = self._perform(functools.partial(_latest, owner, name), target, args, kwargs)
+        if is_noted and self._has_differentiated:
+            tape.guard(self._finish, name, output)
+        return output
+
+    def _begin(self, args: tuple[Any, ...]) -> None:
+        self._has_differentiated = False
+        self._tape.begin_transform([tensor for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)])
+
+    def _finish(self, name: str, output: Any) -> None:
+        if name == "grad_and_value_impl":
+            _, value = output
+            self._tape.finish_derivative(value[0] if isinstance(value, tuple) else value)
+        else:
+            self._tape.finish_derivative(output[0] if name == "_jvp_with_argnums" else None)
 
     def _note_differentiated(self, name: str, args: tuple[Any, ...]) -> None:
         """Note the tensors by which a transform differentiates; inside of a `vmap` those that are not rows."""
@@ -70,6 +86,7 @@ class TransformCalls:
             by = args[1]
         else:
             return
+        self._has_differentiated = True
         plain = (tensor for tensor in tree_leaves(by) if isinstance(tensor, torch.Tensor) and not _is_wrapped(tensor))
         self._tape.running.memory.note_differentiated(plain)
 
@@ -95,6 +112,8 @@ class TransformCalls:
             return made
 
         is_noted = self._is_noted
+        if is_noted:
+            self._tape.guard(self._begin, args)
         made = self._perform(again, target, args, kwargs)
         if not is_noted:
             return made
@@ -109,7 +128,10 @@ class TransformCalls:
             def pull_now(_: Any, *args: Any, **kwargs: Any) -> Any:
                 return function(*args, **kwargs)
 
-            return self._perform(pull_again, pull_now, (outputs, *args), kwargs, reads=())
+            output = self._perform(pull_again, pull_now, (outputs, *args), kwargs, reads=())
+            if self._is_noted:
+                self._tape.guard(self._tape.finish_derivative, result)
+            return output
 
         return (result, pulled, *rest)
 

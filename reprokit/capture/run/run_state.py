@@ -23,6 +23,7 @@ from reprokit.capture.record.attributes import Owner
 from reprokit.capture.record.compact_steps import Freezer, PastStep
 from reprokit.capture.record.entry import Entry, reads_gradient
 from reprokit.capture.record.generators import GeneratorWatch
+from reprokit.capture.record.screens import bad_tensor
 from reprokit.capture.record.state import BufferCopies
 from reprokit.capture.record.structure import iter_tensors
 from reprokit.capture.record.tape import Tape
@@ -81,6 +82,7 @@ class RunState:
         self._may_wait = 1  # steps
         self._waiting_bytes = 0  # an estimate of what they hold
         self._num_states: dict[int, int] = {}  # parameters with a state that the loop may write, by optimizer
+        self._num_pure = 0  # steps that wrote no parameter
         self._finished: set[int] = set()  # optimizers that have stepped since the last backward call
 
     def meet_compiled(self, call: Call | None) -> None:
@@ -173,6 +175,28 @@ class RunState:
         if optimizer is not None:  # an update made by hand is seen only in a step that is noted
             self.budget.end_step(ended, self.history.num_copies)
         self.restart()
+
+    @property
+    def is_purely_functional(self) -> bool:
+        """True if no step has written a parameter: the loop makes new ones of `torch.func`'s gradients."""
+        return not self.tape.is_claimed and self.iterations.total == self._num_pure
+
+    def has_bad_new_parameters(self) -> bool:
+        """True if the loop has made bad parameters in the step that is running, and no other step followed."""
+        return self.is_purely_functional and bad_tensor(self.running.made_of_derivative().values()) is not None
+
+    def end_pure_step(self) -> None:
+        """The loop has made new parameters, and the old ones are as they were: nothing has to be kept."""
+        self._note_numbers(None, time.perf_counter())
+        self.iterations.updated_by_hand()
+        self._num_pure += 1
+        self.history.interrupt()
+        self.restart()
+
+    def forget_pure_steps(self) -> None:
+        """A backward pass begins: what was made of `torch.func`'s gradients before were no parameters, but inputs."""
+        if self._num_pure:
+            self.iterations.completed, self._num_pure = 0, 0
 
     def end_judged_step(self, optimizer: torch.optim.Optimizer, ended: float) -> None:
         """A step of which only the loss was checked is over."""

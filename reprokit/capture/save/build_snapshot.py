@@ -134,12 +134,13 @@ def make_snapshot(step: FailedStep, frame: FrameType | None) -> BuiltSnapshot:
     played = _replay(step, frame)
     replayed, failure = played.replayed, played.failure
     is_hook = step.raised is not None and step.raised.is_call and replayed.error is None and any(played.hooks.left_out)
-    is_output = failure is None and step.observed_at == "output" and step.keep is not None
+    is_output = failure is None and step.observed_at in ("output", "parameter") and step.keep is not None
     if step.raised is not None or is_output:
         program, failure = _seen_by_check(replayed, failure, is_all=is_hook or is_output)
         if failure is not None and failure.kind != EXCEPTION:
             replayed.program = program.pruned()
             where = "gradient" if failure.phase == Phase.BACKWARD else "output"
+            where = step.observed_at if step.observed_at == "parameter" else where
             step = replace(step, raised=None, observed_at=where)
     notes, reference = list(step.notes), None
     if failure is None and step.raised is None:
