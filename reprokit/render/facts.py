@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from reprokit.locate.failure import Failure, root_of
-from reprokit.program.ir import Phase
+from reprokit.program.ir import Phase, Program
 from reprokit.render import wording
+from reprokit.render.call_code import labels
 from reprokit.series import has_several_optimizers
 from reprokit.snapshot.environment import Environment
 from reprokit.snapshot.format import CaptureSettings, Snapshot
@@ -41,7 +42,7 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
         ("line", line(failure)),
         ("exception", f"`{failure.exception[0]}`{message}" if failure.exception is not None else ""),
         ("because of", cause(snapshot)),
-        ("event", wording.event_words(failure)),
+        ("event", wording.renamed(wording.event_words(failure), _labels(snapshot.program))),
         ("difference", wording.difference_words(failure)),
         ("how much", how_much(failure)),
         ("when", f"{when(snapshot)}{noticed}"),
@@ -49,6 +50,12 @@ def of_failure(snapshot: Snapshot) -> list[Fact]:
         ("program", size),
     ]
     return [(name, value) for name, value in facts if value]
+
+
+def _labels(program: Program) -> dict[str, str]:
+    """The names of the data in the calls that are shown."""
+    shown = labels(program)
+    return {item.name: shown[item.value] for item in program.inputs if item.role == "batch" and item.value in shown}
 
 
 def doubt(snapshot: Snapshot) -> str:

@@ -67,7 +67,7 @@ def make_issue(
     long_texts = {**_long_texts(snapshot, script, verified, reduction), "module": context.rstrip()}
     parts = {
         "title": title_of(snapshot, reduction, expectation),
-        "observed": shorten_paths(expectation.observed),
+        "observed": shorten_paths(wording.renamed(expectation.observed, _names_of_data(script, reduction))),
         "expected": shorten_paths(expectation.expected),
         "remark": shorten_paths(wording.renamed(expectation.remark, _names_of_data(script, reduction))),
         "owner": expectation.owner,

@@ -385,6 +385,35 @@ def test_events_alone_save_a_nan_as_a_nan(tmp_path: Path, on: str) -> None:
     assert not events
 
 
+@pytest.mark.parametrize("also", [False, True])
+def test_a_loss_of_which_the_loop_asks_for_gradients_is_followed(also: bool, tmp_path: Path) -> None:
+    """Updates by hand; with a second call of `torch.autograd.grad` it is not known which one starts from the loss."""
+    torch.manual_seed(0)
+    model = mlp(16, 32, 1)
+    parameters = list(model.parameters())
+    ending = pytest.raises(RuntimeError, match="shapes") if also else contextlib.nullcontext()
+    with ending, reprokit.capture(tmp_path / "run.pt", on=("early", "exception"), quiet=True) as session:
+        for step in range(80):
+            x = torch.randn(16, 16)
+            loss = F.mse_loss(model(x), x.sum(1, keepdim=True) * (1e4 if step == 60 and not also else 1.0))
+            gradients = torch.autograd.grad(loss, parameters)
+            if also:
+                torch.autograd.grad(model(x).sum() * 10.0 ** (step % 30), parameters)
+            with torch.no_grad():
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.sub_(0.01 * gradient)
+        model(x[:, 1:])  # raises, and shows what was noted
+    (result,) = session.results
+    losses = [row.loss for row in reprokit.load(tmp_path / "run.pt").timeline]
+    if also:
+        assert result["failure"]["kind"] == "exception" and set(losses) == {None}
+        return
+    failure = result["failure"]
+    assert (failure["kind"], failure["step"], failure["event"]["quantity"]) == ("spike", 60, "loss")
+    assert failure["event"]["argument"] == "target of mse_loss"
+    assert losses[-1] == failure["event"]["value"] and None not in losses
+
+
 def test_two_alarms_in_one_step_give_one_snapshot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The norm is off from step 60 on, which takes five steps, the loss from step 62 on, which takes three."""
     torch.manual_seed(0)

@@ -14,7 +14,7 @@ from reprokit.capture.record.screens import LaterFlags, Sentinel, bad_tensor, is
 from reprokit.capture.record.state import parameters_of
 from reprokit.capture.run.run_state import RunState
 from reprokit.locate.ways import is_finite_sum
-from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD
+from reprokit.program.ir import AUTOGRAD_BACKWARD, AUTOGRAD_GRAD, BACKWARD
 
 
 class Policy:
@@ -56,8 +56,7 @@ class Policy:
         if is_plain and not self._can_wait and not first.is_cuda and not first.is_complex():
             seen = first.item()
             entry.settings = [seen]
-            if entry.name in _OF_LOSSES:
-                run_state.timeline.loss = seen
+            self._note_loss(entry, seen)
             return "now" if self.matter and not math.isfinite(seen) else None
         entry.settings = [start.detach() for start in starts] if sum(map(torch.Tensor.numel, starts)) == 1 else None
         tensors = (
@@ -65,15 +64,21 @@ class Policy:
             if run_state.scalers.is_used
             else starts
         )
-        if entry.settings is not None and entry.name in _OF_LOSSES:
+        if entry.settings is not None:
             loss = tensors[0].detach() if run_state.scalers.is_used else entry.settings[0]
             is_near = loss.device.type == "cpu" and loss.numel() == 1 and not loss.is_complex()
-            run_state.timeline.loss = loss.item() if is_near else loss  # the loop may write into it for its log
+            self._note_loss(entry, loss.item() if is_near else loss)  # the loop may write into it for its log
         if not self.matter:
             return None
         if self._waits_for(starts):
             return self._look_later(() if entry.gives_gradients else tensors)
         return "now" if is_bad_start(entry, tensors) else None
+
+    def _note_loss(self, entry: Entry, loss: torch.Tensor | float) -> None:
+        if entry.name in _OF_LOSSES:
+            self._run_state.timeline.loss = loss
+        elif entry.name == AUTOGRAD_GRAD:
+            self._run_state.timeline.grad_starts.append(loss)
 
     def results(self, losses: Sequence[torch.Tensor]) -> Literal["now", "before"] | None:
         """Like `start`, for the losses that a compiled step has returned."""

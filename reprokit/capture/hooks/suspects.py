@@ -44,7 +44,7 @@ class Suspects:
         """A backward call from a bad start is made; the first one of a step counts."""
         current = self._running.suspect
         if current is None or not current.has_begun:
-            self._running.suspect = Suspect("loss", entry, entry, True, self._run_state.timeline.loss)
+            self._running.suspect = Suspect("loss", entry, entry, True, self._run_state.timeline.likely_loss)
         elif entry.target is not torch.autograd.grad:
             current.is_accumulated = True
 
@@ -91,7 +91,7 @@ class Suspects:
         is_known = _site_of(maker, is_loss=False) in self._sites and self._is_training()
         if is_known and first is not None and may_end_loop(sys._getframe(1), first.code, first.line):
             pending = backward_from(output, maker)
-            self._running.suspect = Suspect("output", pending, maker, False, self._run_state.timeline.loss)
+            self._running.suspect = Suspect("output", pending, maker, False, self._run_state.timeline.likely_loss)
 
     def _is_training(self) -> bool:
         modules = [entry.target for entry in self._running.entries if entry.kind is kinds.MODULE]
@@ -121,7 +121,7 @@ class Suspects:
     def _suspect_gradient(self) -> None:
         calls = [entry for entry in self._running.entries if entry.kind is kinds.BACKWARD]
         if calls and not self._run_state.scalers.is_used and self._has_bad_gradient():
-            self._running.suspect = Suspect("gradient", None, calls[-1], True, self._run_state.timeline.loss)
+            self._running.suspect = Suspect("gradient", None, calls[-1], True, self._run_state.timeline.likely_loss)
 
     def learn(self, entries: Sequence[Entry]) -> None:
         """Remember where the losses of a step were computed, and what else gradients flow through; those of an

@@ -258,7 +258,7 @@ class RunState:
             saved,
             iterations.completed,
             iterations.micro_step,
-            self.timeline.loss,
+            self.timeline.likely_loss,
             self.generators.states,
             place=iterations.total,
         )

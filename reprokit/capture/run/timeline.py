@@ -31,11 +31,15 @@ class Turn(NamedTuple):
 
 
 class Timeline:
-    """Notes of the last `TIMELINE_STEPS` steps. ``loss`` and ``grad_norm`` are those of the step that is running."""
+    """Notes of the last `TIMELINE_STEPS` steps. ``loss`` and ``grad_norm`` are those of the step that is running.
+
+    ``grad_starts`` are the numbers that `torch.autograd.grad` started from in it.
+    """
 
     def __init__(self) -> None:
         self.loss: torch.Tensor | float | None = None
         self.grad_norm: torch.Tensor | None = None
+        self.grad_starts: list[torch.Tensor | float] = []
         self._noted: dict[str, float] = {}
         self._steps: collections.deque[Numbers] = collections.deque(maxlen=TIMELINE_STEPS)
         self._started = time.perf_counter()
@@ -52,9 +56,19 @@ class Timeline:
         """A step is over: the ``place``-th that any optimizer made, in iteration ``number``."""
         seconds = now - self._started
         noted, self._noted = self._noted, {}
-        self._steps.append(Numbers(place, number, self.loss, rate, self.grad_norm, scale, seconds, optimizer, noted))
+        loss = self.likely_loss
+        self._steps.append(Numbers(place, number, loss, rate, self.grad_norm, scale, seconds, optimizer, noted))
         self._started = now
         self.loss = self.grad_norm = None
+        if self.grad_starts:
+            self.grad_starts = []
+
+    @property
+    def likely_loss(self) -> torch.Tensor | float | None:
+        """The loss of the running step: without one, what its only call of `torch.autograd.grad` started from."""
+        if self.loss is None and len(self.grad_starts) == 1:
+            return self.grad_starts[0]
+        return self.loss
 
     def last(self) -> StepNumbers:
         """The step that has just ended."""
@@ -67,7 +81,7 @@ class Timeline:
 
     def note(self, numbers: Mapping[str, float]) -> None:
         """Add numbers of the loop's own to the running step; between two steps to the one before."""
-        is_between = self.loss is None and bool(self._steps)
+        is_between = self.likely_loss is None and bool(self._steps)
         (self._steps[-1].noted if is_between else self._noted).update(numbers)
 
     def skip(self, seconds: float) -> None:
