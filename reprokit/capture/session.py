@@ -211,7 +211,7 @@ class Session:
         try:
             self.leave()
             self._tape.leave_stack()
-            self._run_state.ranks.close()
+            self._do_all(self._run_state.ranks.close)
         except BaseException:
             self.leave()
             self._tape.leave_stack()

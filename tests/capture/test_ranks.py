@@ -55,6 +55,8 @@ for step in range(6):
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
             parameter.grad /= 2
+    if how == "after averaging" and bad:
+        next(model.parameters()).grad[0] = float("nan")
     if how.endswith("update") and step == 3:
         optimizer.param_groups[0]["lr"] = float("inf")
     scaler.step(optimizer)
@@ -157,6 +159,17 @@ def test_the_guilty_rank_saves_and_all_stop(how: str, phase: str, call: str, tmp
         assert "rank 1, which saves its step" in done.stderr and "exitcode  : 3" in done.stderr
     assert main(["shrink", str(tmp_path / "train.rank1-step3.repro.pt"), "--output", str(tmp_path / "repro")]) == 0
     assert "distributed" not in (tmp_path / "repro" / "repro.py").read_text()
+
+
+def test_nobody_waits_for_ranks_that_have_no_bad_gradient(tmp_path: Path) -> None:
+    """One rank writes it after averaging; the other one waits for it in the next step, until the launcher ends it."""
+    started = time.monotonic()
+    done = train(tmp_path, AVERAGED, "after averaging")
+    assert time.monotonic() - started < 40.0  # 5 of them for the other rank; almost all is the start
+    assert "bad on rank 1 at step 3, and not on every rank within 5 seconds" in done.stderr
+    assert "exitcode  : 3" in done.stderr
+    assert only_snapshot(tmp_path).failure.call == "torch.Tensor.__setitem__"
+    assert list(map(len, losses(tmp_path))) == [4, 3]
 
 
 @pytest.mark.parametrize("how", ["update", "manual update"])

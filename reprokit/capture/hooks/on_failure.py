@@ -27,6 +27,7 @@ from reprokit.capture.hooks.suspects import Suspects
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.skips import Suspect, Verdict
 from reprokit.capture.rewind.meeting import Parted, SavedElsewhere
+from reprokit.capture.run.ranks import TO_SEE
 from reprokit.capture.run.run_state import RunState
 from reprokit.capture.save import exceptions
 from reprokit.capture.save.build_snapshot import BuiltSnapshot
@@ -35,6 +36,7 @@ from reprokit.capture.save.different_ranks import DifferentRanks
 from reprokit.capture.save.event_step import EventStep, NotKept
 from reprokit.capture.save.stage import first_bad
 from reprokit.snapshot.format import Snapshot
+from reprokit.words import counted
 
 if TYPE_CHECKING:
     from reprokit.capture.hooks.early_warning import EarlyWarning
@@ -133,6 +135,7 @@ class Failures:
         """Save the step and end the session; raises `CaptureStop` unless the loop is to go on."""
         try:
             path = self._save(Noticed(observed_at, sys._getframe(1), pending, is_late))
+            self._run_state.ranks.leave()
         except Exception as error:
             self._session.switch_off(error)
             return
@@ -150,7 +153,9 @@ class Failures:
         is_failure = verdict == "failed" or (verdict == "skipped" and self._takes_skipped)
         try:
             path = self._save(self._noticed(suspect, sys._getframe(1))) if is_failure else None
-            if not is_failure:
+            if is_failure:
+                self._run_state.ranks.leave()
+            else:
                 self._let_go_of(suspect, verdict)
         except Exception as error:
             self._session.switch_off(error)
@@ -188,6 +193,17 @@ class Failures:
         self._run_state.timeline.loss = suspect.loss
         return Noticed(suspect.observed_at, frame, suspect.pending, last=suspect.last)
 
+    def is_bad_only_here(self) -> bool:
+        """True if averaged gradients are bad on this rank and not on every one: then this one saves and stops alone."""
+        step, ranks = self._run_state.iterations.completed, self._run_state.ranks
+        if not ranks.is_bad_only_here(step):
+            return False
+        seen = f"averaged gradients are bad on rank {ranks.rank} at step {step}"
+        self._session.say(
+            f"{seen}, and not on every rank within {TO_SEE:.0f} seconds; rank {ranks.rank} saves its step"
+        )
+        return True
+
     def fail_together(self, is_seen_by_all: bool, observed_at: str = "gradient") -> None:
         """One of several processes had a bad loss or gradient: its rank saves, and all stop in the same step."""
         frame, session, ranks = sys._getframe(1), self._session, self._run_state.ranks
@@ -210,10 +226,11 @@ class Failures:
         is_met = may_meet and not self._is_terminated and self._run_state.ranks.meet_all()
         return self._session.stops and (self._is_terminated or is_met)
 
-    def say_not_compared(self) -> None:
-        """A rank has not answered, so that ranks are not compared any more."""
-        step = self._run_state.iterations.completed
-        self._session.say(f"`--on ranks` compares no more from step {step} on: a rank did not answer")
+    def say_parted(self, reason: str, *, is_compared: bool) -> None:
+        """A rank has not answered, for this ``reason``: no ranks are compared any more, and none go back together."""
+        ranks, step = self._run_state.ranks, self._run_state.iterations.completed
+        since = "`--on ranks` compares no more" if is_compared else "late failures are saved without going back"
+        self._session.say(f"{reason}; rank {ranks.rank} has made {ranks.num_steps}; {since} from step {step} on")
 
     def fail_by_difference(self) -> None:
         """Parameters differ between ranks, which all of them know: the first rank that differs saves, and all stop.
@@ -224,9 +241,9 @@ class Failures:
         try:
             try:
                 seen = self._run_state.difference(frame)
-            except Parted:
+            except Parted as reason:
                 self._run_state.part()
-                self.say_not_compared()
+                self.say_parted(str(reason), is_compared=True)
                 return
             try:
                 self._save(Noticed("parameter", frame, is_late=True, difference=seen))
@@ -281,6 +298,7 @@ class Failures:
         place = exceptions.innermost_user_place(cause) if cause is not None else None
         frame = sys._getframe(2) if cause is None else place.tb_frame if place is not None else None
         with self._run_state.tape.paused():
+            self._say_ended(cause)
             self._run_state.ranks.part()
             self._settle_skipped(error)
             path = self.early.catch_up(frame) if self.early is not None else None
@@ -302,6 +320,16 @@ class Failures:
         if path is None and is_buffer_bad:
             path = self._save(Noticed("output", frame, is_late=True))
         return path
+
+    def _say_ended(self, cause: BaseException | None) -> None:
+        """Print how many optimizer steps the ranks have made, if this one has lost another or they are compared."""
+        ranks = self._run_state.ranks
+        others = ranks.end()
+        has_lost = cause is not None and ranks.is_of_peer(cause)
+        differs = self._run_state.replicas is not None and any(number != ranks.num_steps for number in others.values())
+        if others and (has_lost or differs):
+            texts = [f"rank {rank} ended after {counted(number, 'optimizer step')}" for rank, number in others.items()]
+            self._session.say(f"{', '.join(texts)}; rank {ranks.rank} has made {ranks.num_steps}")
 
     def _settle_skipped(self, error: BaseException | None) -> None:
         """The loop has ended: let go of a bad loss or gradient that it skipped, so that it is not found late."""
@@ -355,7 +383,7 @@ class Failures:
                 return False
             self._save(Noticed(observed_at, frame, is_late=True, together=together))
         except (Parted, NothingFound) as reason:
-            self._run_state.unseen.append(str(reason) or NOT_ALL)
+            self._run_state.unseen.append(f"{NOT_ALL} ({reason})" if isinstance(reason, Parted) else str(reason))
             return False
         except SavedElsewhere as elsewhere:
             self._session.leave()

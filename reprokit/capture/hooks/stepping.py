@@ -30,7 +30,7 @@ from reprokit.capture.record.frames import compiled_call, learn_loop
 from reprokit.capture.record.screens import bad_tensor, is_handed_to_kernel
 from reprokit.capture.record.state import options_of
 from reprokit.capture.record.structure import repeatable
-from reprokit.capture.rewind.meeting import AT_END, GOOD, PATIENCE
+from reprokit.capture.rewind.meeting import GOOD
 from reprokit.capture.run.run_state import SETTLED_AFTER, RunState
 
 _NO_SCALER: dict[str, Any] = {}
@@ -339,9 +339,10 @@ class Stepping:
         if ranks.is_sharded and self._policy.matter:
             self._own_gradient.before_update()
         is_bad_elsewhere = ranks.is_sharded and self._run_state.is_bad_elsewhere
-        if suspect is not None and verdict is not None and (ranks.is_alone or verdict != "failed"):
+        is_alone = ranks.is_alone or (is_bad and ranks.is_parallel and self._failures.is_bad_only_here())
+        if suspect is not None and verdict is not None and (is_alone or verdict != "failed"):
             self._failures.settle(suspect, verdict)
-        if (is_bad or is_bad_elsewhere or verdict == "failed") and not ranks.is_alone:
+        if (is_bad or is_bad_elsewhere or verdict == "failed") and not is_alone:
             self._failures.fail_together(is_bad_elsewhere or (is_bad and ranks.is_parallel))
         elif is_bad and self._tape.enabled:
             self._failures.fail("gradient")
@@ -423,10 +424,10 @@ class Stepping:
             self._failures.count_skipped("loss", self._run_state.iterations.completed)
         digest = self._run_state.digest()
         checked = time.perf_counter()
-        answers = self._run_state.meet_for_copy(bad, digest, started, AT_END if is_end else PATIENCE)
+        answers = self._run_state.meet_for_copy(bad, digest, started, is_end=is_end)
         waited = time.perf_counter() - checked
-        if answers is None and digest:
-            self._failures.say_not_compared()
+        if answers is None:
+            self._failures.say_parted(self._run_state.ranks.parted, is_compared=bool(digest))
         elif answers is not None and any(answer.bad != GOOD for answer in answers):
             self._failures.fail_together(True, bad or "parameter")
         elif answers is not None and self._run_state.differ(answers, is_end=is_end):

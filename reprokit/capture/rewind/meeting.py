@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-PATIENCE = 120.0  # seconds for an answer; after a step's backward pass all ranks are at the same place
+from reprokit.words import counted
+
+PATIENCE = 120.0  # seconds for an answer while ranks play their steps
+AT_COPY = 10.0  # seconds; all ranks come from the same averaging, or one makes more steps than another
 AT_END = 20.0  # seconds; one rank may evaluate or save the model while the others have nothing to do any more
 _IN_COLLECTIVE = datetime.timedelta(seconds=60)  # for a rank that was ready a moment ago
 _SHORTEST, _LONGEST = 0.0002, 0.02  # seconds between looks
@@ -27,7 +30,7 @@ GOOD = "good"  # of the state of a rank, where a bad one is called by what is ba
 
 
 class Parted(Exception):
-    """A rank has not answered; going back or copying at one step is over."""
+    """A rank has not answered, as the text says; going back or copying at one step is over."""
 
 
 class Stopped(Exception):
@@ -100,13 +103,17 @@ class Meeting:
         while not self._store.check(keys):
             waited = time.monotonic() - started
             missing = [rank for rank, key in enumerate(keys) if waited > 1 and not self._store.check([key])]
-            if waited > patience or any(self._store.check([self._end(rank)]) for rank in missing):
-                raise Parted
+            ended = [rank for rank in missing if self._store.check([self._end(rank)])]
+            if ended:
+                steps = self._store.get(self._end(ended[0])).decode()
+                raise Parted(f"rank {ended[0]} answers no more after {counted(int(steps), 'optimizer step')}")
+            if waited > patience:
+                raise Parted(f"rank {missing[0]} did not answer within {patience:.0f} seconds")
             time.sleep(min(_LONGEST, _SHORTEST + waited / 10))
 
-    def end(self) -> None:
-        """This rank answers no more."""
-        self._store.set(self._end(self.rank), "yes")
+    def end(self, num_steps: int) -> None:
+        """This rank answers no more, after so many steps of optimizers."""
+        self._store.set(self._end(self.rank), str(num_steps))
 
     def _end(self, rank: int) -> str:
         return f"{self._prefix}/ended/{rank}"

@@ -2,12 +2,12 @@
 
 Nothing is exchanged while training with averaged gradients is healthy. A rank whose loss is bad writes that into the
 store the process group was made with and goes on into its backward pass, because the others wait there. After the
-all-reduce every rank holds the same bits, so all come to the same result about the gradients in the same step, and
-meet at the store. Where parameters are spread over the ranks, every rank looks for reports once a step instead
-(`reports.py`): what a rank has reported before its last gradients are reduced is there once everybody's backward pass
-is over. That holds on a CPU. A GPU is not waited for, so there a rank may look before the report is written: it trains
-on, and those that have seen the report give up after `_PATIENCE`. The first guilty rank then asks the others for their
-shards.
+all-reduce every rank holds the same bits, so all come to the same result about the gradients in the same step, and meet
+at the store; a rank that is alone there has a gradient that became bad after averaging. Where parameters are spread
+over the ranks, every rank looks for reports once a step instead (`reports.py`): what a rank has reported before its
+last gradients are reduced is there once everybody's backward pass is over. That holds on a CPU. A GPU is not waited
+for, so there a rank may look before the report is written: it trains on, and those that have seen the report give up
+after `_PATIENCE`. The first guilty rank then asks the others for their shards.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from typing import Any
 import torch
 from torch import distributed
 
-from reprokit.capture.rewind.meeting import CopyAnswer, Meeting, Parted
+from reprokit.capture.rewind.meeting import AT_COPY, AT_END, CopyAnswer, Meeting, Parted
 from reprokit.capture.run.exchange import Exchange, Unanswered
 from reprokit.capture.run.reports import Reports
 from reprokit.capture.run.shards import Shards
 
 # Words of gloo, NCCL and the store about a process that is not there any more.
 _OF_PEER = re.compile(r"gloo|NCCL|Connection (?:closed|reset) by peer|Broken pipe|ProcessGroup", re.IGNORECASE)
-_PATIENCE = datetime.timedelta(minutes=10)
+_PATIENCE = 600.0  # seconds
 _SHORT_PATIENCE = datetime.timedelta(seconds=20)  # between ranks that do the same
+TO_SEE = 5.0  # seconds from one rank's optimizer to another's: both come from the same averaging
 _FIRST_COPY = 2  # steps: a graph that a step may not use again is used again in the next one
 
 
@@ -50,7 +51,8 @@ class Ranks:
     """The state of the other processes as seen from this one. ``is_parallel``: gradients are averaged over processes;
     ``is_sharded``: parameters are spread over them, so that even a forward needs all. ``meeting`` is where ranks with
     averaged gradients exchange answers; they take the next copy of the state after step ``due_at`` (a count of steps).
-    ``goes_back``: all of them hold copies."""
+    ``goes_back``: all of them hold copies. ``num_steps`` of optimizers were made here; ``parted`` says which rank has
+    not answered."""
 
     _runs = 0
 
@@ -61,6 +63,8 @@ class Ranks:
         self.meeting: Meeting | None = None
         self.due_at = _FIRST_COPY
         self.goes_back = False
+        self.num_steps = 0
+        self.parted = ""
         self.rank: int | None = None
         self._stage: weakref.ref[Any] | None = None
         self.shards = Shards()
@@ -116,19 +120,22 @@ class Ranks:
         """No copies at one step and no going back together any more."""
         if self.meeting is not None:
             with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that keeps it
-                self.meeting.end()
+                self.meeting.end(self.num_steps)
         self.meeting, self.goes_back = None, False
 
-    def meet_for_copy(self, own: CopyAnswer, total: int, patience: float) -> list[CopyAnswer] | None:
+    def meet_for_copy(self, own: CopyAnswer, total: int, *, is_end: bool) -> list[CopyAnswer] | None:
         """The ranks' answers when a copy is due after step ``total``, and when the next one is; ``None`` if a rank is
-        gone."""
+        gone. ``is_end``: that step was over before."""
         if self.meeting is None:
             return None
+        self.num_steps = total + (not is_end)
         try:
-            answers = [CopyAnswer.read(text) for text in self.meeting.exchange("copy", str(own), patience)]
-        except (Parted, RuntimeError):
+            texts = self.meeting.exchange("copy", str(own), AT_END if is_end else AT_COPY)
+        except (Parted, RuntimeError) as error:
+            self.parted = str(error) if isinstance(error, Parted) else "the store has gone"
             self.part()
             return None
+        answers = [CopyAnswer.read(text) for text in texts]
         self.goes_back = all(answer.holds for answer in answers)
         wanted, most = max(answer.wanted for answer in answers), min(answer.most for answer in answers)
         self.due_at = total + 1 + max(1, min(wanted, most))
@@ -155,6 +162,7 @@ class Ranks:
 
     def end_update(self, num_updates: int) -> None:
         """The parameters have had so many updates."""
+        self.num_steps = num_updates
         if self._exchange is not None:
             self._exchange.place = num_updates
 
@@ -236,6 +244,15 @@ class Ranks:
         known = [rank for rank in range(self._size) if self._store is not None and self._has("bad", rank)]
         return {rank: str(self._store.get(self._key("bad", rank)), "utf-8") for rank in known}
 
+    def is_bad_only_here(self, step: int) -> bool:
+        """True if averaged gradients of ``step`` are bad on this rank, and not every rank reports that within `TO_SEE`;
+        ``False``, at once, if a rank is not watched."""
+        if not self._are_all("watches"):
+            return False
+        what = f"bad gradient {step}"
+        self._store.set(self._key(what, self.rank), "yes")
+        return not self._wait_for_all(what, TO_SEE) and self._are_all("watches")
+
     def report_finding(self, is_culprit: bool) -> None:
         """After a bad gradient that all have seen: whether this rank's own step made it; the first answer counts."""
         if self._store is not None and not self._has_reported:
@@ -259,6 +276,16 @@ class Ranks:
         except distributed.DistNetworkError:  # the host of the store has gone, so it was done
             return True
 
+    def end(self) -> dict[int, int]:
+        """The script ends here: how many steps of optimizers were made by each rank that had ended before."""
+        if self._store is None or self.rank is None:
+            return {}
+        with contextlib.suppress(RuntimeError):
+            self._store.set(self._key("steps", self.rank), str(self.num_steps))
+            ended = [rank for rank in range(self._size) if rank != self.rank and self._has("steps", rank)]
+            return {rank: int(self._store.get(self._key("steps", rank))) for rank in ended}
+        return {}
+
     def leave(self) -> None:
         """This rank goes on unwatched: nobody is to wait for it."""
         if self._store is not None:
@@ -281,9 +308,9 @@ class Ranks:
     def _are_all(self, what: str) -> bool:
         return self._store is not None and all(self._has(what, rank) for rank in range(self._size))
 
-    def _wait_for_all(self, what: str) -> bool:
+    def _wait_for_all(self, what: str, seconds: float = _PATIENCE) -> bool:
         """Wait until every rank has written this; ``False`` if one goes on unwatched, or takes too long."""
-        ends_at = time.monotonic() + _PATIENCE.total_seconds()
+        ends_at = time.monotonic() + seconds
         while not self._are_all(what):
             if not self._are_all("watches") or time.monotonic() > ends_at:
                 return self._are_all(what)

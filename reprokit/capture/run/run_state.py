@@ -351,17 +351,16 @@ class RunState:
         if replicas is None or meeting is None:
             raise Parted
         found = replicas.compare(lambda text: meeting.exchange("differ", text), meeting.rank, frame)
-        if found is None:  # an answer was that of another step
-            raise Parted
+        if found is None:
+            raise Parted("an answer was that of another step")
         before, after = replicas.equal_after, replicas.different_after
         return replace(found, equal_after=before, began_at=after, is_exact=before == after - 1)
 
-    def meet_for_copy(self, bad: str | None, digest: str, now: float, patience: float) -> list[CopyAnswer] | None:
-        """The answers of the ranks when a copy is due; ``None`` if one has not come in ``patience`` seconds: then they
-        meet no more."""
+    def meet_for_copy(self, bad: str | None, digest: str, now: float, *, is_end: bool) -> list[CopyAnswer] | None:
+        """The answers of the ranks when a copy is due; ``None`` if one has not come in time: then they meet no more."""
         wanted = self.history.wanted_steps(now, self.iterations.total - self.copied_at)
         answer = CopyAnswer(bad or GOOD, *wanted, self.history.takes_copies, digest)
-        answers = self.ranks.meet_for_copy(answer, self.iterations.total, patience)
+        answers = self.ranks.meet_for_copy(answer, self.iterations.total, is_end=is_end)
         if answers is None:
             self.history.give_up()
         return answers
