@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 
 from reprokit.program.functions import DATA_WRITES, GRAD_READ, GRAD_WRITES, all_written, hidden_writes
-from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, ZERO_GRAD, Call, Ref, iter_refs
+from reprokit.program.ir import AUTOGRAD_BACKWARD, BACKWARD, OPAQUE, ZERO_GRAD, Call, Program, Ref, iter_refs
 
 BACKWARDS = frozenset({BACKWARD, AUTOGRAD_BACKWARD})
 _GRAD_READS = frozenset({GRAD_READ, "torch.Tensor._grad.__get__"})
@@ -38,6 +38,23 @@ def needed_calls(calls: Sequence[Call], ends: Set[int]) -> list[int] | None:
         places.update(map(memory.place, call.input_refs()))
         kept.append(index)
     return kept[::-1]
+
+
+def prepared(program: Program, among: Set[int]) -> list[int]:
+    """The indexes of the calls that make values ``among`` from inputs without gradient and from each other, and whose
+    memory nothing writes: their results can be inputs."""
+    memory = _Memory(program.calls)
+    written = {memory.place(value) for call in program.calls for value in written_in_place(call)}
+    known = {item.value for item in program.inputs if not item.requires_grad}
+    found = []
+    for index, call in enumerate(program.calls):
+        results = set(call.output_refs())
+        is_kept = not results or not results <= among or not known.issuperset(call.input_refs())
+        needs_gradient = call.mode.rng is not None or bool(call.kwargs.get("requires_grad"))
+        if not (is_kept or needs_gradient or call.target == OPAQUE) and written.isdisjoint(map(memory.place, results)):
+            found.append(index)
+            known |= results
+    return found
 
 
 def calls_after(calls: Sequence[Call], index: int) -> list[int]:

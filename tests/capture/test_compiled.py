@@ -459,6 +459,47 @@ def test_a_failure_that_only_the_compiled_code_has(part: str, tmp_path: Path) ->
     assert "--check mismatch:compile:" in (raised.value.hint or "")
 
 
+def unrounded(graph: Any, inputs: Any) -> Any:
+    """A compiler that leaves rounding out, as inductor does between calls in half precision."""
+    for node in list(graph.graph.nodes):
+        if node.target is torch.round:
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return graph.forward
+
+
+def distance(logits: torch.Tensor, y: torch.Tensor, a: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, y) + (torch.round(a) - rounded).sqrt() * logits.mean()
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_what_the_loop_computes_before_a_compiled_function_is_not_compiled(is_written: bool, tmp_path: Path) -> None:
+    """Compiled too, it would be unrounded as well, and the difference of both no root of less than zero."""
+
+    def loop() -> list[torch.Tensor]:
+        model, loss_of = plain_net(), compiled(distance, backend=unrounded)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for (_, x, y), factor in zip(batches(), factors(), strict=False):
+            a = 3.8 - factor * 1.8
+            rounded = torch.round(a)
+            if is_written:
+                rounded += 0.0
+            loss = loss_of(model(x), y, a, rounded)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return ending(model)
+
+    snapshot = check_caught(loop, tmp_path)
+    inputs = {item.name for item in snapshot.program.inputs}
+    if is_written:  # its calls stay as they are
+        assert snapshot.failure.kind == "nan" and {"a", "rounded"}.isdisjoint(inputs)
+        return
+    assert (snapshot.failure.kind, snapshot.step, snapshot.fidelity) == ("mismatch", BAD_STEP, "exact")
+    assert {"a", "rounded"} < inputs and [call.name for call in snapshot.program.calls].count("round") == 1
+
+
 def test_a_mismatch_is_reduced_with_a_compiler_of_the_users(tmp_path: Path) -> None:
     (tmp_path / "compiler.py").write_text(f"from typing import Any\nimport torch\n{inspect.getsource(miscompiling)}")
     snapshot = check_caught(lambda: miscompiled("step"), tmp_path)

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from reprokit.locate.diagnose import diagnose
-from reprokit.program.dataflow import calls_after, needed_calls
+from reprokit.program.dataflow import calls_after, needed_calls, prepared
 from reprokit.program.interpreter import determinism, run
 from reprokit.program.ir import Call, Program
 from reprokit.render.issue import make_issue
@@ -48,6 +48,20 @@ def test_a_write_is_kept_where_its_memory_is_read() -> None:
 
     names = names_needed(step, x=failing.seeded(2, 3), y=failing.seeded(3))
     assert names == ["mul", "view", "relu_", "__getitem__", "relu", "cos"]
+
+
+def test_what_was_prepared_has_no_gradient_and_nothing_writes_it() -> None:
+    def step(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        kept, inner = x.cos() + 1.0, (x * 2.0).sin()
+        leaf = torch.ones(3, requires_grad=True)
+        written = y.exp()
+        written[0].mul_(2.0)
+        return (kept * w + inner * leaf + written).sum()
+
+    program = failing.traced(step, x=failing.seeded(3), y=failing.seeded(3), w=failing.seeded(3, grad=True)).program
+    made = {value: call.name for call in program.calls for value in call.output_refs()}
+    of_loop = {value for value, name in made.items() if name != "sin"}
+    assert [program.calls[index].name for index in prepared(program, of_loop)] == ["cos", "add", "mul"]
 
 
 def test_running_statistics_are_followed() -> None:

@@ -40,7 +40,8 @@ class ReplayedStep:
     ``mismatches`` says in words what differed, best known first; empty means bit-equal. ``error`` is what playing
     raised. ``borrowed`` are the inputs that share memory with live tensors until `own_tensors`; ``sources`` are the
     loop's tensors behind the inputs, ``losses`` what backward passes started from, ``seen`` the same in training,
-    ``devices`` where inputs were, by value number.
+    ``devices`` where inputs were, by value number. ``of_loop`` are the values that calls of the loop itself have made,
+    with their names.
     """
 
     program: Program
@@ -53,6 +54,7 @@ class ReplayedStep:
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     devices: dict[int, torch.device] = field(default_factory=dict)
     seen: dict[int, torch.Tensor | float] = field(default_factory=dict)
+    of_loop: dict[int, str] = field(default_factory=dict)
 
     def own_tensors(self) -> None:
         """Copy what is borrowed to the host, before the live tensors get other contents."""
@@ -117,7 +119,7 @@ def replay(
     borrowed = recorder.tracer.borrowed & tensors.keys()
     sources = {item.value: recorder.source_of(item.value) for item in program.inputs}
     known = recorder.mismatches, recorder.is_close, error, sources, recorder.losses
-    return ReplayedStep(program, tensors, borrowed, *known, seen=recorder.seen_losses)
+    return ReplayedStep(program, tensors, borrowed, *known, seen=recorder.seen_losses, of_loop=recorder.of_loop)
 
 
 def needed_entries(entries: list[Entry], keep: Entry | None = None) -> list[Entry]:
@@ -172,6 +174,7 @@ class _Recorder(Player):
         self.tracer = Tracer(self._describe, driver=_DRIVER, root_names=root_names)
         self.losses: dict[int, torch.Tensor] = {}
         self.seen_losses: dict[int, torch.Tensor | float] = {}
+        self.of_loop: dict[int, str] = {}
         self.is_close = True
         self._describe_old = describe
         self._differentiated = False
@@ -187,6 +190,15 @@ class _Recorder(Player):
             self._check_versions(entry)
             args, kwargs = self.given(entry)
         self._play(entry, args, kwargs)
+        if entry.kind is kinds.FUNCTION:
+            self._name_results(entry)
+
+    def _name_results(self, entry: Entry) -> None:
+        for old in iter_tensors(entry.output):
+            value = self.tracer.value_of(self._new[id(old)]) if id(old) in self._new else None
+            if value is not None:
+                origin = self._describe_old(old)
+                self.of_loop[value] = origin.name if origin is not None else "input"
 
     def _play_scale(self, entry: Entry, args: Any, kwargs: Any) -> Any:
         self.tracer.outer_scope = (GRAD_SCALER,)
