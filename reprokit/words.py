@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,11 @@ _GRADIENTS = re.compile(r"(?:^|_)grad(?:ient)?s?(?:_|$)")
 def jsonable(value: Any) -> Any:
     """The value, a number that JSON does not have as text: ``nan``, ``inf``, ``-inf``."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def json_line(row: Mapping[str, Any]) -> str:
+    """A line of JSON."""
+    return json.dumps({name: jsonable(value) for name, value in row.items()}, allow_nan=False)
 
 
 def counted(count: int, noun: str, plural: str | None = None) -> str:

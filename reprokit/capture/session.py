@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 
 from reprokit.arrivals import ignored_errors, pass_on
-from reprokit.capture.early.alarm import EventLog, TrainingEvent
+from reprokit.capture.early.alarm import LineLog, TrainingEvent
 from reprokit.capture.failure_text import Seen, closing_line
 from reprokit.capture.hooks.compiled_calls import CompiledCalls
 from reprokit.capture.hooks.composite_calls import WholeCalls
@@ -134,7 +134,7 @@ class Session:
         if "ranks" in on:
             self._run_state.replicas = Replicas(lambda: copies.modules)
         if kinds:
-            log = EventLog(lambda: place.log)
+            log = LineLog(lambda: place.log)
             self._early = EarlyWarning(self, self._run_state, kinds, self._failures, log, on_event)
             self._stepping.early = self._failures.early = self._early
         self._run_state.budget.say = self.say

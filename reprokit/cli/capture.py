@@ -15,7 +15,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import print_exception
@@ -32,11 +32,13 @@ from reprokit.cli.children import REPORTS, Children
 from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, say
 from reprokit.cli.outputs import check_file, check_folder
 from reprokit.errors import UsageError
+from reprokit.words import json_line
 
 if TYPE_CHECKING:
     from reprokit.capture.session import Session
 
 EXIT_CAPTURED = 3
+_MOST_BYTES = 2**24  # of a file of numbers, after which it is renamed; two files hold the last 16 to 32 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Capture:
     from_step: int | None = None
     part: str = ""
     record: str | None = None
+    numbers: Path | None = None
 
     def execute(self) -> int:
         """Run the script; its own exit code or exception, unless a failure was captured and stopped it."""
@@ -69,7 +72,7 @@ class Capture:
         if reports is not None:
             return dataclasses.replace(self, part=f".pid{os.getpid()}", json=False)._execute(reports)
         self._check()
-        say(f"watching `{self.target}`; a failing step goes to {self._place()}", self.verbosity)
+        say(f"watching `{self.target}`; a failing step goes to {self._place()}{self._numbers()}", self.verbosity)
         return self._execute(None)
 
     def _execute(self, reports: str | None) -> int:
@@ -117,6 +120,7 @@ class Capture:
         found += ["--budget", "off" if self.budget is None else str(self.budget)]
         found += ["--from-step", str(self.from_step)] if self.from_step is not None else []
         found += ["--record", self.record] if self.record is not None else []
+        found += ["--numbers", str(self.numbers.absolute())] if self.numbers is not None else []
         found += [word for kind in self.on for word in ("--on", kind)]
         found += ["-o", str(self.output.absolute())] if self.output is not None else []
         found += ["-f"] if self.overwrite else []
@@ -148,6 +152,20 @@ class Capture:
             check_file(output, overwrite=self.overwrite)
         else:
             check_folder(Path.cwd())
+        if self.numbers is not None:
+            file = self.numbers_file(self.numbers)
+            check_file(file, overwrite=self.overwrite)
+            file.unlink(missing_ok=True)
+
+    def numbers_file(self, path: Path) -> Path:
+        """The file of numbers of this process."""
+        return with_part(path, rank_suffix() or self.part)
+
+    def _numbers(self) -> str:
+        """What becomes of recorded numbers, for the line at the start."""
+        if self.numbers is not None:
+            return f", numbers to {shown_path(self.numbers_file(self.numbers))}"
+        return "; without one no numbers are kept (`--numbers FILE` keeps them)" if self.record is not None else ""
 
     def _place(self) -> str:
         output = self.file()
@@ -211,6 +229,7 @@ class Watch:
                 budget=plan.budget,
                 from_step=plan.from_step,
                 record=plan.record,
+                on_numbers=self._writer(plan.numbers) if plan.numbers is not None else None,
             )
             self._session = stack.enter_context(session)
         except Exception as error:
@@ -219,6 +238,13 @@ class Watch:
             say(f"cannot watch this run ({type(error).__name__}: {error}); it goes on unwatched")
             if plan.verbosity is Verbosity.VERBOSE:
                 print_exception(error)
+
+    def _writer(self, path: Path) -> Callable[[dict[str, float]], None]:
+        """A function that appends the numbers of a step to a file of JSON lines."""
+        from reprokit.capture.early.alarm import LineLog
+
+        log = LineLog(lambda: self._folder / self._plan.numbers_file(path), _MOST_BYTES)
+        return lambda numbers: log.add(json_line(numbers))
 
     def announce(self) -> None:
         """Say what was captured and what to do next, or why nothing was; forked children stay silent."""
@@ -318,6 +344,13 @@ class Watch:
     metavar="auto|N[:PATTERN]",
     callback=lambda context, option, value: _record(value),
     help="Measure gradient and weight norms of every parameter: every N steps, or as often as 0.5% of the time allows.",
+)
+@click.option(
+    "--numbers",
+    type=FilePath(),
+    metavar="FILE",
+    help="Write the numbers of every step that was measured into FILE, as JSON lines; `reprokit timeline` prints them. "
+    "Measures at the pace of `--record auto` without `--record`.",
 )
 @click.option(
     "--source",

@@ -1,4 +1,4 @@
-"""``reprokit timeline``: the last steps before the failure in numbers, for people, programs and TensorBoard."""
+"""``reprokit timeline``: steps of a snapshot or a healthy run in numbers, for people, programs and TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ import click
 
 from reprokit.cli.console import FilePath, Verbosity, common_options, print_text, say
 from reprokit.cli.outputs import check_file, make_folder
-from reprokit.errors import UsageError
-from reprokit.words import counted, jsonable
+from reprokit.errors import NotASnapshot, UsageError
+from reprokit.words import counted, json_line
 
 if TYPE_CHECKING:
+    from reprokit.series import RecordedStep
     from reprokit.snapshot.format import Snapshot
 
 Format = Literal["table", "jsonl", "csv", "tensorboard"]
@@ -40,13 +41,17 @@ class ShowTimeline:
         """Print the steps."""
         from reprokit.snapshot.format import load
 
-        snapshot = load(self.snapshot)
-        rows = list(steps_of(snapshot))
+        if self.snapshot.suffix == ".jsonl":
+            rows = rows_in(self.snapshot)
+            recorded: Sequence[RecordedStep] = list(_recorded_in(rows))
+        else:
+            snapshot = load(self.snapshot)
+            rows, recorded = list(steps_of(snapshot)), snapshot.recorded or ()
         if self.to == "tensorboard":
             return self._write_events(rows)
         text = _FORMATS[self.to](rows)
         if self.to == "table":
-            text += "".join(f"{line}\n" for line in _recorded_lines(snapshot))
+            text += "".join(f"{line}\n" for line in _recorded_lines(recorded))
         if self.output is not None:
             from reprokit.snapshot.files import write_text
 
@@ -87,6 +92,31 @@ def steps_of(snapshot: Snapshot) -> Iterator[Numbers]:
         yield {**flat(numbers, recorded.pop(numbers.step, None)), **named}
 
 
+def rows_in(file: Path) -> list[Numbers]:
+    """The steps in a file of `capture --numbers`; raises `NotASnapshot` if something else is in it."""
+    try:
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        return [{"step": int(row.pop("step")), **{str(name): float(row[name]) for name in row}} for row in rows]
+    except OSError as error:
+        raise UsageError(f"cannot read `{file}`: {(error.strerror or str(error)).lower()}") from None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise NotASnapshot(
+            f"`{file}` was not written by reprokit", hint="give a snapshot, or a file of `capture --numbers`"
+        ) from None
+
+
+def _recorded_in(rows: Sequence[Numbers]) -> Iterator[RecordedStep]:
+    """What was recorded of parameters in such rows."""
+    from reprokit.series import RecordedStep
+
+    for row in rows:
+        weights, gradients, zeros = (
+            {name.removeprefix(kind): row[name] for name in row if name.startswith(kind)}
+            for kind in ("weight_norm/", "grad_norm/", "zeros/")
+        )
+        yield RecordedStep(row["step"], weights, gradients, zeros)
+
+
 def _columns(rows: Sequence[Numbers]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
@@ -100,15 +130,13 @@ def _as_csv(rows: Sequence[Numbers]) -> str:
 
 
 def _as_json_lines(rows: Sequence[Numbers]) -> str:
-    plain = ({name: jsonable(value) for name, value in row.items()} for row in rows)
-    return "".join(f"{json.dumps(row, allow_nan=False)}\n" for row in plain)
+    return "".join(f"{json_line(row)}\n" for row in rows)
 
 
-def _recorded_lines(snapshot: Snapshot) -> Iterator[str]:
+def _recorded_lines(recorded: Sequence[RecordedStep]) -> Iterator[str]:
     """What `--record` measured, and which patterns its last step shows."""
     from reprokit.locate.gradient_patterns import gradient_patterns
 
-    recorded = snapshot.recorded or ()
     if recorded:
         steps = counted(len(recorded), "step")
         yield f"\n{counted(len(recorded[-1].weight_norm), 'parameter')} recorded in {steps}: --to csv prints them"
@@ -139,7 +167,10 @@ _FORMATS = {"table": _as_table, "jsonl": _as_json_lines, "csv": _as_csv}
 def command(
     snapshot: Path, to: Format, output: Path | None, force: bool, json: bool, verbosity: Verbosity
 ) -> ShowTimeline:
-    """Print loss, learning rate, gradient norm, scale and seconds of the last steps, and what the loop noted."""
+    """Print loss, learning rate, gradient norm, scale and seconds of the last steps, and what the loop noted.
+
+    FILE is a snapshot, or what `reprokit capture --numbers FILE` wrote, whose name ends in .jsonl.
+    """
     if output is not None and to != "tensorboard":
         check_file(output, overwrite=force)
     return ShowTimeline(snapshot, "jsonl" if json else to, output, force, verbosity)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from reprokit.capture.early.alarm import LineLog
 from tests.conftest import Run
 
 SCRIPT = """\
@@ -35,6 +36,49 @@ def test_steps_as_a_table_lines_csv_and_events(tmp_path: Path, run_reprokit: Run
     assert run_reprokit("timeline", "x.pt", "--to", "csv", "-o", "x.csv").returncode == 0
     assert [row["loss"] for row in csv.DictReader(io.StringIO((tmp_path / "x.csv").read_text()))][:2] == ["2.0", "1.0"]
     assert run_reprokit("timeline", "x.pt", "--to", "csv", "-o", "x.csv").returncode == 2
+
+
+HEALTHY = """\
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(12):
+    loss = model(torch.randn(4, 2)).pow(2).mean() * (1e4 if step == 11 else 1)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+def test_numbers_of_a_run_without_a_failure(tmp_path: Path, run_reprokit: Run) -> None:
+    (tmp_path / "train.py").write_text(HEALTHY)
+    done = run_reprokit("capture", "--record", "2", "train.py")
+    assert "no numbers are kept (`--numbers FILE` keeps them)" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]  # the contract: no file
+    done = run_reprokit("capture", "--record", "1", "--numbers", "run.jsonl", "train.py")
+    assert (done.returncode, len(done.stderr.splitlines())) == (0, 1) and "numbers to run.jsonl" in done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(12)) and "grad_norm/weight" in rows[0]
+    table = run_reprokit("timeline", "run.jsonl").stdout
+    assert table.split()[:2] == ["step", "loss"]
+    assert "2 parameters recorded in 12 steps" in table and "pattern: total over 100: " in table
+    again = run_reprokit("timeline", "run.jsonl", "--to", "jsonl").stdout
+    assert [json.loads(line) for line in again.splitlines()] == rows
+    assert run_reprokit("capture", "--numbers", "run.jsonl", "train.py").returncode == 2  # it exists
+    assert run_reprokit("capture", "-f", "--record", "4", "--numbers", "run.jsonl", "train.py").returncode == 0
+    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 3
+    (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
+    assert run_reprokit("timeline", "other.jsonl").returncode == 2
+
+
+def test_a_log_of_lines_is_bounded(tmp_path: Path) -> None:
+    log = LineLog(lambda: tmp_path / "run.jsonl", most_bytes=20)
+    for number in range(50):
+        log.add(f"{number:04}")
+    kept = [(tmp_path / name).read_text().split() for name in ("run.jsonl.1", "run.jsonl")]
+    assert [*map(int, kept[0]), *map(int, kept[1])] == list(range(50 - len(kept[0] + kept[1]), 50))
+    assert len(list(tmp_path.iterdir())) == 2 and len(kept[0]) == 5
 
 
 def test_events_can_be_read_by_tensorboard(tmp_path: Path, run_reprokit: Run) -> None:

@@ -6,7 +6,6 @@ Imports no torch: `reprokit.TrainingEvent` is part of the public API.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from reprokit.capture.early.course import Departure, Severity
-from reprokit.words import jsonable, number_words, times_words
+from reprokit.words import json_line, number_words, times_words
 
 EventKind = Literal["spike", "explosion", "dead", "scale"]
 QUANTITIES: Mapping[EventKind, str] = {"spike": "loss", "explosion": "gradient norm", "scale": "scale"}
@@ -52,8 +51,7 @@ class TrainingEvent:
 
     def to_json(self) -> str:
         """The event as a line of JSON; numbers that JSON does not have are texts, and what is unknown is left out."""
-        items = {name: jsonable(value) for name, value in asdict(self).items() if value is not None}
-        return json.dumps(items, allow_nan=False)
+        return json_line({name: value for name, value in asdict(self).items() if value is not None})
 
 
 def event_of(kind: EventKind, departure: Departure, step: int) -> TrainingEvent:
@@ -81,15 +79,16 @@ def event_of(kind: EventKind, departure: Departure, step: int) -> TrainingEvent:
     )
 
 
-class EventLog:
-    """Events as JSON lines in a file, which appears with the first one.
+class LineLog:
+    """Lines in a file, such as events as JSON; the file appears with the first one.
 
-    Any thread may add. A file that grows beyond 1 MiB is renamed to ``<name>.1``, in the place of an older one. The
-    function ``name`` is called for the first event: a process may learn its rank after its capture has begun.
+    Any thread may add. A file that grows beyond ``most_bytes`` is renamed to ``<name>.1``, in the place of an older
+    one. The function ``name`` is called for the first line: a process may learn its rank after its capture has begun.
     """
 
-    def __init__(self, name: Callable[[], Path]) -> None:
+    def __init__(self, name: Callable[[], Path], most_bytes: int = _MOST_BYTES) -> None:
         self._name = name
+        self._most_bytes = most_bytes
         self._lock = threading.Lock()
 
     @functools.cached_property
@@ -97,10 +96,10 @@ class EventLog:
         """The file."""
         return self._name()
 
-    def add(self, event: TrainingEvent) -> None:
-        """Append an event; raises `OSError` if the disk says no."""
+    def add(self, line: str) -> None:
+        """Append a line; raises `OSError` if the disk says no."""
         with self._lock:
-            if self.path.exists() and self.path.stat().st_size > _MOST_BYTES:
+            if self.path.exists() and self.path.stat().st_size > self._most_bytes:
                 os.replace(self.path, self.path.with_name(f"{self.path.name}.1"))
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(event.to_json() + "\n")
+                file.write(line + "\n")

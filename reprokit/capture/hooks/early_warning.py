@@ -18,7 +18,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from reprokit.arrivals import pass_on
-from reprokit.capture.early.alarm import EventKind, EventLog, TrainingEvent, event_of
+from reprokit.capture.early.alarm import EventKind, LineLog, TrainingEvent, event_of
 from reprokit.capture.early.detectors import BATCH, Alarm, Detectors, Finding
 from reprokit.capture.early.silent import hooked, silent
 from reprokit.capture.failure_text import event_words
@@ -75,7 +75,7 @@ class EarlyWarning:
         run_state: RunState,
         kinds: Collection[EventKind],
         saver: EventSaver,
-        log: EventLog,
+        log: LineLog,
         on_event: Callable[[TrainingEvent], object] | None,
     ) -> None:
         self._session = session
@@ -278,7 +278,7 @@ class EarlyWarning:
     def _emit(self, event: TrainingEvent) -> None:
         self._session.say(visible_line(event.line()))
         try:
-            self._log.add(event)
+            self._log.add(event.to_json())
         except OSError as error:
             self._session.complain(f"could not write `{self._log.path.name}`", error)
         if self._on_event is not None:

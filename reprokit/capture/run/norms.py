@@ -89,10 +89,9 @@ class NormMeter:
         row = self._measure(step, list(parameters_of(optimizer)))
         if row is not None:
             self._keep(row)
+            self.hand_over(numbers(), row)
         ended = time.perf_counter()
         self._next, self._last_step = ended + (ended - started) / AUTO_SHARE, step
-        if row is not None:
-            self.hand_over(numbers(), row)
 
     def _is_due(self, step: int, now: float) -> bool:
         """True if this step is to be measured; every optimizer of a step, or none."""
