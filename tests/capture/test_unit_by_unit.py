@@ -75,6 +75,7 @@ def train(how, where, culprit, kind):
             logits = model(ids, how if is_bad else "", where % 4)
             loss = F.cross_entropy(logits.float().flatten(0, 1), ids.flatten() % 3)
             loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item().hex())
     return losses

@@ -302,10 +302,15 @@ class Describing:
         ):
             failed = replace(failed, stand_ins=stand_ins, units=units)
             is_backward = failed.observed_at == "gradient"
+            if is_backward:  # gradients before the first unit are not there to be clipped
+                failed = replace(failed, entries=failed.entries[: _end_of_backward(failed.entries)])
             units.record(functools.partial(play_forward, failed), stops_at_bad=not is_backward)
             while True:
                 capture = replace(failed.capture, **units.summary())
                 made = make_snapshot(replace(failed, capture=capture), self._noticed.frame)
+                raised = made.snapshot.failure.exception
+                if raised is not None and failed.raised is None:
+                    raise Unanswered(f"a part of the step raises {raised[0]}: {raised[1]}")
                 if not is_backward or units.first == 0 or _is_shown(made.snapshot):
                     return made
                 units.first -= 1
@@ -638,6 +643,11 @@ def _one_after_another(steps: Sequence[PastStep]) -> list[Entry]:
         if first is not None and step.generators is not None:
             first.generators = step.generators
     return [entry for step in steps for entry in step.entries]
+
+
+def _end_of_backward(entries: Sequence[Entry]) -> int:
+    """The position behind the last backward call."""
+    return max((number + 1 for number, entry in enumerate(entries) if entry.kind is kinds.BACKWARD), default=0)
 
 
 def num_backward(entries: Sequence[Entry | None]) -> int:
