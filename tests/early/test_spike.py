@@ -171,6 +171,32 @@ def test_a_planted_cause_is_found(
     assert (event.kind, event.began_at, event.snapshot) == ("spike", 60, str(tmp_path / "run.pt"))
 
 
+@pytest.mark.parametrize(("wrong_at", "quantity"), [(60, "update"), (50, "loss")])
+def test_a_learning_rate_that_is_wrong_in_one_step_is_dated_by_its_update(
+    wrong_at: int, quantity: str, tmp_path: Path
+) -> None:
+    """The steps after it are as small as those before; one long before the loss leaves its course is not the cause."""
+    torch.manual_seed(0)
+    model = mlp(16, 32, 32, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    with reprokit.capture(tmp_path / "run.pt", on=("early",), quiet=True) as session:
+        for step in range(100):
+            optimizer.param_groups[0]["lr"] = (1.0 if wrong_at == 60 else 0.02) if step == wrong_at else 1e-3
+            x = torch.randn(16, 16)
+            y = x.sum(1, keepdim=True) * (1e4 if step >= 60 and wrong_at != 60 else 1.0)
+            loss = F.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (result,) = session.results
+    failure = result["failure"]
+    assert (failure["step"], failure["event"]["quantity"]) == (60, quantity)
+    if quantity == "update":
+        assert failure["call"] == "torch.optim.Adam.step"
+        found = diagnose(reprokit.load(tmp_path / "run.pt"))
+        assert found.id == "learning-rate-jump" and "In step 60 the learning rate rose" in found.mechanism
+
+
 def test_the_failure_of_a_jump_of_the_learning_rate_is_reduced_to_an_update(tmp_path: Path) -> None:
     _loop(tmp_path, _rate)
     reduction = reprokit.shrink(reprokit.load(tmp_path / "run.pt"), max_time=60)

@@ -275,7 +275,8 @@ def _until_seen(entries: list[Entry], quantity: str) -> list[Entry]:
 def _beginning(steps: list[PastStep], measured: list[MeasuredStep], alarm: Alarm, number: int) -> _Beginning:
     """Where an alarm begins: its own first step, or an earlier one that is off in a number that was not followed live.
 
-    That number has to be off in every step from there up to the alarm's last.
+    That number has to be off in every step from there up to the alarm's last. In the step right before the alarm it
+    may be off alone, if the update is: a learning rate may be wrong once.
     """
     departure = alarm.departure
     healthy = _position(steps, departure.healthy.place)
@@ -289,9 +290,13 @@ def _beginning(steps: list[PastStep], measured: list[MeasuredStep], alarm: Alarm
     )
     found = _Beginning(number, healthy if healthy is not None else max(number - 1, 0), own)
     own_turn = [n for n, one in enumerate(measured) if one.optimizer == measured[number].optimizer]
-    for quantity in ("gradient norm", "update"):
-        numbers = [measured[n].norm if quantity == "gradient norm" else measured[n].update for n in own_turn]
+    series = {name: [getattr(measured[n], name) for n in own_turn] for name in ("norm", "update")}
+    last = own_turn.index(number) - 1 if measured else -1  # before the alarm
+    is_by_update = _is_off(series["update"], last)
+    for quantity, numbers in zip(("gradient norm", "update"), series.values(), strict=True):
         turn = _first_off(numbers)
+        if is_by_update and _is_off(numbers, last):
+            turn = last if turn is None else min(turn, last)
         if turn is not None and own_turn[turn] < found.number:
             band = _band(numbers, turn)
             usual = (n for n in range(turn - 1, -1, -1) if (value := numbers[n]) and band.spreads(value) <= USUAL)
@@ -306,6 +311,14 @@ def _beginning(steps: list[PastStep], measured: list[MeasuredStep], alarm: Alarm
             )
             found = _Beginning(first, before, predicate)
     return found
+
+
+def _is_off(numbers: Sequence[float | None], position: int, limit: float = SPREADS) -> bool:
+    """True if a number is off the course of enough numbers before it."""
+    if position < _LEAST or len(_known(numbers[:position])) < _LEAST:
+        return False
+    value = numbers[position]
+    return value is not None and _band(numbers, position).spreads(value) > limit
 
 
 def _band(numbers: Sequence[float | None], position: int) -> Band:
@@ -326,9 +339,7 @@ def _first_off(numbers: Sequence[float | None]) -> int | None:
     """
     first, limit = None, SPREADS
     for position in range(len(numbers) - 1, _LEAST - 1, -1):
-        value = numbers[position]
-        is_known = len(_known(numbers[:position])) >= _LEAST
-        if value is None or not is_known or not _band(numbers, position).spreads(value) > limit:
+        if not _is_off(numbers, position, limit):
             break
         first, limit = position, HIGH
     return first
