@@ -26,6 +26,7 @@ rank = dist.get_rank()
 KINDS = {
     "plain": {},
     "twice": {},
+    "nested": {},
     "mixed": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
     "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
 }
@@ -62,7 +63,8 @@ class Net(nn.Module):
 def train(how, where, culprit, kind):
     torch.manual_seed(0)
     model = Net()
-    for part in (*model.blocks, model):
+    inner = [part for block in model.blocks for part in (block.up, block.down)] if kind == "nested" else []
+    for part in (*inner, *model.blocks, model):
         fully_shard(part, **KINDS[kind])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(rank)
@@ -128,12 +130,17 @@ def test_a_step_is_replayed_from_the_culprit_on(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_failure_outside_of_units_needs_none(tmp_path: Path) -> None:
-    done = launch(tmp_path, SCRIPT, 2, "train.py", "loss-0-1-plain-3")
+    done = launch(tmp_path, SCRIPT, 2, "train.py", "loss-0-1-plain-3", "forward-1-0-nested-1")
     assert done.returncode == 0, done.stderr
     snapshot = load(tmp_path / "loss-0-1-plain-3.rank1.pt")
     failure = snapshot.failure
     assert (failure.call, failure.module, snapshot.fidelity) == ("torch.Tensor.div", "<Net>", "exact")
     assert parameters_of(snapshot) == {"head"} and snapshot.settings.last_recorded_unit == "blocks.3"
+    between = load(tmp_path / "forward-1-0-nested-1.rank0.pt")
+    failure, settings = between.failure, between.settings
+    assert (failure.call, failure.module, between.fidelity) == ("torch.Tensor.div", "blocks.1", "exact")
+    assert (settings.num_recorded_units, settings.last_recorded_unit) == (4, "blocks.1.down")
+    assert parameters_of(between) == {"blocks.2", "blocks.3", "head"}
 
 
 def test_an_exception_is_raised_again(tmp_path: Path) -> None:
