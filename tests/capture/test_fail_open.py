@@ -30,6 +30,7 @@ from reprokit.capture.options import DEFAULT_ON
 from reprokit.capture.record import current_step
 from reprokit.capture.session import Session
 from reprokit.snapshot.format import load
+from tests.capture.test_compiled import miscompiled
 from tests.capture.traps_checks import (
     BAD_STEP,
     Gated,
@@ -54,20 +55,21 @@ from tests.capture.traps_checks import (
 )
 from tests.conftest import Run, import_benchmark
 
-GUARDS = import_benchmark("faults").GUARDS | {"give_gradients"}  # which gives back, as `State.give_back` does
+GUARDS = import_benchmark("faults").GUARDS | {
+    "give_gradients",  # which gives back, as `State.give_back` does
+    *("CompiledCalls.watched", "CompiledCalls._perform"),
+}
 # The guards, their callers, and what runs before or without a loop.
 WITHOUT_FAULTS = {
     *("session", "launch", "block", "options", "rank_name"),
     *("hooks.torch_hooks", "hooks.composite_calls", "record.kinds", "record.stack", "record.structure"),
 }
 NOT_IN_THESE_RUNS = {
-    *("rewind.meeting", "rewind.replicas", "rewind.compare_ranks", "save.different_ranks"),  # `test_different_ranks.py`
-    "save.miscompiled",
+    *("rewind.meeting", "rewind.replicas", "rewind.compare_ranks", "save.different_ranks"),  # `test_faults_of_ranks.py`
+    *("hooks.compiled_calls", "save.miscompiled"),  # `test_a_fault_where_compiled_code_fails`
     *("failure_text", "save.exceptions"),
-    "hooks.compiled_calls",  # `test_compiled.py`
     *("run.exchange", "run.shards", "save.unshard", "save.stage", "save.unit_by_unit"),  # several processes
     "run.reports",
-    *("rewind.compare_ranks", "save.different_ranks"),  # `test_different_ranks.py`
 }
 HOME = "reprokit.capture."
 MODULES = (part for part in pkgutil.walk_packages(sys.modules["reprokit.capture"].__path__, HOME) if not part.ispkg)
@@ -155,6 +157,11 @@ def learning_nothing() -> list[torch.Tensor]:
     return ending(model, scaler)
 
 
+def miscompiled_and_failing() -> list[torch.Tensor]:
+    """The loss is nan in the compiled code alone."""
+    return miscompiled("loss")
+
+
 ON: dict[Loop, tuple[str, ...]] = {leaving_its_course: ("early",), learning_nothing: ("early",)}
 RUNS: dict[Loop, int | None] = {  # and how often the state is copied; the quickest first
     failing_at_once: None,
@@ -222,7 +229,7 @@ def fault_in(owner: Any, attribute: str, function: Callable[..., Any], nth: int)
 def session_of(loop: Loop, folder: Path) -> Session:
     """The session that watches a loop."""
     on = ON.get(loop, DEFAULT_ON)
-    return Session(directory=folder, after="continue", history=RUNS[loop], on=on, record="2", on_numbers=str)
+    return Session(directory=folder, after="continue", history=RUNS.get(loop), on=on, record="2", on_numbers=str)
 
 
 def broken_promises(loop: Loop, fault: Fault, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -296,6 +303,24 @@ def test_a_fault_in_any_function(part: str, tmp_path: Path, capsys: pytest.Captu
             broken[f"{label} in {loop.__name__}"] = promises
     assert broken == {}
     assert num_met or part in NOT_IN_THESE_RUNS
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo looks at `grad` of tensors that are no leaves
+@pytest.mark.parametrize("part", ["hooks.compiled_calls", "save.miscompiled"])
+def test_a_fault_where_compiled_code_fails(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first call of each function raises."""
+    broken: dict[str, list[str]] = {}
+    num_met = 0
+    for label, owner, attribute, function in list(functions_of(importlib.import_module(HOME + part))):
+        folder = tmp_path / label
+        folder.mkdir()
+        with described_once(), fault_in(owner, attribute, function, 1) as fault:
+            promises = broken_promises(miscompiled_and_failing, fault, folder, capsys)
+        num_met += fault.num_calls > 0
+        if promises:
+            broken[label] = promises
+    assert broken == {}
+    assert num_met
 
 
 # -- the disk -------------------------------------------------------------------------------------------------------

@@ -132,7 +132,7 @@ class Ranks:
         try:
             texts = self.meeting.exchange("copy", str(own), AT_END if is_end else AT_COPY)
         except (Parted, RuntimeError) as error:
-            self.parted = str(error) if isinstance(error, Parted) else "the store has gone"
+            self.parted = str(error).partition("\n")[0]
             self.part()
             return None
         answers = [CopyAnswer.read(text) for text in texts]
