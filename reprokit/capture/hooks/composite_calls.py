@@ -161,9 +161,12 @@ class WholeCalls:
         except Exception as error:
             tape.switch_off(error)
         is_outermost = tape.is_outermost
+        popped = tape.step_aside()
         try:
-            with tape.paused():
+            try:
                 output = target(*args, **kwargs)
+            finally:
+                tape.step_back(popped)
         except BaseException as error:  # such as `error_if_nonfinite` asks for
             entry = tape.guard(tape.note, kind, target, frame, args) if is_outermost else None
             if entry is not None:

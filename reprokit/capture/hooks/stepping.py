@@ -79,13 +79,13 @@ class Stepping:
         """See `running.Listener`: is the loss bad?"""
         if not self._tape.enabled:
             return
-        suspects, is_alone = self._failures.suspects, self._run_state.ranks.is_alone
+        suspects, ranks = self._failures.suspects, self._run_state.ranks
         try:
             self._run_state.forget_pure_steps()
             verdict = self._policy.start(entry)
             suspect = self._running.suspect
             settled = suspects.at_backward(suspect, verdict is not None) if suspect is not None else None
-            can_wait = verdict != "now" or not is_alone or suspects.can_wait()
+            can_wait = verdict != "now" or not ranks.is_alone or suspects.can_wait()
         except BaseException as error:
             self._tape.switch_off(error)
             return
@@ -98,7 +98,7 @@ class Stepping:
             self._tape.guard(self._run_state.report_bad)  # the other processes wait for this backward
         elif verdict == "before" and settled != "skipped" and self._tape.enabled:
             self._failures.fail("loss", is_late=True)
-        if self._run_state.ranks.is_sharded and self._tape.enabled and self._policy.matter:
+        if ranks.is_sharded and self._tape.enabled and self._policy.matter:
             self._tape.guard(self._own_gradient.before_backward)
 
     def finish_differentiation(self, entry: Entry) -> None:

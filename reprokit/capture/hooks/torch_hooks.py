@@ -187,7 +187,8 @@ class Hooks:
 
         def backward(*args: Any, **kwargs: Any) -> Any:
             if is_compiling() or not tape.is_outermost:  # such as the one that `Tensor.backward` calls
-                tape.miss_backward()
+                if threading.get_ident() != tape.thread:
+                    tape.miss_backward()
                 return original(*args, **kwargs)
             return tape.differentiate(original, args, kwargs)
 

@@ -140,7 +140,7 @@ class RunningStep:
         self.gaps = [gap for gap in self.gaps if gap is None or gap.kind is not kinds.BACKWARD]
 
     def add(self, entry: Entry) -> None:
-        """Note a call with everything that it made."""
+        """Note a call with everything that it made; of a root module, when it is about to run."""
         self.entries.append(entry)
         self.num_bytes += _bytes_of(entry, self._given)
         if self.num_bytes > self._sweep_at:
@@ -165,10 +165,6 @@ class RunningStep:
             self.entries.append(entry)
         else:
             self.add(entry)
-
-    def begin_module(self, entry: Entry) -> None:
-        """Note the call of a root module, which is about to run."""
-        self.add(entry)
 
     def finish_module(self, entry: Entry, output: Any) -> None:
         """A root module has returned.

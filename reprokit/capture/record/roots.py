@@ -188,7 +188,7 @@ class RootCalls:
         entry.is_training = module.training
         entry.forward = vars(unwrapped(module)).get("forward")
         entry.settings = self.attributes.note(module)
-        running.begin_module(entry)
+        running.add(entry)
         return entry
 
     def meet(self, module: torch.nn.Module) -> None:

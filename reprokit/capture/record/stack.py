@@ -170,8 +170,8 @@ class StackedMode(TorchFunctionMode):
         return True
 
     def miss_backward(self) -> None:
-        """A backward call is not noted; remember it if that is because of its thread."""
-        is_other = self.enabled and get_ident() != self.thread and torch._C._current_graph_task_id() == -1
+        """A backward call of another thread is not noted; remember it."""
+        is_other = self.enabled and torch._C._current_graph_task_id() == -1
         if is_other and not self.has_other_thread:
             self.has_other_thread = True
             self.on_other_thread()

@@ -12,7 +12,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -68,6 +68,7 @@ class _Past:
     num_bytes: int = 0  # of the gradients
     copies: Copies = field(default_factory=Copies)
     ruined: list[torch.Tensor] | None = None
+    size: tuple[int, int] = (0, 0)  # of as many gradients in a step, in bytes
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -76,6 +77,12 @@ class _Past:
     def parameters(self) -> list[torch.Tensor]:
         optimizer = self.reference()
         return [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
+
+    def size_of(self, gradients: Sequence[torch.Tensor]) -> int:
+        """The memory of a step's gradients, in bytes; counted again when there are more or fewer of them."""
+        if self.size[0] != len(gradients):
+            self.size = len(gradients), num_bytes(gradients)
+        return self.size[1]
 
     def drop_updates(self) -> None:
         self.updates.clear()
@@ -117,7 +124,7 @@ class Updates:
             past.drop_updates()
         parameters = past.parameters()
         gradients = [getattr(grad, "_local_tensor", grad) for grad in map(_grad, parameters)]
-        size = num_bytes([gradient for gradient in gradients if gradient is not None])
+        size = past.size_of([gradient for gradient in gradients if gradient is not None])
         if past.updates and (is_due or not self._has_room(size)):
             if bad_tensor(map(_local, parameters)) is not None:
                 past.ruined = [_copied(parameter) for parameter in parameters]
@@ -136,7 +143,10 @@ class Updates:
         """The update is over."""
         past = self._pasts.get(id(optimizer))
         if past is not None and past.updates:
-            past.updates[-1].entry = replace(entry, target=None)
+            where = (None, entry.name, entry.code, entry.instruction)
+            kept = Entry(entry.kind, None, entry.args, entry.kwargs, entry.mode, *where)
+            kept.versions, kept.settings = entry.versions, entry.settings
+            past.updates[-1].entry = kept
 
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""

@@ -125,6 +125,8 @@ class RunState:
 
     def begin_update(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to write parameters."""
+        if self.ranks.meeting is not None:
+            return
         self.ranks.begin_update()
         if (self.ranks.is_sharded or self.ranks.stage is not None) and self._keeps_updates:
             self.updates.begin(optimizer, self.iterations.completed, self.running.entries)
@@ -160,8 +162,6 @@ class RunState:
             self.history.interrupt()
         elif self.history.is_complete:
             self._keep_step()
-            if self.ranks.meeting is not None and self.history.is_full:
-                self.history.interrupt()  # until the next copy of all ranks
         if optimizer is not None and len(optimizer.state) != self._num_states.get(id(optimizer)):
             self._num_states[id(optimizer)] = len(optimizer.state)
             self._know_state()
@@ -223,6 +223,8 @@ class RunState:
         holds_graph = any(map(_keeps_graph, running.differentiations))
         if len(history.waiting()) >= self._may_wait or holds_graph or self._waiting_bytes > history.room:
             self.freeze_past()
+            if self.ranks.meeting is not None and history.is_full:
+                history.interrupt()  # until the next copy of all ranks
 
     def freeze_past(self) -> None:
         """Let go of what past steps made and nobody needs any more."""
