@@ -81,9 +81,11 @@ def slowly(*args):
     return replayed(*args)
 
 on_failure.snapshot_of = slowly
+announce = on_failure.Failures._save_pending
+on_failure.Failures._save_pending = lambda self, noticed: time.sleep(1) or announce(self, noticed)
 if rank == 0:
     Ranks.meet_all = lambda self: os.kill(os.getpid(), signal.SIGKILL)
-"""  # while the other rank replays its step
+"""  # before the other rank has begun to replay its step
 LATE = """
 from reprokit.capture.hooks.own_gradient import OwnGradient
 from reprokit.capture.hooks.policy import Policy

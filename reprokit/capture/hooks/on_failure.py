@@ -208,8 +208,9 @@ class Failures:
         """One of several processes had a bad loss or gradient: its rank saves, and all stop in the same step."""
         frame, session, ranks = sys._getframe(1), self._session, self._run_state.ranks
         try:
-            if not (is_seen_by_all and self._go_back_together(frame, observed_at)):
-                self._save_or_leave(frame, is_seen_by_all)
+            with self._until_saved():  # another rank may end before this one has begun to save
+                if not (is_seen_by_all and self._go_back_together(frame, observed_at)):
+                    self._save_or_leave(frame, is_seen_by_all)
             all_stop = self._all_stop(is_seen_by_all and (session.stops or ranks.is_sharded))
         except Exception as error:
             session.switch_off(error)
@@ -475,14 +476,23 @@ class Failures:
             self._session.leave()
             self._session.stop()
             return None
-        with _termination_deferred(self._run_state.ranks.hurry) as terminated:
+        with self._until_saved():
             path = self._write(noticed, is_wanted)
             if path is not None:
                 self._session.hand_over(path)
-        self._is_terminated = bool(terminated)
-        if terminated and not (path is not None and self._session.stops):
-            signal.raise_signal(signal.SIGTERM)
         return path
+
+    @contextlib.contextmanager
+    def _until_saved(self) -> Iterator[None]:
+        """Defer a SIGTERM until the block ends; it ends the process then, unless a saved step stops the loop."""
+        arrived: list[int] = []
+        try:
+            with _termination_deferred(self._run_state.ranks.hurry) as arrived:
+                yield
+        finally:
+            self._is_terminated = self._is_terminated or bool(arrived)
+            if arrived and not (self.snapshots and self._session.stops):
+                signal.raise_signal(signal.SIGTERM)
 
     def _is_of_other_stage(self, noticed: Noticed) -> bool:
         """True if another stage of the pipeline sent the bad value, and saves its step."""

@@ -79,6 +79,7 @@ class Meeting:
 
     def __init__(self, store: Any, prefix: str, rank: int, size: int) -> None:
         self.rank = rank
+        self.is_ending = False  # the launcher ends this process
         self._store = store
         self._prefix = prefix
         self._size = size
@@ -107,7 +108,9 @@ class Meeting:
             if ended:
                 steps = self._store.get(self._end(ended[0])).decode()
                 raise Parted(f"rank {ended[0]} answers no more after {counted(int(steps), 'optimizer step')}")
-            if waited > patience:
+            if self.is_ending:
+                raise Parted("the launcher ends this process")
+            if missing and waited > patience:
                 raise Parted(f"rank {missing[0]} did not answer within {patience:.0f} seconds")
             time.sleep(min(_LONGEST, _SHORTEST + waited / 10))
 

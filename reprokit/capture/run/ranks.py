@@ -73,6 +73,7 @@ class Ranks:
         self._size = 1
         self._store: Any = None
         self._has_reported = False
+        self._is_ending = False
         Ranks._runs += 1
         self._prefix = f"reprokit/{Ranks._runs}"
 
@@ -167,7 +168,10 @@ class Ranks:
             self._exchange.place = num_updates
 
     def hurry(self) -> None:
-        """The launcher is about to end this process, and maybe has ended others."""
+        """The launcher is about to end this process, and maybe has ended others: wait for nobody any more."""
+        self._is_ending = True
+        if self.meeting is not None:
+            self.meeting.is_ending = True
         if self._exchange is not None:
             self._exchange.is_ending = True
 
@@ -312,7 +316,7 @@ class Ranks:
         """Wait until every rank has written this; ``False`` if one goes on unwatched, or takes too long."""
         ends_at = time.monotonic() + seconds
         while not self._are_all(what):
-            if not self._are_all("watches") or time.monotonic() > ends_at:
+            if self._is_ending or not self._are_all("watches") or time.monotonic() > ends_at:
                 return self._are_all(what)
             time.sleep(0.05)
         return True
