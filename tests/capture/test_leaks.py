@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as optimizers
 
+from reprokit.capture.run.timeline import Timeline
 from reprokit.capture.session import Session
 from tests.capture.traps_checks import batches, classify, described_once, net, plain_net, rooted_loss, update
 
@@ -160,3 +161,15 @@ def test_a_remembered_step_is_a_handful_of_objects(tmp_path: Path) -> None:
             update(optimizer, classify(model, x, y))
         gc.collect()
         assert len(gc.get_objects()) - before < 12 * steps
+
+
+def test_a_loop_that_asks_for_gradients_and_never_updates_keeps_no_numbers() -> None:
+    """A simulation calls `torch.autograd.grad` for forces; its energies on a GPU are kept as the tensors they are."""
+    timeline, energies = Timeline(), [torch.ones(()) for _ in range(3)]
+    kept = [weakref.ref(energy) for energy in energies]
+    timeline.start_grad(energies[0])
+    assert timeline.likely_loss is energies[0]
+    for energy in energies[1:]:
+        timeline.start_grad(energy)
+    del energies[:], energy
+    assert timeline.likely_loss is None and [energy() for energy in kept] == [None] * 3

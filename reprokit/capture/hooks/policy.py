@@ -78,7 +78,7 @@ class Policy:
         if entry.name in _OF_LOSSES:
             self._run_state.timeline.loss = loss
         elif entry.name == AUTOGRAD_GRAD:
-            self._run_state.timeline.grad_starts.append(loss)
+            self._run_state.timeline.start_grad(loss)
 
     def results(self, losses: Sequence[torch.Tensor]) -> Literal["now", "before"] | None:
         """Like `start`, for the losses that a compiled step has returned."""

@@ -33,13 +33,14 @@ class Turn(NamedTuple):
 class Timeline:
     """Notes of the last `TIMELINE_STEPS` steps. ``loss`` and ``grad_norm`` are those of the step that is running.
 
-    ``grad_starts`` are the numbers that `torch.autograd.grad` started from in it.
+    ``_grad_start`` is the number that the only call of `torch.autograd.grad` started from in it.
     """
 
     def __init__(self) -> None:
         self.loss: torch.Tensor | float | None = None
         self.grad_norm: torch.Tensor | None = None
-        self.grad_starts: list[torch.Tensor | float] = []
+        self._grad_start: torch.Tensor | float | None = None
+        self._num_grad_starts = 0
         self._noted: dict[str, float] = {}
         self._steps: collections.deque[Numbers] = collections.deque(maxlen=TIMELINE_STEPS)
         self._started = time.perf_counter()
@@ -59,16 +60,18 @@ class Timeline:
         loss = self.likely_loss
         self._steps.append(Numbers(place, number, loss, rate, self.grad_norm, scale, seconds, optimizer, noted))
         self._started = now
-        self.loss = self.grad_norm = None
-        if self.grad_starts:
-            self.grad_starts = []
+        self.loss = self.grad_norm = self._grad_start = None
+        self._num_grad_starts = 0
 
     @property
     def likely_loss(self) -> torch.Tensor | float | None:
         """The loss of the running step: without one, what its only call of `torch.autograd.grad` started from."""
-        if self.loss is None and len(self.grad_starts) == 1:
-            return self.grad_starts[0]
-        return self.loss
+        return self._grad_start if self.loss is None else self.loss
+
+    def start_grad(self, number: torch.Tensor | float) -> None:
+        """`torch.autograd.grad` starts from this number; of several none is known to be the loss, and none is kept."""
+        self._num_grad_starts += 1
+        self._grad_start = number if self._num_grad_starts == 1 else None
 
     def last(self) -> StepNumbers:
         """The step that has just ended."""
