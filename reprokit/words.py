@@ -102,7 +102,7 @@ def data_words(event: Mapping[str, Any]) -> str:
     if event.get("largest") is None:
         return ""
     argument, _, call = str(event.get("argument") or "").partition(" of ")
-    what = f"the {argument} of `{call}`" if call else f"`{event['source']}`"
+    what = f"the {argument} of `{call}`" if call else f"`{argument or event['source']}`"
     usual = f"in step {event['reference_step']} up to {number_words(event['largest_usual'])}"
     return f"{what} is up to {number_words(event['largest'])} in magnitude, {usual}"
 

@@ -49,6 +49,11 @@ class Predicate:
     largest: float | None = left_out()
     largest_usual: float | None = left_out()
 
+    @property
+    def is_complete(self) -> bool:
+        """True if ``largest`` comes with what it is compared with, and with a name."""
+        return self.largest is None or (self.largest_usual is not None and bool(self.argument or self.source))
+
 
 @dataclass(frozen=True, slots=True)
 class RankDifference:

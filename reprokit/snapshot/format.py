@@ -224,12 +224,16 @@ _HEADER = frozenset({"format", "kind", "version"})
 
 
 def require_consistent(step: FailedProgram) -> None:
-    """Raise `ValueError` unless every input has a tensor, and the calls that the failure names are there."""
+    """Raise `ValueError` unless every input has a tensor, the calls that the failure names are there, and the data of
+    an event have a name and two sizes."""
     lacking = [item.name for item in step.program.inputs if item.value not in step.tensors]
     if lacking:
         raise ValueError(f"the input `{lacking[0]}` has no tensor")
     if step.failure.cause is not None and step.failure.cause.cause is not None:
         raise ValueError("the cause of the failure has a cause")
+    event = step.failure.event
+    if event is not None and not event.is_complete:
+        raise ValueError("the event has a `largest` without `largest_usual`, or without the name of an input")
     require_call(step.program, step.failure)
 
 

@@ -92,6 +92,21 @@ def test_a_failure_of_an_earlier_version_is_read(content: dict[str, Any], tmp_pa
     assert load(tmp_path / "old.pt").failure == load(tmp_path / "whole.pt").failure
 
 
+@pytest.mark.parametrize("more", [{}, {"source": "x"}, {"largest_usual": 2.0}, {"argument": "target of mse_loss"}])
+def test_the_data_of_an_event_have_a_name_and_two_sizes(
+    content: dict[str, Any], more: dict[str, Any], tmp_path: Path
+) -> None:
+    numbers = {"quantity": "loss", "value": 9.0, "threshold": 8.0, "reference_step": 1, "began_at": 2, "largest": 3.0}
+    write_file(
+        tmp_path / "x.pt", "snapshot", {**content, "failure": {**content["failure"], "event": {**numbers, **more}}}
+    )
+    with pytest.raises(SnapshotError, match="is damaged: the event has a `largest` without"):
+        load(tmp_path / "x.pt")
+    event = {**numbers, "source": "x", "largest_usual": 2.0, **more}
+    write_file(tmp_path / "x.pt", "snapshot", {**content, "failure": {**content["failure"], "event": event}})
+    assert load(tmp_path / "x.pt").summary()["failure"]["event"]["largest_usual"] == 2.0
+
+
 def test_a_version_that_is_none(content: dict[str, Any], tmp_path: Path) -> None:
     torch.save({**content, "version": "1"}, tmp_path / "broken.pt")
     with pytest.raises(SnapshotError, match="is damaged: its version is '1'"):
