@@ -28,6 +28,7 @@ from torch import nn
 
 from reprokit.capture.options import DEFAULT_ON
 from reprokit.capture.record import current_step
+from reprokit.capture.record.stack import CaptureStop
 from reprokit.capture.session import Session
 from reprokit.snapshot.format import load
 from tests.capture.test_compiled import miscompiled
@@ -541,3 +542,18 @@ def test_nothing_is_left_of_a_capture_that_broke(tmp_path: Path, monkeypatch: py
         assert (torch.nn.Module.__call__, torch.autograd.backward, torch.nn.utils.clip_grad_norm_) == before
         assert not optimizers._global_optimizer_pre_hooks
     assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.mark.parametrize("loss_of", [divided_loss, rooted_loss])
+def test_the_loop_stops_although_the_host_of_the_store_has_gone_meanwhile(
+    loss_of: Callable[..., torch.Tensor], tmp_path: Path
+) -> None:
+    host = [torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    store = torch.distributed.TCPStore("127.0.0.1", host[0].port, is_master=False)
+    model, session = plain_net(), Session(directory=tmp_path, on_snapshot=lambda path: host.clear())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CaptureStop), session:
+        session._run_state.ranks._store = store
+        for step, x, y in batches():
+            update(optimizer, loss_of(model(x), y, step == BAD_STEP))
+    assert [load(path).step for path in session.snapshots] == [BAD_STEP]

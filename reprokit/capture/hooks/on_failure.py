@@ -135,7 +135,7 @@ class Failures:
         """Save the step and end the session; raises `CaptureStop` unless the loop is to go on."""
         try:
             path = self._save(Noticed(observed_at, sys._getframe(1), pending, is_late))
-            self._run_state.ranks.leave()
+            self._leave_ranks()
         except Exception as error:
             self._session.switch_off(error)
             return
@@ -154,7 +154,7 @@ class Failures:
         try:
             path = self._save(self._noticed(suspect, sys._getframe(1))) if is_failure else None
             if is_failure:
-                self._run_state.ranks.leave()
+                self._leave_ranks()
             else:
                 self._let_go_of(suspect, verdict)
         except Exception as error:
@@ -220,7 +220,12 @@ class Failures:
         if session.stops:
             session.say("the other processes have not seen it, so the training goes on, unwatched")
         if session.stops or not is_seen_by_all:
-            ranks.leave()
+            self._leave_ranks()
+
+    def _leave_ranks(self) -> None:
+        """Tell the other ranks to wait no more for this one; the store may be gone with the rank that keeps it."""
+        with contextlib.suppress(RuntimeError):
+            self._run_state.ranks.leave()
 
     def _all_stop(self, may_meet: bool) -> bool:
         """True if the loop is to stop on all ranks, after each has done its part."""
@@ -258,7 +263,7 @@ class Failures:
             session.leave()
             all_stop = self._all_stop(session.stops and is_together)
             if not all_stop:
-                self._run_state.ranks.leave()
+                self._leave_ranks()
         except Exception as error:
             session.switch_off(error)
         if all_stop:
