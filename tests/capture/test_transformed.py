@@ -315,6 +315,65 @@ def test_inputs_that_are_changed_by_their_gradient_are_no_step(tmp_path: Path) -
     assert load(session.snapshots[0]).step == 4
 
 
+def two_sets_of_parameters(factor_of: Callable[[int], float]) -> None:
+    """Two networks of the same shape, each of which is trained with the other."""
+    first, second = torch.randn(3), torch.randn(3)
+    for step in range(8):
+        x = torch.randn(3) * factor_of(step)
+        first = first - 0.01 * grad(lambda w, other, x: ((w * x).sum() - (w * other).sum()).square())(first, second, x)
+        second = second - 0.01 * grad(lambda w, other: (w * other).sum().square())(second, first)
+
+
+def changed_inputs(factor_of: Callable[[int], float]) -> None:
+    """Adversarial examples of the shape of the weights."""
+    weights = torch.randn(4)
+    for step in range(8):
+        x, factor = torch.randn(4), factor_of(step)
+        for _ in range(3):
+            x = x + 0.1 * grad(lambda x, weights: (weights * x).sum().square())(x, weights).sign()
+        weights = weights - 0.01 * grad(lambda w, x, factor: (w * x).sum().square() * factor)(weights, x, factor)
+
+
+def a_look_by_autograd(factor_of: Callable[[int], float]) -> None:
+    """The loop looks at the gradient by its input once, and has no other backward pass."""
+    weights = torch.randn(4)
+    for step in range(8):
+        x = torch.randn(8, 4)
+        weights = weights - 0.01 * grad(lambda w, x, factor: (x @ w).square().mean() * factor)(
+            weights, x, factor_of(step)
+        )
+        if step == 2:
+            torch.autograd.grad((x.requires_grad_() @ weights).sum(), x)
+
+
+def a_last_look_at_magnitudes(factor_of: Callable[[int], float]) -> None:
+    """The logarithm of a gradient that is zero in places, of the shape of the weights."""
+    weights = torch.randn(4)
+    for step in range(8):
+        slopes = grad(lambda w: (w.relu() * torch.ones(4)).square().sum())(weights) * factor_of(step)
+        weights = weights - 0.01 * slopes
+    assert not slopes.abs().log10().min().isfinite()
+
+
+WITHOUT_WRITING = [two_sets_of_parameters, changed_inputs, a_look_by_autograd, a_last_look_at_magnitudes]
+
+
+@pytest.mark.parametrize("loop", WITHOUT_WRITING)
+def test_a_step_is_counted_once(loop: Callable[[Callable[[int], float]], None], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with Session(directory=tmp_path, after="continue") as session:
+        loop(lambda step: float("nan") if step == 5 else 1.0)
+    assert load(session.snapshots[0]).step == 5
+
+
+@pytest.mark.parametrize("loop", WITHOUT_WRITING)
+def test_a_healthy_loop_that_writes_nothing(loop: Callable[[Callable[[int], float]], None], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with Session(directory=tmp_path) as session:
+        loop(lambda step: 1.0)
+    assert not session.snapshots
+
+
 def saved(loss: Loss, folder: Path) -> Snapshot:
     with described_once(), Session(directory=folder, after="continue") as session:
         run(loss)

@@ -313,7 +313,7 @@ class Failures:
             bad = self._policy.state()
             if bad is not None:
                 return self._save(Noticed(bad, frame, is_late=True))
-            if self._policy.matter and self._run_state.has_bad_new_parameters():
+            if self._policy.matter and self._run_state.ends_with_bad_parameters():
                 return self._save(Noticed("parameter", frame))
             path = self._look_back_at_suspect(error, frame)
             if path is not None or self.snapshots:

@@ -27,6 +27,7 @@ from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import Noted, is_of_torch
 from reprokit.capture.record.entry import Entry, versions_of
 from reprokit.capture.record.frames import compiled_call, learn_loop
+from reprokit.capture.record.functional import Derivative, NewParameter
 from reprokit.capture.record.screens import bad_tensor, is_handed_to_kernel
 from reprokit.capture.record.state import options_of
 from reprokit.capture.record.structure import repeatable
@@ -81,7 +82,6 @@ class Stepping:
             return
         suspects, ranks = self._failures.suspects, self._run_state.ranks
         try:
-            self._run_state.forget_pure_steps()
             verdict = self._policy.start(entry)
             suspect = self._running.suspect
             settled = suspects.at_backward(suspect, verdict is not None) if suspect is not None else None
@@ -146,18 +146,26 @@ class Stepping:
         """See `running.Listener`: the loop may write into it for its log."""
         self._run_state.timeline.loss = loss.detach().clone()
 
-    def finish_pure_update(self, made: list[torch.Tensor]) -> None:
-        """See `running.Listener`: that ends the step, where nothing else trains.
+    @property
+    def is_functional(self) -> bool:
+        """See `running.Listener`."""
+        return self._run_state.is_functional
 
-        Such a loop keeps no state that could be put back, so every step is checked.
-        """
-        if not self._tape.enabled or not self._run_state.is_purely_functional:
+    def begin_derivative(self, derivative: Derivative) -> None:
+        """See `running.Listener`."""
+        self._run_state.rounds.begin(derivative)
+
+    def finish_functional_update(self, new: list[NewParameter]) -> None:
+        """See `running.Listener`: such a loop keeps no state that could be put back, so every step is checked."""
+        if not self._tape.enabled:
             return
         with self._tape.paused():
-            if self._policy.matter and bad_tensor(made) is not None:
+            bad = bad_tensor([parameter.tensor for parameter in new]) if self._policy.matter else None
+            if bad is not None:
+                self._run_state.bad_derivative = new[bad].derivative.entry
                 self._failures.fail("parameter")
             else:
-                self._run_state.end_pure_step()
+                self._run_state.end_functional_step(new)
                 if self.early is not None:
                     self.early.act()
 

@@ -16,6 +16,7 @@ from reprokit.arrivals import ignored_errors
 from reprokit.capture.record import kinds
 from reprokit.capture.record.drop_unused import drop_unused, still_useful
 from reprokit.capture.record.entry import TENSORS, Entry, PlainEntry, unwrapped
+from reprokit.capture.record.functional import Derivative, Derivatives, NewParameter
 from reprokit.capture.record.inplace_writes import WrittenMemory
 from reprokit.capture.record.state import num_bytes
 from reprokit.capture.record.structure import is_leaf, iter_tensors
@@ -57,8 +58,15 @@ class Listener(Protocol):
     def note_loss(self, loss: torch.Tensor) -> None:
         """A transform that differentiates has returned a loss."""
 
-    def finish_pure_update(self, made: list[torch.Tensor]) -> None:
-        """The loop uses tensors that it has ``made`` of the last derivative: new parameters, in the place of others."""
+    @property
+    def is_functional(self) -> bool:
+        """True if no step so far has written parameters."""
+
+    def begin_derivative(self, derivative: Derivative) -> None:
+        """A transform has differentiated, and a step that writes nothing may follow."""
+
+    def finish_functional_update(self, new: list[NewParameter]) -> None:
+        """The loop uses new parameters in the place of others: it begins a new step."""
 
 
 class RunningStep:
@@ -70,8 +78,8 @@ class RunningStep:
     ``gaps`` are calls that an exception has ended after they may have written something, ``None`` for work that is no
     entry. ``on_lost(entries)`` is called with dropped entries.
     ``num_bytes`` is an estimate of what the entries keep alive. ``is_noted``: the functions that the loop calls in this
-    step are among the entries. ``differentiations`` are the entries of backward calls, ``derivative`` is the
-    last call of a transform that differentiates.
+    step are among the entries. ``differentiations`` are the entries of backward calls, ``derivatives`` are
+    calls of transforms that differentiate.
     """
 
     def __init__(self) -> None:
@@ -85,7 +93,7 @@ class RunningStep:
         self.generators: dict[str, Any] | None = None
         self.on_lost: Callable[[list[Entry]], None] = lambda entries: None
         self.differentiations: list[Entry] = []
-        self.derivative: Entry | None = None
+        self.derivatives = Derivatives()
         self._budget = BUDGET
         self._given: set[int] = set()  # ids of tensors that are part of `num_bytes`
         self.num_bytes = 0
@@ -105,22 +113,11 @@ class RunningStep:
         self.suspect = None
         self.is_hand_updated = False
         self.differentiations = []
-        self.derivative = None
+        self.derivatives.restart()
         self._budget = BUDGET
         self._given = set()
         self._sweep_at = min(self._sweep_at, BUDGET)
         self.num_bytes = 0
-
-    def made_of_derivative(self) -> dict[int, torch.Tensor]:
-        """The tensors without a graph that calls have made of the last derivative, by ``id``."""
-        made: dict[int, torch.Tensor] = {}
-        if self.derivative is None or self.derivative not in self.entries:
-            return made
-        known = {id(tensor) for tensor in iter_tensors(self.derivative.output)}
-        for entry in self.entries[self.entries.index(self.derivative) + 1 :]:
-            if any(id(t) in known or id(t) in made for t in iter_tensors((entry.args, entry.kwargs))):
-                made.update((id(t), t) for t in iter_tensors(entry.output) if not t.requires_grad)
-        return made
 
     def fail(self, error: BaseException, entry: Entry) -> None:
         """An exception came out of a call."""

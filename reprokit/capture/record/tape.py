@@ -84,20 +84,21 @@ class Tape(StackedMode):
             self._listener.finish_hand_update()
 
     def begin_transform(self, given: list[torch.Tensor]) -> None:
-        """A transform of the loop is about to be given tensors; some made of the last derivative are new parameters.
-
-        That was a step then: ``params = {k: p - 0.1 * grads[k] for k, p in params.items()}``.
-        """
+        """A transform of the loop is about to be given tensors; new parameters among them begin a new step."""
         self.begin_forward()
-        made = self.running.made_of_derivative() if not self.is_claimed else {}
-        new = [tensor for tensor in given if id(tensor) in made]
+        if not self._listener.is_functional:
+            return
+        known = set(map(id, given))
+        new = self.running.derivatives.new_parameters(self.running.entries)
+        new = [parameter for parameter in new if id(parameter.tensor) in known]
         if new:
-            self._listener.finish_pure_update(new)
+            self._listener.finish_functional_update(new)
 
-    def finish_derivative(self, loss: Any) -> None:
-        """A transform that differentiates, the last one noted, has returned; ``loss`` may be one."""
-        if self.running.entries and self.running.entries[-1].kind is kinds.TRANSFORM:
-            self.running.derivative = self.running.entries[-1]
+    def finish_derivative(self, by: list[torch.Tensor], loss: Any) -> None:
+        """A transform that differentiates ``by`` tensors, the last one noted, has returned; ``loss`` may be one."""
+        entries = self.running.entries
+        if self._listener.is_functional and entries and entries[-1].kind is kinds.TRANSFORM:
+            self._listener.begin_derivative(self.running.derivatives.add(entries[-1], by))
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._listener.note_loss(loss)
 

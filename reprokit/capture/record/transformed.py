@@ -50,7 +50,7 @@ class TransformCalls:
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
-        self._has_differentiated = False  # the call of the loop that runs, or one inside of it
+        self._by: list[torch.Tensor] = []  # what the call of the loop that runs, or one inside of it, differentiates by
 
     def run(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call what runs a transform: torch's ``target``, given a function and its arguments."""
@@ -61,20 +61,21 @@ class TransformCalls:
         tape.guard(self._note_differentiated, name, args)
         owner = eager_transforms if hasattr(eager_transforms, name) else apis
         output = self._perform(functools.partial(_latest, owner, name), target, args, kwargs)
-        if is_noted and self._has_differentiated:
+        if is_noted and self._by:
             tape.guard(self._finish, name, output)
         return output
 
     def _begin(self, args: tuple[Any, ...]) -> None:
-        self._has_differentiated = False
+        self._by = []
         self._tape.begin_transform([tensor for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)])
 
     def _finish(self, name: str, output: Any) -> None:
         if name == "grad_and_value_impl":
             _, value = output
-            self._tape.finish_derivative(value[0] if isinstance(value, tuple) else value)
+            loss = value[0] if isinstance(value, tuple) else value
         else:
-            self._tape.finish_derivative(output[0] if name == "_jvp_with_argnums" else None)
+            loss = output[0] if name == "_jvp_with_argnums" else None
+        self._tape.finish_derivative(self._by, loss)
 
     def _note_differentiated(self, name: str, args: tuple[Any, ...]) -> None:
         """Note the tensors by which a transform differentiates; inside of a `vmap` those that are not rows."""
@@ -86,8 +87,8 @@ class TransformCalls:
             by = args[1]
         else:
             return
-        self._has_differentiated = True
-        plain = (tensor for tensor in tree_leaves(by) if isinstance(tensor, torch.Tensor) and not _is_wrapped(tensor))
+        plain = [tensor for tensor in tree_leaves(by) if isinstance(tensor, torch.Tensor) and not _is_wrapped(tensor)]
+        self._by += plain
         self._tape.running.memory.note_differentiated(plain)
 
     def make(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -118,6 +119,7 @@ class TransformCalls:
         if not is_noted:
             return made
         result, function, *rest = made
+        primals = args[1:]
         outputs = list(iter_tensors((result, rest)))  # a replay of a pull needs that of the call before
 
         def pull_again(_: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +132,7 @@ class TransformCalls:
 
             output = self._perform(pull_again, pull_now, (outputs, *args), kwargs, reads=())
             if self._is_noted:
-                self._tape.guard(self._tape.finish_derivative, result)
+                self._tape.guard(self._tape.finish_derivative, list(iter_tensors(primals)), result)
             return output
 
         return (result, pulled, *rest)

@@ -22,8 +22,8 @@ from reprokit.capture.record import kinds
 from reprokit.capture.record.attributes import Owner
 from reprokit.capture.record.compact_steps import Freezer, PastStep
 from reprokit.capture.record.entry import Entry, reads_gradient
+from reprokit.capture.record.functional import NewParameter, Rounds
 from reprokit.capture.record.generators import GeneratorWatch
-from reprokit.capture.record.screens import bad_tensor
 from reprokit.capture.record.state import BufferCopies
 from reprokit.capture.record.structure import iter_tensors
 from reprokit.capture.record.tape import Tape
@@ -82,7 +82,9 @@ class RunState:
         self._may_wait = 1  # steps
         self._waiting_bytes = 0  # an estimate of what they hold
         self._num_states: dict[int, int] = {}  # parameters with a state that the loop may write, by optimizer
-        self._num_pure = 0  # steps that wrote no parameter
+        self.is_functional = True  # no step so far has written parameters
+        self.rounds = Rounds()
+        self.bad_derivative: Entry | None = None  # what has made bad parameters in a step that writes none
         self._finished: set[int] = set()  # optimizers that have stepped since the last backward call
 
     def meet_compiled(self, call: Call | None) -> None:
@@ -146,6 +148,8 @@ class RunState:
         No copy is taken after an alarm, which leads back to the old one. ``optimizer`` is ``None`` after an update made
         by hand; the step ``ended`` before the checks.
         """
+        if self.is_functional:
+            self.is_functional, self.iterations.completed = False, 0  # what was made of derivatives were inputs
         if self.history.num_optimizers > 1:
             if self.running.differentiations:
                 self._finished.clear()
@@ -176,27 +180,22 @@ class RunState:
             self.budget.end_step(ended, self.history.num_copies)
         self.restart()
 
-    @property
-    def is_purely_functional(self) -> bool:
-        """True if no step has written a parameter: the loop makes new ones of `torch.func`'s gradients."""
-        return not self.tape.is_claimed and self.iterations.total == self._num_pure
-
-    def has_bad_new_parameters(self) -> bool:
-        """True if the loop has made bad parameters in the step that is running, and no other step followed."""
-        return self.is_purely_functional and bad_tensor(self.running.made_of_derivative().values()) is not None
-
-    def end_pure_step(self) -> None:
+    def end_functional_step(self, new: Sequence[NewParameter]) -> None:
         """The loop has made new parameters, and the old ones are as they were: nothing has to be kept."""
         self._note_numbers(None, time.perf_counter())
+        for derivative in {id(item.derivative.entry): item.derivative for item in new}.values():
+            made = [item.tensor for item in new if item.derivative is derivative]
+            self.rounds.end(derivative, made)
         self.iterations.updated_by_hand()
-        self._num_pure += 1
+        self.iterations.completed = self.rounds.completed
         self.history.interrupt()
         self.restart()
 
-    def forget_pure_steps(self) -> None:
-        """A backward pass begins: what was made of `torch.func`'s gradients before were no parameters, but inputs."""
-        if self._num_pure:
-            self.iterations.completed, self._num_pure = 0, 0
+    def ends_with_bad_parameters(self) -> bool:
+        """True if the loop has made bad parameters of a bad derivative in its last step, which is running."""
+        bad = self.running.derivatives.bad_at_end(self.running.entries) if self.is_functional else None
+        self.bad_derivative = bad.entry if bad is not None else None
+        return bad is not None
 
     def end_judged_step(self, optimizer: torch.optim.Optimizer, ended: float) -> None:
         """A step of which only the loss was checked is over."""

@@ -249,8 +249,8 @@ class Describing:
         entries = [entry for entry in entries if not (entry.writes_state or entry.kind is kinds.OPTIMIZER)]
         failed = self._failed(step, noticed.observed_at, entries, saved, pending)
         failed = replace(failed, raised=noticed.raised, notes=notes, lead=lead, keep=culprit)
-        if noticed.observed_at == "parameter" and run_state.is_purely_functional:
-            failed = replace(failed, keep=run_state.running.derivative)
+        if run_state.bad_derivative is not None:
+            failed = replace(failed, keep=run_state.bad_derivative)
         made = make_snapshot(failed, noticed.frame)
         if made.snapshot.fidelity != "exact" and run_state.history.is_complete and not notes:
             light = run_state.freezer.lightened(step, noticed.pending)
