@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib
 import io
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from reprokit import grammar
 from reprokit.cli.console import FilePath, Verbosity, common_options, print_text, say
 from reprokit.cli.outputs import check_file, make_folder
 from reprokit.errors import NotASnapshot, UsageError
@@ -41,7 +43,7 @@ class ShowTimeline:
         """Print the steps."""
         from reprokit.snapshot.format import load
 
-        if self.snapshot.suffix == ".jsonl":
+        if is_numbers(self.snapshot):
             rows = rows_in(self.snapshot)
             recorded: Sequence[RecordedStep] = list(_recorded_in(rows))
         else:
@@ -92,17 +94,47 @@ def steps_of(snapshot: Snapshot) -> Iterator[Numbers]:
         yield {**flat(numbers, recorded.pop(numbers.step, None)), **named}
 
 
+def is_numbers(file: Path) -> bool:
+    """True for the name of a file of `capture --numbers`, the older one included."""
+    return file.name.removesuffix(".1").endswith(".jsonl")
+
+
 def rows_in(file: Path) -> list[Numbers]:
-    """The steps in a file of `capture --numbers`; raises `NotASnapshot` if something else is in it."""
-    try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        return [{"step": int(row.pop("step")), **{str(name): float(row[name]) for name in row}} for row in rows]
-    except OSError as error:
-        raise UsageError(f"cannot read `{file}`: {(error.strerror or str(error)).lower()}") from None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    """The steps in a file of `capture --numbers`, without a last line that is cut off.
+
+    Raises `NotASnapshot` if something else is in it, `SnapshotError` if it is too large.
+    """
+    from reprokit.snapshot.files import require_file
+    from reprokit.snapshot.limits import require_within
+
+    require_file(file, "snapshot")
+    require_within(file, "characters", file.stat().st_size)
+    *whole, last = file.read_bytes().split(b"\n")
+    rows: list[Numbers] = []
+    with contextlib.suppress(ValueError, RecursionError):
+        rows += map(_row, whole)
+        rows += [_row(last)]
+    if len(rows) < max(1, len(whole)):
         raise NotASnapshot(
             f"`{file}` was not written by reprokit", hint="give a snapshot, or a file of `capture --numbers`"
-        ) from None
+        )
+    require_within(file, "items", len(rows) * len(_columns(rows)))
+    return rows
+
+
+def _row(line: bytes) -> Numbers:
+    """The numbers of a step; raises `ValueError` or `RecursionError`."""
+    row = grammar.of(dict)(json.loads(line.decode()))
+    step = grammar.count(row.pop("step", None))
+    return {"step": step, **{grammar.name(name): _number(value) for name, value in row.items()}}
+
+
+def _number(value: Any) -> float:
+    """A number, or the name of one that JSON does not have."""
+    return float(_NO_JSON(value) if isinstance(value, str) else grammar.number(value))
+
+
+_NO_JSON = grammar.one_of("nan", "inf", "-inf")
 
 
 def _recorded_in(rows: Sequence[Numbers]) -> Iterator[RecordedStep]:
@@ -169,7 +201,7 @@ def command(
 ) -> ShowTimeline:
     """Print loss, learning rate, gradient norm, scale and seconds of the last steps, and what the loop noted.
 
-    FILE is a snapshot, or what `reprokit capture --numbers FILE` wrote, whose name ends in .jsonl.
+    FILE is a snapshot, or what `reprokit capture --numbers FILE` wrote, whose name ends in .jsonl or .jsonl.1.
     """
     if output is not None and to != "tensorboard":
         check_file(output, overwrite=force)

@@ -80,11 +80,17 @@ def require_bounded(content: Any, path: Path) -> None:
         "elements": _unstored(list(measure.tensors.values())),
     }
     for name, count in used.items():
-        if count > getattr(allowed, name):
-            raise SnapshotError(
-                f"`{path}` has more than {getattr(allowed, name):,.0f} {name}",
-                hint=f"if you trust it, set {VARIABLE}={name}=... to a higher number",
-            )
+        require_within(path, name, count)
+
+
+def require_within(path: Path, name: str, count: float) -> None:
+    """Raise `SnapshotError` if a file has more of something than the limit ``name`` allows."""
+    allowed = getattr(limits(), name)
+    if count > allowed:
+        raise SnapshotError(
+            f"`{path}` has more than {allowed:,.0f} {name}",
+            hint=f"if you trust it, set {VARIABLE}={name}=... to a higher number",
+        )
 
 
 class _Measure:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from reprokit.capture.early.alarm import LineLog
+from reprokit.cli import main
 from tests.conftest import Run
 
 SCRIPT = """\
@@ -70,6 +71,49 @@ def test_numbers_of_a_run_without_a_failure(tmp_path: Path, run_reprokit: Run) -
     assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 3
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
     assert run_reprokit("timeline", "other.jsonl").returncode == 2
+
+
+ROW = '{"step": 1, "loss": 2.0}\n'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[" * 200_000, f"{'[' * 200_000}\n", f"[]\n{ROW}", f"\n{ROW}", "\xff\n"),
+        *('{"step": 1e999}\n', '{"step": -1}\n', '{"step": true}\n', f'{{"step": 1, "a": 1{"0" * 400}}}\n'),
+        *('{"step": 1, "a": [1]}\n', '{"step": 1, "a": "b"}\n', f'{ROW}{{"step": 1,\n'),
+    ],
+)
+def test_a_file_of_something_else_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.jsonl").write_text(text, encoding="latin-1")
+    assert main(["timeline", str(tmp_path / "run.jsonl")]) == 2
+    assert capsys.readouterr().err.startswith(f"reprokit: error: `{tmp_path}/run.jsonl` was not written by reprokit")
+
+
+def test_a_last_line_that_is_cut_off_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.jsonl.1").write_text(f'{ROW}{{"step": 2, "loss": 3.')
+    assert main(["timeline", "--to", "jsonl", str(tmp_path / "run.jsonl.1")]) == 0
+    assert capsys.readouterr().out == ROW
+
+
+@pytest.mark.parametrize("to", ["table", "jsonl", "csv"])
+def test_names_of_numbers_are_printed_as_escapes(to: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.jsonl").write_text(json.dumps({"step": 1, "lo\x1b[31mss": 2.0, "grad_norm/\x1b[2Jx": 1.0}) + "\n")
+    assert main(["timeline", "--to", to, str(tmp_path / "run.jsonl")]) == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and "lo\\x1b[31mss" in printed.replace("\\\\", "\\")
+
+
+@pytest.mark.parametrize("limit", ["characters", "items"])
+def test_a_file_of_numbers_has_a_limit(
+    limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows without a column in common would make a table that is far larger than the file."""
+    rows = [{"step": number, f"n{number}": 1.0} for number in range(30)]
+    (tmp_path / "run.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    monkeypatch.setenv("REPROKIT_LIMITS", f"{limit}=500")
+    assert main(["timeline", str(tmp_path / "run.jsonl")]) == 1
+    assert f"has more than 500 {limit}" in capsys.readouterr().err
 
 
 def test_a_log_of_lines_is_bounded(tmp_path: Path) -> None:
