@@ -26,11 +26,12 @@ import click
 from reprokit.arrivals import pass_on
 from reprokit.capture import launch, options
 from reprokit.capture.block import captured_lines, shown_path
+from reprokit.capture.early.alarm import LineLog, older
 from reprokit.capture.failure_text import Seen, closing_line
 from reprokit.capture.rank_name import check_name, rank_suffix, with_part
 from reprokit.cli.children import REPORTS, Children
 from reprokit.cli.console import FilePath, Verbosity, common_options, print_json, say
-from reprokit.cli.outputs import check_file, check_folder
+from reprokit.cli.outputs import check_file, check_folder, remove_file
 from reprokit.errors import UsageError
 from reprokit.words import json_line
 
@@ -153,9 +154,15 @@ class Capture:
         else:
             check_folder(Path.cwd())
         if self.numbers is not None:
-            file = self.numbers_file(self.numbers)
-            check_file(file, overwrite=self.overwrite)
-            file.unlink(missing_ok=True)
+            self._begin_numbers(self.numbers_file(self.numbers))
+
+    def _begin_numbers(self, file: Path) -> None:
+        if file.suffix != ".jsonl":
+            raise UsageError(f"`{file}` does not end in .jsonl", hint="--numbers run.jsonl")
+        for found in (file, older(file)):
+            check_file(found, overwrite=self.overwrite, option="--numbers")
+        for found in (file, older(file)):
+            remove_file(found, "--numbers")
 
     def numbers_file(self, path: Path) -> Path:
         """The file of numbers of this process."""
@@ -173,7 +180,10 @@ class Capture:
 
 
 class Watch:
-    """The session of one run: begins when the script has imported torch, reports its result at the process's end."""
+    """The session of one run: begins when the script has imported torch, reports its result at the process's end.
+
+    ``_has_numbers``: a step was measured for `--numbers`. ``_has_lost_numbers``: the file could not be written.
+    """
 
     def __init__(self, plan: Capture, folder: Path, reports: str | None = None) -> None:
         self._plan = plan
@@ -182,7 +192,7 @@ class Watch:
         self._process = os.getpid()
         self._session: Session | None = None
         self._error: BaseException | None = None
-        self._has_failed = False
+        self._has_failed = self._has_numbers = self._has_lost_numbers = False
         self._reports = reports
         self.children = Children(plan, reports)
 
@@ -240,11 +250,22 @@ class Watch:
                 print_exception(error)
 
     def _writer(self, path: Path) -> Callable[[dict[str, float]], None]:
-        """A function that appends the numbers of a step to a file of JSON lines."""
-        from reprokit.capture.early.alarm import LineLog
-
+        """A function that appends the numbers of a step to a file of JSON lines, until that fails."""
         log = LineLog(lambda: self._folder / self._plan.numbers_file(path), _MOST_BYTES)
-        return lambda numbers: log.add(json_line(numbers))
+
+        def write(numbers: dict[str, float]) -> None:
+            if self._has_lost_numbers:
+                return
+            self._has_numbers = True
+            try:
+                log.add(json_line(numbers))
+            except OSError as error:
+                pass_on(error)
+                self._has_lost_numbers = True
+                reason = (error.strerror or str(error)).lower()
+                say(f"`--numbers` cannot write `{shown_path(log.path)}` any more: {reason}; training goes on")
+
+        return write
 
     def announce(self) -> None:
         """Say what was captured and what to do next, or why nothing was; forked children stay silent."""
@@ -262,11 +283,16 @@ class Watch:
 
     def _tell_own(self, children: Sequence[Mapping[str, Any]]) -> None:
         """What this process saw; where it is one of several, only what it captured."""
+        is_checked_below = any(report["has_checked"] for report in children)
+        is_first = self._session is not None and self._reports is None
+        if self._plan.numbers is not None and is_first and not (self._has_numbers or is_checked_below):
+            file = shown_path(self._plan.numbers_file(self._plan.numbers))
+            say(f"no numbers were written to {file}: no step of `torch.optim` was measured", self._plan.verbosity)
         if self._session is not None:
             for path, result in zip(self._session.snapshots, self._session.results, strict=True):
                 self._tell_result(path, result)
         closing = self._session.closing if self._session is not None else closing_line(Seen(), self._error)
-        is_checked_elsewhere = self._error is None and any(report["has_checked"] for report in children)
+        is_checked_elsewhere = self._error is None and is_checked_below
         is_reported = self._has_failed or is_checked_elsewhere or any(report["results"] for report in children)
         if closing is not None and not is_reported and self._reports is None:
             say(closing + self.children.words(children), self._plan.verbosity)
@@ -349,7 +375,7 @@ class Watch:
     "--numbers",
     type=FilePath(),
     metavar="FILE",
-    help="Write the numbers of every step that was measured into FILE, as JSON lines; `reprokit timeline` prints them. "
+    help="Write the numbers of every step that was measured into FILE (run.jsonl); `reprokit timeline` prints them. "
     "Measures at the pace of `--record auto` without `--record`.",
 )
 @click.option(

@@ -15,14 +15,14 @@ OPTIONAL_RESULTS = ("repro_module.py", SIDE_FILE)
 RESULTS = (REPRO_FILE, "issue.md", "report.html", "test_repro.py", *OPTIONAL_RESULTS)
 
 
-def check_file(path: Path, *, overwrite: bool) -> None:
-    """Raise `UsageError` unless a file can be written at ``path``."""
-    _require_name(path)
+def check_file(path: Path, *, overwrite: bool, option: str = "-o") -> None:
+    """Raise `UsageError` unless a file can be written at ``path``, which the command calls ``option``."""
+    _require_name(path, option)
     if path.is_dir():
         raise UsageError(f"`{path}` is a folder", hint="name the file to write in it")
     if path.exists() and not overwrite:
         raise UsageError(f"`{path}` exists already", hint="choose another name, or overwrite it with -f")
-    check_folder(path.parent)
+    check_folder(path.parent, option)
 
 
 def check_folder(folder: Path, option: str = "-o") -> None:
@@ -38,6 +38,13 @@ def check_folder(folder: Path, option: str = "-o") -> None:
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UsageError(f"cannot write into `{folder}`: {reason}", hint=another) from None
+
+
+def remove_file(path: Path, option: str) -> None:
+    """Take an older file away that is to begin anew; raises `UsageError` for a pipe or a device."""
+    if path.exists() and not path.is_file():
+        raise UsageError(f"`{path}` is not a file", hint=f"choose another name with {option}")
+    path.unlink(missing_ok=True)
 
 
 def make_folder(folder: Path, *, overwrite: bool = False, option: str = "-o", force: str = "-f") -> None:

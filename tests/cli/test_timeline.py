@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,47 @@ def test_numbers_of_a_run_without_a_failure(tmp_path: Path, run_reprokit: Run) -
     assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 3
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
     assert run_reprokit("timeline", "other.jsonl").returncode == 2
+
+
+BY_HAND = """\
+import torch
+w = torch.ones(2, requires_grad=True)
+for step in range(4):
+    w.sum().square().backward()
+    with torch.no_grad():
+        w -= 0.01 * w.grad
+    w.grad = None
+"""
+
+
+def test_a_run_without_an_optimizer_says_that_it_has_written_no_numbers(tmp_path: Path, run_reprokit: Run) -> None:
+    (tmp_path / "train.py").write_text(BY_HAND)
+    done = run_reprokit("capture", "--numbers", "run.jsonl", "train.py")
+    assert done.returncode == 0 and not (tmp_path / "run.jsonl").exists()
+    told = "no numbers were written to run.jsonl: no step of `torch.optim` was measured"
+    assert [told in line for line in done.stderr.splitlines()] == [False, True]
+
+
+def test_numbers_that_cannot_be_written_name_the_option(tmp_path: Path, run_reprokit: Run) -> None:
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "train.py").write_text(f"import shutil; shutil.rmtree('gone')\n{HEALTHY}")
+    done = run_reprokit("capture", "--record", "2", "--numbers", "gone/run.jsonl", "train.py")
+    assert done.returncode == 0 and done.stderr.count("`--numbers` cannot write `gone/run.jsonl`") == 1
+    assert len(done.stderr.splitlines()) == 2 and "on_numbers" not in done.stderr
+
+
+def test_only_files_of_numbers_are_replaced(tmp_path: Path, run_reprokit: Run) -> None:
+    (tmp_path / "train.py").write_text("")
+    assert "`run.txt` does not end in .jsonl" in run_reprokit("capture", "--numbers", "run.txt", "train.py").stderr
+    os.mkfifo(tmp_path / "run.jsonl")
+    assert "`run.jsonl` is not a file" in run_reprokit("capture", "-f", "--numbers", "run.jsonl", "train.py").stderr
+    assert (tmp_path / "run.jsonl").is_fifo()
+    (tmp_path / "run.jsonl").unlink()
+    (tmp_path / "run.jsonl.1").write_text(ROW)
+    done = run_reprokit("capture", "--numbers", "run.jsonl", "train.py")
+    assert done.returncode == 2 and "`run.jsonl.1` exists already" in done.stderr
+    assert run_reprokit("capture", "-f", "--numbers", "run.jsonl", "train.py").returncode == 0
+    assert not (tmp_path / "run.jsonl.1").exists()
 
 
 ROW = '{"step": 1, "loss": 2.0}\n'

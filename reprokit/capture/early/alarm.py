@@ -100,6 +100,11 @@ class LineLog:
         """Append a line; raises `OSError` if the disk says no."""
         with self._lock:
             if self.path.exists() and self.path.stat().st_size > self._most_bytes:
-                os.replace(self.path, self.path.with_name(f"{self.path.name}.1"))
+                os.replace(self.path, older(self.path))
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
+
+
+def older(log: Path) -> Path:
+    """The name that a log gets when it has grown too large."""
+    return log.with_name(f"{log.name}.1")
