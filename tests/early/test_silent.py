@@ -215,6 +215,27 @@ def test_a_gradient_that_is_zero_from_a_step_on_is_dated(begins: int, tmp_path: 
     assert event.evidence.startswith("`torch.nn.functional.relu` lets no gradient through in `3`: the gradient of `0.")
 
 
+@pytest.mark.parametrize("rate", [30.0, 10.0])
+def test_a_net_that_dies_of_one_update_is_told_though_it_takes_some_steps(rate: float, tmp_path: Path) -> None:
+    """More than half of the gradients are zero before the end: behind a ReLU that is usual."""
+    with _watched(tmp_path, "dead") as watched:
+        torch.manual_seed(0)
+        model = mlp(12, 20, 20, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        shares = []
+        for step in range(260):
+            x = torch.rand(32, 12, generator=torch.Generator().manual_seed(step))
+            optimizer.param_groups[0]["lr"] = rate if step == 60 else 0.01
+            optimizer.zero_grad()
+            (model(x) - x.sum(1, keepdim=True) - 2).pow(2).mean().backward()
+            optimizer.step()
+            shares.append((model[2].weight.grad == 0).float().mean().item())
+    begins = shares.index(1.0)
+    assert 61 < begins < 68 and 0.5 < shares[begins - 1] < 1.0
+    (event,) = watched.events
+    assert (event.kind, event.began_at) == ("dead", begins)
+
+
 def test_a_layer_that_fades_under_a_decay_gives_no_event(tmp_path: Path) -> None:
     """Its units die one by one; the last one takes the gradient of the layer before with it."""
     with _watched(tmp_path, "early") as watched:

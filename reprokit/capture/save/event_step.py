@@ -8,6 +8,7 @@ last healthy one become programs; comparing them shows the call, the input and t
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -37,6 +38,8 @@ _PLAYED_SECONDS = 1.0  # of CPU time for them; twice `LEAST_SILENT` steps are pl
 LEAST_SILENT = 20  # steps with a gradient of zeros
 _LEAST_NEVER = 2 * LEAST_SILENT  # steps without any gradient from the start
 _MOSTLY = 0.5  # of the elements of a gradient
+_SUDDEN = 8  # steps in which a layer dies that does not fade out by design
+_ABOUT = 0.75  # of the usual share of a gradient that is not zero
 _RECENT = 32  # of them: numbers of a run drift, and those of its first steps are far above all others
 _LEAST = 8  # healthy steps that a played number is compared with
 _GAP = 8  # steps before a number that it is not compared with: a slow rise would be its own reference
@@ -240,8 +243,15 @@ class _Shares:
 
     @property
     def is_fading(self) -> bool:
-        """True if at least half of the last gradient was zero."""
-        return (self.before[-1] or 0.0) >= _MOSTLY
+        """True if at least half of the last gradients was zero, and there is no telling that this came suddenly.
+
+        It did if `_SUDDEN` steps before the end the share was about what it usually was.
+        """
+        shares = [share or 0.0 for share in self.before]
+        if shares[-1] < _MOSTLY or len(shares) <= 2 * _SUDDEN:
+            return shares[-1] >= _MOSTLY
+        then, usual = shares[-_SUDDEN], statistics.median(shares[:-_SUDDEN])
+        return then >= _MOSTLY and 1.0 - then < _ABOUT * (1.0 - usual)
 
     @property
     def is_never(self) -> bool:
