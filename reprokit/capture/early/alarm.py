@@ -46,7 +46,7 @@ class TrainingEvent:
 
     def line(self) -> str:
         """The event in one line."""
-        place = f" ({self.place})" if self.place else ""
+        place = f" in `{self.place}`" if self.place else ""
         return f"{self.severity}: {self.kind} at step {self.step}{place}: {self.evidence}"
 
     def to_json(self) -> str:
