@@ -50,8 +50,8 @@ def prepared(program: Program, among: Set[int]) -> list[int]:
     for index, call in enumerate(program.calls):
         results = set(call.output_refs())
         is_kept = not results or not results <= among or not known.issuperset(call.input_refs())
-        needs_gradient = call.mode.rng is not None or bool(call.kwargs.get("requires_grad"))
-        if not (is_kept or needs_gradient or call.target == OPAQUE) and written.isdisjoint(map(memory.place, results)):
+        is_kept = is_kept or call.mode.rng is not None or bool(call.kwargs.get("requires_grad"))
+        if not (is_kept or call.target == OPAQUE) and written.isdisjoint(map(memory.place, results)):
             found.append(index)
             known |= results
     return found

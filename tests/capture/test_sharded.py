@@ -343,7 +343,7 @@ def test_a_step_without_program_says_why(tmp_path: Path) -> None:
     done = launch(tmp_path, UNSAVED, 2, "train.py")
     assert done.returncode == 0, done.stderr
     reasons = {
-        "large": "those of 0 units and outside of units take over 0 GiB",
+        "large": "the parameters outside of units take over 0 GiB",
         "talks": "it calls `allreduce_",
         "silent": "rank 0 did not answer",
     }

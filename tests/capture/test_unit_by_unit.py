@@ -157,7 +157,7 @@ def test_a_culprit_too_far_from_the_loss_says_so(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     snapshot = load(tmp_path / "backward-0-1-plain-2.rank1.pt")
     assert snapshot.program.calls == ()
-    assert "those of 3 units and outside of units take over 0 GiB" in str(snapshot.fidelity_note)
+    assert "the parameters of 3 units and those outside of units take over 0 GiB" in str(snapshot.fidelity_note)
 
 
 def parameters_of(snapshot: Snapshot) -> set[str]:

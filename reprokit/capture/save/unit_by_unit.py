@@ -174,7 +174,7 @@ class UnitByUnit:
         return map_tensors(output, lambda tensor: _writable(_copy(tensor)))
 
     def _again(self, number: int) -> Any:
-        """The output of a call that was recorded, as something of which the loop may write."""
+        """The recorded output of a call, as tensors that the loop may write in place."""
         assert self._tracer is not None
         recorded = self._recorded[number]
         set_rng_state(recorded.generators)
@@ -203,9 +203,9 @@ class UnitByUnit:
             raise Unanswered(f"they were not gathered within {seconds:.0f} seconds")
         held = {*self._held, unit}
         if num_bytes(self._parameters[key] for one in held for key in self._own[one]) > self._limit:
-            number = counted(len(held) - 1, "unit")
-            which = f"those of {number} and outside of units" if self._units else "they"
-            raise Unanswered(f"{which} take over {self._limit // 2**30} GiB")
+            num_units = len(held - {None})
+            which = f"of {counted(num_units, 'unit')} and those outside of units" if num_units else "outside of units"
+            raise Unanswered(f"the parameters {which} take over {self._limit // 2**30} GiB")
         with torch._C.DisableTorchFunction(), torch.no_grad():
             whole = self._ranks.gather([self._parameters[key] for key in self._own[unit]])
             for key in self._own[unit]:
