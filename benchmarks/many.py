@@ -4,10 +4,10 @@
     OMP_NUM_THREADS=1 python benchmarks/many.py --parts overhead [--rounds 40]
 
 The trainings are in `many_trainings.py`. All cells of a kind and a number of ranks run one after another in one group
-of gloo processes; what a group that hangs or breaks off has left is run by another group. A healthy stage of a pipeline
-does not know of the failure of another one, so each cell of `pp` has a group of its own. Each snapshot is reduced and
-its repro verified in one process. With `--json` the cells that the file has already are not run again. Exit code 1 when
-an aim is missed.
+of gloo processes; what a group that hangs or breaks off has left is run by another group. A healthy rank of `tp`
+or `pp` may not know of the failure of another one, so each of their cells has a group of its own. Each snapshot is
+reduced and its repro verified in one process. With `--json` the cells that the file has already are not run again. Exit
+code 1 when an aim is missed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from reprokit.snapshot.format import load
 
 FOLDER = Path(__file__).resolve().parent
 ONE_PROGRAM = ("ddp", "manual", "fsdp", "fsdp-offload", "fsdp-mixed", "fsdp-clip", "hsdp")  # has to be verified
-KINDS = (*ONE_PROGRAM, "tp", "pp")
+ENDED = ("tp", "pp")  # a rank that saves its step ends the others
+KINDS = (*ONE_PROGRAM, *ENDED)
 FAILURES = {  # the failure's phase and the origin
     "healthy": ("", ""),
     "forward": ("forward", "torch.Tensor.div"),
@@ -102,7 +103,7 @@ def _matrix(options: argparse.Namespace, known: list[Row], result: JSON) -> JSON
         for ranks in options.ranks:
             if kind == "hsdp" and ranks == 2:
                 continue
-            chosen = [Row(kind, ranks, *cell) for cell in _cells(options, kind)]
+            chosen = [Row(kind, ranks, *cell) for cell in _cells(options)]
             if not options.again:
                 chosen = [row for row in chosen if _place(row) not in map(_place, rows)]
             for row in _measured(chosen):
@@ -115,10 +116,9 @@ def _matrix(options: argparse.Namespace, known: list[Row], result: JSON) -> JSON
     return summary
 
 
-def _cells(options: argparse.Namespace, kind: str) -> Iterator[tuple[str, int]]:
+def _cells(options: argparse.Namespace) -> Iterator[tuple[str, int]]:
     for failure in options.failures:
-        is_of_all = failure == "healthy" or (kind == "tp" and failure in ("forward", "backward"))
-        for culprit in options.culprits if not is_of_all else (0,):
+        for culprit in options.culprits if failure != "healthy" else (0,):
             yield failure, culprit
 
 
@@ -129,7 +129,7 @@ def _place(row: Row) -> tuple[str, int, str, int]:
 def _measured(rows: Sequence[Row]) -> Iterator[Row]:
     """Run the cells of one kind and one number of ranks, and judge them."""
     left = list(rows)
-    if len(rows) > 1 and rows[0].kind == "pp":
+    if len(rows) > 1 and rows[0].kind in ENDED:
         for row in rows:
             yield from _measured([row])
         return
@@ -149,8 +149,8 @@ def _measured(rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def _is_done(row: Row, folder: Path, problem: str) -> bool:
-    """True if every rank came to the end of a cell; of a pipeline, if the rank that saved its step ended the others."""
-    if row.kind == "pp" and row.failure != "healthy":
+    """True if every rank came to the end of a cell, or the rank that saved its step may have ended the others."""
+    if row.kind in ENDED and row.failure != "healthy":
         return problem != "hangs"
     return len(list(folder.glob(f"{row.cell}.*.done"))) == row.ranks
 

@@ -5,8 +5,8 @@
 
 Each cell is a training under `reprokit.capture`, written to the working directory as FAILURE-CULPRIT.rankN.pt, with a
 file FAILURE-CULPRIT.N.done once rank N is through. A healthy cell is also trained bare, and its ``done`` file says
-whether losses and final parameters are the same bits. The ranks of a tensor parallel model compute the same loss, so
-all of them fail there in forward and backward; in all other cells it is one rank whose loss or part goes bad.
+whether losses and final parameters are the same bits. In a failing cell one rank's loss, gradient, update or part goes
+bad; that is so for tensor parallel models too, whose ranks compute the same loss otherwise.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def train(kind: str, failure: str, culprit: int) -> str:
     for step in range(NUM_STEPS):
         x = torch.randn(8, WIDTH, generator=generator)
         y = (x.sum(1) > 0).long()
-        is_bad = step == STEP and (rank == culprit or (kind == "tp" and failure in ("forward", "backward")))
+        is_bad = step == STEP and rank == culprit
         logits = model(x).float()
         loss = F.cross_entropy(logits, y)
         if failure == "forward":
@@ -164,8 +164,8 @@ def run_cells(kind: str, cells: Sequence[str]) -> None:
         watched = ""
         with reprokit.capture(f"{cell}.pt") as session:
             watched = run()
-        if kind == "pp" and session.snapshots:
-            sys.exit(3)  # as `reprokit capture` does; torchrun ends the stages that wait for this one
+        if kind in ("pp", "tp") and session.snapshots:
+            sys.exit(3)  # as `reprokit capture` does; torchrun ends the ranks that wait for this one
         answer = "" if failure != "healthy" else "same" if bare == watched else "other"
         Path(f"{cell}.{dist.get_rank()}.done").write_text(answer, encoding="utf-8")
 

@@ -214,7 +214,7 @@ def test_an_error_while_ranks_are_compared_stops_nobody(tmp_path: Path) -> None:
 
 
 def test_nobody_waits_for_a_rank_that_goes_on_unwatched() -> None:
-    store, ranks = torch.distributed.HashStore(), Ranks()
+    store, ranks = torch.distributed.HashStore(), Ranks(lambda place: {})
     ranks.meeting = Meeting(store, "meeting", 1, 2)
     ranks.leave()
     started = time.monotonic()

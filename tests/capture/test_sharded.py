@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ MODEL = """
 import os
 import signal
 import sys
+import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -68,8 +70,8 @@ KINDS = {
 }
 
 def spread(model, kind):
-    if kind == "tp":
-        for block in model.blocks:
+    if kind in ("tp", "alike", "last"):
+        for block in model.blocks[1 if kind == "last" else 0 :]:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(block, init_device_mesh("cpu", (size,)), plan)
         return
@@ -83,8 +85,8 @@ def train(how, culprit, kind):
     spread(model, kind)
     foreach = kind == "foreach"
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=foreach)
-    is_alike = kind == "tp"  # all ranks do the same
-    generator = torch.Generator().manual_seed(0 if is_alike else rank)
+    is_parallel = kind in ("tp", "alike", "last")
+    generator = torch.Generator().manual_seed(0 if is_parallel else rank)
     losses = []
     for step in range(5):
         unseen = 2 if how.startswith("update") and step <= 3 else 0  # rows of the embedding, held by the last rank
@@ -93,11 +95,11 @@ def train(how, culprit, kind):
             optimizer.param_groups[0]["eps"] = 0.0  # then a row without gradient is divided by zero
         if how == "updateend" and step == 4:
             break
-        logits = model(ids, how if step == 3 and (rank == culprit or is_alike) else "")
+        logits = model(ids, how if step == 3 and (rank == culprit or kind == "alike") else "")
         loss = F.cross_entropy(logits.float().flatten(0, 1), ids.flatten() % 3)
         optimizer.zero_grad()
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach) if not is_alike else loss.detach()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=foreach) if not is_parallel else loss.detach()
         norm = getattr(norm, "full_tensor", lambda: norm)()
         if how == "skip" and not norm.isfinite():
             continue
@@ -271,6 +273,25 @@ dist.barrier()
 dist.destroy_process_group()
 """
 )
+APART = (
+    MODEL
+    + """
+torch.manual_seed(0)
+plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+parallelize_module(model, init_device_mesh("cpu", (size,)), plan)
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(6):
+    loss = model(torch.randn(4, 4))
+    if step == 3 and rank == int(sys.argv[1]):
+        loss = loss + (loss * 0).sqrt()  # no collective of the backward pass comes after it
+    if step == 3 and rank == int(sys.argv[2]):
+        time.sleep(1.0)
+    optimizer.zero_grad()
+    loss.mean().backward()
+    optimizer.step()
+"""
+)
 ONE = MODEL + "train(*sys.argv[1:2], int(sys.argv[2]), sys.argv[3])\n"
 
 
@@ -294,8 +315,11 @@ CASES = {
     "forward-0-mixed": ("forward", "torch.Tensor.div"),
     "backward-1-mixed": ("backward", "torch.Tensor.sqrt"),
     "forward-1-offload": ("forward", "torch.Tensor.div"),
-    "forward-0-tp": ("forward", "torch.Tensor.div"),
-    "backward-0-tp": ("backward", "torch.Tensor.sqrt"),
+    "forward-0-alike": ("forward", "torch.Tensor.div"),
+    "backward-0-alike": ("backward", "torch.Tensor.sqrt"),
+    "forward-1-tp": ("forward", "torch.Tensor.div"),
+    "backward-1-tp": ("backward", "torch.Tensor.sqrt"),
+    "backward-1-last": ("backward", "torch.Tensor.sqrt"),
     "forward-0-pipeline": ("forward", "torch.Tensor.div"),
     "backward-1-pipeline": ("backward", "torch.Tensor.sqrt"),
     "update-1-plain": ("optimizer", "torch.optim.Adam.step"),
@@ -323,6 +347,21 @@ def test_the_step_of_the_culprit_becomes_a_program_of_one_process(tmp_path: Path
         repro = tmp_path / case
         assert main(["shrink", str(tmp_path / f"{case}.rank1.pt"), "--output", str(repro)]) == 0
         assert "distributed" not in (repro / "repro.py").read_text()
+
+
+@pytest.mark.parametrize(("culprit", "late"), [(0, 0), (1, 1), (1, 0)])
+def test_a_gradient_is_bad_on_one_rank_of_a_tensor_parallel_module(culprit: int, late: int, tmp_path: Path) -> None:
+    """The other rank may have made its update by then, and sends the shards that it had before it."""
+    started = time.monotonic()
+    done = launch(tmp_path, APART, 2, "-m", "reprokit", "capture", "train.py", str(culprit), str(late))
+    assert time.monotonic() - started < 40.0  # 5 of them for the other rank; almost all is the start
+    is_alone = f"bad on rank {culprit} at step 3, and not on every rank within 5 seconds" in done.stderr
+    assert is_alone == (culprit == late), done.stderr
+    (path,) = tmp_path.glob("*.pt")
+    assert path.name == f"train.rank{culprit}-step3.repro.pt"
+    failure = load(path).failure
+    assert (failure.phase, failure.call, load(path).fidelity) == ("backward", "torch.Tensor.sqrt", "exact")
+    assert main(["shrink", str(path), "--output", str(tmp_path / "repro")]) == 0
 
 
 def test_an_exception_finds_the_other_ranks_inside_a_collective(tmp_path: Path) -> None:

@@ -194,11 +194,18 @@ class Failures:
         return Noticed(suspect.observed_at, frame, suspect.pending, last=suspect.last)
 
     def is_bad_only_here(self) -> bool:
-        """True if averaged gradients are bad on this rank and not on every one: then this one saves and stops alone."""
+        """True if averaged gradients, or the loss or a gradient of a tensor parallel model, are bad on this rank, and
+        not every rank knows: then this one saves and stops alone."""
         step, ranks = self._run_state.iterations.completed, self._run_state.ranks
-        if not ranks.is_bad_only_here(step):
+        if ranks.is_tensor_parallel and ranks.rank not in ranks.culprits():
+            ranks.see_bad(step)
             return False
-        seen = f"averaged gradients are bad on rank {ranks.rank} at step {step}"
+        if not (ranks.is_parallel or ranks.is_tensor_parallel) or not ranks.is_seen_only_here(step):
+            return False
+        if ranks.is_tensor_parallel and ranks.rank != next(iter(ranks.culprits())):
+            return False
+        named = "averaged gradients are" if ranks.is_parallel else "the loss or a gradient is"
+        seen = f"{named} bad on rank {ranks.rank} at step {step}"
         self._session.say(
             f"{seen}, and not on every rank within {TO_SEE:.0f} seconds; rank {ranks.rank} saves its step"
         )

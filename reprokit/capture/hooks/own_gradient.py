@@ -24,7 +24,6 @@ class OwnGradient:
         self._run_state = run_state
         self._hook: Any = None
         self._has_chosen = False
-        self._report_alike = True  # ranks of a tensor parallel module
         self._num_entries: int | None = None  # in the step when a bad gradient was reported
 
     def forget(self) -> None:
@@ -48,20 +47,15 @@ class OwnGradient:
                 run_state.ranks.withdraw(run_state.iterations.completed)
 
     def before_update(self) -> None:
-        """Without units of `fully_shard` nothing is averaged. All ranks of a tensor parallel module then see a bad
-        gradient of an early layer; it is reported only if they do, because nothing else brings them together. Once
-        some did not, nobody waits for them again."""
+        """Without units of `fully_shard` nothing is averaged: the gradients of a tensor parallel module are complete
+        now."""
         ranks = self._run_state.ranks
         is_known = self._num_entries is not None or self._run_state.running.suspect is not None
-        if is_known or not self._report_alike or ranks.shards.units:
+        if is_known or not ranks.is_tensor_parallel:
             return
-        gradient = next((grad for slot in ranks.shards.slots if (grad := slot.parameter.grad) is not None), None)
-        if gradient is None or gradient.is_cuda:
-            return
-        self._look(gradient)
-        if self._num_entries is not None and not ranks.have_all_reported():
-            self._num_entries, self._report_alike = None, False
-            ranks.withdraw(self._run_state.iterations.completed)
+        gradient = ranks.shards.early_gradient()
+        if gradient is not None and not gradient.is_cuda:
+            self._look(gradient)
 
     def _look(self, gradient: torch.Tensor) -> None:
         run_state = self._run_state
@@ -69,4 +63,6 @@ class OwnGradient:
             return
         if self._num_entries is None and not is_finite_sum(local_part(gradient)) and bad_tensor([gradient]) is not None:
             self._num_entries = len(run_state.running.entries)
-            run_state.report_bad("gradient")
+            slots = run_state.ranks.shards.slots
+            gradients = [grad for slot in slots if (grad := slot.parameter.grad) is not None]
+            run_state.report_bad("gradient", sum(bad_tensor([local_part(grad)]) is not None for grad in gradients))

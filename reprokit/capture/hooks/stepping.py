@@ -347,12 +347,14 @@ class Stepping:
         if ranks.is_sharded and self._policy.matter:
             self._own_gradient.before_update()
         is_bad_elsewhere = ranks.is_sharded and self._run_state.is_bad_elsewhere
-        is_alone = ranks.is_alone or (is_bad and ranks.is_parallel and self._failures.is_bad_only_here())
+        is_passed = verdict is not None and verdict != "failed"
+        is_bad_here = is_bad or (is_bad_elsewhere and not is_passed)
+        is_alone = ranks.is_alone or (is_bad_here and self._failures.is_bad_only_here())
         if suspect is not None and verdict is not None and (is_alone or verdict != "failed"):
             self._failures.settle(suspect, verdict)
         if (is_bad or is_bad_elsewhere or verdict == "failed") and not is_alone:
             self._failures.fail_together(is_bad_elsewhere or (is_bad and ranks.is_parallel))
-        elif is_bad and self._tape.enabled:
+        elif is_bad_here and self._tape.enabled:
             self._failures.fail("gradient")
 
     def _settle_update(self) -> None:

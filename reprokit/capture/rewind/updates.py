@@ -12,7 +12,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -112,10 +112,15 @@ class Updates:
 
     def __init__(self) -> None:
         self._pasts: dict[int, _Past] = {}
+        self._last = (-1, 0)  # the number of the last update, and the `id` of its optimizer
 
-    def begin(self, optimizer: torch.optim.Optimizer, step: int, entries: Iterable[Entry] = ()) -> None:
-        """An optimizer is about to write its shards; ``entries`` are the calls of the step so far."""
+    def begin(
+        self, optimizer: torch.optim.Optimizer, step: int, entries: Iterable[Entry] = (), number: int = 0
+    ) -> None:
+        """An optimizer is about to write its shards, after ``number`` updates of all optimizers; ``entries`` are the
+        calls of the step so far."""
         past, now = self._past_of(optimizer), time.perf_counter()
+        self._last = number, id(optimizer)
         if past.ruined is not None:
             return
         is_due = (now - past.copied_at) * SHARE >= past.cost
@@ -151,6 +156,14 @@ class Updates:
     def forget(self) -> None:
         """Let go of everything that belongs to the user."""
         self._pasts.clear()
+
+    def shards_before(self, number: int) -> dict[int, torch.Tensor]:
+        """The shards that the last update wrote, as they were before it, after ``number`` updates, by the ``id`` of
+        their parameters; raises `CannotGoBack`. For another thread: the optimizer itself is left alone."""
+        past = self._pasts.get(self._last[1])
+        if past is None or self._last[0] != number:
+            raise CannotGoBack("is not at the same step")
+        return dict(zip(map(id, past.parameters()), _before_last(past), strict=True))
 
     def first_bad(self, step: int = 0, entries: Sequence[Entry] = ()) -> BadUpdate | None:
         """The first bad update of this rank's shards; ``None`` if there is none, or it was not kept.
@@ -276,6 +289,21 @@ class _Search:
             states = [dict(self._optimizer.state[parameter]) for parameter in self.plain]
             copies = [{name: _copied(value) for name, value in state.items()} for state in states]
             self.before = [p.detach().clone() for p in self.plain], copies
+
+
+def _before_last(past: _Past) -> list[torch.Tensor]:
+    optimizer, updates = past.optimizer, past.updates[:-1]
+    is_kept = bool(past.updates) and past.ruined is None and all(update.is_whole for update in updates)
+    if optimizer is None or not is_kept:
+        raise CannotGoBack("has made an update since, and cannot go back")
+    playing = object.__new__(type(optimizer))
+    playing.__dict__.update(optimizer.__dict__, param_groups=[dict(group) for group in optimizer.param_groups])
+    search = _Search(playing, past.parameters(), past)
+    copies = [{name: _copied(value) for name, value in state.items()} for state in past.states]
+    with on_plain(playing, search.plain, copies):
+        for update in (*updates, replace(past.updates[-1], gradients=[])):
+            search.play(update)
+    return [*search.plain]
 
 
 def _first_bad(past: _Past, step: int, entries: Sequence[Entry]) -> BadUpdate | None:

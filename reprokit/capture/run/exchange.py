@@ -2,7 +2,7 @@
 
 No collective: a rank whose step failed often finds the others inside one, which they cannot leave. So each rank has a
 thread that waits in the store for questions. It sends its shards while its training stands between the same two updates
-as that of the rank that asks. All waiting has a limit, so that a rank that is gone stops nobody.
+as that of the rank that asks, or one update further. All waiting has a limit, so that a rank that is gone stops nobody.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Unanswered(Exception):
 
 
 class Exchange:
-    """Answers questions of other ranks with ``shards``, and asks them.
+    """Answers questions of other ranks with ``shards`` at a place, and asks them.
 
     ``place`` counts the updates that the parameters have had; ``None`` while an update writes them. ``store`` is a
     connection of its own, because a connection that waits is of no use to anybody else. ``is_ending``: the launcher
     ends all ranks, so those that have not answered yet may be gone.
     """
 
-    def __init__(self, store: Any, prefix: str, rank: int, shards: Callable[[], dict[str, torch.Tensor]]) -> None:
+    def __init__(self, store: Any, prefix: str, rank: int, shards: Callable[[int], dict[str, torch.Tensor]]) -> None:
         self.place: int | None = 0
         self.is_ending = False
         self._store = store
@@ -79,7 +79,7 @@ class Exchange:
     def close(self) -> None:
         """End the thread, which must not outlive Python; questions that come later are not answered."""
         if self._is_open:
-            self._is_open, self._shards = False, dict
+            self._is_open, self._shards = False, lambda place: {}
             with contextlib.suppress(RuntimeError):  # without its host the store has ended the thread
                 self._send(self._rank, {})
                 self._has_ended.wait(_TO_END)
@@ -122,14 +122,14 @@ class Exchange:
     def _content(self, names: list[str], place: int) -> bytes:
         """The shards at that place; raises `Unanswered` if the training is not there within the limit."""
         deadline = time.monotonic() + _TO_ANSWER
-        while self.place != place:
+        while (now := self.place) is None or now < place:
             if not self._is_open or time.monotonic() > deadline:
                 raise Unanswered("is not at the same step")
             time.sleep(_LOOKS_EVERY)
-        shards = self._shards()
+        shards = self._shards(place)
         file = io.BytesIO()
         torch.save([shards[name].detach().cpu().clone() for name in names], file)
-        if self.place != place:
+        if self.place != now:
             raise Unanswered("went on to the next step")
         return file.getvalue()
 

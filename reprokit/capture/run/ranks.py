@@ -7,7 +7,8 @@ at the store; a rank that is alone there has a gradient that became bad after av
 over the ranks, every rank looks for reports once a step instead (`reports.py`): what a rank has reported before its
 last gradients are reduced is there once everybody's backward pass is over. That holds on a CPU. A GPU is not waited
 for, so there a rank may look before the report is written: it trains on, and those that have seen the report give up
-after `_PATIENCE`. The first guilty rank then asks the others for their shards.
+after `_PATIENCE`. The first guilty rank then asks the others for their shards. In a tensor parallel model a backward
+pass may end without a collective after the bad value: the others make their update, and the guilty rank stops alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import re
 import sys
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from reprokit.capture.run.shards import Shards
 _OF_PEER = re.compile(r"gloo|NCCL|Connection (?:closed|reset) by peer|Broken pipe|ProcessGroup", re.IGNORECASE)
 _PATIENCE = 600.0  # seconds
 _SHORT_PATIENCE = datetime.timedelta(seconds=20)  # between ranks that do the same
-TO_SEE = 5.0  # seconds from one rank's optimizer to another's: both come from the same averaging
+TO_SEE = 5.0  # seconds from one rank's optimizer to another's: both come from the same collective
 _FIRST_COPY = 2  # steps: a graph that a step may not use again is used again in the next one
 
 
@@ -56,7 +57,7 @@ class Ranks:
 
     _runs = 0
 
-    def __init__(self) -> None:
+    def __init__(self, shards_before: Callable[[int], dict[int, torch.Tensor]]) -> None:
         self.is_parallel = False
         self.is_sharded = False
         self.is_manual = False
@@ -68,6 +69,7 @@ class Ranks:
         self.rank: int | None = None
         self._stage: weakref.ref[Any] | None = None
         self.shards = Shards()
+        self._shards_before = shards_before
         self._exchange: Exchange | None = None
         self._reports: Reports | None = None
         self._size = 1
@@ -108,7 +110,7 @@ class Ranks:
         if self.is_sharded:
             self.shards.learn(modules)
             if self._exchange is None and self.rank is not None:
-                self._exchange = Exchange(self._store, self._prefix, self.rank, self.shards.local)
+                self._exchange = Exchange(self._store, self._prefix, self.rank, self._shards_at)
                 self._reports = Reports(self._store, self._prefix, self.rank, self._size)
 
     def meet_averaging(self, total: int) -> None:
@@ -146,6 +148,11 @@ class Ranks:
     def stage(self) -> Any:
         """The stage of a pipeline that this process trains."""
         return self._stage() if self._stage is not None else None
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """True if parameters are spread over processes and none are gathered by `fully_shard`."""
+        return self.is_sharded and not self.shards.units and bool(self.shards.slots)
 
     @property
     def is_alone(self) -> bool:
@@ -187,21 +194,18 @@ class Ranks:
             raise Unanswered("not every process is watched, or an update was under way")
         return self.shards.gather(self._exchange, wanted)
 
-    def report_bad(self, step: int, what: str) -> None:
-        """The loss, or a gradient, of this rank is bad in this step."""
+    def _shards_at(self, place: int) -> dict[str, torch.Tensor]:
+        """The shards of this rank after ``place`` updates; raises `CannotGoBack`."""
+        is_now = self._exchange is not None and self._exchange.place == place
+        return self.shards.local({} if is_now else self._shards_before(place))
+
+    def report_bad(self, step: int, what: str, num_bad: int) -> None:
+        """The loss, or a gradient, of this rank is bad in this step; ``num_bad`` gradients are known to be."""
         if self._store is not None:
-            self._store.set(self._key("bad", self.rank), what)
+            self._store.set(self._key("bad", self.rank), f"{num_bad} {what}")
             self._store.set(self._key("bad step", step), "yes")
             if self._reports is not None:
                 self._reports.set(step)
-
-    def have_all_reported(self) -> bool:
-        """True once every rank has reported a bad value; ``False`` if one of them does not in a short time."""
-        try:
-            self._store.wait([self._key("bad", rank) for rank in range(self._size)], _SHORT_PATIENCE)
-        except RuntimeError:
-            return False
-        return True
 
     def claim(self) -> None:
         """This stage of a pipeline has made a bad value and saves its step."""
@@ -244,18 +248,24 @@ class Ranks:
         return is_known if is_known is not None else self._store is not None and self._has("bad step", step)
 
     def culprits(self) -> dict[int, str]:
-        """The ranks that have reported, in order, each with what is bad there."""
+        """The ranks that have reported, each with what is bad there. A bad loss comes first, then the most bad
+        gradients: in a tensor parallel model they reach other ranks only through a collective of the backward pass."""
         known = [rank for rank in range(self._size) if self._store is not None and self._has("bad", rank)]
-        return {rank: str(self._store.get(self._key("bad", rank)), "utf-8") for rank in known}
+        reports = {rank: str(self._store.get(self._key("bad", rank)), "utf-8").split() for rank in known}
+        ordered = sorted(known, key=lambda rank: (reports[rank][1] != "loss", -int(reports[rank][0]), rank))
+        return {rank: reports[rank][1] for rank in ordered}
 
-    def is_bad_only_here(self, step: int) -> bool:
-        """True if averaged gradients of ``step`` are bad on this rank, and not every rank reports that within `TO_SEE`;
-        ``False``, at once, if a rank is not watched."""
+    def see_bad(self, step: int) -> None:
+        """This rank knows, before its update, that a gradient of ``step`` is bad, here or on another rank."""
+        self._store.set(self._key(f"bad gradient {step}", self.rank), "yes")
+
+    def is_seen_only_here(self, step: int) -> bool:
+        """True if a gradient of ``step`` is bad on this rank, and not every rank knows within `TO_SEE`; ``False``, at
+        once, if a rank is not watched."""
         if not self._are_all("watches"):
             return False
-        what = f"bad gradient {step}"
-        self._store.set(self._key(what, self.rank), "yes")
-        return not self._wait_for_all(what, TO_SEE) and self._are_all("watches")
+        self.see_bad(step)
+        return not self._wait_for_all(f"bad gradient {step}", TO_SEE) and self._are_all("watches")
 
     def report_finding(self, is_culprit: bool) -> None:
         """After a bad gradient that all have seen: whether this rank's own step made it; the first answer counts."""

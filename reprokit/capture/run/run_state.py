@@ -65,9 +65,9 @@ class RunState:
         self.timeline = Timeline()
         self.norms: NormMeter | None = None
         self.scalers = ScalerWatch()
-        self.ranks = Ranks()
         self.replicas: Replicas | None = None  # where ranks are to be compared
         self.updates = Updates()
+        self.ranks = Ranks(self.updates.shards_before)
         self._keeps_updates = not history.is_off
         self.running.memory.on_first_write = history.add_written
         self.running.memory.on_conversion = self.convert
@@ -131,7 +131,7 @@ class RunState:
             return
         self.ranks.begin_update()
         if (self.ranks.is_sharded or self.ranks.stage is not None) and self._keeps_updates:
-            self.updates.begin(optimizer, self.iterations.completed, self.running.entries)
+            self.updates.begin(optimizer, self.iterations.completed, self.running.entries, self.iterations.total)
 
     def first_bad_update(self) -> BadUpdate | None:
         """See `Updates.first_bad`."""
@@ -385,9 +385,9 @@ class RunState:
         self.ranks.part()
         self.history.give_up()
 
-    def report_bad(self, what: str = "loss") -> None:
+    def report_bad(self, what: str = "loss", num_bad: int = 0) -> None:
         """The loss, or a gradient, of this process is bad; others, if there are any, are to know."""
-        self.ranks.report_bad(self.iterations.completed, what)
+        self.ranks.report_bad(self.iterations.completed, what, num_bad)
 
     def skip(self, seconds: float) -> None:
         """So much time has passed unwatched: it counts neither for the pace of copies nor as part of a step."""

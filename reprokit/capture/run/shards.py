@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
@@ -63,9 +64,9 @@ class Shards:
     def _named(self) -> dict[str, Any]:
         return {name: parameter for known in self._parts.values() for _, name, parameter in known}
 
-    def local(self) -> dict[str, torch.Tensor]:
-        """The parts that this process holds."""
-        return {name: parameter._local_tensor for name, parameter in self._named.items()}
+    def local(self, before: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The parts that this process holds; ``before`` has others for some parameters, by their ``id``."""
+        return {name: before.get(id(parameter), parameter._local_tensor) for name, parameter in self._named.items()}
 
     def early_parameter(self) -> torch.Tensor | None:
         """A small gathered parameter (`fully_shard`) of an early layer: its gradient is that of this process alone."""
@@ -75,9 +76,13 @@ class Shards:
             return None
         found = [gathered[id(slot.parameter)] for slot in self.slots if id(slot.parameter) in gathered]
         early = [unit._unsharded_param for unit in found if hasattr(unit, "_unsharded_param")][:_CANDIDATES]
-        early = [parameter for parameter in early if parameter.requires_grad]
-        small = (parameter for parameter in early if parameter.numel() <= _SMALL)
-        return next(small, min(early, key=torch.Tensor.numel, default=None))
+        return _small([parameter for parameter in early if parameter.requires_grad])
+
+    def early_gradient(self) -> torch.Tensor | None:
+        """A small gradient of an early layer, spread or not."""
+        parameters = (p for known in self._roots if (root := known()) is not None for p in root.parameters())
+        gradients = (grad for p in parameters if (grad := p.grad) is not None and grad.layout is torch.strided)
+        return _small(list(itertools.islice(gradients, _CANDIDATES)))
 
     @property
     def num_bytes(self) -> int:
@@ -105,9 +110,15 @@ class Shards:
 
     def _sent(self, exchange: Exchange, rank: int, names: list[str]) -> list[torch.Tensor]:
         if rank == torch.distributed.get_rank():
-            shards = self.local()
+            shards = self.local({})
             return [shards[name].detach() for name in names]
         return exchange.ask(rank, names)
+
+
+def _small(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The first small one, or the smallest."""
+    small = (tensor for tensor in tensors if tensor.numel() <= _SMALL)
+    return next(small, min(tensors, key=torch.Tensor.numel, default=None))
 
 
 def slots_of(modules: Iterable[torch.nn.Module]) -> Iterator[Slot]:
