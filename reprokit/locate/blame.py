@@ -32,9 +32,9 @@ def locate(program: Program, tensors: Tensors, *, looks_into_backward: bool = Fa
     """Run ``program`` and name the origin of its failure, or ``None`` when nothing goes wrong.
 
     Watched, first one wins: exceptions; the tensors that differentiation starts from; the gradients it leaves on leaf
-    inputs; parameters after the optimizer; the program's outputs. Raises `UnknownFunction` for a program that names
-    a function it may not name. ``looks_into_backward``: every gradient of the last backward call is examined, so that
-    no second run is needed if one is bad.
+    inputs; later writes into these; parameters after the optimizer; the program's outputs. Raises `UnknownFunction` for
+    a program that names a function it may not name. ``looks_into_backward``: every gradient of the last backward call
+    is examined, so that no second run is needed if one is bad.
     """
     inner = _last_backward(program) if looks_into_backward else None
     return _located(program, tensors, Notes(program, watch=_watch, inner=inner))
@@ -107,7 +107,7 @@ def _with_cause(failure: Failure, program: Program, tensors: Tensors, notes: Not
 def _watch(notes: Notes, index: int, call: Call, values: Mapping[int, torch.Tensor], *, after: bool) -> BadValue | None:
     """A bad value around one call that ends the run."""
     if call.is_differentiation and not after:
-        return _bad_start(notes, index, call, values)
+        return _bad_rewritten(notes, index) or _bad_start(notes, index, call, values)
     if call.is_differentiation and call.target != "torch.autograd.grad":
         return _bad_leaf(notes, index)
     if call.is_optimizer_step:

@@ -147,7 +147,7 @@ class Notes:
 
     def _written(self, call: Call, values: Mapping[int, torch.Tensor]) -> list[int]:
         """Outputs, and for in-place calls every value that shares memory with the target."""
-        written = dict.fromkeys(call.output_refs())
+        written = {} if self._is_bad_again(call) else dict.fromkeys(call.output_refs())
         if call.is_optimizer_step:
             written.update(dict.fromkeys(call.input_refs()))
         for ref in iter_refs(hidden_writes(call.target, call.args, call.kwargs)):
@@ -158,7 +158,13 @@ class Notes:
                 tensor = values.get(target)
                 shared = self._storages.get(_memory(tensor), {target}) if tensor is not None else ()
                 written.update(dict.fromkeys(sorted(shared)))
+                for value in shared:
+                    self._known.pop(value, None)  # ``.data`` has a version of its own
         return list(written)
+
+    def _is_bad_again(self, call: Call) -> bool:
+        """True if the call reads a ``.grad`` that was bad when it was last seen: what made it bad came before."""
+        return call.target == GRAD_READ and any(self._known.get(value, (0, ()))[1] for value in call.output_refs())
 
     def _note_memory(self, value: int, tensor: torch.Tensor) -> None:
         memory = _memory(tensor)

@@ -242,6 +242,49 @@ def test_gradients_that_overflow_where_they_are_added_up() -> None:
     assert (failure.phase, failure.kind, failure.backward_node) == ("backward", "inf", "AccumulateGrad")
 
 
+def grad_of(x: torch.Tensor) -> torch.Tensor:
+    assert x.grad is not None
+    return x.grad
+
+
+def write_and_cancel(x: torch.Tensor) -> None:
+    grad_of(x)[1] /= 0.0
+    grad_of(x)[1] -= grad_of(x)[1]
+
+
+def write_through_data(x: torch.Tensor) -> None:
+    grad_of(x).data.div_(0.0)
+    grad_of(x).data.sub_(grad_of(x).data)
+
+
+def write_before_the_next_backward(x: torch.Tensor) -> None:
+    grad_of(x).div_(0.0)
+    (x * 2.0).sum().backward()
+
+
+@pytest.mark.parametrize("write", [write_and_cancel, write_through_data, write_before_the_next_backward])
+def test_a_finite_gradient_that_the_loop_ruins_by_several_writes(write: Callable[[torch.Tensor], None]) -> None:
+    def compute(x: torch.Tensor) -> None:
+        (x * 3.0).sum().backward()
+        write(x)
+        grad_of(x).clamp_(-1, 1)
+
+    failure = recorded(compute, x=torch.zeros(2, requires_grad=True))
+    assert (failure.phase, failure.kind, failure.call) == ("forward", "inf", "torch.Tensor.div_")
+
+
+def test_a_gradient_is_read_before_a_second_backward_pass_ruins_it() -> None:
+    def compute(x: torch.Tensor) -> None:
+        (x * 3.0).sum().backward()
+        grad_of(x).mul_(2.0)
+        x.sqrt().sum().backward()
+        grad_of(x).mul_(2.0)
+        grad_of(x).sub_(grad_of(x))
+
+    failure = recorded(compute, x=torch.zeros(2, requires_grad=True))
+    assert (failure.phase, failure.call, failure.backward_node) == ("backward", "torch.Tensor.sqrt", "SqrtBackward0")
+
+
 def test_a_scaled_loss_may_overflow() -> None:
     scaled = Call("torch.Tensor.mul", (Ref(0), Ref(1)), outputs=Ref(2), scope=(GRAD_SCALER,))
     made = program([scaled, call("torch.Tensor.backward", Ref(2))], [Input(0, "loss", requires_grad=True), "scale"])

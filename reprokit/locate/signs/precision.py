@@ -10,6 +10,7 @@ import torch
 from reprokit.locate.blame import locate
 from reprokit.locate.calls import VIEWS, Slot, short_name
 from reprokit.locate.graphs import with_math_attention
+from reprokit.locate.notes import BadValue, Notes
 from reprokit.locate.scene import Scene, recompute
 from reprokit.locate.signs import (
     Numbers,
@@ -20,6 +21,7 @@ from reprokit.locate.signs import (
     sign,
     smallest,
 )  # fmt: skip
+from reprokit.locate.ways import ways_of
 from reprokit.program.functions import function_named
 from reprokit.program.ir import Call, map_leaves
 
@@ -220,6 +222,25 @@ def gradients_explode(scene: Scene) -> Numbers | None:
     """True if a gradient went bad although everything its call was given is finite."""
     largest = _largest_if_finite(scene)
     return {"largest": largest} if scene.failure.is_derivative and largest is not None else None
+
+
+@sign
+def contributions_overflow(scene: Scene) -> Numbers | None:
+    """True if a backward pass leaves a ``.grad`` bad that was finite or not there before it."""
+    was_good = False
+
+    def watch(notes: Notes, index: int, call: Call, _: object, *, after: bool) -> BadValue | None:
+        nonlocal was_good
+        leaf = notes.leaves.get(-1 if scene.failure.value is None else scene.failure.value)
+        if leaf is None or not call.is_differentiation:
+            return None
+        is_good = leaf.grad is None or not ways_of(leaf.grad)
+        is_made, was_good = after and was_good and not is_good, is_good
+        return BadValue(-1, scene.failure.way, index) if is_made else None
+
+    notes = Notes(scene.program, watch)
+    notes.run(scene.tensors)
+    return {} if notes.found is not None else None
 
 
 @sign
