@@ -257,7 +257,7 @@ def calls_of_a_step(depth):
         num_calls += event == "call" and code.co_filename.startswith(OWN) and code.co_name not in MARKS
     fewest = []
     with reprokit.capture(f"{depth}.pt"):
-        for step in range(16):
+        for step in range(100):  # on a busy machine many of them take a copy
             num_calls = 0
             sys.setprofile(count if step > 8 else None)
             optimizer.zero_grad()
@@ -354,7 +354,7 @@ def test_a_gradient_is_bad_on_one_rank_of_a_tensor_parallel_module(culprit: int,
     """The other rank may have made its update by then, and sends the shards that it had before it."""
     started = time.monotonic()
     done = launch(tmp_path, APART, 2, "-m", "reprokit", "capture", "train.py", str(culprit), str(late))
-    assert time.monotonic() - started < 40.0  # 5 of them for the other rank; almost all is the start
+    assert time.monotonic() - started < 100.0  # 5 of them for the other rank; almost all is the start
     is_alone = f"bad on rank {culprit} at step 3, and not on every rank within 5 seconds" in done.stderr
     assert is_alone == (culprit == late), done.stderr
     (path,) = tmp_path.glob("*.pt")
