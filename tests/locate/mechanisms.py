@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from reprokit.locate.failure import Failure, Predicate
 from reprokit.locate.quantity import measured
-from reprokit.program.ir import BACKWARD, Call, Input, Program, Ref
+from reprokit.program.ir import BACKWARD, OPAQUE, Call, Input, Program, Ref
 from reprokit.series import StepNumbers
 from reprokit.snapshot.format import Snapshot
 from tests.shrink.failing import INF, record, seeded, snapshot_of, traced
@@ -80,6 +80,13 @@ def bad_input(role: str, *, is_scalar: bool = False) -> Make:
         return snapshot_of(program, {0: torch.tensor(NAN if is_scalar else [1.0, NAN]), 1: torch.ones(2)})
 
     return make
+
+
+def bad_rows() -> Snapshot:
+    """A ``vmap`` that is recorded as one call returns NaN."""
+    given = bad_input("opaque")()
+    rows = Call(OPAQUE, (Ref(1),), {"source": "", "name": "vmap(grad(f))", "is_transform": True}, outputs=(Ref(0),))
+    return replace(given, program=replace(given.program, calls=(rows, *given.program.calls)))
 
 
 def with_timeline(make: Make, **series: list[float]) -> Make:
@@ -384,6 +391,7 @@ CASES: dict[str, Make] = {
     "bad-number": bad_input("batch", is_scalar=True),
     "bad-parameter": bad_input("parameter"),
     "not-followed": bad_input("opaque"),
+    "transform-not-followed": bad_rows,
     "outlying-row": lambda: outlier(6000.0),
     "bad-gradient-given": bad_input("gradient"),
     "exp-overflow": step(lambda x: x.exp(), x=torch.tensor([100.0, 1.0])),
@@ -537,7 +545,8 @@ MISSES: dict[str, str | Make] = {
     "bad-data": "bad-number",
     "bad-number": "bad-data",
     "bad-parameter": "bad-data",
-    "not-followed": "bad-data",
+    "not-followed": "transform-not-followed",
+    "transform-not-followed": "not-followed",
     "outlying-row": lambda: outlier(60.0),
     "bad-gradient-given": "bad-data",
     "exp-overflow": "overflow",

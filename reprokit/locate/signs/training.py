@@ -15,7 +15,7 @@ from reprokit.locate.domains import WEIGHTED
 from reprokit.locate.scene import Scene
 from reprokit.locate.signs import Numbers, is_wanted, places, sign
 from reprokit.locate.ways import largest_finite
-from reprokit.program.ir import Ref
+from reprokit.program.ir import OPAQUE, Ref
 
 # State of torch's optimizers, by name: averages and sums of squares.
 _SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "row_var", "col_var"})
@@ -85,8 +85,13 @@ def _is_bad(value: Any) -> bool:
 
 
 @sign
-def input_is(scene: Scene, roles: Sequence[str], scalar: bool | None = None) -> Numbers | None:
-    """True if an input of one of these roles was bad before the first call; ``scalar``: a single number, or none."""
+def input_is(
+    scene: Scene, roles: Sequence[str], scalar: bool | None = None, transform: bool | None = None
+) -> Numbers | None:
+    """True if an input of one of these roles was bad before the first call; ``scalar``: a single number, or none.
+
+    ``transform``: made by a transform of `torch.func` that is one opaque call, or not.
+    """
     failure = scene.failure
     if failure.call is not None or failure.value is None:
         return None
@@ -95,7 +100,12 @@ def input_is(scene: Scene, roles: Sequence[str], scalar: bool | None = None) -> 
         return None
     if scalar is not None and scalar is not (scene.tensors[item.value].dim() == 0):
         return None
-    return {"input": f"`{item.name}`", "count": failure.num_bad, "total": failure.num_elements, "role": item.role}
+    makers = (call for call in scene.program.calls if call.target == OPAQUE and item.value in call.output_refs())
+    maker = next((call.kwargs for call in makers), {})
+    if transform is not None and transform is not ("is_transform" in maker):
+        return None
+    found = {"input": f"`{item.name}`", "count": failure.num_bad, "total": failure.num_elements, "role": item.role}
+    return found | {"maker": maker.get("name", "")}
 
 
 @sign

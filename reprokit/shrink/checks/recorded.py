@@ -121,7 +121,7 @@ def _hint(failure: Failure, program: Program) -> str:
     if "is_scripted" in maker.kwargs:
         return f"`{name}` is compiled by `torch.jit`: capture again with `PYTORCH_JIT=0` in the environment"
     if "is_transform" in maker.kwargs:
-        return f"the calls of `{name}` are too many to record: capture with fewer rows"
+        return f"the calls of `{name}` are not recorded: call its function on the failing row without the transform"
     if "is_compiled" in maker.kwargs or maker.kwargs["source"]:
         return f"capture again with `TORCH_COMPILE_DISABLE=1` in the environment: `{name}` is compiled"
     return f"`{name}` computes it by other means than torch calls"
