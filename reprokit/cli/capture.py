@@ -293,7 +293,10 @@ class Watch:
                 self._tell_result(path, result)
         closing = self._session.closing if self._session is not None else closing_line(Seen(), self._error)
         is_checked_elsewhere = self._error is None and is_checked_below
-        is_reported = self._has_failed or is_checked_elsewhere or any(report["results"] for report in children)
+        is_told = isinstance(self._error, UsageError)  # no such module: nothing ran
+        is_reported = (
+            is_told or self._has_failed or is_checked_elsewhere or any(report["results"] for report in children)
+        )
         if closing is not None and not is_reported and self._reports is None:
             say(closing + self.children.words(children), self._plan.verbosity)
 

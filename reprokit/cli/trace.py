@@ -275,7 +275,9 @@ def command(
 
 
 def _is_snapshot(path: str) -> bool:
-    """True for an archive, which is what `torch.save` writes."""
+    """True for a name that ends in ``.pt``, and for an archive, which is what `torch.save` writes."""
+    if path.endswith(".pt"):
+        return True
     try:
         with open(path, "rb") as file:
             return file.read(4) == b"PK\x03\x04"

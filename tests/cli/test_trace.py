@@ -220,12 +220,20 @@ def test_what_follows_the_script_is_its_own_after_options(tmp_path: Path, run_re
         (["missing.py"], "error: `missing.py` does not exist"),
         (["train.py", "--steps", "1", "-o", "train.py"], "error: `train.py` exists already"),
         ([], "error: no script or snapshot given"),
+        (["text.repro.pt"], "error: `text.repro.pt` was not written by reprokit"),
     ],
 )
 def test_usage_errors(words: list[str], message: str, tmp_path: Path, run_reprokit: Run) -> None:
-    (tmp_path / "train.py").write_text("print('ran')\n")
+    for name in ("train.py", "text.repro.pt"):
+        (tmp_path / name).write_text("print('ran')\n")
     done = run_reprokit("trace", *words)
     assert done.returncode == 2 and message in done.stderr and "ran" not in done.stdout
+
+
+def test_an_empty_snapshot_is_no_script(tmp_path: Path, run_reprokit: Run) -> None:
+    (tmp_path / "x.pt").touch()
+    done = run_reprokit("trace", "x.pt")
+    assert done.returncode == 1 and done.stderr.startswith("reprokit: error: `x.pt` is empty")
 
 
 def test_a_script_that_raises_keeps_its_traceback_and_shows_its_last_frames(tmp_path: Path, run_reprokit: Run) -> None:
