@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from reprokit.capture.save.build_snapshot import OPTIMIZERS_SPREAD
 from reprokit.cli import main
 from reprokit.snapshot.format import Snapshot, load
 from tests.conftest import run_python_in
@@ -341,6 +342,8 @@ def test_the_step_of_the_culprit_becomes_a_program_of_one_process(tmp_path: Path
     assert found == {f"{case} {case.split('-')[1]}.pt" for case in CASES}
     for case, (phase, call) in CASES.items():
         check(load(tmp_path / f"{case}.rank{case.split('-')[1]}.pt"), phase, call)
+    before = load(tmp_path / "update-1-plain.rank1.pt").before
+    assert before is not None and OPTIMIZERS_SPREAD in before.left_out
     casts = [call for call in load(tmp_path / "forward-0-mixed.rank0.pt").program.calls if "bfloat16" in str(call.args)]
     assert len(casts) >= 8  # of the parameters of the units that ran
     for case in ("backward-1-mixed", "update-1-plain", "update-1-foreach", "update-1-pipeline", "late-1-plain"):

@@ -57,6 +57,7 @@ GRADIENTS_NOT_KEPT = (
 HOOKS_LEFT_OUT = "hooks of modules were left out of the replay, and no finite loss shows whether they change values"
 OTHER_GRADIENTS = "gradients differ between training and the replay, where no hook changes them"
 PARTS_NOT_GATHERED = "the state of the model: its whole parameters do not fit in one process"
+OPTIMIZERS_SPREAD = "the state of the optimizers: it is spread over the ranks"
 Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 NOT_OF_TORCH = "the exception was raised by code that is no torch call, so running the file does not raise it"
 
@@ -220,6 +221,7 @@ def _replay_without(out: Set[str], step: FailedStep, frame: FrameType | None) ->
         modules = step.modules if step.units is None else []  # of which most parameters are not here
         before, copies = collect_state(modules, optimizers, roots | names_of(step.optimizers, frame))
         before.left_out.extend([PARTS_NOT_GATHERED] if step.units is not None else [])
+        before.left_out.extend([OPTIMIZERS_SPREAD] if len(optimizers) < len(step.optimizers) else [])
         replayed = replay(
             step.all_entries,
             step.saved,
