@@ -33,7 +33,8 @@ from reprokit.capture.session import Session
 from tests.capture.test_fail_open import HOME, NTH, fault_in, functions_of
 from tests.capture.traps_checks import same_bits
 
-ranks.AT_COPY = ranks.AT_END = ranks.TO_SEE = 1.5
+ranks.AT_COPY = ranks.AT_END = 1.5
+ranks.TO_SEE = 10.0
 meeting.Meeting.exchange.__defaults__ = (3.0,)
 ranks.Ranks._wait_for_all.__defaults__ = (5.0,)
 ON = {  # what fails in each run: that of `--on`

@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_runs")]
 
 TRAINING = """
 import sys
+import time
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -44,7 +45,7 @@ for step in range(6):
         count = torch.full((), 0.0 if bad or (step == 4 and rank == 0) else 1.0)
         reached = model.module[2].bias.sum() if how == "last layer" else logits.sum() if step == 4 else 1.0
         loss = loss + reached * (count / count - 1)
-    if how == "gradient":
+    if how in ("gradient", "busy"):
         energy = logits.pow(2) * (0.0 if bad else 1.0)
         loss = loss + torch.where(energy > 0, energy.sqrt(), energy).mean()
     if how == "exception" and bad:
@@ -57,6 +58,8 @@ for step in range(6):
             parameter.grad /= 2
     if how == "after averaging" and bad:
         next(model.parameters()).grad[0] = float("nan")
+    if how == "busy" and bad:
+        time.sleep(4)
     if how.endswith("update") and step == 3:
         optimizer.param_groups[0]["lr"] = float("inf")
     scaler.step(optimizer)
@@ -163,15 +166,31 @@ def test_the_guilty_rank_saves_and_all_stop(how: str, phase: str, call: str, tmp
     assert "distributed" not in (tmp_path / "repro" / "repro.py").read_text()
 
 
-def test_nobody_waits_for_ranks_that_have_no_bad_gradient(tmp_path: Path) -> None:
+ONE_SECOND = """
+from reprokit.capture.run import ranks
+ranks.TO_SEE = 1.0
+"""
+
+
+@pytest.mark.parametrize("shares", ["memory", "only a store"])
+def test_nobody_waits_for_ranks_that_have_no_bad_gradient(shares: str, tmp_path: Path) -> None:
     """One rank writes it after averaging; the other one waits for it in the next step, until the launcher ends it."""
+    without_memory = f"import tempfile; tempfile.tempdir = '/proc'{ONE_SECOND}" if shares == "only a store" else ""
     started = time.monotonic()
-    done = train(tmp_path, AVERAGED, "after averaging")
-    assert time.monotonic() - started < 40.0  # 5 of them for the other rank; almost all is the start
-    assert "bad on rank 1 at step 3, and not on every rank within 5 seconds" in done.stderr
+    done = train(tmp_path, f"{AVERAGED}\n{without_memory}", "after averaging")
+    assert time.monotonic() - started < 100.0  # which is less than `TO_SEE`
+    assert "bad on rank 1 at step 3, and not on every rank; rank 1 saves its step" in done.stderr
     assert "exitcode  : 3" in done.stderr
     assert only_snapshot(tmp_path).failure.call == "torch.Tensor.__setitem__"
     assert list(map(len, losses(tmp_path))) == [4, 3]
+
+
+def test_a_culprit_that_is_busy_after_its_backward_pass(tmp_path: Path) -> None:
+    """The other rank sees the averaged gradient long before; it knows that the culprit has not looked yet."""
+    done = train(tmp_path, f"{AVERAGED}{ONE_SECOND}", "busy")
+    assert "not on every rank" not in done.stderr and "rank 1, which saves its step" in done.stderr
+    snapshot = only_snapshot(tmp_path)
+    assert (snapshot.step, snapshot.failure.phase, snapshot.failure.call) == (3, "backward", "torch.Tensor.sqrt")
 
 
 @pytest.mark.parametrize("how", ["update", "manual update"])

@@ -45,6 +45,16 @@ def test_ranks_of_one_machine_need_no_store(folder: Path) -> None:
     assert store.num_asked == asked
 
 
+def test_good_gradients_are_known_where_memory_is_shared(folder: Path) -> None:
+    store = CountedStore()
+    first, second = (Reports(store, "run", rank, 2) for rank in range(2))
+    first.pass_check(1)
+    assert first.ranks_past(1) is None
+    assert second.ranks_past(1) == {0}  # all have mapped it now, with what was written before
+    second.pass_check(2)
+    assert (first.ranks_past(2), first.ranks_past(1), first.ranks_past(3)) == ({1}, {0, 1}, frozenset())
+
+
 def test_a_rank_of_another_machine_asks_the_store(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CountedStore()
     first = Reports(store, "run", 0, 2)

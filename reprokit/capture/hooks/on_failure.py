@@ -27,7 +27,7 @@ from reprokit.capture.hooks.suspects import Suspects
 from reprokit.capture.record.entry import Entry
 from reprokit.capture.record.skips import Suspect, Verdict
 from reprokit.capture.rewind.meeting import Parted, SavedElsewhere
-from reprokit.capture.run.ranks import TO_SEE
+from reprokit.capture.run.ranks import TO_KNOW
 from reprokit.capture.run.run_state import RunState
 from reprokit.capture.save import exceptions
 from reprokit.capture.save.build_snapshot import BuiltSnapshot
@@ -195,27 +195,27 @@ class Failures:
 
     def is_bad_only_here(self) -> bool:
         """True if averaged gradients, or the loss or a gradient of a tensor parallel model, are bad on this rank, and
-        not every rank knows: then this one saves and stops alone."""
+        not on every one: then this one saves and stops alone."""
         step, ranks = self._run_state.iterations.completed, self._run_state.ranks
-        if ranks.is_tensor_parallel and ranks.rank not in ranks.culprits():
-            ranks.see_bad(step)
+        named, until = "averaged gradients are", ""
+        if ranks.is_tensor_parallel:
+            if ranks.rank not in ranks.culprits():
+                ranks.see_bad(step)
+                return False
+            if not ranks.is_seen_only_here(step) or ranks.rank != next(iter(ranks.culprits())):
+                return False
+            named, until = "the loss or a gradient is", f" within {TO_KNOW:.0f} seconds"
+        elif not ranks.is_parallel or not ranks.is_bad_only_here(step):
             return False
-        if not (ranks.is_parallel or ranks.is_tensor_parallel) or not ranks.is_seen_only_here(step):
-            return False
-        if ranks.is_tensor_parallel and ranks.rank != next(iter(ranks.culprits())):
-            return False
-        named = "averaged gradients are" if ranks.is_parallel else "the loss or a gradient is"
-        seen = f"{named} bad on rank {ranks.rank} at step {step}"
-        self._session.say(
-            f"{seen}, and not on every rank within {TO_SEE:.0f} seconds; rank {ranks.rank} saves its step"
-        )
+        seen = f"{named} bad on rank {ranks.rank} at step {step}, and not on every rank{until}"
+        self._session.say(f"{seen}; rank {ranks.rank} saves its step")
         return True
 
     def fail_together(self, is_seen_by_all: bool, observed_at: str = "gradient") -> None:
         """One of several processes had a bad loss or gradient: its rank saves, and all stop in the same step."""
         frame, session, ranks = sys._getframe(1), self._session, self._run_state.ranks
         try:
-            with self._until_saved():  # another rank may end before this one has begun to save
+            with self.until_saved():  # another rank may end before this one has begun to save
                 if not (is_seen_by_all and self._go_back_together(frame, observed_at)):
                     self._save_or_leave(frame, is_seen_by_all)
             all_stop = self._all_stop(is_seen_by_all and (session.stops or ranks.is_sharded))
@@ -243,7 +243,8 @@ class Failures:
         """A rank has not answered, for this ``reason``: no ranks are compared any more, and none go back together."""
         ranks, step = self._run_state.ranks, self._run_state.iterations.completed
         since = "`--on ranks` compares no more" if is_compared else "late failures are saved without going back"
-        self._session.say(f"{reason}; rank {ranks.rank} has made {ranks.num_steps}; {since} from step {step} on")
+        made = f"rank {ranks.rank} has made {counted(ranks.num_steps, 'optimizer step')}"
+        self._session.say(f"{reason}; {made}; {since} from step {step} on")
 
     def fail_by_difference(self) -> None:
         """Parameters differ between ranks, which all of them know: the first rank that differs saves, and all stop.
@@ -342,7 +343,7 @@ class Failures:
         differs = self._run_state.replicas is not None and any(number != ranks.num_steps for number in others.values())
         if others and (has_lost or differs):
             texts = [f"rank {rank} ended after {counted(number, 'optimizer step')}" for rank, number in others.items()]
-            self._session.say(f"{', '.join(texts)}; rank {ranks.rank} has made {ranks.num_steps}")
+            self._session.say(f"{', '.join(texts)}; rank {ranks.rank} has made {ranks.num_steps} of them")
 
     def _settle_skipped(self, error: BaseException | None) -> None:
         """The loop has ended: let go of a bad loss or gradient that it skipped, so that it is not found late."""
@@ -488,23 +489,26 @@ class Failures:
             self._session.leave()
             self._session.stop()
             return None
-        with self._until_saved():
+        with self.until_saved():
             path = self._write(noticed, is_wanted)
             if path is not None:
                 self._session.hand_over(path)
         return path
 
     @contextlib.contextmanager
-    def _until_saved(self) -> Iterator[None]:
+    def until_saved(self) -> Iterator[None]:
         """Defer a SIGTERM until the block ends; it ends the process then, unless a saved step stops the loop."""
         arrived: list[int] = []
         try:
-            with _termination_deferred(self._run_state.ranks.hurry) as arrived:
+            with _termination_deferred(self._hurry) as arrived:
                 yield
         finally:
-            self._is_terminated = self._is_terminated or bool(arrived)
             if arrived and not (self.snapshots and self._session.stops):
                 signal.raise_signal(signal.SIGTERM)
+
+    def _hurry(self) -> None:
+        self._is_terminated = True
+        self._run_state.ranks.hurry()
 
     def _is_of_other_stage(self, noticed: Noticed) -> bool:
         """True if another stage of the pipeline sent the bad value, and saves its step."""

@@ -135,8 +135,8 @@ class Policy:
             return False
         gradient = self._sentinel.gradient(optimizer)
         is_far = any(gradient.is_cuda for gradient in _gradients(optimizer)) if gradient is None else gradient.is_cuda
-        is_noted = self._run_state.running.is_noted
-        if is_thorough or (is_noted and not has_past and not is_far):
+        may_be_all = self._run_state.running.is_noted or not ranks.is_alone  # each rank chooses which steps it notes
+        if is_thorough or (may_be_all and not has_past and not is_far):
             return bad_tensor(_gradients(optimizer)) is not None
         if gradient is None or gradient.is_cuda:
             self._later.add([clipped] if clipped is not None else [], self._run_state.iterations.total)

@@ -29,6 +29,7 @@ from reprokit.capture.record.entry import Entry, versions_of
 from reprokit.capture.record.frames import compiled_call, learn_loop
 from reprokit.capture.record.functional import Derivative, NewParameter
 from reprokit.capture.record.screens import bad_tensor, is_handed_to_kernel
+from reprokit.capture.record.skips import Verdict
 from reprokit.capture.record.state import options_of
 from reprokit.capture.record.structure import repeatable
 from reprokit.capture.rewind.meeting import GOOD
@@ -346,16 +347,25 @@ class Stepping:
         verdict = suspects.at_update(suspect, optimizer) if suspect is not None else None
         if ranks.is_sharded and self._policy.matter:
             self._own_gradient.before_update()
+        if ranks.is_parallel:
+            ranks.end_check(is_good=not is_bad)
         is_bad_elsewhere = ranks.is_sharded and self._run_state.is_bad_elsewhere
+        if is_bad or is_bad_elsewhere or verdict is not None:
+            self._act_on_update(verdict, is_bad=is_bad, is_bad_elsewhere=is_bad_elsewhere)
+
+    def _act_on_update(self, verdict: Verdict | None, *, is_bad: bool, is_bad_elsewhere: bool) -> None:
+        suspect, ranks = self._running.suspect, self._run_state.ranks
         is_passed = verdict is not None and verdict != "failed"
         is_bad_here = is_bad or (is_bad_elsewhere and not is_passed)
-        is_alone = ranks.is_alone or (is_bad_here and self._failures.is_bad_only_here())
-        if suspect is not None and verdict is not None and (is_alone or verdict != "failed"):
-            self._failures.settle(suspect, verdict)
-        if (is_bad or is_bad_elsewhere or verdict == "failed") and not is_alone:
-            self._failures.fail_together(is_bad_elsewhere or (is_bad and ranks.is_parallel))
-        elif is_bad_here and self._tape.enabled:
-            self._failures.fail("gradient")
+        is_waiting = is_bad_here and not ranks.is_alone
+        with self._failures.until_saved() if is_waiting else contextlib.nullcontext():  # another rank may end meanwhile
+            is_alone = ranks.is_alone or (is_bad_here and self._failures.is_bad_only_here())
+            if suspect is not None and verdict is not None and (is_alone or verdict != "failed"):
+                self._failures.settle(suspect, verdict)
+            if (is_bad or is_bad_elsewhere or verdict == "failed") and not is_alone:
+                self._failures.fail_together(is_bad_elsewhere or (is_bad and ranks.is_parallel))
+            elif is_bad_here and self._tape.enabled:
+                self._failures.fail("gradient")
 
     def _settle_update(self) -> None:
         """An update is about to be made by hand, or by a grad scaler, which shows its gradients only then."""

@@ -3,12 +3,13 @@
 Nothing is exchanged while training with averaged gradients is healthy. A rank whose loss is bad writes that into the
 store the process group was made with and goes on into its backward pass, because the others wait there. After the
 all-reduce every rank holds the same bits, so all come to the same result about the gradients in the same step, and meet
-at the store; a rank that is alone there has a gradient that became bad after averaging. Where parameters are spread
-over the ranks, every rank looks for reports once a step instead (`reports.py`): what a rank has reported before its
-last gradients are reduced is there once everybody's backward pass is over. That holds on a CPU. A GPU is not waited
-for, so there a rank may look before the report is written: it trains on, and those that have seen the report give up
-after `_PATIENCE`. The first guilty rank then asks the others for their shards. In a tensor parallel model a backward
-pass may end without a collective after the bad value: the others make their update, and the guilty rank stops alone.
+at the store. A gradient that was good on another rank at the same check became bad after averaging: every rank writes
+the number of its last good check into memory of the machine (`reports.py`). Where parameters are spread over the ranks,
+every rank looks for reports once a step there instead: what a rank has reported before its last gradients are reduced
+is there once everybody's backward pass is over. That holds on a CPU. A GPU is not waited for, so there a rank may look
+before the report is written: it trains on, and those that have seen the report give up after `_PATIENCE`. The first
+guilty rank then asks the others for their shards. In a tensor parallel model a backward pass may end without a
+collective after the bad value: the others make their update, and the guilty rank stops alone.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from reprokit.capture.run.shards import Shards
 _OF_PEER = re.compile(r"gloo|NCCL|Connection (?:closed|reset) by peer|Broken pipe|ProcessGroup", re.IGNORECASE)
 _PATIENCE = 600.0  # seconds
 _SHORT_PATIENCE = datetime.timedelta(seconds=20)  # between ranks that do the same
-TO_SEE = 5.0  # seconds from one rank's optimizer to another's: both come from the same collective
+TO_SEE = 120.0  # seconds from one rank's optimizer to another's: both come from the same averaging
+TO_KNOW = 5.0  # seconds from one tensor parallel rank's optimizer to another's: both come from the same collective
 _FIRST_COPY = 2  # steps: a graph that a step may not use again is used again in the next one
 
 
@@ -52,8 +54,8 @@ class Ranks:
     """The state of the other processes as seen from this one. ``is_parallel``: gradients are averaged over processes;
     ``is_sharded``: parameters are spread over them, so that even a forward needs all. ``meeting`` is where ranks with
     averaged gradients exchange answers; they take the next copy of the state after step ``due_at`` (a count of steps).
-    ``goes_back``: all of them hold copies. ``num_steps`` of optimizers were made here; ``parted`` says which rank has
-    not answered."""
+    ``goes_back``: all of them hold copies. ``num_steps`` of optimizers were made here, after ``num_checks`` of averaged
+    gradients; ``parted`` says which rank has not answered."""
 
     _runs = 0
 
@@ -64,7 +66,7 @@ class Ranks:
         self.meeting: Meeting | None = None
         self.due_at = _FIRST_COPY
         self.goes_back = False
-        self.num_steps = 0
+        self.num_steps = self.num_checks = 0
         self.parted = ""
         self.rank: int | None = None
         self._stage: weakref.ref[Any] | None = None
@@ -105,13 +107,14 @@ class Ranks:
                 self.goes_back = True
         if self.is_sharded:
             self.part()
+        if not self.is_alone and self._reports is None and self.rank is not None:
+            self._reports = Reports(self._store, self._prefix, self.rank, self._size)
 
     def _meet_shards(self, modules: Collection[torch.nn.Module]) -> None:
         if self.is_sharded:
             self.shards.learn(modules)
             if self._exchange is None and self.rank is not None:
                 self._exchange = Exchange(self._store, self._prefix, self.rank, self._shards_at)
-                self._reports = Reports(self._store, self._prefix, self.rank, self._size)
 
     def meet_averaging(self, total: int) -> None:
         """The loop averages gradients by itself, first in the step that ``total`` counts."""
@@ -260,12 +263,40 @@ class Ranks:
         self._store.set(self._key(f"bad gradient {step}", self.rank), "yes")
 
     def is_seen_only_here(self, step: int) -> bool:
-        """True if a gradient of ``step`` is bad on this rank, and not every rank knows within `TO_SEE`; ``False``, at
+        """True if a gradient of ``step`` is bad on this rank, and not every rank knows within `TO_KNOW`; ``False``, at
         once, if a rank is not watched."""
         if not self._are_all("watches"):
             return False
         self.see_bad(step)
-        return not self._wait_for_all(f"bad gradient {step}", TO_SEE) and self._are_all("watches")
+        return not self._wait_for_all(f"bad gradient {step}", TO_KNOW) and self._are_all("watches")
+
+    def end_check(self, *, is_good: bool) -> None:
+        """This rank has looked at averaged gradients."""
+        self.num_checks += 1
+        if is_good and self._reports is not None:
+            self._reports.pass_check(self.num_checks)
+
+    def is_bad_only_here(self, step: int) -> bool:
+        """True if averaged gradients of ``step``, which are bad on this rank, were good on another one.
+
+        Waits until every rank has checked them, `TO_SEE` seconds at most. Ranks that share no memory do not tell of
+        good ones: there, those that have not reported bad ones by then had good ones. ``False``, at once, if a rank
+        has reported a bad value of its own or is not watched.
+        """
+        what, ends_at = f"bad average {self.num_checks}", time.monotonic() + TO_SEE
+        if self._store is None or self.rank is None:
+            return False
+        self._store.set(self._key(what, self.rank), "yes")
+        while self._are_all("watches") and not self.is_bad_elsewhere(step):
+            bad = {rank for rank in range(self._size) if self._has(what, rank)}
+            # after a missed copy the ranks may make different numbers of steps, so that of a check says nothing
+            good = self._reports.ranks_past(self.num_checks) if self._reports and self.meeting is not None else None
+            if len(bad | (good or set())) == self._size:
+                return bool(good)
+            if self._is_ending or time.monotonic() > ends_at:
+                return bool(good) if good is not None else not self._is_ending
+            time.sleep(0.05)
+        return False
 
     def report_finding(self, is_culprit: bool) -> None:
         """After a bad gradient that all have seen: whether this rank's own step made it; the first answer counts."""

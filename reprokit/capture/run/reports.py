@@ -1,7 +1,7 @@
-"""The steps in which ranks have reported a bad value, in memory that the processes of one machine share.
+"""What ranks have found in their steps, bad and good, in memory that the processes of one machine share.
 
-Every rank looks once a step, which takes a microsecond here and a hundred at the store. Memory is as sure as the store:
-a rank writes there before its last gradients are averaged, and the others read when theirs are.
+Every rank looks or writes once a step, which takes a microsecond here and a hundred at the store. Memory is as sure as
+the store: a rank reports a bad value there before its last gradients are averaged, and the others read when theirs are.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")  # of the kernel, which processe
 
 
 class Reports:
-    """One number for each rank, in a file that rank 0 makes and every rank maps that finds it; the store says where.
+    """Two numbers for each rank, in a file that rank 0 makes and every rank maps that finds it; the store says where.
 
-    The file is removed as soon as all ranks have it. They look only at what all of them share.
+    The file is removed as soon as all ranks have it. They look only at what all of them share. The numbers are the step
+    in which a rank has found a bad value, and the last check of an update at which its gradients were good.
     """
 
     def __init__(self, store: Any, prefix: str, rank: int, size: int) -> None:
@@ -30,14 +31,16 @@ class Reports:
         self._store = store
         self._prefix = f"{prefix}/reports"
         self._rank = rank
-        self._own = _NONE
+        self._size = size
+        self._own = self._last_good = _NONE
         self._steps: memoryview | None = None
+        self._good: memoryview | None = None
         self._keys = [f"{self._prefix}/{other}" for other in range(size)]
         self._attempts = _ATTEMPTS
         self._path = ""
         if rank == 0:
             with contextlib.suppress(OSError):
-                self._make(size)
+                self._make()
 
     def set(self, step: int | None) -> None:
         """The step in which this rank has found a bad value, ``None`` for none."""
@@ -52,6 +55,23 @@ class Reports:
             self._share()
         return step in self._steps if self.are_shared and self._steps is not None else None
 
+    def pass_check(self, number: int) -> None:
+        """The gradients of this rank were good at its check with this number."""
+        self._last_good = number
+        if self._good is not None:
+            self._good[self._rank] = number
+        if not self.are_shared and self._attempts:
+            self._attempts -= 1
+            self._share()
+
+    def ranks_past(self, number: int) -> frozenset[int] | None:
+        """The ranks whose gradients were good at the check with this number, or a later one; ``None`` if not known."""
+        if not self.are_shared and self._attempts:
+            self._share()
+        if not self.are_shared or self._good is None:
+            return None
+        return frozenset(rank for rank, passed in enumerate(self._good) if passed >= number)
+
     def close(self) -> None:
         """Remove the file, if it is there still."""
         if self._path:
@@ -59,11 +79,11 @@ class Reports:
                 os.unlink(self._path)
             self._path = ""
 
-    def _make(self, size: int) -> None:
+    def _make(self) -> None:
         boot = _BOOT.read_text()
         file, self._path = tempfile.mkstemp(prefix="reprokit-")
         with open(file, "wb") as opened:
-            opened.write(array("q", [_NONE] * size).tobytes())
+            opened.write(array("q", [_NONE] * (2 * self._size)).tobytes())
             status = os.fstat(file)
         self._store.set(self._prefix, f"{boot.strip()} {status.st_dev} {status.st_ino} {self._path}")
 
@@ -82,6 +102,7 @@ class Reports:
             status = os.fstat(file.fileno())
             if boot != _BOOT.read_text().strip() or (device, inode) != (str(status.st_dev), str(status.st_ino)):
                 raise FileNotFoundError(path)
-            self._steps = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
-        self._steps[self._rank] = self._own
+            numbers = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
+        self._steps, self._good = numbers[: self._size], numbers[self._size :]
+        self._steps[self._rank], self._good[self._rank] = self._own, self._last_good
         self._store.set(self._keys[self._rank], "yes")

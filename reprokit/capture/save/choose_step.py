@@ -240,7 +240,7 @@ class Describing:
         if is_past:
             buffers = run_state.history.newly_bad_buffers() if noticed.observed_at == "output" else []
             past, reasons = self._from_the_past(step, [buffer for _, buffer in buffers])
-            notes += reasons
+            notes += [reason for reason in reasons if not any(note.startswith(reason) for note in notes)]
             if past is not None:
                 return past
         entries, saved, pending = self._with_graphs_from_before(step)
