@@ -6,13 +6,14 @@ import json
 import subprocess
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from reprokit.capture.rewind.compare_ranks import Account, why
-from reprokit.capture.rewind.meeting import CopyAnswer, Meeting, Parted
+from reprokit.capture.rewind.meeting import CopyAnswer, Late, Meeting, Parted
 from reprokit.capture.rewind.replicas import Replicas, digest
 from reprokit.capture.run.ranks import Ranks
 from reprokit.cli import main
@@ -195,10 +196,10 @@ def test_a_rank_that_ends_early_stops_nobody(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_makes_more_steps_stops_nobody(tmp_path: Path) -> None:
-    """Its third step is the second one of the other rank, which then waits for its gradients."""
+    """Its third step is the second one of the other rank, which then waits for its gradients; so twice."""
     done = train(tmp_path, "more steps")
     assert (
-        "rank 1 did not answer within 3 seconds; rank 0 has made 2 optimizer steps; `--on ranks` compares no more"
+        "rank 1 did not answer within 3 seconds; rank 0 has made 4 optimizer steps; `--on ranks` compares no more"
         in done.stderr
     )
     texts = (
@@ -230,6 +231,17 @@ def test_nobody_waits_for_a_rank_that_goes_on_unwatched() -> None:
     with pytest.raises(Parted):
         Meeting(store, "meeting", 0, 2).exchange("copy", "good")
     assert time.monotonic() - started < 60.0  # half of the time limit
+
+
+def test_all_ranks_miss_what_one_has_missed() -> None:
+    store = torch.distributed.HashStore()
+    meetings = [Meeting(store, "meeting", rank, 2) for rank in range(2)]
+    for meeting in meetings:
+        with pytest.raises(Late, match="rank 1 did not answer within 1 seconds"):
+            meeting.exchange_or_miss("copy", f"of {meeting.rank}", 1.0)
+    with ThreadPoolExecutor() as pool:
+        for answers in pool.map(lambda meeting: meeting.exchange_or_miss("copy", f"of {meeting.rank}", 60.0), meetings):
+            assert answers == ["of 0", "of 1"]
 
 
 def test_one_process_is_told_that_nothing_is_compared(tmp_path: Path) -> None:

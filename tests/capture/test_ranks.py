@@ -58,7 +58,7 @@ for step in range(6):
             parameter.grad /= 2
     if how == "after averaging" and bad:
         next(model.parameters()).grad[0] = float("nan")
-    if how == "busy" and bad:
+    if how == "busy" and bad or how == "busy update" and step == 1 and rank == 1:
         time.sleep(4)
     if how.endswith("update") and step == 3:
         optimizer.param_groups[0]["lr"] = float("inf")
@@ -204,6 +204,19 @@ def test_the_ranks_go_back_together(how: str, tmp_path: Path) -> None:
     assert snapshot.failure.call == "torch.optim.Adam.step"
     assert (snapshot.fidelity, snapshot.fidelity_note) == ("exact", None)
     assert main(["shrink", str(path), "--output", str(tmp_path / "repro")]) == 0
+
+
+def test_the_ranks_go_back_after_a_copy_that_one_has_missed(tmp_path: Path) -> None:
+    done = train(tmp_path, f"{AVERAGED}{ONE_SECOND.replace('TO_SEE', 'AT_COPY')}", "busy update")
+    late = (
+        "rank 1 did not answer within 1 seconds; rank {} has made 2 optimizer steps; no copy of the state after step 1"
+    )
+    assert late.format(0) in done.stderr and late.format(1) in done.stderr
+    assert "the first bad value is that of rank 0, which saves its step" in done.stderr
+    (path,) = tmp_path.glob("*.pt")
+    snapshot = load(path)
+    assert (snapshot.settings.rank, snapshot.step, snapshot.failure.call) == (0, 3, "torch.optim.Adam.step")
+    assert (snapshot.fidelity, snapshot.fidelity_note) == ("exact", None)
 
 
 def test_the_ranks_go_back_when_the_script_ends(tmp_path: Path) -> None:

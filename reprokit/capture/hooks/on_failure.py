@@ -240,11 +240,13 @@ class Failures:
         return self._session.stops and (self._is_terminated or is_met)
 
     def say_parted(self, reason: str, *, is_compared: bool) -> None:
-        """A rank has not answered, for this ``reason``: no ranks are compared any more, and none go back together."""
+        """A rank has not answered, for this ``reason``: no ranks are compared any more, and none go back together, or
+        only this copy was missed."""
         ranks, step = self._run_state.ranks, self._run_state.iterations.completed
         since = "`--on ranks` compares no more" if is_compared else "late failures are saved without going back"
         made = f"rank {ranks.rank} has made {counted(ranks.num_steps, 'optimizer step')}"
-        self._session.say(f"{reason}; {made}; {since} from step {step} on")
+        until = f"no copy of the state after step {step}" if ranks.has_missed else f"{since} from step {step} on"
+        self._session.say(f"{reason}; {made}; {until}")
 
     def fail_by_difference(self) -> None:
         """Parameters differ between ranks, which all of them know: the first rank that differs saves, and all stop.

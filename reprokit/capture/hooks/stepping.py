@@ -422,6 +422,7 @@ class Stepping:
         is_due = run_state.is_due(started)
         if is_due and run_state.ranks.meeting is not None:
             started = self._check_together(started)
+            is_due = not run_state.ranks.has_missed
         elif (is_due or self._policy.watch == "every-step") and run_state.ranks.is_alone:
             bad = self._policy.state()
             if bad is not None:

@@ -20,6 +20,7 @@ from reprokit.words import counted
 
 PATIENCE = 120.0  # seconds for an answer while ranks play their steps
 AT_COPY = 10.0  # seconds; all ranks come from the same averaging, or one makes more steps than another
+_MET = "met"
 AT_END = 20.0  # seconds; one rank may evaluate or save the model while the others have nothing to do any more
 _IN_COLLECTIVE = datetime.timedelta(seconds=60)  # for a rank that was ready a moment ago
 _SHORTEST, _LONGEST = 0.0002, 0.02  # seconds between looks
@@ -31,6 +32,10 @@ GOOD = "good"  # of the state of a rank, where a bad one is called by what is ba
 
 class Parted(Exception):
     """A rank has not answered, as the text says; going back or copying at one step is over."""
+
+
+class Late(Parted):
+    """A rank has not answered in time, and may do so later."""
 
 
 class Stopped(Exception):
@@ -84,20 +89,41 @@ class Meeting:
         self._prefix = prefix
         self._size = size
         self._num_asked = 0
-        self._old: str | None = None
+        self._old: list[str] = []
 
     def exchange(self, what: str, answer: str, patience: float = PATIENCE) -> list[str]:
         """The answers of all ranks, in their order, to the next question. Raises `Parted` if one does not come in
         ``patience`` seconds."""
         self._num_asked += 1
-        keys = [f"{self._prefix}/{self._num_asked}/{what}/{rank}" for rank in range(self._size)]
+        keys = self._keys(what)
         self._store.set(keys[self.rank], answer)
         self._wait(keys, patience)
-        answers = [self._store.get(key).decode() for key in keys]
-        if self._old is not None:
-            self._store.delete_key(self._old)  # all have answered this question, so all have read the one before
-        self._old = keys[self.rank]
+        answers = self._answers(what)
+        for key in self._old:
+            self._store.delete_key(key)  # all have answered this question, so all have read the one before
+        self._old = [keys[self.rank]]
         return answers
+
+    def exchange_or_miss(self, what: str, answer: str, patience: float) -> list[str]:
+        """Like `exchange`, but if an answer does not come in time all ranks raise `Late`, those that were late too."""
+        answers, seen = [], _MET
+        try:
+            answers = self.exchange(what, answer, patience)
+        except Late as late:
+            seen = str(late)
+        key = f"{self._prefix}/{self._num_asked}/{what}"
+        decision = self._store.compare_set(key, "", seen).decode()  # that of the first rank is that of all
+        if decision != _MET:
+            raise Late(decision)
+        if self.rank == 0:
+            self._old.append(key)
+        return answers or self._answers(what)
+
+    def _keys(self, what: str) -> list[str]:
+        return [f"{self._prefix}/{self._num_asked}/{what}/{rank}" for rank in range(self._size)]
+
+    def _answers(self, what: str) -> list[str]:
+        return [self._store.get(key).decode() for key in self._keys(what)]
 
     def _wait(self, keys: list[str], patience: float) -> None:
         started = time.monotonic()
@@ -111,7 +137,7 @@ class Meeting:
             if self.is_ending:
                 raise Parted("the launcher ends this process")
             if missing and waited > patience:
-                raise Parted(f"rank {missing[0]} did not answer within {patience:.0f} seconds")
+                raise Late(f"rank {missing[0]} did not answer within {patience:.0f} seconds")
             time.sleep(min(_LONGEST, _SHORTEST + waited / 10))
 
     def end(self, num_steps: int) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from reprokit.capture.rewind.meeting import AT_COPY, AT_END, CopyAnswer, Meeting, Parted
+from reprokit.capture.rewind.meeting import AT_COPY, AT_END, CopyAnswer, Late, Meeting, Parted
 from reprokit.capture.run.exchange import Exchange, Unanswered
 from reprokit.capture.run.reports import Reports
 from reprokit.capture.run.shards import Shards
@@ -55,7 +55,7 @@ class Ranks:
     ``is_sharded``: parameters are spread over them, so that even a forward needs all. ``meeting`` is where ranks with
     averaged gradients exchange answers; they take the next copy of the state after step ``due_at`` (a count of steps).
     ``goes_back``: all of them hold copies. ``num_steps`` of optimizers were made here, after ``num_checks`` of averaged
-    gradients; ``parted`` says which rank has not answered."""
+    gradients; ``parted`` says which rank has not answered. ``has_missed``: the last copy that was due was not made."""
 
     _runs = 0
 
@@ -65,7 +65,7 @@ class Ranks:
         self.is_manual = False
         self.meeting: Meeting | None = None
         self.due_at = _FIRST_COPY
-        self.goes_back = False
+        self.goes_back = self.has_missed = False
         self.num_steps = self.num_checks = 0
         self.parted = ""
         self.rank: int | None = None
@@ -127,20 +127,25 @@ class Ranks:
         if self.meeting is not None:
             with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that keeps it
                 self.meeting.end(self.num_steps)
-        self.meeting, self.goes_back = None, False
+        self.meeting, self.goes_back, self.has_missed = None, False, False
 
     def meet_for_copy(self, own: CopyAnswer, total: int, *, is_end: bool) -> list[CopyAnswer] | None:
         """The ranks' answers when a copy is due after step ``total``, and when the next one is; ``None`` if a rank is
-        gone. ``is_end``: that step was over before."""
+        gone or late. After one copy that was missed the ranks meet for the next, after two in a row no more.
+        ``is_end``: that step was over before."""
         if self.meeting is None:
             return None
         self.num_steps = total + (not is_end)
         try:
-            texts = self.meeting.exchange("copy", str(own), AT_END if is_end else AT_COPY)
+            texts = self.meeting.exchange_or_miss("copy", str(own), AT_END if is_end else AT_COPY)
         except (Parted, RuntimeError) as error:
             self.parted = str(error).partition("\n")[0]
-            self.part()
+            if isinstance(error, Late) and not (is_end or self.has_missed):
+                self.has_missed, self.due_at = True, total + 1 + _FIRST_COPY
+            else:
+                self.part()
             return None
+        self.has_missed = False
         answers = [CopyAnswer.read(text) for text in texts]
         self.goes_back = all(answer.holds for answer in answers)
         wanted, most = max(answer.wanted for answer in answers), min(answer.most for answer in answers)
@@ -290,7 +295,8 @@ class Ranks:
         while self._are_all("watches") and not self.is_bad_elsewhere(step):
             bad = {rank for rank in range(self._size) if self._has(what, rank)}
             # after a missed copy the ranks may make different numbers of steps, so that of a check says nothing
-            good = self._reports.ranks_past(self.num_checks) if self._reports and self.meeting is not None else None
+            is_even = self.meeting is not None and not self.has_missed
+            good = self._reports.ranks_past(self.num_checks) if self._reports and is_even else None
             if len(bad | (good or set())) == self._size:
                 return bool(good)
             if self._is_ending or time.monotonic() > ends_at:

@@ -358,11 +358,11 @@ class RunState:
         return replace(found, equal_after=before, began_at=after, is_exact=before == after - 1)
 
     def meet_for_copy(self, bad: str | None, digest: str, now: float, *, is_end: bool) -> list[CopyAnswer] | None:
-        """The answers of the ranks when a copy is due; ``None`` if one has not come in time: then they meet no more."""
+        """The answers of the ranks when a copy is due; ``None`` if one has not come in time: see `Ranks`."""
         wanted = self.history.wanted_steps(now, self.iterations.total - self.copied_at)
         answer = CopyAnswer(bad or GOOD, *wanted, self.history.takes_copies, digest)
         answers = self.ranks.meet_for_copy(answer, self.iterations.total, is_end=is_end)
-        if answers is None:
+        if answers is None and not self.ranks.has_missed:
             self.history.give_up()
         return answers
 
