@@ -48,6 +48,8 @@ for step in range(6):
     if how in ("gradient", "busy"):
         energy = logits.pow(2) * (0.0 if bad else 1.0)
         loss = loss + torch.where(energy > 0, energy.sqrt(), energy).mean()
+    if how == "one bias":
+        loss = loss + (model.module[0].bias * (0.0 if bad else 1.0)).square().sum().sqrt()
     if how == "exception" and bad:
         F.nll_loss(logits, y + 5)
     optimizer.zero_grad()
@@ -120,13 +122,14 @@ def train(
     num_steps: int = 6,
     ends_group: bool = True,
     num_ranks: int = 2,
+    options: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Run the script with several processes."""
     folder.mkdir(exist_ok=True)
     script = TRAINING.format(spread=spread).replace("range(6)", f"range({num_steps})")
     (folder / "train.py").write_text(script if ends_group else script.replace("dist.destroy_process_group()", ""))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    capture = ["-m", "reprokit", "capture"] if captured else []
+    capture = ["-m", "reprokit", "capture", *options] if captured else []
     return run_python_in(folder, *torchrun, *capture, "train.py", *how)
 
 
@@ -191,6 +194,20 @@ def test_a_culprit_that_is_busy_after_its_backward_pass(tmp_path: Path) -> None:
     assert "not on every rank" not in done.stderr and "rank 1, which saves its step" in done.stderr
     snapshot = only_snapshot(tmp_path)
     assert (snapshot.step, snapshot.failure.phase, snapshot.failure.call) == (3, "backward", "torch.Tensor.sqrt")
+
+
+NOTED_ON_ONE = """
+from reprokit.capture.run.budget import Budget
+Budget.notes = lambda self, step: rank == 1
+"""  # each rank keeps to its budget by itself
+
+
+def test_all_ranks_look_at_the_same_gradients(tmp_path: Path) -> None:
+    """The bad one is of neither the first parameter nor the last one, which are looked at in a step with a past."""
+    done = train(tmp_path, f"{AVERAGED}{NOTED_ON_ONE}", "one bias", options=("--history", "off"))
+    assert "not on every rank" not in done.stderr and "rank 1, which saves its step" in done.stderr
+    assert only_snapshot(tmp_path).failure.call == "torch.Tensor.sqrt"
+    assert list(map(len, losses(tmp_path))) == [3, 3]
 
 
 @pytest.mark.parametrize("how", ["update", "manual update"])
