@@ -354,6 +354,7 @@ class Stepping:
             self._act_on_update(verdict, is_bad=is_bad, is_bad_elsewhere=is_bad_elsewhere)
 
     def _act_on_update(self, verdict: Verdict | None, *, is_bad: bool, is_bad_elsewhere: bool) -> None:
+        """Act on what the checks before an update have shown, here and on other ranks."""
         suspect, ranks = self._running.suspect, self._run_state.ranks
         is_passed = verdict is not None and verdict != "failed"
         is_bad_here = is_bad or (is_bad_elsewhere and not is_passed)
