@@ -183,4 +183,6 @@ def _why_not_saved(seen: Seen, error: BaseException | None) -> str:
         return checked
     if "exception" not in seen.on:
         return "exceptions were not asked for: add `--on exception`"
+    if "by peer" in str(error):  # "Connection closed by peer", "Connection reset by peer"
+        return f"the connection to another process broke; {checked}"
     return f"the exception came from outside of a step; {checked}"

@@ -30,6 +30,10 @@ def test_a_run_that_was_judged_and_ended_well_has_no_line(ending: BaseException 
     ("ending", "words"),
     [
         (OSError("x"), ("the script ended with OSError", "from outside of a step", "5 steps were checked")),
+        (
+            RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2960"),
+            ("RuntimeError; the connection to another process broke; 5 steps were checked",),
+        ),
         (SystemExit(2), ("exit code 2", "5 steps were checked")),
         (SystemExit("no data"), ("exit code 1",)),
         (KeyboardInterrupt(), ("KeyboardInterrupt", "none was bad")),
