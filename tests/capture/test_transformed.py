@@ -415,6 +415,7 @@ def of_a_linear_map(model: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # by torch.func.linearize
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by it, too
 @pytest.mark.parametrize("loss", [of_data_of_an_operator, of_a_linear_map])
 def test_the_result_of_a_call_that_is_not_noted_is_no_data(loss: Loss, tmp_path: Path) -> None:
     snapshot = saved(loss, tmp_path)
