@@ -60,8 +60,8 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 
 def assert_one_error(result: subprocess.CompletedProcess[str], text: str, exit_code: int = 2) -> None:
-    """One line of error, one of hint, nothing else."""
-    lines = [line for line in result.stderr.splitlines() if not line.startswith("reprokit: watching ")]
+    """One line of error, one of hint, nothing else but notes."""
+    lines = [line for line in result.stderr.splitlines() if not line.startswith(("reprokit: watching ", "note: "))]
     assert result.returncode == exit_code, result.stderr
     assert len(lines) == 2, result.stderr
     assert lines[0].startswith("reprokit: error: ")
