@@ -18,7 +18,7 @@ from reprokit.capture.early.alarm import EventKind
 from reprokit.capture.early.course import Course, Departure, Value
 from reprokit.locate.quantity import number_of
 
-BATCH = 16  # steps whose numbers are looked at together
+BATCH = 32  # steps whose numbers are looked at together
 _NORMS_IN_A_ROW = 5  # of gradients: their norm varies more than the loss
 _LEAST_RATIO_OF_NORMS = 0.3
 _FALLS = 6  # of a scale in a row; a scaler that has grown its scale once too often makes one or two
