@@ -169,7 +169,7 @@ class Capture:
         return with_part(path, rank_suffix() or self.part)
 
     def _numbers(self) -> str:
-        """What becomes of recorded numbers, for the line at the start."""
+        """Where recorded numbers are written, for the first line that is printed."""
         if self.numbers is not None:
             return f", numbers to {shown_path(self.numbers_file(self.numbers))}"
         return "; without one no numbers are kept (`--numbers FILE` keeps them)" if self.record is not None else ""

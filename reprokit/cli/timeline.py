@@ -138,7 +138,7 @@ _NO_JSON = grammar.one_of("nan", "inf", "-inf")
 
 
 def _recorded_in(rows: Sequence[Numbers]) -> Iterator[RecordedStep]:
-    """What was recorded of parameters in such rows."""
+    """The numbers of each parameter in rows of a file of recorded numbers."""
     from reprokit.series import RecordedStep
 
     for row in rows:

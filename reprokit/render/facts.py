@@ -161,7 +161,7 @@ def surroundings(snapshot: Snapshot) -> list[Fact]:
 
 
 def _replayed_part(settings: CaptureSettings) -> str:
-    """Where the replay of a model began that does not fit in one process; empty if it was replayed whole."""
+    """The unit at which a replay of part of the model began; empty if the whole model was replayed."""
     number, last = settings.num_recorded_units, settings.last_recorded_unit
     if not number or last is None:
         return ""

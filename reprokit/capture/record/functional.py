@@ -51,7 +51,7 @@ class Derivatives:
         return self._known[-1]
 
     def new_parameters(self, entries: Sequence[Entry]) -> list[NewParameter]:
-        """What the entries of the running step have made so far."""
+        """The new parameters among the results of the running step's calls."""
         return [new for known in self._known for new in _made_of(known, entries)]
 
     def bad_at_end(self, entries: Sequence[Entry]) -> Derivative | None:
@@ -63,8 +63,8 @@ class Derivatives:
         return None
 
 
-class _Line:
-    """Tensors that a loop differentiates by, each set made of the one before; ``num_steps`` of them were used."""
+class _Lineage:
+    """Sets of tensors that a loop differentiates by, each made of the one before; ``num_steps`` counts the updates."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -92,30 +92,30 @@ class Rounds:
     """
 
     def __init__(self) -> None:
-        self._lines: list[_Line] = []
+        self._lineages: list[_Lineage] = []
 
     @property
     def completed(self) -> int:
         """The steps so far."""
-        return next((line.num_steps for line in self._lines if line.is_alive), 0)
+        return next((lineage.num_steps for lineage in self._lineages if lineage.is_alive), 0)
 
     def begin(self, derivative: Derivative) -> None:
         """A derivative was computed."""
-        self._lines = [line for line in self._lines if line.is_alive]
-        self._line_of(derivative).go_on(derivative.by)
+        self._lineages = [lineage for lineage in self._lineages if lineage.is_alive]
+        self._lineage_of(derivative).go_on(derivative.by)
 
     def end(self, derivative: Derivative, new: Iterable[torch.Tensor]) -> None:
         """New tensors, made of a derivative, are used."""
-        line = self._line_of(derivative)
-        line.num_steps += 1
-        line.go_on(new)
+        lineage = self._lineage_of(derivative)
+        lineage.num_steps += 1
+        lineage.go_on(new)
 
-    def _line_of(self, derivative: Derivative) -> _Line:
-        for line in self._lines:
-            if line.holds(derivative.by):
-                return line
-        self._lines.append(_Line())
-        return self._lines[-1]
+    def _lineage_of(self, derivative: Derivative) -> _Lineage:
+        for lineage in self._lineages:
+            if lineage.holds(derivative.by):
+                return lineage
+        self._lineages.append(_Lineage())
+        return self._lineages[-1]
 
 
 def _made_of(derivative: Derivative, entries: Sequence[Entry]) -> list[NewParameter]:

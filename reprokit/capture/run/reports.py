@@ -1,4 +1,4 @@
-"""What ranks have found in their steps, bad and good, in memory that the processes of one machine share.
+"""The results of the ranks' checks, good and bad, in memory that the processes of one machine share.
 
 Every rank looks or writes once a step, which takes a microsecond here and a hundred at the store. Memory is as sure as
 the store: a rank reports a bad value there before its last gradients are averaged, and the others read when theirs are.
